@@ -1,0 +1,117 @@
+"""Documents on disk: frozen models with a kind and a schema version, written atomically, refused with a reason."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import tomllib
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from .errors import FileError
+
+
+class FrozenModel(BaseModel):
+    """Data that never changes and knows all of its fields."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, ser_json_inf_nan="constants")
+
+
+class Document(FrozenModel):
+    """A model that lives in a file of its own: ``{"kind": ..., "schema_version": ..., <fields>}``."""
+
+    KIND: ClassVar[str]
+    SCHEMA_VERSION: ClassVar[int] = 1
+
+    def to_json(self) -> str:
+        """The document as JSON text; equal documents give equal bytes."""
+        head = {"kind": self.KIND, "schema_version": self.SCHEMA_VERSION}
+        body = self.model_dump(mode="json")
+        return json.dumps(head | body, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+
+    def save(self, path: str | Path) -> None:
+        """Write the document to ``path`` atomically.  Raises FileError if the folder cannot be written."""
+        write_atomically(path, self.to_json())
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Read a document; JSON, or TOML when the name ends in ``.toml``.
+
+        Raises FileError if it is missing, damaged, of another kind or of a version this release does not read.
+        """
+        return cls.from_mapping(read_mapping(path), origin=str(path))
+
+    @classmethod
+    def from_mapping(cls, content: dict[str, Any], *, origin: str) -> Self:
+        """The document that ``content`` describes; ``origin`` names it in messages.  Raises FileError."""
+        fields = dict(content)
+        kind = fields.pop("kind", None)
+        version = fields.pop("schema_version", None)
+        if kind != cls.KIND:
+            found = f"a {kind} file" if isinstance(kind, str) else "no protwin file"
+            raise FileError(f"{origin} is {found}, expected a {cls.KIND} file (its 'kind' must be {cls.KIND!r}).")
+        if version != cls.SCHEMA_VERSION:
+            newer = isinstance(version, int) and version > cls.SCHEMA_VERSION
+            advice = "Update protwin to read it." if newer else "Write it again with this release."
+            raise FileError(
+                f"{origin} has schema_version {version!r}; this release reads {cls.SCHEMA_VERSION}. {advice}"
+            )
+        try:
+            return cls.model_validate(fields)
+        except ValidationError as error:
+            raise FileError(f"{origin} is damaged or inconsistent: {describe(error)}") from error
+
+
+def describe(error: ValidationError) -> str:
+    """The first three complaints of a validation, each with its field, on one line."""
+    complaints = []
+    for item in error.errors(include_url=False)[:3]:
+        where = ".".join(str(part) for part in item["loc"]) or "document"
+        value = item.get("input")
+        shown = "" if item["type"] == "missing" or isinstance(value, dict | list) else f" (found {value!r:.60})"
+        complaints.append(f"{where}: {item['msg']}{shown}")
+    more = error.error_count() - len(complaints)
+    return "; ".join(complaints) + (f"; and {more} more." if more > 0 else ".")
+
+
+def read_mapping(path: str | Path) -> dict[str, Any]:
+    """The table in a JSON or TOML file.  Raises FileError if it is missing or damaged."""
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise FileError(f"{path} does not exist.") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise FileError(f"{path} cannot be read: {error}.") from error
+    try:
+        content = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise FileError(f"{path} is damaged: {error}.") from error
+    if not isinstance(content, dict):
+        raise FileError(f"{path} holds a {type(content).__name__}, expected a table of fields.")
+    return content
+
+
+def write_atomically(path: str | Path, text: str) -> None:
+    """Write ``text`` so that a reader sees the old file or the whole new one.  Raises FileError."""
+    path = Path(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
+    except OSError as error:
+        raise FileError(f"{path} cannot be written: {error}.") from error
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException as error:
+        Path(temporary).unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            raise FileError(f"{path} cannot be written: {error}.") from error
+        raise

@@ -1,0 +1,76 @@
+"""The plan: the handful of knobs that a person or the search chooses."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import ClassVar, Self
+
+from pydantic import Field, PositiveInt, NonNegativeInt, model_validator
+
+from .errors import PlanError
+from .files import Document
+
+
+class ActivationMode(StrEnum):
+    """What becomes of a block's saved activations between its forward and its backward."""
+
+    KEEP = "keep"
+    """They stay on the device."""
+    CHECKPOINT = "checkpoint"
+    """Only the block's input stays; the rest is recomputed in backward."""
+
+
+class Plan(Document):
+    """How one workload is trained on one device.
+
+    Small enough to write by hand.  ``workload_id`` binds it to the workload that it was made for.
+    """
+
+    KIND: ClassVar[str] = "plan"
+
+    workload_id: str
+    """Identity of the workload (``Workload.identity``)."""
+    chunk_bytes: PositiveInt
+    """Upper bound of a chunk's size; a larger parameter has a chunk of its own."""
+    n_persist: NonNegativeInt
+    """The first ``n_persist`` chunks stay on the device for good."""
+    n_buffer: NonNegativeInt
+    """Device places for the other chunks."""
+    prefetch_depth: PositiveInt = 1
+    """How many blocks ahead of the running one chunks may be gathered, and how many behind it gradients may lag."""
+    n_checkpoint: NonNegativeInt = 0
+    """Blocks in mode CHECKPOINT, interleaved (``place_activation_modes``)."""
+    activation_modes: tuple[ActivationMode, ...] | None = Field(default=None)
+    """One mode per block, instead of ``n_checkpoint`` and its placement rule."""
+
+    @model_validator(mode="after")
+    def _modes_agree(self) -> Self:
+        if self.activation_modes is not None and self.n_checkpoint != self.activation_modes.count(
+            ActivationMode.CHECKPOINT
+        ):
+            raise ValueError("n_checkpoint differs from the number of CHECKPOINT entries in activation_modes")
+        return self
+
+    def modes(self, num_blocks: int) -> tuple[ActivationMode, ...]:
+        """The mode of every block.  Raises PlanError if the plan names another number of blocks."""
+        if self.activation_modes is not None:
+            if len(self.activation_modes) != num_blocks:
+                raise PlanError(
+                    f"activation_modes names {len(self.activation_modes)} blocks but the workload has {num_blocks}."
+                )
+            return self.activation_modes
+        return place_activation_modes(num_blocks, n_checkpoint=self.n_checkpoint)
+
+
+def place_activation_modes(num_blocks: int, *, n_checkpoint: int) -> tuple[ActivationMode, ...]:
+    """Checkpointed blocks spread evenly, centred: block ``((2k + 1) * num_blocks) // (2 * n_checkpoint)``.
+
+    Source of the rule: ProTrain (arXiv 2406.08334), section on interleaved block management.
+    Raises PlanError if ``n_checkpoint`` exceeds ``num_blocks``.
+    """
+    if n_checkpoint > num_blocks:
+        raise PlanError(f"n_checkpoint is {n_checkpoint} but the workload has {num_blocks} blocks. Lower it.")
+    modes = [ActivationMode.KEEP] * num_blocks
+    for k in range(n_checkpoint):
+        modes[((2 * k + 1) * num_blocks) // (2 * n_checkpoint)] = ActivationMode.CHECKPOINT
+    return tuple(modes)

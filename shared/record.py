@@ -1,0 +1,133 @@
+"""The record: what happened in one iteration, in one form for prediction and measurement."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import ClassVar, Self
+
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+
+from .files import Document, FrozenModel
+from .plan import Plan
+from .schedule import Content, Lane, Memory, TaskKind
+
+
+class Origin(StrEnum):
+    """Where a record comes from."""
+
+    SIMULATED = "simulated"
+    MEASURED = "measured"
+
+
+class TaskTiming(FrozenModel):
+    """One task of the iteration.  Seconds since the iteration's first compute task started; gathers that were issued
+    ahead start below zero."""
+
+    task: NonNegativeInt
+    """The task's id in the schedule."""
+    name: str
+    kind: TaskKind
+    lane: Lane
+    start_s: float
+    end_s: float
+    duration_s: NonNegativeFloat
+    """Seconds it took; of a measured record the median over iterations, so it may differ from end minus start."""
+
+
+class Holding(FrozenModel):
+    """Bytes of one kind that were alive at a peak."""
+
+    content: Content | None
+    """None: what the running task itself held beyond buffers (its transient tensors)."""
+    size_bytes: NonNegativeInt
+
+
+class MemoryCurve(FrozenModel):
+    """One memory over the iteration."""
+
+    memory: Memory
+    times_s: tuple[float, ...]
+    """Ascending; the level holds from each time to the next."""
+    levels_bytes: tuple[NonNegativeInt, ...]
+    peak_bytes: NonNegativeInt
+    peak_at: str
+    """Name of the compute task during which the peak occurs."""
+    alive_at_peak: tuple[Holding, ...] = ()
+
+    @model_validator(mode="after")
+    def _matches(self) -> Self:
+        if len(self.times_s) != len(self.levels_bytes):
+            raise ValueError("times_s and levels_bytes must have the same length")
+        return self
+
+
+class LaneUse(FrozenModel):
+    """What one lane did."""
+
+    lane: Lane
+    num_tasks: NonNegativeInt
+    busy_s: NonNegativeFloat
+    """Seconds of its tasks together, slowdown by other lanes included."""
+    moved_bytes: NonNegativeInt = 0
+
+
+class Record(Document):
+    """One iteration in steady state, predicted or measured."""
+
+    KIND: ClassVar[str] = "record"
+
+    origin: Origin
+    plan: Plan
+    plan_id: str
+    """``Schedule.plan_id``."""
+    model_name: str
+    hardware_name: str
+    machine: str = ""
+    """The machine that measured it; empty for a prediction."""
+    software: dict[str, str] = {}
+    emulated: tuple[str, ...] = ()
+    """What was emulated, in words: a budget on host memory, throttled links."""
+    num_samples: PositiveInt
+    num_tokens: PositiveInt
+    iteration_s: PositiveFloat
+    """Period of the steady state."""
+    iteration_noise_frac: NonNegativeFloat = 0.0
+    """Median absolute deviation of the iteration time over its median; 0 for a prediction without a calibration."""
+    num_iterations: PositiveInt = 1
+    """Iterations that the figures are medians of."""
+    forward_s: NonNegativeFloat
+    backward_s: NonNegativeFloat
+    optimizer_s: NonNegativeFloat
+    """From the end of backward to the start of the next iteration."""
+    tasks: tuple[TaskTiming, ...]
+    lanes: tuple[LaneUse, ...]
+    memory: tuple[MemoryCurve, ...]
+    guaranteed_peak_device_bytes: NonNegativeInt
+    """What no timing of this schedule can exceed."""
+    num_gathers: NonNegativeInt
+    num_cpu_adam_steps: NonNegativeInt
+
+    def curve(self, memory: Memory) -> MemoryCurve | None:
+        """The curve of one memory, if the record holds it."""
+        return next((curve for curve in self.memory if curve.memory is memory), None)
+
+    @property
+    def peak_device_bytes(self) -> int:
+        """Peak of device memory; 0 if it was not measured."""
+        curve = self.curve(Memory.DEVICE)
+        return curve.peak_bytes if curve is not None else 0
+
+    @property
+    def peak_pinned_bytes(self) -> int:
+        """Peak of pinned host memory; 0 if it was not measured."""
+        curve = self.curve(Memory.PINNED_HOST)
+        return curve.peak_bytes if curve is not None else 0
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Throughput in steady state."""
+        return self.num_tokens / self.iteration_s
+
+    def lane(self, lane: Lane) -> LaneUse:
+        """What ``lane`` did; nothing if the record does not name it."""
+        return next((use for use in self.lanes if use.lane is lane), LaneUse(lane=lane, num_tasks=0, busy_s=0.0))

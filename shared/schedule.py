@@ -1,0 +1,175 @@
+"""The schedule: the static program of one training iteration in steady state, which simulator and runtime interpret.
+
+An iteration is an ordered list of tasks.  Each lane runs its tasks in the order of the list; lanes run side by side.
+A task starts when the previous task of its lane has ended and so has every task that it waits for, in this iteration
+(``after``) or in the previous one (``after_previous``).  It allocates its buffers when it starts and frees buffers
+when it ends.  Iterations follow each other without a barrier: the same program again, with only these rules between.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
+from typing import NewType
+
+from .layout import ChunkId
+from .workload import BlockId, Phase
+
+TaskId = NewType("TaskId", int)
+BufferId = NewType("BufferId", int)
+
+
+class Lane(StrEnum):
+    """What runs tasks one after another, beside the other lanes."""
+
+    COMPUTE = "compute"
+    """The device's kernels: forward, recomputation, backward, device Adam."""
+    H2D = "h2d"
+    """Copies from host to device."""
+    D2H = "d2h"
+    """Copies from device to host."""
+    CPU_OPTIM = "cpu_optim"
+    """CPU Adam."""
+
+
+class TaskKind(StrEnum):
+    """What a task does."""
+
+    FORWARD = "forward"
+    RECOMPUTE = "recompute"
+    BACKWARD = "backward"
+    GATHER = "gather"
+    """Copy a chunk's parameters to the device."""
+    GRADIENT_OFFLOAD = "gradient_offload"
+    """Copy a chunk's gradients to the host."""
+    CPU_ADAM = "cpu_adam"
+    DEVICE_ADAM = "device_adam"
+    """Step every persistent chunk; ends the iteration even where there is nothing to step."""
+
+
+LANE_OF: dict[TaskKind, Lane] = {
+    TaskKind.FORWARD: Lane.COMPUTE,
+    TaskKind.RECOMPUTE: Lane.COMPUTE,
+    TaskKind.BACKWARD: Lane.COMPUTE,
+    TaskKind.DEVICE_ADAM: Lane.COMPUTE,
+    TaskKind.GATHER: Lane.H2D,
+    TaskKind.GRADIENT_OFFLOAD: Lane.D2H,
+    TaskKind.CPU_ADAM: Lane.CPU_OPTIM,
+}
+
+
+class Part(StrEnum):
+    """The parts of the model outside its blocks."""
+
+    PROLOGUE = "prologue"
+    EPILOGUE = "epilogue"
+
+
+Section = BlockId | Part
+"""What a compute task runs: a block by its index, or the part before the first or after the last."""
+
+
+class Memory(StrEnum):
+    """Where a buffer lies."""
+
+    DEVICE = "device"
+    PINNED_HOST = "pinned_host"
+    """Host memory that copies read and write: page-locked on CUDA."""
+    HOST = "host"
+
+
+class Content(StrEnum):
+    """What a buffer holds."""
+
+    PARAMETERS = "parameters"
+    GRADIENTS = "gradients"
+    OPTIMIZER_STATE = "optimizer_state"
+    ACTIVATIONS = "activations"
+    """Tensors saved for a section's backward."""
+    OUTPUT = "output"
+    """A section's output, which the next section reads in forward and, saved, in backward."""
+    INCOMING_GRADIENT = "incoming_gradient"
+    """What one section's backward hands to the next, with the gradients of parameters outside every block."""
+    RESIDENT = "resident"
+    """Module buffers and the batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """A stretch of memory with a lifetime: allocated by one task and freed by a later one, or there for good."""
+
+    id: BufferId
+    content: Content
+    memory: Memory
+    size_bytes: int
+    chunk: ChunkId | None = None
+    section: Section | None = None
+    slot: int | None = None
+    """The device place that a gathered chunk occupies; buffers of one slot never live at the same time."""
+    is_static: bool = False
+    """There for good: no task allocates or frees it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One entry of the program."""
+
+    id: TaskId
+    kind: TaskKind
+    section: Section | None = None
+    chunk: ChunkId | None = None
+    after: tuple[TaskId, ...] = ()
+    """Tasks of this iteration that must have ended before it starts."""
+    after_previous: tuple[TaskId, ...] = ()
+    """Tasks of the previous iteration that must have ended before it starts."""
+    allocates: tuple[BufferId, ...] = ()
+    frees: tuple[BufferId, ...] = ()
+    reads: tuple[BufferId, ...] = ()
+    writes: tuple[BufferId, ...] = ()
+    phase: Phase | None = None
+    """What a forward, recomputation or backward does."""
+    moved_bytes: int = 0
+    """Bytes that a copy moves."""
+    num_stepped: int = 0
+    """Scalars that an Adam task steps."""
+    stepped_bytes: int = 0
+    """Bytes of memory that an Adam task reads and writes."""
+
+    @property
+    def lane(self) -> Lane:
+        """The lane that runs it."""
+        return LANE_OF[self.kind]
+
+    @property
+    def name(self) -> str:
+        """``forward 3``, ``gather chunk 7``; unique together with the id."""
+        if self.chunk is not None:
+            return f"{self.kind} chunk {self.chunk}"
+        return f"{self.kind} {self.section}" if self.section is not None else str(self.kind)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The program of one iteration.  ``compile_schedule`` makes it, ``verify_schedule`` proves it."""
+
+    plan_id: str
+    """Hash of plan and workload: ranks and interpreters agree on it."""
+    tasks: tuple[Task, ...]
+    """In an order that respects every ``after``; each lane keeps it."""
+    buffers: tuple[Buffer, ...]
+    num_slots: int
+    num_blocks: int
+    prefetch_depth: int
+
+    @cached_property
+    def lanes(self) -> dict[Lane, tuple[TaskId, ...]]:
+        """The program of every lane."""
+        programs: dict[Lane, list[TaskId]] = {lane: [] for lane in Lane}
+        for task in self.tasks:
+            programs[task.lane].append(task.id)
+        return {lane: tuple(program) for lane, program in programs.items()}
+
+    def static_bytes(self, memory: Memory) -> int:
+        """Bytes that are there for good."""
+        return sum(b.size_bytes for b in self.buffers if b.is_static and b.memory is memory)
