@@ -1,0 +1,292 @@
+"""Hypothesis strategies for everything that the schema describes.
+
+Sizes are small (parameters of a few kilobytes) so that chunk boundaries, alignment and evictions all occur within a
+few blocks.  Every draw shrinks towards one block, one parameter, one chunk, KEEP everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from hypothesis import strategies as st
+from hypothesis.strategies import DrawFn, SearchStrategy
+from protwin.shared.calibration import Calibration, Contention, Factor
+from protwin.shared.hardware import Device, DeviceKind, Hardware, Host, Link, LinkPoint
+from protwin.shared.layout import Layout, build_layout
+from protwin.shared.plan import ActivationMode, Plan
+from protwin.shared.schedule import Lane, TaskKind
+from protwin.shared.workload import (
+    Block,
+    BlockProfile,
+    DType,
+    Operation,
+    OperationClass,
+    Parameter,
+    Phase,
+    Workload,
+)
+
+CHUNK_BYTES: Final = (2**30, 8192, 4096, 2048, 1024, 512, 256, 1)
+"""From one chunk for everything to one chunk per parameter."""
+
+_SIZES: Final = st.integers(0, 40_000)
+_TRAINED_DTYPES: Final = st.sampled_from((DType.FLOAT32, DType.BFLOAT16))
+
+
+@dataclass(frozen=True)
+class PlannedWorkload:
+    """A workload, a plan that it can follow, and the layout of the two."""
+
+    workload: Workload
+    plan: Plan
+    layout: Layout
+
+
+# -- workloads -------------------------------------------------------------------------------------------------------
+
+
+def operations() -> SearchStrategy[Operation]:
+    """Operations of every class, small and cheap."""
+    return st.builds(
+        Operation,
+        name=st.sampled_from(("aten.mm", "aten.add", "aten.native_layer_norm")),
+        operation_class=st.sampled_from(OperationClass),
+        dtype=_TRAINED_DTYPES,
+        flops=st.integers(0, 10**9),
+        bytes_moved=st.integers(0, 10**8),
+        count=st.integers(1, 8),
+    )
+
+
+@st.composite
+def phases(draw: DrawFn, net_bytes: int = 0, measured: bool | None = True) -> Phase:
+    """A phase of the given net bytes whose curve agrees with them.
+
+    The curve begins at 0 or higher and ends at ``net_bytes`` or higher, since each entry is the highest level within
+    its stretch; an empty phase may have none.  ``measured``: whether it carries seconds, None for either.
+    """
+    num_stretches = draw(st.integers(0 if net_bytes == 0 else 1, 3))
+    curve = []
+    for stretch in range(num_stretches):
+        floor = 0 if stretch == 0 else min(0, net_bytes)
+        if stretch == num_stretches - 1:
+            floor = max(floor, net_bytes)
+        curve.append(((stretch + 1) / num_stretches, floor + draw(_SIZES)))
+    is_measured = draw(st.booleans()) if measured is None else measured
+    return Phase(
+        operations=() if is_measured else tuple(draw(st.lists(operations(), max_size=2))),
+        net_bytes=net_bytes,
+        curve=tuple(curve),
+        measured_s=draw(st.integers(0, 2000)) / 1000 if is_measured else None,
+    )
+
+
+@dataclass(frozen=True)
+class _BlockKind:
+    """What equal blocks share."""
+
+    parameters: tuple[tuple[int, DType, bool], ...]
+    """Elements, element type and trainability of each."""
+    profile: BlockProfile
+
+
+@st.composite
+def _parameter_lists(
+    draw: DrawFn, dtypes: SearchStrategy[DType], min_size: int, max_size: int
+) -> tuple[tuple[int, DType, bool], ...]:
+    one = st.tuples(st.integers(0, 1000), dtypes, st.sampled_from((True, True, True, False)))
+    return tuple(draw(st.lists(one, min_size=min_size, max_size=max_size)))
+
+
+def _gradient_bytes(parameters: Sequence[tuple[int, DType, bool]]) -> int:
+    return sum(elements * dtype.item_bytes for elements, dtype, trainable in parameters if trainable)
+
+
+@st.composite
+def _block_kinds(draw: DrawFn, dtypes: SearchStrategy[DType], min_parameters: int, measured: bool | None) -> _BlockKind:
+    """A backward releases what its block saved and its output, and leaves the block's gradients.
+
+    (It also exchanges the incoming gradient, of its output's size, for one of its input's, and releases that input.)
+    """
+    parameters = draw(_parameter_lists(dtypes, min_parameters, 4))
+    gradient_bytes = _gradient_bytes(parameters)
+    output_bytes, saved_bytes = draw(_SIZES), draw(_SIZES)
+    recomputed_bytes = draw(st.integers(0, saved_bytes))
+    return _BlockKind(
+        parameters,
+        BlockProfile(
+            output_bytes=output_bytes,
+            forward=draw(phases(output_bytes + saved_bytes, measured)),
+            backward=draw(phases(gradient_bytes - saved_bytes - output_bytes, measured)),
+            checkpoint_forward=draw(phases(output_bytes, measured)),
+            recompute=draw(phases(recomputed_bytes, measured)),
+            checkpoint_backward=draw(phases(gradient_bytes - recomputed_bytes - output_bytes, measured)),
+        ),
+    )
+
+
+@st.composite
+def workloads(draw: DrawFn, max_blocks: int = 6, measured: bool | None = True, min_parameters: int = 1) -> Workload:
+    """Workloads of one to ``max_blocks`` blocks of several kinds, with unowned parameters anywhere.
+
+    ``measured``: whether phases carry seconds (None: some do); without, they carry operations.
+    ``min_parameters``: of each block.
+    """
+    dtypes = draw(st.sampled_from((st.just(DType.FLOAT32), st.just(DType.BFLOAT16), _TRAINED_DTYPES)))
+    kinds = draw(st.lists(_block_kinds(dtypes, min_parameters, measured), min_size=1, max_size=3))
+    kind_of_block = draw(st.lists(st.integers(0, len(kinds) - 1), min_size=1, max_size=max_blocks))
+    parameters = [
+        Parameter(name=f"layers.{block}.{place}", shape=(elements,), dtype=dtype, trainable=trainable, block=block)
+        for block, kind in enumerate(kind_of_block)
+        for place, (elements, dtype, trainable) in enumerate(kinds[kind].parameters)
+    ]
+    unowned = draw(_parameter_lists(dtypes, 0, 3))
+    for number, (elements, dtype, trainable) in enumerate(unowned):
+        place = draw(st.integers(0, len(parameters)))
+        aliases = ("tied",) if number == 0 and elements % 2 else ()
+        parameters.insert(
+            place,
+            Parameter(name=f"unowned.{number}", shape=(elements, 1), dtype=dtype, trainable=trainable, aliases=aliases),
+        )
+    embedded_bytes, loss_bytes = draw(_SIZES), draw(_SIZES)
+    head_gradient_bytes = draw(st.integers(0, _gradient_bytes(unowned)))
+    embedding_gradient_bytes = _gradient_bytes(unowned) - head_gradient_bytes
+    return Workload(
+        model_name="random",
+        model_hash="0123456789abcdef",
+        batch_shapes={"input_ids": (2, 8)},
+        num_samples=2,
+        num_tokens=16,
+        compute_dtype=DType.FLOAT32,
+        parameters=tuple(parameters),
+        blocks=tuple(Block(name=f"layers.{block}", profile=kind) for block, kind in enumerate(kind_of_block)),
+        profiles=tuple(kind.profile for kind in kinds),
+        prologue_forward=draw(phases(embedded_bytes, measured)),
+        epilogue_forward=draw(phases(loss_bytes, measured)),
+        epilogue_backward=draw(phases(head_gradient_bytes - loss_bytes, measured)),
+        prologue_backward=draw(phases(embedding_gradient_bytes - embedded_bytes, measured)),
+        resident_bytes=draw(_SIZES),
+        traced_with="real",
+        measured_on="random machine" if measured else None,
+    )
+
+
+# -- plans -----------------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def plans(draw: DrawFn, workload: Workload, max_prefetch_depth: int = 4) -> tuple[Plan, Layout]:
+    """A plan that ``workload`` can follow, and its layout."""
+    chunk_bytes = draw(st.sampled_from(CHUNK_BYTES) | st.integers(1, 20_000))
+    layout = build_layout(workload.parameters, num_blocks=workload.num_blocks, chunk_bytes=chunk_bytes)
+    n_persist = len(layout.chunks) - draw(st.integers(0, len(layout.chunks)))
+    n_buffer = layout.min_buffers(n_persist) + draw(st.integers(0, 5) | st.just(len(layout.chunks)))
+    modes = None
+    n_checkpoint = draw(st.integers(0, workload.num_blocks))
+    if draw(st.booleans()):
+        modes = tuple(
+            draw(st.lists(st.sampled_from(ActivationMode), min_size=workload.num_blocks, max_size=workload.num_blocks))
+        )
+        n_checkpoint = modes.count(ActivationMode.CHECKPOINT)
+    plan = Plan(
+        workload_id=workload.identity,
+        chunk_bytes=chunk_bytes,
+        n_persist=n_persist,
+        n_buffer=n_buffer,
+        prefetch_depth=draw(st.integers(1, max_prefetch_depth)),
+        n_checkpoint=n_checkpoint,
+        activation_modes=modes,
+    )
+    return plan, layout
+
+
+@st.composite
+def planned_workloads(
+    draw: DrawFn, max_blocks: int = 6, measured: bool | None = True, min_parameters: int = 1
+) -> PlannedWorkload:
+    """A random workload with a random plan for it."""
+    workload = draw(workloads(max_blocks, measured, min_parameters))
+    plan, layout = draw(plans(workload))
+    return PlannedWorkload(workload, plan, layout)
+
+
+# -- machines --------------------------------------------------------------------------------------------------------
+
+_RATES: Final = st.floats(1e6, 1e12)
+_TIMES: Final = st.floats(0, 1e-2)
+_MEMORY: Final = st.integers(2**20, 2**40)
+
+
+@st.composite
+def links(draw: DrawFn, name: str = "link") -> Link:
+    """A link; some with a measured table of one to three copies."""
+    sizes = sorted(draw(st.sets(st.integers(1, 2**24), max_size=3)))
+    return Link(
+        name=name,
+        latency_s=draw(_TIMES),
+        bandwidth_bytes_per_s=draw(_RATES),
+        table=tuple(LinkPoint(size_bytes=size, seconds=draw(st.floats(1e-7, 1))) for size in sizes),
+    )
+
+
+@st.composite
+def hardware(draw: DrawFn) -> Hardware:
+    """A small machine."""
+    memory_bytes = draw(_MEMORY)
+    return Hardware(
+        name="random machine",
+        device=Device(
+            name="random device",
+            kind=draw(st.sampled_from(DeviceKind)),
+            memory_bytes=memory_bytes,
+            reserved_bytes=draw(st.integers(0, memory_bytes // 2)),
+            memory_bandwidth_bytes_per_s=draw(_RATES),
+            peak_flop_per_s=draw(
+                st.dictionaries(
+                    st.sampled_from((DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16)),
+                    st.floats(1e9, 1e15),
+                    min_size=1,
+                )
+            ),
+            vector_flop_per_s=draw(st.floats(1e9, 1e14)),
+            launch_overhead_s=draw(_TIMES),
+            efficiency=draw(st.dictionaries(st.sampled_from(OperationClass), st.floats(0.01, 1), max_size=3)),
+        ),
+        host=Host(
+            name="random host",
+            num_cores=draw(st.integers(1, 256)),
+            memory_bytes=draw(_MEMORY),
+            memory_bandwidth_bytes_per_s=draw(_RATES),
+            adam_bytes_per_s=draw(st.none() | _RATES),
+        ),
+        host_to_device=draw(links("host to device")),
+        device_to_host=draw(links("device to host")),
+        full_duplex=draw(st.booleans()),
+    )
+
+
+@st.composite
+def contentions(draw: DrawFn) -> Contention:
+    """Slowdowns of two or more lanes side by side."""
+    lanes = tuple(draw(st.lists(st.sampled_from(Lane), min_size=2, unique=True)))
+    slowdowns = st.lists(st.floats(1, 4), min_size=len(lanes), max_size=len(lanes))
+    return Contention(lanes=lanes, slowdowns=tuple(draw(slowdowns)))
+
+
+@st.composite
+def calibrations(draw: DrawFn) -> Calibration:
+    """Factors, overheads and contention, any of them absent."""
+    factors = st.builds(Factor, value=st.floats(0.1, 10), relative_std=st.floats(0, 1), num_pairs=st.integers(0, 100))
+    return Calibration(
+        hardware_name="random machine",
+        machine="random machine, 2 cores",
+        software=draw(st.dictionaries(st.sampled_from(("python", "torch")), st.just("1.0"))),
+        factors=draw(st.dictionaries(st.sampled_from(TaskKind), factors)),
+        overhead_s=draw(st.dictionaries(st.sampled_from(TaskKind), _TIMES)),
+        contention=tuple(draw(st.lists(contentions(), max_size=4, unique_by=lambda entry: frozenset(entry.lanes)))),
+        iteration_noise_frac=draw(st.floats(0, 0.5)),
+        fitted_to=tuple(draw(st.lists(st.sampled_from(("gpt2", "llama")), unique=True))),
+        num_runs=draw(st.integers(1, 9)),
+    )
