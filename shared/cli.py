@@ -32,13 +32,13 @@ def main() -> None:
 
 def report_mistake(message: str) -> int:
     """Print one message on standard error, its head in red on a terminal; gives the exit code."""
-    print(f"{_in_red('error:')} {message}", file=sys.stderr)
+    sys.stderr.write(f"{_in_red('error:')} {message}\n")
     return EXIT_MISTAKE
 
 
 def report_interruption() -> int:
     """Say that the user stopped the command; gives the exit code."""
-    print(f"\n{_in_red('interrupted')}", file=sys.stderr)
+    sys.stderr.write(f"{_in_red('interrupted')}\n")
     return EXIT_INTERRUPTED
 
 

@@ -1,0 +1,57 @@
+# Everything runs in .venv, which the first target that needs it makes and fills.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt
+
+# The stamp is written when the installation is complete, and holds the folder that it was made for: without a stamp,
+# or in a folder that was moved, the environment is made anew.
+STAMP := $(VENV)/complete
+ifneq ($(shell cat $(STAMP) 2>/dev/null),$(CURDIR))
+$(shell rm -f $(STAMP))
+endif
+
+.PHONY: help
+help: ## List the targets
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
+
+.PHONY: demo
+demo: $(STAMP) ## Search a plan, carry it out, lay prediction and reality over each other (out/demo/report.html)
+	$(BIN)/python -m protwin.calibration.demo
+
+.PHONY: test
+test: $(STAMP) ## Run the tests (ARGS="-k name" for some of them)
+	$(BIN)/python -m pytest $(ARGS)
+
+.PHONY: check
+check: $(STAMP) ## Lint, format, types and imports
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+.PHONY: bench
+bench: bench-fidelity bench-search ## Run all benchmarks
+
+.PHONY: bench-fidelity
+bench-fidelity: $(STAMP) ## Predicted against measured time and memory, over plans and models not fitted to
+	$(BIN)/python benchmarks/fidelity.py
+
+.PHONY: bench-search
+bench-search: $(STAMP) ## Seconds from a model's name to its plan
+	$(BIN)/python benchmarks/search.py
+
+.PHONY: clean
+clean: ## Remove everything that can be made again, .venv included
+	rm -rf $(VENV) out build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "protwin needs Python 3.11 or newer; name one: make PYTHON=/path/to/python3" >&2; exit 2; }
+	@test -f $@ || rm -rf $(VENV)
+	@rm -f $@
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) torch
+	$(PIP) --editable '.[runtime,test,check]'
+	@printf '%s\n' '$(CURDIR)' > $@

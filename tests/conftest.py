@@ -1,0 +1,25 @@
+"""What every test runs under: the same Hypothesis examples each time, and no GPU test without a GPU."""
+
+from __future__ import annotations
+
+import os
+
+import hypothesis
+import pytest
+
+hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None, print_blob=True)
+hypothesis.settings.register_profile("explore", deadline=None, max_examples=2_000)
+"""New examples on each run: HYPOTHESIS_PROFILE=explore make test."""
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what is marked ``gpu`` where there is none; torch is asked only if such a test was collected."""
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if not marked:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
