@@ -12,8 +12,8 @@ from importlib.metadata import EntryPoint, entry_points, version
 from pathlib import Path
 
 import pytest
-from protwin.shared.cli_root import COMMANDS
 
+from protwin.shared.cli_root import COMMANDS
 from tests.cli.conftest import Protwin
 
 HEAVY = ("numpy", "psutil", "pydantic", "rich", "scipy", "simpy", "torch", "transformers")
@@ -181,10 +181,7 @@ def test_a_missing_extra_says_what_to_install(environment: dict[str, str], modul
     else:
         code = textwrap.dedent(RUN_ROOT.format(body="pass")).replace(
             "cli_root.entry_points = entry_points",
-            "def load(self):\n"
-            f"    {blocked}\n"
-            "EntryPoint.load = load\n"
-            "cli_root.entry_points = entry_points",
+            f"def load(self):\n    {blocked}\nEntryPoint.load = load\ncli_root.entry_points = entry_points",
         )
         result = python(code, environment)
     assert result.returncode == 2
