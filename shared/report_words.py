@@ -1,0 +1,130 @@
+"""What tables and reports say alike: names of things in words, formatted figures, and facts read off a record."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Final
+
+from .plan import Plan
+from .record import MemoryCurve, Origin, Record
+from .schedule import Content, Lane, Memory, TaskKind
+from .timeline import subject_of
+from .units import format_bytes
+
+KIND_NAMES: Final[dict[TaskKind, str]] = {
+    TaskKind.FORWARD: "forward",
+    TaskKind.RECOMPUTE: "recompute",
+    TaskKind.BACKWARD: "backward",
+    TaskKind.GATHER: "gather",
+    TaskKind.GRADIENT_OFFLOAD: "gradient offload",
+    TaskKind.CPU_ADAM: "CPU Adam",
+    TaskKind.DEVICE_ADAM: "device Adam",
+}
+LANE_NAMES: Final[dict[Lane, str]] = {
+    Lane.COMPUTE: "compute",
+    Lane.H2D: "host to device",
+    Lane.D2H: "device to host",
+    Lane.CPU_OPTIM: "CPU Adam",
+}
+CONTENT_NAMES: Final[dict[Content | None, str]] = {
+    Content.PARAMETERS: "parameters",
+    Content.GRADIENTS: "gradients",
+    Content.OPTIMIZER_STATE: "optimizer state",
+    Content.ACTIVATIONS: "saved activations",
+    Content.OUTPUT: "block outputs",
+    Content.INCOMING_GRADIENT: "incoming gradient",
+    Content.RESIDENT: "module buffers and batch",
+    None: "transient, running task",
+}
+MEMORY_NAMES: Final[dict[Memory, str]] = {
+    Memory.DEVICE: "device memory",
+    Memory.PINNED_HOST: "pinned host memory",
+    Memory.HOST: "host memory",
+}
+ORIGIN_NAMES: Final[dict[Origin, str]] = {Origin.SIMULATED: "predicted", Origin.MEASURED: "measured"}
+
+NO_VALUE: Final = "–"
+
+
+@dataclass(frozen=True, slots=True)
+class Knob:
+    """One knob of a plan, ready to be shown."""
+
+    name: str
+    value: str
+    meaning: str
+
+
+@dataclass(frozen=True, slots=True)
+class Alive:
+    """One row of what was alive at a peak."""
+
+    content: Content | None
+    name: str
+    size_bytes: int
+    is_itemized: bool = True
+    """False for the rest that the record does not break down."""
+
+
+def format_error(error_frac: float | None) -> str:
+    """``"+2.5 %"``, signed; a dash where the error has no value."""
+    return NO_VALUE if error_frac is None else f"{error_frac * 100:+.1f} %"
+
+
+def format_share(share_frac: float) -> str:
+    """``"45.2 %"``."""
+    return f"{share_frac * 100:.1f} %"
+
+
+def knobs(plan: Plan, *, num_blocks: int | None = None) -> tuple[Knob, ...]:
+    """The plan's knobs in the order of ``Plan``, each in words."""
+    of_blocks = f" of {num_blocks}" if num_blocks else ""
+    shown = [
+        Knob("chunk_bytes", format_bytes(plan.chunk_bytes), "parameters packed into one flat buffer, at most"),
+        Knob("n_persist", str(plan.n_persist), "first chunks that stay on the device for good"),
+        Knob("n_buffer", str(plan.n_buffer), "device places for the other chunks"),
+        Knob("prefetch_depth", str(plan.prefetch_depth), "blocks ahead that chunks are gathered"),
+        Knob("n_checkpoint", f"{plan.n_checkpoint}{of_blocks}", "blocks whose activations are recomputed"),
+    ]
+    if plan.activation_modes is not None:
+        runs = [(mode, len(list(group))) for mode, group in groupby(plan.activation_modes)]
+        modes = ", ".join(f"{mode} × {count}" for mode, count in runs)
+        shown.append(Knob("activation_modes", modes, "one mode per block, in order"))
+    return tuple(shown)
+
+
+def num_blocks(record: Record) -> int:
+    """Blocks of the record's model: its forward tasks without prologue and epilogue."""
+    subjects = (subject_of(timing) for timing in record.tasks if timing.kind is TaskKind.FORWARD)
+    return sum(subject is not None and subject[1].isdecimal() for subject in subjects)
+
+
+def busy_frac(record: Record, lane: Lane) -> float:
+    """Share of the iteration during which ``lane`` runs tasks."""
+    return record.lane(lane).busy_s / record.iteration_s
+
+
+def bottleneck(record: Record) -> Lane | None:
+    """The busiest lane, which bounds the iteration from below; None if no lane does anything."""
+    busiest = max(Lane, key=lambda lane: record.lane(lane).busy_s)
+    return busiest if record.lane(busiest).busy_s > 0 else None
+
+
+def alive_at_peak(curve: MemoryCurve) -> tuple[Alive, ...]:
+    """What the peak consists of, largest first, and last whatever the record does not break down."""
+    rows = [
+        Alive(holding.content, CONTENT_NAMES[holding.content], holding.size_bytes)
+        for holding in curve.alive_at_peak
+        if holding.size_bytes
+    ]
+    rows.sort(key=lambda row: (-row.size_bytes, row.name))
+    rest_bytes = curve.peak_bytes - sum(row.size_bytes for row in rows)
+    if rest_bytes > 0:
+        rows.append(Alive(None, "not itemized", rest_bytes, is_itemized=False))
+    return tuple(rows)
+
+
+def title_of(record: Record) -> str:
+    """``"predicted: llama-3-8b on rtx-3090"``."""
+    return f"{ORIGIN_NAMES[record.origin]}: {record.model_name} on {record.hardware_name}"
