@@ -96,8 +96,9 @@ class _BlockKind:
 def _parameter_lists(
     draw: DrawFn, dtypes: SearchStrategy[DType], min_size: int, max_size: int
 ) -> tuple[tuple[int, DType, bool], ...]:
-    one = st.tuples(st.integers(0, 1000), dtypes, st.sampled_from((True, True, True, False)))
-    return tuple(draw(st.lists(one, min_size=min_size, max_size=max_size)))
+    trained = st.sampled_from((True, True, True, False))
+    number = draw(st.integers(min_size, max_size))
+    return tuple((draw(st.integers(0, 1000)), draw(dtypes), draw(trained)) for _ in range(number))
 
 
 def _gradient_bytes(parameters: Sequence[tuple[int, DType, bool]]) -> int:
@@ -135,8 +136,11 @@ def workloads(draw: DrawFn, max_blocks: int = 6, measured: bool | None = True, m
     ``min_parameters``: of each block.
     """
     dtypes = draw(st.sampled_from((st.just(DType.FLOAT32), st.just(DType.BFLOAT16), _TRAINED_DTYPES)))
-    kinds = draw(st.lists(_block_kinds(dtypes, min_parameters, measured), min_size=1, max_size=3))
-    kind_of_block = draw(st.lists(st.integers(0, len(kinds) - 1), min_size=1, max_size=max_blocks))
+    num_blocks = draw(st.integers(1, max_blocks))
+    kinds = [
+        draw(_block_kinds(dtypes, min_parameters, measured)) for _ in range(draw(st.integers(1, min(3, num_blocks))))
+    ]
+    kind_of_block = [draw(st.integers(0, len(kinds) - 1)) for _ in range(num_blocks)]
     parameters = [
         Parameter(name=f"layers.{block}.{place}", shape=(elements,), dtype=dtype, trainable=trainable, block=block)
         for block, kind in enumerate(kind_of_block)
@@ -181,7 +185,7 @@ def plans(draw: DrawFn, workload: Workload, max_prefetch_depth: int = 4) -> tupl
     """A plan that ``workload`` can follow, and its layout."""
     chunk_bytes = draw(st.sampled_from(CHUNK_BYTES) | st.integers(1, 20_000))
     layout = build_layout(workload.parameters, num_blocks=workload.num_blocks, chunk_bytes=chunk_bytes)
-    n_persist = len(layout.chunks) - draw(st.integers(0, len(layout.chunks)))
+    n_persist = draw(st.integers(0, len(layout.chunks)))
     n_buffer = layout.min_buffers(n_persist) + draw(st.integers(0, 5) | st.just(len(layout.chunks)))
     modes = None
     n_checkpoint = draw(st.integers(0, workload.num_blocks))
