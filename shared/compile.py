@@ -21,7 +21,7 @@ the INCOMING_GRADIENT buffer.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -30,7 +30,7 @@ from .layout import Chunk, ChunkId, Layout, build_layout
 from .plan import ActivationMode, Plan
 from .schedule import Buffer, BufferId, Content, Memory, Part, Schedule, Section, Task, TaskId, TaskKind
 from .slots import Residency, assign_slots
-from .workload import BlockId, Phase, Workload
+from .workload import BlockId, Parameter, Phase, Workload
 
 _MOMENTS_AND_MASTER_BYTES: Final = 24
 """Adam reads and writes two moments and the float32 weights: 2 * 3 * 4 bytes per element."""
@@ -56,6 +56,17 @@ def check_plan(plan: Plan, workload: Workload) -> None:
             f"the plan belongs to workload {plan.workload_id}, not to {workload.identity} "
             f"({workload.model_name}, {_shapes(workload)}). Search a plan for this one."
         )
+
+
+def stepped_bytes(chunk: Chunk, parameters: Sequence[Parameter]) -> int:
+    """Memory traffic of Adam on a chunk: moments and float32 weights in and out, gradients in, narrow weights out."""
+    total = 0
+    for placed in chunk.parameters:
+        parameter = parameters[placed.index]
+        if parameter.trainable:
+            item = parameter.dtype.item_bytes
+            total += parameter.num_elements * (_MOMENTS_AND_MASTER_BYTES + item + (item if item < 4 else 0))
+    return total
 
 
 def _shapes(workload: Workload) -> str:
@@ -403,20 +414,10 @@ class _Compiler:
                 reads=(self.staging[chunk.id], self.state[chunk.id], self.host_parameters[chunk.id]),
                 writes=(self.state[chunk.id], self.host_parameters[chunk.id]),
                 num_stepped=chunk.num_trainable,
-                stepped_bytes=self._stepped_bytes(chunk),
+                stepped_bytes=stepped_bytes(chunk, self.workload.parameters),
             )
         )
         return offload
-
-    def _stepped_bytes(self, chunk: Chunk) -> int:
-        """Memory traffic of Adam: moments and float32 weights in and out, gradients in, narrow weights out."""
-        total = 0
-        for placed in chunk.parameters:
-            parameter = self.workload.parameters[placed.index]
-            if parameter.trainable:
-                item = parameter.dtype.item_bytes
-                total += parameter.num_elements * (_MOMENTS_AND_MASTER_BYTES + item + (item if item < 4 else 0))
-        return total
 
     def _prologue_backward(self) -> None:
         handed, output = self.incoming, self.outputs[Part.PROLOGUE]
@@ -450,7 +451,7 @@ class _Compiler:
                 reads=(self.incoming, *gradients, *parameters, *state),
                 writes=(*parameters, *state),
                 num_stepped=sum(chunk.num_trainable for chunk in chunks),
-                stepped_bytes=sum(self._stepped_bytes(chunk) for chunk in chunks),
+                stepped_bytes=sum(stepped_bytes(chunk, self.workload.parameters) for chunk in chunks),
             )
         )
 
