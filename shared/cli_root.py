@@ -66,7 +66,8 @@ def _print_version(wanted: bool) -> None:
 def missing_runtime(missing: str, command: str) -> ProtwinError:
     """What to tell a user who calls ``command`` without the extra that it needs."""
     return ProtwinError(
-        f"protwin {command} needs {missing}, which is not installed. Install the runtime: pip install 'protwin[runtime]'"
+        f"protwin {command} needs {missing}, which is not installed. "
+        "Install the runtime: pip install 'protwin[runtime]'"
     )
 
 
@@ -118,6 +119,12 @@ class _LazyCommand(TyperCommand):
         super().__init__(entry.name, help=summary, short_help=summary, rich_markup_mode=None)
         self._entry = entry
 
+    def load(self) -> typer.Typer:
+        """Import the command's module; gives its app."""
+        app = self._entry.load()
+        assert isinstance(app, typer.Typer), f"{self._entry.value} is no typer app"
+        return app
+
     def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
-        app: typer.Typer = self._entry.load()
-        return typer.main.get_command(app).make_context(info_name, args, parent=parent, **extra)
+        command = typer.main.get_command(self.load())
+        return command.make_context(info_name, args, parent=parent, **extra)

@@ -1,0 +1,87 @@
+"""Traced workloads kept on disk, so that the second question about a model needs no trace and no torch.
+
+An entry is bound to everything that it was made from; whatever is damaged, foreign or outdated is a miss.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, ClassVar, Final
+
+from ..shared.errors import FileError
+from ..shared.files import Document
+from ..shared.workload import Workload
+
+_SOFTWARE: Final = ("protwin", "torch", "transformers")
+
+
+class CachedWorkload(Document):
+    """One entry."""
+
+    KIND: ClassVar[str] = "cached_workload"
+
+    key: str
+    """What it was made from (``cache_key``)."""
+    checksum: str
+    """Hash of the workload as JSON: a damaged figure is still a valid one."""
+    workload: Workload
+
+
+def cache_key(
+    configuration: Mapping[str, Any], *, name: str, batch_size: int, sequence_length: int, dtype: str | None
+) -> str:
+    """Hash of everything that decides what a trace gives: the model, the shape, the software that traces."""
+    facts = [
+        name,
+        dict(configuration),
+        batch_size,
+        sequence_length,
+        dtype,
+        Workload.SCHEMA_VERSION,
+        {package: _version(package) for package in _SOFTWARE},
+        _tracer_fingerprint(),
+    ]
+    text = json.dumps(facts, sort_keys=True, separators=(",", ":"), default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def load_cached(folder: Path, key: str) -> Workload | None:
+    """The workload under ``key``; None if there is none, or if the entry is damaged or another one's."""
+    try:
+        entry = CachedWorkload.load(folder / f"{key}.json")
+    except FileError:
+        return None
+    return entry.workload if entry.key == key and entry.checksum == _checksum(entry.workload) else None
+
+
+def store_cached(folder: Path, key: str, workload: Workload) -> None:
+    """Keep ``workload`` under ``key``.  Raises FileError if the folder cannot be written."""
+    entry = CachedWorkload(key=key, checksum=_checksum(workload), workload=workload)
+    entry.save(folder / f"{key}.json")
+
+
+def _checksum(workload: Workload) -> str:
+    return hashlib.sha256(workload.to_json().encode()).hexdigest()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _tracer_fingerprint() -> str | None:
+    """Hash of the tracer's sources, which change between releases in an editable installation; imports nothing."""
+    spec = find_spec("protwin.runtime")
+    if spec is None or spec.origin is None:
+        return None
+    digest = hashlib.sha256()
+    for path in sorted(Path(spec.origin).parent.glob("*.py")):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()
