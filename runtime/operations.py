@@ -1,0 +1,137 @@
+"""What an ATen operation costs: its class, its floating-point operations, the bytes it moves."""
+
+from __future__ import annotations
+
+from collections import Counter
+from math import prod
+from typing import Any, Final
+
+import torch
+from torch.utils.flop_counter import flop_registry
+
+from ..shared.workload import DType, Operation, OperationClass
+from .tensors import tensors_in
+
+_ATTENTION: Final = ("scaled_dot_product", "_flash_attention", "_efficient_attention")
+_MATMUL: Final = ("mm", "addmm", "bmm", "baddbmm", "dot", "mv", "convolution", "conv2d", "linear", "_grouped_mm")
+_NORMALIZATION: Final = ("layer_norm", "rms_norm", "batch_norm", "group_norm")
+_EMBEDDING: Final = ("embedding", "index_select", "gather", "scatter", "index", "index_put", "index_add")
+_REDUCTION: Final = ("sum", "mean", "softmax", "nll_loss", "amax", "max", "min", "var", "norm", "logsumexp", "argmax")
+_CAUSAL_PLACE: Final = {"backward": 7, "forward": 4}
+
+
+def describe_operation(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Operation | None:
+    """The cost of one operation, or None for a view or an allocation, which move nothing."""
+    if operator.is_view:
+        return None
+    name = operator._schema.name.removeprefix("aten::")
+    outputs, inputs = list(tensors_in(result)), list(tensors_in((args, kwargs)))
+    if not outputs and not inputs:
+        return None
+    made = {t.untyped_storage()._cdata for t in outputs}
+    given = {t.untyped_storage()._cdata for t in inputs}
+    is_alias = made <= given and not operator._schema.is_mutable
+    if is_alias or name.startswith(("empty", "new_empty", "detach")):
+        return None
+    dtype = next((t.dtype for t in (*outputs, *inputs) if t.is_floating_point()), (outputs or inputs)[0].dtype)
+    operation_class = classify(name)
+    return Operation(
+        name=name,
+        operation_class=operation_class,
+        dtype=DType(str(dtype).removeprefix("torch.")) if str(dtype).removeprefix("torch.") in _DTYPES else DType.FLOAT32,
+        flops=_flops(operator, name, operation_class, args, kwargs, result, outputs),
+        bytes_moved=_bytes_moved(name, operation_class, inputs, outputs),
+    )
+
+
+_DTYPES: Final = frozenset(DType)
+
+
+def classify(name: str) -> OperationClass:
+    """The class of an ATen operator by its name without overload."""
+    base = name.rstrip("_")
+    if any(mark in base for mark in _ATTENTION):
+        return OperationClass.ATTENTION
+    stem = base.removeprefix("_").removesuffix("_backward").removesuffix("_dense")
+    if stem in _MATMUL or any(stem.endswith(suffix) for suffix in ("convolution", "_mm", "conv2d")):
+        return OperationClass.MATMUL
+    if any(mark in base for mark in _NORMALIZATION):
+        return OperationClass.NORMALIZATION
+    if stem in _EMBEDDING or stem.startswith("embedding"):
+        return OperationClass.EMBEDDING
+    if any(stem == mark or stem.startswith(f"{mark}_") or stem.endswith(f"_{mark}") for mark in _REDUCTION):
+        return OperationClass.REDUCTION
+    return OperationClass.ELEMENTWISE
+
+
+def _flops(
+    operator: Any,
+    name: str,
+    operation_class: OperationClass,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    result: Any,
+    outputs: list[torch.Tensor],
+) -> int:
+    """Floating-point operations: torch's own formulas for matrix products, attention by its two products (five in
+    backward, which forms the probabilities again), halved under a causal mask; one per output element otherwise."""
+    if operation_class is OperationClass.ATTENTION:
+        return _attention_flops(name, args, kwargs)
+    formula = flop_registry.get(operator.overloadpacket)
+    if formula is not None:
+        return int(formula(*args, **kwargs, out_val=result))
+    if operation_class is OperationClass.MATMUL and len(args) >= 2:
+        shared = args[0].shape[-1] if isinstance(args[0], torch.Tensor) and args[0].dim() else 1
+        return 2 * int(shared) * sum(t.numel() for t in outputs[:1])
+    return sum(t.numel() for t in outputs[:1])
+
+
+def _attention_flops(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    is_backward = name.endswith("_backward")
+    shift = 1 if is_backward else 0
+    query, key, value = args[shift], args[shift + 1], args[shift + 2]
+    batch_and_heads = prod(query.shape[:-2])
+    rows, columns = query.shape[-2], key.shape[-2]
+    widths = (3 * query.shape[-1] + 2 * value.shape[-1]) if is_backward else query.shape[-1] + value.shape[-1]
+    place = _CAUSAL_PLACE["backward" if is_backward else "forward"]
+    is_causal = kwargs.get("is_causal", len(args) > place and args[place] is True)
+    return int(2 * batch_and_heads * rows * columns * widths) // (2 if is_causal else 1)
+
+
+def _bytes_moved(
+    name: str, operation_class: OperationClass, inputs: list[torch.Tensor], outputs: list[torch.Tensor]
+) -> int:
+    """Each tensor once.  A lookup reads as much of its table as it writes."""
+    written = sum(_bytes(t) for t in outputs)
+    if operation_class is OperationClass.EMBEDDING:
+        largest = max((_bytes(t) for t in inputs), default=0)
+        rest = sum(_bytes(t) for t in inputs) - largest
+        return written + rest + min(largest, written)
+    if name in ("fill_", "zero_", "zeros", "ones", "full", "zeros_like", "ones_like", "full_like", "new_zeros"):
+        return written
+    seen: dict[int, int] = {}
+    for tensor in inputs:
+        key = tensor.untyped_storage()._cdata
+        seen[key] = max(seen.get(key, 0), _bytes(tensor))
+    return written + sum(seen.values())
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    """Bytes of the elements that are really stored: an expanded dim is read once."""
+    elements = prod(size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride != 0)
+    return elements * tensor.element_size()
+
+
+class OperationTally:
+    """Operations of one phase, equal ones counted together, in order of first occurrence."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[Operation] = Counter()
+
+    def add(self, operation: Operation) -> None:
+        """Count one more call."""
+        self._counts[operation] += 1
+
+    def operations(self) -> tuple[Operation, ...]:
+        """Each distinct operation with its number of calls."""
+        return tuple(op.model_copy(update={"count": count}) for op, count in self._counts.items())

@@ -1,0 +1,55 @@
+"""What a measurement must leave as it found it: gradients, buffers, random state, settings of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+
+@contextmanager
+def left_as_found(model: nn.Module) -> Iterator[None]:
+    """Run measurements on ``model`` in training mode; afterwards its gradients, buffers, training flags, ``use_cache``
+    and torch's random state are bit for bit what they were, whether or not the block raised."""
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    flags = [(module, module.training) for module in model.modules()]
+    random_state = torch.get_rng_state()
+    device_state = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else None
+    for parameter, _ in gradients:
+        parameter.grad = None
+    try:
+        with without_cache(model):
+            model.train()
+            yield
+    finally:
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        with torch.no_grad():
+            for buffer, value in buffers:
+                buffer.copy_(value)
+        for module, flag in flags:
+            module.training = flag
+        torch.set_rng_state(random_state)
+        if device_state is not None:
+            torch.cuda.set_rng_state_all(device_state)
+
+
+@contextmanager
+def without_cache(model: nn.Module) -> Iterator[None]:
+    """Turn ``use_cache`` of a transformers model off: a key-value cache grows in training and breaks recomputation."""
+    configs = [c for c in (getattr(module, "config", None) for module in model.modules()) if _caches(c)]
+    for config in configs:
+        config.use_cache = False
+    try:
+        yield
+    finally:
+        for config in configs:
+            config.use_cache = True
+
+
+def _caches(config: Any) -> bool:
+    return getattr(config, "use_cache", False) is True
