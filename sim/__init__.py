@@ -1,1 +1,47 @@
-"""."""
+"""The simulator: what a plan does on a machine, and which plan is best, without the machine.
+
+Importing it costs nothing: each name is loaded when it is first used.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from .search import SearchResult, search
+    from .simulator import simulate
+
+__all__ = ["SearchResult", "search", "simulate"]
+
+_HOME: Final = {"SearchResult": ".search", "search": ".search", "simulate": ".simulator"}
+
+
+class _LazyPackage(ModuleType):
+    """This package: its exported names are never shadowed by its modules.
+
+    Importing the module ``search`` would otherwise bind the package's attribute of that name to the module, in place
+    of the function.
+    """
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _HOME and isinstance(value, ModuleType):
+            return
+        super().__setattr__(name, value)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(_HOME[name], __name__), name)
+    setattr(sys.modules[__name__], name, value)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])
+
+
+sys.modules[__name__].__class__ = _LazyPackage

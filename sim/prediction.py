@@ -1,0 +1,88 @@
+"""The record of a simulated iteration."""
+
+from __future__ import annotations
+
+from ..shared.calibration import Calibration
+from ..shared.errors import WorkloadError
+from ..shared.hardware import Hardware
+from ..shared.memory_bound import guaranteed_device_peak
+from ..shared.plan import Plan
+from ..shared.record import LaneUse, Origin, Record, TaskTiming
+from ..shared.schedule import Schedule, TaskKind
+from ..shared.workload import Workload
+from .memory import DeviceMemory, pinned_host_curve, window_s
+from .timing import Timing
+
+
+def predicted_record(
+    plan: Plan,
+    workload: Workload,
+    hardware: Hardware,
+    calibration: Calibration | None,
+    schedule: Schedule,
+    timing: Timing,
+) -> Record:
+    """One iteration of ``timing`` in steady state, with its memory.
+
+    Seconds count from the start of the iteration's first compute task.  Raises WorkloadError if the iteration takes
+    no time.
+    """
+    if timing.iteration_s <= 0:
+        raise WorkloadError(
+            f"nothing in the workload {workload.model_name} takes time on {hardware.name}: its phases have neither "
+            f"operations nor seconds measured there. Trace the model again."
+        )
+    begin_s, end_s = window_s(schedule, timing)
+    tasks = _task_timings(schedule, timing, begin_s)
+    forward_end_s = max(task.end_s for task in tasks if task.kind is TaskKind.FORWARD)
+    backward_end_s = max(task.end_s for task in tasks if task.kind is TaskKind.BACKWARD)
+    return Record(
+        origin=Origin.SIMULATED,
+        plan=plan,
+        plan_id=schedule.plan_id,
+        model_name=workload.model_name,
+        hardware_name=hardware.name,
+        num_samples=workload.num_samples,
+        num_tokens=workload.num_tokens,
+        iteration_s=timing.iteration_s,
+        iteration_noise_frac=calibration.iteration_noise_frac if calibration is not None else 0.0,
+        forward_s=forward_end_s,
+        backward_s=backward_end_s - forward_end_s,
+        optimizer_s=max(0.0, end_s - begin_s - backward_end_s),
+        tasks=tasks,
+        lanes=_lane_uses(schedule, tasks),
+        memory=(DeviceMemory(schedule, timing).curve(), pinned_host_curve(schedule, timing)),
+        guaranteed_peak_device_bytes=guaranteed_device_peak(schedule).size_bytes,
+        num_gathers=sum(task.kind is TaskKind.GATHER for task in schedule.tasks),
+        num_cpu_adam_steps=sum(task.kind is TaskKind.CPU_ADAM for task in schedule.tasks),
+    )
+
+
+def _task_timings(schedule: Schedule, timing: Timing, begin_s: float) -> tuple[TaskTiming, ...]:
+    starts_s, ends_s = timing.starts_s[timing.window], timing.ends_s[timing.window]
+    return tuple(
+        [
+            TaskTiming(
+                task=task.id,
+                name=task.name,
+                kind=task.kind,
+                lane=task.lane,
+                start_s=float(starts_s[task.id]) - begin_s,
+                end_s=float(ends_s[task.id]) - begin_s,
+                duration_s=float(ends_s[task.id] - starts_s[task.id]),
+            )
+            for task in schedule.tasks
+        ]
+    )
+
+
+def _lane_uses(schedule: Schedule, tasks: tuple[TaskTiming, ...]) -> tuple[LaneUse, ...]:
+    return tuple(
+        LaneUse(
+            lane=lane,
+            num_tasks=len(program),
+            busy_s=sum(tasks[task].duration_s for task in program),
+            moved_bytes=sum(schedule.tasks[task].moved_bytes for task in program),
+        )
+        for lane, program in schedule.lanes.items()
+    )
