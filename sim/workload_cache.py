@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -32,16 +33,23 @@ class CachedWorkload(Document):
     workload: Workload
 
 
-def cache_key(
-    configuration: Mapping[str, Any], *, name: str, batch_size: int, sequence_length: int, dtype: str | None
-) -> str:
+@dataclass(frozen=True, slots=True)
+class TraceRequest:
+    """What a trace is asked for."""
+
+    configuration: Mapping[str, Any]
+    """The model's ``config.json`` in the Hugging Face form."""
+    name: str
+    batch_size: int
+    sequence_length: int
+    dtype: str | None
+    """Element type of the parameters, instead of the configuration's."""
+
+
+def cache_key(request: TraceRequest) -> str:
     """Hash of everything that decides what a trace gives: the model, the shape, the software that traces."""
     facts = [
-        name,
-        dict(configuration),
-        batch_size,
-        sequence_length,
-        dtype,
+        asdict(request),
         Workload.SCHEMA_VERSION,
         {package: _version(package) for package in _SOFTWARE},
         _tracer_fingerprint(),

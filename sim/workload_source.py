@@ -6,17 +6,15 @@ The trace of a configuration needs torch and lives in another folder, which name
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Callable
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any
 
 from ..shared.errors import FileError, WorkloadError
 from ..shared.files import read_mapping
-from ..shared.models import model_configuration, read_model_configuration
+from ..shared.models import load_model_configuration, model_names
 from ..shared.workload import Workload
-from .workload_cache import cache_key, load_cached, store_cached
+from .workload_cache import TraceRequest, cache_key, load_cached, store_cached
 
 Warn = Callable[[str], None]
 
@@ -36,30 +34,23 @@ def resolve_workload(
     folder cannot be written.  Raises ProtwinError if the model is unknown, its file is damaged, or the shape is
     missing (configurations) or another one (saved workloads).
     """
-    path = Path(model)
-    if path.suffix != ".json" and not path.is_file():
-        name, configuration = model, model_configuration(model)
-    else:
-        content = read_mapping(path)
-        if "kind" in content and "schema_version" in content:
-            workload = Workload.from_mapping(content, origin=model)
-            _check_shape(workload, model, batch_size=batch_size, sequence_length=sequence_length, dtype=dtype)
-            return workload
-        name, configuration = _name_of(path), read_model_configuration(path)
+    saved = _saved_workload(model)
+    if saved is not None:
+        _check_shape(saved, model, batch_size=batch_size, sequence_length=sequence_length, dtype=dtype)
+        return saved
+    described = load_model_configuration(model)
     if batch_size is None or sequence_length is None:
         raise WorkloadError(
             f"{model} is a configuration, which fixes no batch. Say its shape, for example "
             f"--batch-size {batch_size or 1} --sequence-length {sequence_length or 2048}."
         )
-    trace = partial(
-        _trace, configuration, name=name, batch_size=batch_size, sequence_length=sequence_length, dtype=dtype
-    )
+    request = TraceRequest(described.config, described.name, batch_size, sequence_length, dtype)
     if cache is None:
-        return trace()
-    key = cache_key(configuration, name=name, batch_size=batch_size, sequence_length=sequence_length, dtype=dtype)
+        return _trace(request)
+    key = cache_key(request)
     found = load_cached(cache, key)
     if found is None:
-        found = trace()
+        found = _trace(request)
         try:
             store_cached(cache, key, found)
         except FileError as error:
@@ -67,18 +58,23 @@ def resolve_workload(
     return found
 
 
-def _name_of(path: Path) -> str:
-    """A configuration's name: its folder where the file is called ``config.json``, as model folders have it."""
-    return path.resolve().parent.name if path.name == "config.json" else path.stem
+def _saved_workload(model: str) -> Workload | None:
+    """The workload in the file ``model``; None if that is a catalogue name, no file, or a file of something else."""
+    if model in model_names() or not Path(model).is_file():
+        return None
+    content = read_mapping(model)
+    return Workload.from_mapping(content, origin=model) if content.get("kind") == Workload.KIND else None
 
 
-def _trace(
-    configuration: Mapping[str, Any], *, name: str, batch_size: int, sequence_length: int, dtype: str | None
-) -> Workload:
+def _trace(request: TraceRequest) -> Workload:
     tracers = {entry.name: entry for entry in entry_points(group="protwin.tracers")}
     assert "transformers" in tracers, "this package names it"
     traced = tracers["transformers"].load()(
-        dict(configuration), name=name, batch_size=batch_size, sequence_length=sequence_length, dtype=dtype
+        request.configuration,
+        name=request.name,
+        batch_size=request.batch_size,
+        sequence_length=request.sequence_length,
+        dtype=request.dtype,
     )
     assert isinstance(traced, Workload)
     return traced

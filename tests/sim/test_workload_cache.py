@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,12 @@ from hypothesis import HealthCheck, given, settings
 from protwin.shared.errors import FileError
 from protwin.shared.workload import Workload
 from protwin.sim import workload_cache
-from protwin.sim.workload_cache import cache_key, load_cached, store_cached
+from protwin.sim.workload_cache import TraceRequest, cache_key, load_cached, store_cached
 from tests.shared.laid_out import decoder_workload
 from tests.strategies import workloads
 
 CONFIGURATION: dict[str, Any] = {"model_type": "gpt2", "n_layer": 2, "n_embd": 64}
-SHAPE: dict[str, Any] = {"name": "small", "batch_size": 1, "sequence_length": 8, "dtype": None}
+REQUEST = TraceRequest(CONFIGURATION, name="small", batch_size=1, sequence_length=8, dtype=None)
 
 
 @given(workload=workloads())
@@ -41,26 +42,26 @@ def test_what_is_kept_reads_back_equal(workload: Workload, tmp_path: Path) -> No
     ],
 )
 def test_the_key_depends_on_model_and_shape(change: dict[str, Any]) -> None:
-    changed = {"configuration": CONFIGURATION} | SHAPE | change
-    assert cache_key(**changed) != cache_key(CONFIGURATION, **SHAPE)
+    assert cache_key(replace(REQUEST, **change)) != cache_key(REQUEST)
 
 
 def test_the_key_ignores_the_order_of_fields() -> None:
-    assert cache_key(dict(reversed(CONFIGURATION.items())), **SHAPE) == cache_key(CONFIGURATION, **SHAPE)
+    reversed_fields = replace(REQUEST, configuration=dict(reversed(CONFIGURATION.items())))
+    assert cache_key(reversed_fields) == cache_key(REQUEST)
 
 
 @pytest.mark.parametrize("package", ["protwin", "torch", "transformers"])
 def test_the_key_depends_on_software(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = cache_key(CONFIGURATION, **SHAPE)
+    before = cache_key(REQUEST)
     installed = workload_cache.version
     monkeypatch.setattr(workload_cache, "version", lambda name: "0.0.0" if name == package else installed(name))
-    assert cache_key(CONFIGURATION, **SHAPE) != before
+    assert cache_key(REQUEST) != before
 
 
 def test_the_key_imports_no_torch() -> None:
     code = (
-        "import sys\nfrom protwin.sim.workload_cache import cache_key\n"
-        "cache_key({}, name='n', batch_size=1, sequence_length=1, dtype=None)\n"
+        "import sys\nfrom protwin.sim.workload_cache import TraceRequest, cache_key\n"
+        "cache_key(TraceRequest({}, name='n', batch_size=1, sequence_length=1, dtype=None))\n"
         "assert not {'torch', 'transformers', 'protwin.runtime'} & sys.modules.keys()"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

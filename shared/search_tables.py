@@ -1,0 +1,104 @@
+"""The outcome of a search as tables: the plan with its prediction, what is proven about it, and the plans beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from .report_words import format_share
+from .search_result import Certificate, PlanOutcome, SearchResult
+from .tables import record_tables
+from .units import format_bytes, format_seconds
+
+
+def search_tables(result: SearchResult) -> RenderableType:
+    """Everything that a search answers, the plan first."""
+    parts: list[RenderableType] = [
+        record_tables(result.prediction),
+        Text(""),
+        Text(budget_sentence(result)),
+        Text(certificate_sentence(result)),
+    ]
+    if result.alternatives:
+        parts += [Text(""), _outcome_table("Next best plans", result.alternatives, result)]
+    if len(result.pareto) > 1:
+        parts += [Text(""), _outcome_table("Time against device memory", result.pareto, result)]
+    return Group(*parts)
+
+
+def budget_sentence(result: SearchResult) -> str:
+    """How much of the budget the plan needs."""
+    need_bytes = result.prediction.guaranteed_peak_device_bytes
+    return (
+        f"Device budget {format_bytes(result.device_budget_bytes)}: the plan needs {format_bytes(need_bytes)} at most, "
+        f"{format_share(need_bytes / result.device_budget_bytes)} of it."
+    )
+
+
+def certificate_sentence(result: SearchResult) -> str:
+    """What the search proves, and how many plans it looked at to prove it."""
+    certificate = result.certificate
+    return f"{_counts(certificate)} {_proof(result)}"
+
+
+def _counts(certificate: Certificate) -> str:
+    plural = "" if certificate.num_candidates == 1 else "s"
+    counted = [
+        (certificate.num_bounded_by_memory, "cannot fit"),
+        (certificate.num_bounded_by_time, "cannot be faster"),
+        (certificate.num_infeasible_simulated, "compiled and found not to fit"),
+        (certificate.num_simulated, "simulated"),
+        (certificate.num_undecided, "undecided"),
+    ]
+    listed = ", ".join(f"{count:,} {words}" for count, words in counted if count)
+    return f"{certificate.num_candidates:,} plan{plural} in the space: {listed}."
+
+
+def _proof(result: SearchResult) -> str:
+    if not result.certificate.is_certified:
+        return "The search ended early: nothing is proven about the plans left undecided."
+    if result.gap_frac == 0:
+        return "No plan of the space is faster."
+    return f"No plan of the space is more than {format_share(result.gap_frac)} faster."
+
+
+def _outcome_table(title: str, outcomes: Sequence[PlanOutcome], result: SearchResult) -> Table:
+    table = Table(
+        title=Text(title, style="bold"),
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        show_edge=False,
+        pad_edge=False,
+        padding=(0, 1),
+        header_style="dim",
+    )
+    for name in (
+        "iteration",
+        "over best",
+        "device peak",
+        "pinned host",
+        "chunk_bytes",
+        "n_persist",
+        "n_buffer",
+        "prefetch_depth",
+        "n_checkpoint",
+    ):
+        table.add_column(name, justify="right", overflow="fold")
+    for outcome in outcomes:
+        plan = outcome.plan
+        table.add_row(
+            format_seconds(outcome.iteration_s),
+            f"{(outcome.iteration_s / result.prediction.iteration_s - 1) * 100:+.1f} %",
+            format_bytes(outcome.guaranteed_peak_device_bytes),
+            format_bytes(outcome.pinned_host_bytes),
+            format_bytes(plan.chunk_bytes),
+            str(plan.n_persist),
+            str(plan.n_buffer),
+            str(plan.prefetch_depth),
+            str(plan.n_checkpoint),
+        )
+    return table

@@ -1,0 +1,195 @@
+"""The commands of this folder: ``search``, ``simulate`` and ``hardware``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..shared.calibration import Calibration
+from ..shared.cli_options import (
+    BatchSize,
+    CalibrationPath,
+    DeviceBudget,
+    DTypeName,
+    HardwareChanges,
+    HardwareName,
+    JsonFlag,
+    ModelName,
+    NoCacheFlag,
+    OutputPath,
+    SequenceLength,
+    cache_folder,
+    changes_of,
+    command_app,
+    examples,
+    warn,
+)
+from ..shared.cli_output import show
+from ..shared.compile import compile_schedule
+from ..shared.files import write_atomically
+from ..shared.machines import load_hardware, override_hardware
+from ..shared.hardware import Hardware
+from ..shared.plan import Plan
+from ..shared.progress import progress_bar
+from ..shared.search_tables import search_tables
+from ..shared.tables import record_tables
+from ..shared.timeline import chrome_trace
+from ..shared.units import format_bytes, parse_bytes
+from .hardware_commands import hardware
+from .search import search as search_plans
+from .simulator import simulate as simulate_plan
+from .space import SearchSpace
+from .workload_source import resolve_workload
+
+__all__ = ["hardware", "search", "simulate"]
+
+search = command_app()
+simulate = command_app()
+
+TimelinePath = Annotated[
+    Path | None,
+    typer.Option("--timeline", metavar="FILE", dir_okay=False, help="Write a Chrome trace (open it in Perfetto)."),
+]
+
+
+@search.command(
+    epilog=examples(
+        "protwin search --model llama-3-8b --hardware rtx-3090 --batch-size 1 --sequence-length 2048",
+        "protwin search --model workload.json --hardware machine.toml --device-budget 10GiB --output plan.json",
+    )
+)
+def search_command(
+    model: ModelName,
+    hardware: HardwareName,
+    batch_size: BatchSize = None,
+    sequence_length: SequenceLength = None,
+    dtype: DTypeName = None,
+    changes: HardwareChanges = None,
+    device_budget_bytes: DeviceBudget = None,
+    calibration: CalibrationPath = None,
+    chunk_bytes: Annotated[
+        list[int] | None,
+        typer.Option("--chunk-bytes", parser=parse_bytes, metavar="SIZE", help="Allow this chunk size (repeatable)."),
+    ] = None,
+    n_persist: Annotated[
+        list[int] | None,
+        typer.Option("--n-persist", min=0, help="Allow this number of persistent chunks (repeatable)."),
+    ] = None,
+    n_buffer: Annotated[
+        list[int] | None, typer.Option("--n-buffer", min=0, help="Allow this number of buffers (repeatable).")
+    ] = None,
+    prefetch_depth: Annotated[
+        list[int] | None, typer.Option("--prefetch-depth", min=1, help="Allow this prefetch depth (repeatable).")
+    ] = None,
+    n_checkpoint: Annotated[
+        list[int] | None,
+        typer.Option("--n-checkpoint", min=0, help="Allow this number of checkpointed blocks (repeatable)."),
+    ] = None,
+    output: OutputPath = None,
+    as_json: JsonFlag = False,
+    no_cache: NoCacheFlag = False,
+) -> None:
+    """Find the fastest plan that fits a model on a machine, without the machine.
+
+    Prints the plan, its time by phase, its memory with what is alive at the peak, what each lane does, and what is
+    proven about every other plan.  --output writes the plan.
+    """
+    machine = _machine(hardware, changes)
+    factors = _calibration(calibration)
+    allowed = {
+        "chunk_bytes": chunk_bytes,
+        "n_persist": n_persist,
+        "n_buffer": n_buffer,
+        "prefetch_depth": prefetch_depth,
+        "n_checkpoint": n_checkpoint,
+    }
+    space = SearchSpace.model_validate({knob: tuple(values) for knob, values in allowed.items() if values})
+    workload = resolve_workload(
+        model,
+        batch_size=batch_size,
+        sequence_length=sequence_length,
+        dtype=dtype,
+        cache=None if no_cache else cache_folder(),
+        warn=warn,
+    )
+    with progress_bar("searching") as on_progress:
+        result = search_plans(
+            workload,
+            machine,
+            factors,
+            device_budget_bytes=device_budget_bytes,
+            space=space,
+            on_progress=on_progress,
+        )
+    if output is not None:
+        result.plan.save(output)
+    if as_json:
+        typer.echo(result.to_json(), nl=False)
+    else:
+        show(search_tables(result))
+
+
+@simulate.command(
+    epilog=examples(
+        "protwin simulate --plan plan.json --model llama-3-8b --hardware rtx-3090 --batch-size 1 --sequence-length 2048",
+        "protwin simulate --plan plan.json --model workload.json --hardware machine.toml --output predicted.json",
+    )
+)
+def simulate_command(
+    plan: Annotated[Path, typer.Option("--plan", metavar="FILE", dir_okay=False, help="What to simulate.")],
+    model: ModelName,
+    hardware: HardwareName,
+    batch_size: BatchSize = None,
+    sequence_length: SequenceLength = None,
+    dtype: DTypeName = None,
+    changes: HardwareChanges = None,
+    device_budget_bytes: DeviceBudget = None,
+    calibration: CalibrationPath = None,
+    timeline: TimelinePath = None,
+    output: OutputPath = None,
+    as_json: JsonFlag = False,
+    no_cache: NoCacheFlag = False,
+) -> None:
+    """Predict time and memory of one plan.
+
+    --output writes the record, which protwin compare lays beside a measured one.
+    """
+    chosen = Plan.load(plan)
+    machine = _machine(hardware, changes)
+    factors = _calibration(calibration)
+    workload = resolve_workload(
+        model,
+        batch_size=batch_size,
+        sequence_length=sequence_length,
+        dtype=dtype,
+        cache=None if no_cache else cache_folder(),
+        warn=warn,
+    )
+    schedule = compile_schedule(chosen, workload)
+    record = simulate_plan(chosen, workload, machine, factors, schedule=schedule)
+    budget_bytes = device_budget_bytes or machine.device.usable_bytes
+    if record.guaranteed_peak_device_bytes > budget_bytes:
+        warn(
+            f"this plan may need {format_bytes(record.guaranteed_peak_device_bytes)} of device memory but the budget "
+            f"is {format_bytes(budget_bytes)}."
+        )
+    if output is not None:
+        record.save(output)
+    if timeline is not None:
+        write_atomically(timeline, chrome_trace({"simulated": record}, schedule=schedule))
+    if as_json:
+        typer.echo(record.to_json(), nl=False)
+    else:
+        show(record_tables(record))
+
+
+def _machine(name: str, changes: list[str] | None) -> Hardware:
+    machine = load_hardware(name)
+    wanted = changes_of(changes)
+    return override_hardware(machine, wanted) if wanted else machine
+
+
+def _calibration(path: Path | None) -> Calibration | None:
+    return Calibration.load(path) if path is not None else None
