@@ -20,7 +20,6 @@ the INCOMING_GRADIENT buffer.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Final
@@ -118,9 +117,8 @@ class _Compiler:
         self._prologue_backward()
         self._device_adam()
         self._link_previous_iteration()
-        digest = hashlib.sha256(f"{self.workload.identity}\n{self.plan.to_json()}".encode()).hexdigest()
         return Schedule(
-            plan_id=digest[:16],
+            plan_id=self.plan.identity,
             tasks=tuple(self.tasks),
             buffers=tuple(self.buffers),
             num_slots=self.plan.n_buffer,
@@ -186,9 +184,7 @@ class _Compiler:
         for index in self._first_stay.get(step, ()):
             stay = self._stays[index]
             chunk = self.layout.chunks[stay.chunk]
-            buffer = self._buffer(
-                Content.PARAMETERS, Memory.DEVICE, chunk.size_bytes, chunk=chunk.id, slot=stay.slot
-            )
+            buffer = self._buffer(Content.PARAMETERS, Memory.DEVICE, chunk.size_bytes, chunk=chunk.id, slot=stay.slot)
             after = []
             if stay.previous is not None:
                 after.append(self.step_end[self._stays[stay.previous].last_step])
@@ -246,10 +242,12 @@ class _Compiler:
         mode = self.modes[block]
         phase = profile.forward_in(mode)
         self.level += phase.net_bytes
-        output = self._buffer(Content.OUTPUT, Memory.DEVICE, profile.output_bytes, section=block)
+        keeps = mode is ActivationMode.KEEP
+        output_bytes = profile.output_bytes if keeps else max(profile.output_bytes, phase.net_bytes)
+        output = self._buffer(Content.OUTPUT, Memory.DEVICE, output_bytes, section=block)
         self.outputs[block] = output
         made = [output]
-        if mode is ActivationMode.KEEP:
+        if keeps:
             saved_bytes = max(0, phase.net_bytes - profile.output_bytes)
             self.saved[block] = self._buffer(Content.ACTIVATIONS, Memory.DEVICE, saved_bytes, section=block)
             made.append(self.saved[block])
@@ -302,9 +300,7 @@ class _Compiler:
 
     # -- backward ----------------------------------------------------------------------------------------------------
 
-    def _hand_over(
-        self, section: Section, phase: Phase, *, frees: Iterable[BufferId], gradient_bytes: int
-    ) -> BufferId:
+    def _hand_over(self, section: Section, phase: Phase, *, frees: Iterable[BufferId], gradient_bytes: int) -> BufferId:
         """The INCOMING_GRADIENT buffer that the backward of ``section`` leaves for the one before it."""
         self.level += phase.net_bytes - gradient_bytes
         freed = set(frees)
@@ -377,9 +373,7 @@ class _Compiler:
             chunk = self.layout.chunks[chunk_id]
             size_bytes = chunk.gradient_bytes[chunk.blocks.index(block)]
             if size_bytes:
-                buffer = self._buffer(
-                    Content.GRADIENTS, Memory.DEVICE, size_bytes, chunk=chunk_id, section=block
-                )
+                buffer = self._buffer(Content.GRADIENTS, Memory.DEVICE, size_bytes, chunk=chunk_id, section=block)
                 self.gradients[chunk_id].append(buffer)
                 made.append(buffer)
                 total += size_bytes
@@ -501,4 +495,3 @@ def _as_block(section: Section | None) -> int:
 
 def _unique(ids: Iterable[TaskId]) -> tuple[TaskId, ...]:
     return tuple(sorted(set(ids)))
-

@@ -62,9 +62,7 @@ class Device(FrozenModel):
     @model_validator(mode="after")
     def _leaves_memory(self) -> Self:
         if self.reserved_bytes >= self.memory_bytes:
-            raise ValueError(
-                f"reserved_bytes {self.reserved_bytes} leaves nothing of memory_bytes {self.memory_bytes}"
-            )
+            raise ValueError(f"reserved_bytes {self.reserved_bytes} leaves nothing of memory_bytes {self.memory_bytes}")
         if not self.peak_flop_per_s:
             raise ValueError("peak_flop_per_s names no element type")
         return self

@@ -47,8 +47,7 @@ class HappensBefore:
         self._reached = self._propagate()
 
     def reached(self, at: Occurrence) -> list[int]:
-        """Per lane (in the order of ``Lane``): how many of its tasks, since the first iteration, have surely ended
-        before ``at`` starts."""
+        """How many tasks of each lane, in the order of ``Lane``, have surely ended before ``at`` starts."""
         return self._reached[at.iteration * self.num_tasks + at.task]
 
     def position(self, at: Occurrence) -> int:
@@ -82,7 +81,7 @@ class HappensBefore:
     def _sources(self, iteration: int, task: Task, lanes: list[tuple[TaskId, ...]]) -> list[int]:
         """Unrolled indices of everything that the task waits for, its lane's previous task included."""
         base = iteration * self.num_tasks
-        sources = [base + source for source in task.after]
+        sources: list[int] = [base + source for source in task.after]
         if iteration > 0:
             sources += [base - self.num_tasks + source for source in task.after_previous]
         place = self._place[task.id]
@@ -96,9 +95,9 @@ class HappensBefore:
     def _topological_order(self) -> list[int]:
         tasks = self.schedule.tasks
         for task in tasks:
-            for source in (*task.after, *task.after_previous):
-                if not 0 <= source < self.num_tasks:
-                    raise OrderError(f"{task.name} waits for task {source}, which does not exist")
+            for named in (*task.after, *task.after_previous):
+                if not 0 <= named < self.num_tasks:
+                    raise OrderError(f"{task.name} waits for task {named}, which does not exist")
         lanes = [self.schedule.lanes[lane] for lane in _LANES]
         total = self.num_tasks * self.num_iterations
         waiting = [0] * total

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 from enum import StrEnum
+from functools import cached_property
 from typing import ClassVar, Self
 
-from pydantic import Field, PositiveInt, NonNegativeInt, model_validator
+from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from .errors import PlanError
 from .files import Document
@@ -50,6 +52,11 @@ class Plan(Document):
         ):
             raise ValueError("n_checkpoint differs from the number of CHECKPOINT entries in activation_modes")
         return self
+
+    @cached_property
+    def identity(self) -> str:
+        """Hash of all knobs and of the workload that they are for; ``Schedule.plan_id``."""
+        return hashlib.sha256(f"{self.workload_id}\n{self.to_json()}".encode()).hexdigest()[:16]
 
     def modes(self, num_blocks: int) -> tuple[ActivationMode, ...]:
         """The mode of every block.  Raises PlanError if the plan names another number of blocks."""

@@ -20,8 +20,10 @@ class Origin(StrEnum):
 
 
 class TaskTiming(FrozenModel):
-    """One task of the iteration.  Seconds since the iteration's first compute task started; gathers that were issued
-    ahead start below zero."""
+    """One task of the iteration.
+
+    Seconds since the iteration's first compute task started; gathers that were issued ahead start below zero.
+    """
 
     task: NonNegativeInt
     """The task's id in the schedule."""

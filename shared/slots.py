@@ -34,20 +34,21 @@ def assign_slots(needed: Sequence[Sequence[ChunkId]], n_buffer: int) -> list[Res
     ``needed[step]`` are the offloaded chunks that a step uses.  Raises PlanError if a step needs more than
     ``n_buffer``.
     """
+    most = max(map(len, needed), default=0)
+    if most > n_buffer:
+        raise PlanError(
+            f"one block needs {most} offloaded chunks at once but n_buffer is {n_buffer}. "
+            f"Raise n_buffer to {most}, or chunk_bytes."
+        )
     uses: dict[ChunkId, list[int]] = {}
     for step, chunks in enumerate(needed):
         for chunk in chunks:
             uses.setdefault(chunk, []).append(step)
-    next_use = {chunk: 0 for chunk in uses}
+    next_use = dict.fromkeys(uses, 0)
     stays: list[Residency] = []
     occupant: list[int | None] = [None] * n_buffer
     current: dict[ChunkId, int] = {}
     for step, chunks in enumerate(needed):
-        if len(chunks) > n_buffer:
-            raise PlanError(
-                f"one block needs {len(chunks)} offloaded chunks at once but n_buffer is {n_buffer}. "
-                f"Raise n_buffer to {len(chunks)}, or chunk_bytes."
-            )
         for chunk in chunks:
             next_use[chunk] += 1
             if chunk in current:

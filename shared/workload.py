@@ -103,8 +103,8 @@ class Phase(FrozenModel):
 
     @cached_property
     def peak_bytes(self) -> int:
-        """Highest level within the phase above the level at its start; at least 0."""
-        return max((level for _, level in self.curve), default=0) if self.curve else 0
+        """Highest level within the phase above the level at its start, both of its ends included; at least 0."""
+        return max(0, self.net_bytes, *(level for _, level in self.curve))
 
     @cached_property
     def flops(self) -> int:
@@ -254,5 +254,3 @@ class Workload(Document):
         """Whether every block phase carries measured seconds."""
         phases = [p for profile in self.profiles for p in (profile.forward, profile.backward, profile.recompute)]
         return all(phase.measured_s is not None for phase in phases)
-
-

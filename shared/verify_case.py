@@ -1,0 +1,134 @@
+"""What the verifier examines, the tables that its parts share, and the form that every schedule has."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NoReturn
+
+from .errors import ScheduleError
+from .layout import ChunkId, Layout
+from .plan import ActivationMode, Plan
+from .schedule import Buffer, BufferId, Content, Schedule, Task, TaskId, TaskKind
+from .workload import Workload
+
+
+@dataclass(frozen=True)
+class Case:
+    """A schedule, and what it claims to carry out."""
+
+    schedule: Schedule
+    plan: Plan
+    workload: Workload
+    layout: Layout
+
+    @cached_property
+    def modes(self) -> tuple[ActivationMode, ...]:
+        """The activation mode of every block."""
+        return self.plan.modes(self.workload.num_blocks)
+
+    @cached_property
+    def persistent(self) -> frozenset[ChunkId]:
+        """The chunks that stay on the device."""
+        return self.layout.persistent(self.plan.n_persist)
+
+    @cached_property
+    def allocating(self) -> dict[BufferId, TaskId]:
+        """The task that allocates each buffer."""
+        return {buffer: task.id for task in self.schedule.tasks for buffer in task.allocates}
+
+    @cached_property
+    def freeing(self) -> dict[BufferId, TaskId]:
+        """The task that frees each buffer."""
+        return {buffer: task.id for task in self.schedule.tasks for buffer in task.frees}
+
+    @cached_property
+    def readers(self) -> dict[BufferId, list[TaskId]]:
+        """The tasks that read each buffer, in the order of the program."""
+        return self._users([task.reads for task in self.schedule.tasks])
+
+    @cached_property
+    def writers(self) -> dict[BufferId, list[TaskId]]:
+        """The tasks that write each buffer, in the order of the program."""
+        return self._users([task.writes for task in self.schedule.tasks])
+
+    def _users(self, used: Sequence[Sequence[BufferId]]) -> dict[BufferId, list[TaskId]]:
+        users: dict[BufferId, list[TaskId]] = {buffer.id: [] for buffer in self.schedule.buffers}
+        for place, buffers in enumerate(used):
+            for buffer in buffers:
+                users[buffer].append(TaskId(place))
+        return users
+
+    def tasks_of(self, kind: TaskKind) -> list[Task]:
+        """The tasks of one kind, in the order of the program."""
+        return [task for task in self.schedule.tasks if task.kind is kind]
+
+    def buffer(self, buffer_id: BufferId) -> Buffer:
+        """A buffer by its id."""
+        return self.schedule.buffers[buffer_id]
+
+    def is_gathered(self, buffer_id: BufferId) -> bool:
+        """Whether a buffer holds an offloaded chunk's parameters for the length of a stay."""
+        buffer = self.buffer(buffer_id)
+        return buffer.content is Content.PARAMETERS and not buffer.is_static
+
+    def name(self, task_id: TaskId) -> str:
+        """How messages call a task."""
+        return self.schedule.tasks[task_id].name
+
+
+def reject(fact: str) -> NoReturn:
+    """Raise ScheduleError: the schedule has a fault."""
+    raise ScheduleError(f"the schedule is unsafe: {fact}. Compile it again from its plan.")
+
+
+def check_form(case: Case) -> None:
+    """Ids are places, names exist, the program lists what is waited for first, buffers come and go once."""
+    schedule = case.schedule
+    stated = (schedule.plan_id, schedule.num_slots, schedule.num_blocks, schedule.prefetch_depth)
+    asked = (case.plan.identity, case.plan.n_buffer, case.workload.num_blocks, case.plan.prefetch_depth)
+    for name, found, expected in zip(
+        ("plan_id", "num_slots", "num_blocks", "prefetch_depth"), stated, asked, strict=True
+    ):
+        if found != expected:
+            reject(f"its {name} is {found}, that of the plan is {expected}")
+    for place, buffer in enumerate(schedule.buffers):
+        if buffer.id != place:
+            reject(f"buffer {buffer.id} stands at place {place}")
+        if buffer.size_bytes < 0:
+            reject(f"buffer {buffer.id} has {buffer.size_bytes} bytes")
+        if buffer.chunk is not None and not 0 <= buffer.chunk < len(case.layout.chunks):
+            reject(f"buffer {buffer.id} names chunk {buffer.chunk} of {len(case.layout.chunks)}")
+    for place, task in enumerate(schedule.tasks):
+        if task.id != place:
+            reject(f"task {task.id} stands at place {place}")
+        _check_names(case, task)
+    _check_coming_and_going(case)
+
+
+def _check_names(case: Case, task: Task) -> None:
+    for buffers in (task.allocates, task.frees, task.reads, task.writes):
+        if len(set(buffers)) != len(buffers):
+            reject(f"{task.name} names a buffer twice")
+        if any(not 0 <= buffer < len(case.schedule.buffers) for buffer in buffers):
+            reject(f"{task.name} names a buffer that does not exist")
+    if any(not 0 <= other < task.id for other in task.after):
+        reject(f"{task.name} waits for a task that does not stand before it")
+    if any(not 0 <= other < len(case.schedule.tasks) for other in task.after_previous):
+        reject(f"{task.name} waits for a task of the previous iteration that does not exist")
+
+
+def _check_coming_and_going(case: Case) -> None:
+    """Every buffer that is not static is allocated once and freed once; static ones never."""
+    for verb, named in (
+        ("allocated", [b for task in case.schedule.tasks for b in task.allocates]),
+        ("freed", [b for task in case.schedule.tasks for b in task.frees]),
+    ):
+        counts = dict.fromkeys(range(len(case.schedule.buffers)), 0)
+        for buffer_id in named:
+            counts[buffer_id] += 1
+        for buffer in case.schedule.buffers:
+            expected = 0 if buffer.is_static else 1
+            if counts[buffer.id] != expected:
+                reject(f"buffer {buffer.id} ({buffer.content}) is {verb} {counts[buffer.id]} times, not {expected}")

@@ -1,0 +1,120 @@
+"""What must come before what, whatever the tasks' durations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+
+from .order import HappensBefore, Occurrence
+from .schedule import Buffer, BufferId, Content, Part, TaskId, TaskKind
+from .verify_case import Case, reject
+
+_EXAMINED = 1
+"""The first iteration has no previous one; the second is like all that follow."""
+
+Before = Callable[[TaskId, TaskId, int], bool]
+"""Whether the first task surely ends before the second starts, so many iterations later."""
+
+
+def check_order(case: Case, order: HappensBefore) -> None:
+    """Raise ScheduleError unless lifetimes, data, slots and windows are safe for every timing."""
+
+    def before(first: TaskId, second: TaskId, distance: int = 0) -> bool:
+        return order.before(Occurrence(_EXAMINED, first), Occurrence(_EXAMINED + distance, second))
+
+    for buffer in case.schedule.buffers:
+        if buffer.is_static:
+            _check_updates(case, before, buffer.id)
+        else:
+            _check_lifetime(case, before, buffer)
+    _check_slots(case, before, order)
+    steps = _steps(case)
+    _check_gathers(case, before, steps)
+    _check_gradients(case, before, steps)
+
+
+def _check_lifetime(case: Case, before: Before, buffer: Buffer) -> None:
+    """Allocated, written, read, freed, in this order; gone before the next iteration allocates it again."""
+    allocating, freeing = case.allocating[buffer.id], case.freeing[buffer.id]
+    writers, readers = case.writers[buffer.id], case.readers[buffer.id]
+    what = f"buffer {buffer.id} ({buffer.content})"
+    for user in (*writers, *readers, freeing):
+        if user != allocating and not before(allocating, user, 0):
+            reject(f"{case.name(user)} may use {what} before {case.name(allocating)} allocates it")
+        if user != freeing and not before(user, freeing, 0):
+            reject(f"{case.name(freeing)} may free {what} while {case.name(user)} uses it")
+    if writers != [allocating]:
+        reject(f"{what} is written by {[case.name(w) for w in writers]}, not by {case.name(allocating)} alone")
+    if not before(freeing, allocating, 1):
+        reject(f"{what} may be allocated again before {case.name(freeing)} frees it")
+
+
+def _check_updates(case: Case, before: Before, buffer_id: BufferId) -> None:
+    """Nothing touches a static buffer while it is written, and everyone sees the version that is meant.
+
+    Parameters are read before this iteration's Adam writes them, staged gradients after they have been copied.
+    """
+    is_read_first = case.buffer(buffer_id).content is Content.PARAMETERS
+    for writer in case.writers[buffer_id]:
+        for other in sorted({*case.writers[buffer_id], *case.readers[buffer_id]}):
+            names = f"{case.name(other)} and {case.name(writer)}"
+            first, second = (other, writer) if is_read_first else (writer, other)
+            if other != writer and not before(first, second, 0):
+                reject(f"{case.name(first)} may run after {case.name(second)} has touched buffer {buffer_id}")
+            if not (before(other, writer, 1) and before(writer, other, 1)):
+                reject(f"{names} of successive iterations race on buffer {buffer_id}")
+
+
+def _check_slots(case: Case, before: Before, order: HappensBefore) -> None:
+    """Stays in one slot follow each other, across iterations too."""
+    by_slot: dict[int, list[Buffer]] = {}
+    for buffer in case.schedule.buffers:
+        if buffer.slot is not None:
+            by_slot.setdefault(buffer.slot, []).append(buffer)
+    for slot, buffers in by_slot.items():
+        stays = sorted(buffers, key=lambda buffer: order.position(Occurrence(0, case.allocating[buffer.id])))
+        for stay, following in pairwise(stays):
+            if not before(case.freeing[stay.id], case.allocating[following.id], 0):
+                reject(f"slot {slot} may hold chunks {stay.chunk} and {following.chunk} at once")
+        if not before(case.freeing[stays[-1].id], case.allocating[stays[0].id], 1):
+            reject(f"slot {slot} may still hold chunk {stays[-1].chunk} when the next iteration begins")
+
+
+def _check_gathers(case: Case, before: Before, steps: list[list[TaskId]]) -> None:
+    """No gather starts before the step ``prefetch_depth`` ahead of its first use has begun.
+
+    With a depth beyond a whole iteration, it may still not start more than an iteration ahead.
+    """
+    step_of = {task: step for step, tasks in enumerate(steps) for task in tasks}
+    for gather in case.tasks_of(TaskKind.GATHER):
+        step = min(step_of[user] for user in case.readers[gather.writes[0]])
+        limit = max(step - case.plan.prefetch_depth - 1, -len(steps))
+        if not before(steps[limit][-1], gather.id, 0 if limit >= 0 else 1):
+            reject(f"{gather.name} may run more than {case.plan.prefetch_depth} blocks ahead")
+
+
+def _check_gradients(case: Case, before: Before, steps: list[list[TaskId]]) -> None:
+    """Gradients on their way are gone ``prefetch_depth + 1`` steps after their chunk's last backward."""
+    num_steps = len(steps)
+    for offload in case.tasks_of(TaskKind.GRADIENT_OFFLOAD):
+        assert offload.chunk is not None
+        last_step = num_steps - 1 - min(case.layout.chunks[offload.chunk].blocks)
+        distance, step = divmod(last_step + case.plan.prefetch_depth + 1, num_steps)
+        # Beyond the next iteration the chunk's own next gather, which waits for its Adam, is the tighter bound.
+        if distance <= 1 and not before(offload.id, steps[step][0], distance):
+            reject(f"the gradients of chunk {offload.chunk} may wait too long for {offload.name}")
+
+
+def _steps(case: Case) -> list[list[TaskId]]:
+    """The compute tasks of every step: forwards of the blocks, then backwards with their recomputations."""
+    steps: list[list[TaskId]] = []
+    is_open = False
+    for task in case.schedule.tasks:
+        if task.section is None or isinstance(task.section, Part):
+            continue
+        if is_open:
+            steps[-1].append(task.id)
+        else:
+            steps.append([task.id])
+        is_open = task.kind is TaskKind.RECOMPUTE
+    return steps

@@ -1,0 +1,204 @@
+"""What every compute task runs on, makes and drops.
+
+Buffers are named here by what they hold: content, chunk and section.  Within one iteration such a name is unique,
+save for gathered parameters, of which ``verify_order`` shows that the one that is read is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from .layout import ChunkId
+from .plan import ActivationMode
+from .schedule import BufferId, Content, Lane, Memory, Part, Section, Task, TaskKind
+from .verify_case import Case, reject
+from .workload import BlockId, Phase
+
+Name = tuple[Content, ChunkId | None, Section | None]
+
+
+@dataclass(frozen=True)
+class _Expected:
+    """One entry of the compute lane."""
+
+    kind: TaskKind
+    section: Section | None
+    phase: Phase | None
+    reads: set[Name]
+    makes: dict[Name, int] = field(default_factory=dict)
+    """What it allocates and writes, with sizes."""
+    updates: set[Name] = field(default_factory=set)
+    """What it writes that was there before."""
+    drops: set[Name] = field(default_factory=set)
+    """What it frees, gathered parameters aside."""
+
+
+def check_sections(case: Case) -> None:
+    """Raise ScheduleError unless the compute lane is forward through all sections and backward through them."""
+    expected = list(_Walk(case).entries())
+    found = [task for task in case.schedule.tasks if task.lane is Lane.COMPUTE]
+    for place in range(max(len(found), len(expected))):
+        shown = [
+            f"{entries[place].kind} {_shown(entries[place].section)}" if place < len(entries) else "nothing"
+            for entries in (found, expected)
+        ]
+        if shown[0] != shown[1]:
+            reject(f"compute task {place} is {shown[0]}, the plan asks for {shown[1]}")
+    for task, entry in zip(found, expected, strict=True):
+        _check_entry(case, task, entry)
+
+
+def _shown(section: Section | None) -> str:
+    return "" if section is None else str(section)
+
+
+def _check_entry(case: Case, task: Task, entry: _Expected) -> None:
+    if task.chunk is not None:
+        reject(f"{task.name} is a compute task and names a chunk")
+    if task.phase is not entry.phase and task.phase != entry.phase:
+        reject(f"{task.name} has another phase than the workload gives it")
+    for buffer_id in (*task.reads, *task.writes, *task.allocates, *task.frees):
+        if case.buffer(buffer_id).memory is not Memory.DEVICE:
+            reject(f"{task.name} touches buffer {buffer_id} in {case.buffer(buffer_id).memory} memory")
+    _compare(task, "reads", _names(case, task.reads), entry.reads)
+    _compare(task, "writes", _names(case, task.writes), entry.updates | entry.makes.keys())
+    _compare(task, "allocates", _names(case, task.allocates), set(entry.makes))
+    released = [buffer for buffer in task.frees if case.is_gathered(buffer)]
+    _compare(task, "frees", _names(case, (b for b in task.frees if b not in released)), entry.drops)
+    if not set(released) <= set(task.reads):
+        reject(f"{task.name} frees a gathered chunk that it does not use")
+    for buffer_id in task.allocates:
+        buffer = case.buffer(buffer_id)
+        size_bytes = entry.makes[buffer.content, buffer.chunk, buffer.section]
+        if buffer.size_bytes != size_bytes:
+            reject(f"{task.name} allocates {buffer.size_bytes} bytes of {buffer.content}, not {size_bytes}")
+
+
+def _names(case: Case, buffers: Iterable[BufferId]) -> list[Name]:
+    found = (case.buffer(buffer) for buffer in buffers)
+    return [(buffer.content, buffer.chunk, buffer.section) for buffer in found]
+
+
+def _compare(task: Task, verb: str, found: list[Name], expected: set[Name]) -> None:
+    if len(found) != len(expected) or set(found) != expected:
+        missing = sorted(map(_describe, expected - set(found)))
+        extra = sorted(map(_describe, (name for name in found if name not in expected or found.count(name) > 1)))
+        reject(f"{task.name} {verb} {extra or 'nothing'} too much and {missing or 'nothing'} too little")
+
+
+def _describe(name: Name) -> str:
+    content, chunk, section = name
+    where = [f"chunk {chunk}"] if chunk is not None else []
+    return " ".join([content, *where, *([] if section is None else [f"section {section}"])])
+
+
+class _Walk:
+    """Goes through the compute lane and keeps the books of what is alive.
+
+    The level of activations is known from the phases' net bytes.  What a backward leaves behind beyond saved
+    activations, outputs and the gradients of its block must lie in its INCOMING_GRADIENT buffer.
+    """
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        self.blocks = [BlockId(block) for block in range(case.workload.num_blocks)]
+        self.sections: list[Section] = [Part.PROLOGUE, *self.blocks, Part.EPILOGUE]
+        self.level_bytes = 0
+        self.alive: dict[Name, int] = {}
+
+    def entries(self) -> Iterator[_Expected]:
+        yield from (self._forward(section) for section in self.sections)
+        for section in reversed(self.sections):
+            if self._mode(section) is ActivationMode.CHECKPOINT:
+                yield self._recompute(section)
+            yield self._backward(section)
+        yield self._device_adam()
+
+    def _mode(self, section: Section) -> ActivationMode:
+        return ActivationMode.KEEP if isinstance(section, Part) else self.case.modes[section]
+
+    def _parameters(self, section: Section) -> set[Name]:
+        layout = self.case.layout
+        chunks = layout.unowned if isinstance(section, Part) else layout.chunks_of_block[section]
+        return {(Content.PARAMETERS, chunk, None) for chunk in chunks}
+
+    def _input(self, section: Section) -> set[Name]:
+        if section is Part.PROLOGUE:
+            return set()
+        return {(Content.OUTPUT, None, self.sections[self.sections.index(section) - 1])}
+
+    def _forward(self, section: Section) -> _Expected:
+        workload = self.case.workload
+        makes: dict[Name, int] = {}
+        if section is Part.PROLOGUE:
+            phase = workload.prologue_forward
+            makes[Content.OUTPUT, None, section] = max(0, phase.net_bytes)
+        elif section is Part.EPILOGUE:
+            phase = workload.epilogue_forward
+            makes[Content.ACTIVATIONS, None, section] = max(0, phase.net_bytes)
+        else:
+            profile = workload.profile_of(section)
+            phase = profile.forward_in(self._mode(section))
+            if self._mode(section) is ActivationMode.KEEP:
+                makes[Content.OUTPUT, None, section] = profile.output_bytes
+                makes[Content.ACTIVATIONS, None, section] = max(0, phase.net_bytes - profile.output_bytes)
+            else:
+                makes[Content.OUTPUT, None, section] = max(profile.output_bytes, phase.net_bytes)
+        self.level_bytes += phase.net_bytes
+        self.alive |= makes
+        return _Expected(TaskKind.FORWARD, section, phase, self._parameters(section) | self._input(section), makes)
+
+    def _recompute(self, section: Section) -> _Expected:
+        assert not isinstance(section, Part)
+        phase = self.case.workload.profile_of(section).recompute
+        makes: dict[Name, int] = {(Content.ACTIVATIONS, None, section): max(0, phase.net_bytes)}
+        self.level_bytes += phase.net_bytes
+        self.alive |= makes
+        return _Expected(TaskKind.RECOMPUTE, section, phase, self._parameters(section) | self._input(section), makes)
+
+    def _backward(self, section: Section) -> _Expected:
+        workload = self.case.workload
+        gradients: dict[Name, int] = {}
+        if section is Part.PROLOGUE:
+            phase = workload.prologue_backward
+            consumed: set[Name] = {(Content.OUTPUT, None, section)}
+            drops = set(consumed)
+        elif section is Part.EPILOGUE:
+            phase = workload.epilogue_backward
+            consumed = {(Content.ACTIVATIONS, None, section)} | self._input(section)
+            drops = set(consumed)
+        else:
+            phase = workload.profile_of(section).backward_in(self._mode(section))
+            gradients = self._gradients(section)
+            consumed = {(Content.ACTIVATIONS, None, section)} | self._input(section)
+            # The first block's input is the prologue's output, which the prologue's own backward drops.
+            drops = consumed - {(Content.OUTPUT, None, Part.PROLOGUE)}
+        if section is not Part.EPILOGUE:
+            incoming: Name = (Content.INCOMING_GRADIENT, None, self.sections[self.sections.index(section) + 1])
+            consumed = consumed | {incoming}
+            drops = drops | {incoming}
+        self.level_bytes += phase.net_bytes - sum(gradients.values())
+        for name in drops:
+            del self.alive[name]
+        handed: Name = (Content.INCOMING_GRADIENT, None, section)
+        size_bytes = max(0, self.level_bytes - sum(self.alive.values()))
+        self.alive[handed] = size_bytes
+        reads = self._parameters(section) | consumed
+        return _Expected(TaskKind.BACKWARD, section, phase, reads, {handed: size_bytes} | gradients, drops=drops)
+
+    def _gradients(self, block: BlockId) -> dict[Name, int]:
+        chunks = [self.case.layout.chunks[chunk] for chunk in self.case.layout.chunks_of_block[block]]
+        sizes = {chunk.id: chunk.gradient_bytes[chunk.blocks.index(block)] for chunk in chunks}
+        return {(Content.GRADIENTS, chunk, block): size for chunk, size in sizes.items() if size}
+
+    def _device_adam(self) -> _Expected:
+        trainable = {
+            chunk.id for chunk in self.case.layout.chunks if chunk.is_trainable and chunk.id in self.case.persistent
+        }
+        updates: set[Name] = {(Content.PARAMETERS, chunk, None) for chunk in trainable}
+        updates |= {(Content.OPTIMIZER_STATE, chunk, None) for chunk in trainable}
+        drops: set[Name] = {(Content.INCOMING_GRADIENT, None, Part.PROLOGUE)}
+        for block in self.blocks:
+            drops |= {name for name in self._gradients(block) if name[1] in trainable}
+        return _Expected(TaskKind.DEVICE_ADAM, None, None, updates | drops, updates=updates, drops=drops)
