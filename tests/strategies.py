@@ -12,6 +12,7 @@ from typing import Final
 
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
+
 from protwin.shared.calibration import Calibration, Contention, Factor
 from protwin.shared.hardware import Device, DeviceKind, Hardware, Host, Link, LinkPoint
 from protwin.shared.layout import Layout, build_layout
