@@ -1,0 +1,151 @@
+"""Machines as tables for the terminal.
+
+Every cell is plain ``Text``: names and sources from files are never read as markup.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Final
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from .hardware import Device, Hardware, Host, Link
+from .machines import machine, machine_names
+from .units import format_bytes, format_rate, format_seconds
+from .workload import DType
+
+_COLUMNS: Final = (
+    "memory\nGiB",
+    "memory\nGB/s",
+    "16-bit\nTFLOP/s",
+    "float32\nTFLOP/s",
+    "host\ncores",
+    "host\nGiB",
+    "host\nGB/s",
+    "link\nGB/s",
+)
+_NO_VALUE: Final = "–"
+
+
+def hardware_table(names: Iterable[str] | None = None) -> Table:
+    """One row for each machine of the catalogue, or of ``names``.  Raises CatalogueError if one is unknown."""
+    table = _table("Machines")
+    table.caption = Text("16-bit: bfloat16, or float16 where there is no bfloat16. link: to the device.")
+    table.caption_justify = "left"
+    table.add_column("\nname", no_wrap=True)
+    for heading in _COLUMNS:
+        table.add_column(heading, justify="right", no_wrap=True)
+    for name in machine_names() if names is None else names:
+        hardware = machine(name)
+        device, host = hardware.device, hardware.host
+        cells = (
+            name,
+            f"{device.memory_bytes / 2**30:.4g}",
+            f"{device.memory_bandwidth_bytes_per_s / 1e9:.4g}",
+            _tera(device, DType.BFLOAT16 if DType.BFLOAT16 in device.peak_flop_per_s else DType.FLOAT16),
+            _tera(device, DType.FLOAT32),
+            str(host.num_cores),
+            f"{host.memory_bytes / 2**30:.4g}",
+            f"{host.memory_bandwidth_bytes_per_s / 1e9:.4g}",
+            f"{hardware.host_to_device.bandwidth_bytes_per_s / 1e9:.4g}",
+        )
+        table.add_row(*(Text(cell) for cell in cells))
+    return table
+
+
+def hardware_details(hardware: Hardware) -> RenderableType:
+    """Every figure of a machine, part by part, each part with the source of its figures."""
+    duplex = "side by side at full speed" if hardware.full_duplex else "one at a time, or each at half speed"
+    device, host = hardware.device, hardware.host
+    to_device, to_host = hardware.host_to_device, hardware.device_to_host
+    return Group(
+        Text(f"Machine: {hardware.name}", style="bold"),
+        Text(""),
+        _part("Device", device.name, _device_rows(device), device.source),
+        Text(""),
+        _part("Host", host.name, _host_rows(host), host.source),
+        Text(""),
+        _part("Host to device", to_device.name, _link_rows(to_device), to_device.source),
+        Text(""),
+        _part("Device to host", to_host.name, _link_rows(to_host), to_host.source),
+        Text(""),
+        Text(f"Both directions run {duplex}."),
+    )
+
+
+def format_flop_per_s(flop_per_s: float) -> str:
+    """``"71 TFLOP/s"``; the decimal unit that leaves a number of at least one."""
+    for unit, scale in (("PFLOP/s", 1e15), ("TFLOP/s", 1e12), ("GFLOP/s", 1e9)):
+        if flop_per_s >= scale:
+            return f"{flop_per_s / scale:.4g} {unit}"
+    return f"{flop_per_s:.4g} FLOP/s"
+
+
+def _table(title: str) -> Table:
+    return Table(
+        title=Text(title, style="bold"),
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        show_edge=False,
+        pad_edge=False,
+        padding=(0, 1),
+        header_style="dim",
+    )
+
+
+def _part(title: str, name: str, rows: Mapping[str, str], source: str) -> Table:
+    table = _table(f"{title}: {name}")
+    table.show_header = False
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for label, value in rows.items():
+        table.add_row(Text(label), Text(value))
+    table.add_row(Text("source"), Text(source.replace("; ", "\n") or "not stated"), style="dim")
+    return table
+
+
+def _device_rows(device: Device) -> dict[str, str]:
+    peaks = {f"peak {dtype}": format_flop_per_s(rate) for dtype, rate in device.peak_flop_per_s.items()}
+    efficiency = {f"efficiency {kind}": f"{share:.0%}" for kind, share in device.efficiency.items()}
+    return {
+        "kind": device.kind,
+        "memory": format_bytes(device.memory_bytes),
+        "of it reserved": format_bytes(device.reserved_bytes),
+        "for training": format_bytes(device.usable_bytes),
+        "memory bandwidth": format_rate(device.memory_bandwidth_bytes_per_s),
+        **peaks,
+        "outside matrix units": format_flop_per_s(device.vector_flop_per_s),
+        "launch overhead": format_seconds(device.launch_overhead_s),
+        **efficiency,
+    }
+
+
+def _host_rows(host: Host) -> dict[str, str]:
+    adam = host.adam_bytes_per_s
+    return {
+        "cores": str(host.num_cores),
+        "memory": format_bytes(host.memory_bytes),
+        "memory bandwidth": format_rate(host.memory_bandwidth_bytes_per_s),
+        "CPU Adam": "follows from the memory bandwidth" if adam is None else f"{format_rate(adam)}, measured",
+    }
+
+
+def _link_rows(link: Link) -> dict[str, str]:
+    measured = {
+        f"copy of {format_bytes(point.size_bytes)}": f"{format_seconds(point.seconds)}, measured"
+        for point in link.table
+    }
+    return {
+        "bandwidth": format_rate(link.bandwidth_bytes_per_s),
+        "latency": format_seconds(link.latency_s),
+        **measured,
+    }
+
+
+def _tera(device: Device, dtype: DType) -> str:
+    rate = device.peak_flop_per_s.get(dtype)
+    return _NO_VALUE if rate is None else f"{rate / 1e12:.4g}"

@@ -1,0 +1,114 @@
+"""How many parameters a decoder has, from its configuration alone.
+
+Independent of any implementation: the counts follow from the architectures' papers.  Every linear map counts its
+matrix and its bias, every normalization its scale (and shift, for layer normalization), tied embeddings once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Family:
+    """What the models of one ``model_type`` have in common."""
+
+    count: Callable[[Mapping[str, Any]], int]
+    sizes: tuple[str, ...]
+    """Fields that the configuration must give; transformers would fill in those of its own default model."""
+    is_rotary: bool
+    """Whether positions turn pairs of a head's dims, so that there must be an even number of them."""
+
+
+def num_decoder_parameters(config: Mapping[str, Any]) -> int | None:
+    """Scalars of the causal language model that a Hugging Face configuration describes; None if its family is unknown.
+
+    ``config`` must give the sizes of its family (``FAMILIES``).
+    """
+    family = FAMILIES.get(config["model_type"])
+    return family.count(config) if family is not None else None
+
+
+def _count_llama(config: Mapping[str, Any]) -> int:
+    """Gated MLP, root-mean-square normalization, grouped-query attention, rotary positions.
+
+    Sources: Llama (arXiv 2302.13971), GQA (arXiv 2305.13245); Qwen2 adds biases to query, key and value (arXiv
+    2407.10671), Qwen3 normalizes query and key per head instead (arXiv 2505.09388).
+    """
+    model_type = config["model_type"]
+    hidden, num_heads = config["hidden_size"], config["num_attention_heads"]
+    num_kv_heads = config.get("num_key_value_heads") or num_heads
+    head_dim = config.get("head_dim") or hidden // num_heads
+    query, key_value = num_heads * head_dim, num_kv_heads * head_dim
+    attention = 2 * hidden * query + 2 * hidden * key_value
+    if model_type == "qwen2":
+        attention += query + 2 * key_value
+    elif model_type in ("llama", "qwen3") and config.get("attention_bias"):
+        attention += query + 2 * key_value + hidden
+    if model_type == "qwen3":
+        attention += 2 * head_dim
+    intermediate = config["intermediate_size"]
+    mlp = 3 * hidden * intermediate
+    if model_type == "llama" and config.get("mlp_bias"):
+        mlp += 2 * intermediate + hidden
+    embeddings = config["vocab_size"] * hidden * (1 if config.get("tie_word_embeddings", False) else 2)
+    return int(embeddings + config["num_hidden_layers"] * (attention + mlp + 2 * hidden) + hidden)
+
+
+def _count_gpt2(config: Mapping[str, Any]) -> int:
+    """Learned positions, layer normalization, biases everywhere.  Source: Radford et al. (2019), section 2.3."""
+    hidden = config["n_embd"]
+    intermediate = config.get("n_inner") or 4 * hidden
+    attention = _linear(hidden, 3 * hidden) + _linear(hidden, hidden)
+    mlp = _linear(hidden, intermediate) + _linear(intermediate, hidden)
+    tokens = config["vocab_size"] * hidden * (1 if config.get("tie_word_embeddings", True) else 2)
+    positions = config["n_positions"] * hidden
+    return int(tokens + positions + config["n_layer"] * (attention + mlp + 4 * hidden) + 2 * hidden)
+
+
+def _count_opt(config: Mapping[str, Any]) -> int:
+    """As GPT-2, with two more positions, and embeddings that may be narrower.  Source: OPT (arXiv 2205.01068)."""
+    hidden, intermediate = config["hidden_size"], config["ffn_dim"]
+    embedded = config.get("word_embed_proj_dim") or hidden
+    normalization = 2 * hidden
+    block = 4 * _linear(hidden, hidden) + _linear(hidden, intermediate) + _linear(intermediate, hidden)
+    tokens = config["vocab_size"] * embedded * (1 if config.get("tie_word_embeddings", True) else 2)
+    projections = 2 * hidden * embedded if embedded != hidden else 0
+    positions = (config["max_position_embeddings"] + 2) * hidden
+    ends_normalized = config.get("do_layer_norm_before", True) and not config.get("_remove_final_layer_norm", False)
+    blocks = config["num_hidden_layers"] * (block + 2 * normalization)
+    return int(tokens + projections + positions + blocks + (normalization if ends_normalized else 0))
+
+
+def _linear(num_in: int, num_out: int) -> int:
+    return num_in * num_out + num_out
+
+
+_LLAMA_SIZES: Final = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+_GROUPED_SIZES: Final = (*_LLAMA_SIZES, "num_key_value_heads")
+
+FAMILIES: Final[Mapping[str, Family]] = {
+    "llama": Family(count=_count_llama, sizes=_LLAMA_SIZES, is_rotary=True),
+    "mistral": Family(count=_count_llama, sizes=_GROUPED_SIZES, is_rotary=True),
+    "qwen2": Family(count=_count_llama, sizes=_GROUPED_SIZES, is_rotary=True),
+    "qwen3": Family(count=_count_llama, sizes=(*_GROUPED_SIZES, "head_dim"), is_rotary=True),
+    "phi3": Family(count=_count_llama, sizes=_LLAMA_SIZES, is_rotary=True),
+    "gpt2": Family(
+        count=_count_gpt2, sizes=("vocab_size", "n_embd", "n_layer", "n_head", "n_positions"), is_rotary=False
+    ),
+    "opt": Family(
+        count=_count_opt,
+        sizes=(
+            "vocab_size",
+            "hidden_size",
+            "ffn_dim",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "max_position_embeddings",
+        ),
+        is_rotary=False,
+    ),
+}
+"""Decoders that are counted, by ``model_type``."""

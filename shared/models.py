@@ -1,0 +1,89 @@
+"""The catalogue of models, and configurations of the user's own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, ClassVar
+
+from pydantic import PositiveInt
+
+from .catalogue_files import model_file_names, read_model_file
+from .errors import CatalogueError
+from .files import Document, read_mapping
+from .model_check import check_model_configuration
+from .model_size import num_decoder_parameters
+from .nearest import did_you_mean
+from .workload import DType
+
+
+class ModelConfiguration(Document):
+    """A model without its weights."""
+
+    KIND: ClassVar[str] = "model"
+
+    name: str
+    source: str
+    """Where the configuration was published, or the file that it was read from."""
+    num_parameters: PositiveInt | None
+    """Scalars of the causal language model, tied ones once; None if the family is not counted."""
+    config: dict[str, Any]
+    """The published ``config.json`` in the Hugging Face form, as transformers takes it."""
+
+    @property
+    def dtype(self) -> DType | None:
+        """Element type in which the weights were published; None where the configuration names none."""
+        stated = self.config.get("dtype", self.config.get("torch_dtype"))
+        name = stated.removeprefix("torch.") if isinstance(stated, str) else None
+        return DType(name) if name is not None and name != "auto" else None
+
+
+def model_names() -> tuple[str, ...]:
+    """Names of the catalogue's models, sorted."""
+    return model_file_names()
+
+
+def model_configuration(name: str) -> ModelConfiguration:
+    """The catalogue's configuration of ``name``.  Raises CatalogueError, with the nearest names, if there is none."""
+    if name not in model_names():
+        raise CatalogueError(
+            f"there is no model {name!r} in the catalogue. {did_you_mean(name, model_names())} "
+            f"For a model of your own, pass the path of its config.json (Hugging Face form)."
+        )
+    return ModelConfiguration.from_mapping(read_model_file(name), origin=f"catalogue entry {name}")
+
+
+def read_model_configuration(path: str | Path) -> ModelConfiguration:
+    """The model that a ``config.json`` describes; ``path`` may be the folder that holds it.
+
+    It is named after its file, or its folder if the file is called ``config.json``.  Raises FileError if the file is
+    missing, damaged, or describes no model; the message names the field.
+    """
+    path = Path(path)
+    if path.is_dir():
+        path = path / "config.json"
+    content = read_mapping(path)
+    if "kind" in content and "schema_version" in content:
+        found = ModelConfiguration.from_mapping(content, origin=str(path))
+        check_model_configuration(found.config, origin=str(path))
+        return found
+    check_model_configuration(content, origin=str(path))
+    return ModelConfiguration(
+        name=path.resolve().parent.name if path.name == "config.json" else path.stem,
+        source=str(path),
+        num_parameters=num_decoder_parameters(content),
+        config=content,
+    )
+
+
+def load_model_configuration(name_or_path: str | Path) -> ModelConfiguration:
+    """A catalogue model by name, or the model that a ``config.json`` describes.
+
+    Raises CatalogueError if it is neither a known name nor a file, FileError if the file describes no model.
+    """
+    name = str(name_or_path)
+    if name in model_names():
+        return model_configuration(name)
+    path = Path(name_or_path)
+    if path.exists() or path.suffix == ".json":
+        return read_model_configuration(path)
+    return model_configuration(name)

@@ -1,0 +1,43 @@
+"""The known names that a misspelt one may have meant."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import SequenceMatcher
+from typing import Final
+
+_LEAST_SIMILARITY: Final = 0.5
+_MAX_SHOWN: Final = 3
+_SHORTEST_PART: Final = 3
+"""Letters from which on one name within another says something."""
+
+
+def nearest_names(name: str, known: Iterable[str]) -> tuple[str, ...]:
+    """Up to three known names that resemble ``name``, the nearest first; empty if none does.
+
+    A name that holds the other whole ("h100" in "h100-80gb") counts as near whatever its length.  Ties keep the order
+    of ``known``.
+    """
+    wanted = _plain(name)
+    scored = [(_similarity(wanted, _plain(candidate)), candidate) for candidate in known]
+    near = [(score, candidate) for score, candidate in scored if score >= _LEAST_SIMILARITY]
+    return tuple(candidate for _, candidate in sorted(near, key=lambda pair: -pair[0])[:_MAX_SHOWN])
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """``"Did you mean llama-3-8b or llama-2-7b?"``, or the whole list if nothing resembles ``name``."""
+    known = tuple(known)
+    near = nearest_names(name, known)
+    if not near:
+        return f"Known are {', '.join(known)}."
+    return f"Did you mean {', '.join(near[:-1])} or {near[-1]}?" if len(near) > 1 else f"Did you mean {near[0]}?"
+
+
+def _plain(name: str) -> str:
+    return name.casefold().replace("_", "-").replace(" ", "-").strip("-")
+
+
+def _similarity(wanted: str, candidate: str) -> float:
+    ratio = SequenceMatcher(None, wanted, candidate, autojunk=False).ratio()
+    is_part = min(len(wanted), len(candidate)) >= _SHORTEST_PART and (wanted in candidate or candidate in wanted)
+    return max(ratio, _LEAST_SIMILARITY) if is_part else ratio
