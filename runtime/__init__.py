@@ -1,1 +1,50 @@
-"""."""
+"""Carrying out a plan on PyTorch, on one device: tracing a model, training it as its schedule says.
+
+Names are imported when they are first used, so that asking for one does not load the rest.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .devices import CpuDevice, CudaDevice, TrainingDevice
+    from .ledger import CpuOutOfMemoryError, MemoryLedger
+    from .probe import probe_hardware
+    from .tracing import trace
+    from .tracing_configurations import workload_of_configuration
+    from .training import Training, carry_out
+
+_HOMES = {
+    "CpuDevice": "devices",
+    "CpuOutOfMemoryError": "ledger",
+    "CudaDevice": "devices",
+    "MemoryLedger": "ledger",
+    "Training": "training",
+    "TrainingDevice": "devices",
+    "carry_out": "training",
+    "probe_hardware": "probe",
+    "trace": "tracing",
+    "workload_of_configuration": "tracing_configurations",
+}
+
+__all__ = [
+    "CpuDevice",
+    "CpuOutOfMemoryError",
+    "CudaDevice",
+    "MemoryLedger",
+    "Training",
+    "TrainingDevice",
+    "carry_out",
+    "probe_hardware",
+    "trace",
+    "workload_of_configuration",
+]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f".{home}", __name__), name)

@@ -1,0 +1,133 @@
+"""A chunk's memory: the flat buffer on the device that parameters are views of, its home and gradients on the host.
+
+[Note: Storages that come and go]
+Parameters never change identity.  ``param.data`` is set once to a view of the chunk's flat tensor; while the chunk is
+away, the flat storage has size 0.  Tensors saved for backward refer to the same storage, so they are whole again when
+the chunk is gathered again.  Copies go through a tensor that shares the storage but not the parameters' version
+counters: a gather is no change of a parameter's value in the eyes of autograd.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from ..shared.layout import Chunk, aligned, master_bytes
+from ..shared.workload import DType, Parameter
+from .devices import TrainingDevice
+
+
+class DeviceChunk:
+    """A chunk and the parameters whose values it holds."""
+
+    def __init__(
+        self,
+        chunk: Chunk,
+        specs: Sequence[Parameter],
+        parameters: Sequence[nn.Parameter],
+        device: TrainingDevice,
+        *,
+        is_persistent: bool,
+    ) -> None:
+        self.chunk = chunk
+        self.parameters = tuple(parameters)
+        self.is_persistent = is_persistent
+        self._device = device
+        self._flat = torch.empty(chunk.size_bytes, dtype=torch.uint8, device=device.torch_device)
+        self._home = None if is_persistent else device.host_buffer(chunk.size_bytes)
+        self._staging = device.host_buffer(chunk.staging_bytes) if not is_persistent and chunk.is_trainable else None
+        self.masters: list[torch.Tensor] = []
+        """Host weights of trainable parameters that CPU Adam steps, in order; float32."""
+        self.targets: list[torch.Tensor | None] = []
+        """Where a stepped master is written back to, narrower than itself; None where the home is the master."""
+        self.staged: list[torch.Tensor] = []
+        """Host views that receive the gradients, in the order of ``masters``."""
+        self.trainable = tuple(p for p, s in zip(parameters, specs, strict=True) if s.trainable)
+        if device.ledger is not None:
+            device.ledger.ignore([self._flat])
+            device.ledger.allocate(chunk.size_bytes, f"chunk {chunk.id}")
+        self._move_in(specs)
+        if not is_persistent:
+            self.release()
+
+    def _move_in(self, specs: Sequence[Parameter]) -> None:
+        staged_bytes = 0
+        for placed, spec, parameter in zip(self.chunk.parameters, specs, self.parameters, strict=True):
+            view = _view(self._flat, placed.offset_bytes, parameter)
+            view.copy_(parameter.detach())
+            if self._home is not None:
+                home = _view(self._home, placed.offset_bytes, parameter)
+                home.copy_(parameter.detach())
+                if spec.trainable:
+                    assert self._staging is not None
+                    self.staged.append(_view(self._staging, staged_bytes, parameter))
+                    staged_bytes += aligned(spec.size_bytes)
+                    is_narrow = master_bytes(DType(spec.dtype)) > 0
+                    self.masters.append(home.float() if is_narrow else home)
+                    self.targets.append(home if is_narrow else None)
+            parameter.data = view
+
+    # -- residency ---------------------------------------------------------------------------------------------------
+
+    @property
+    def is_resident(self) -> bool:
+        """Whether the device holds the chunk's bytes (a copy may still be on its way)."""
+        return self._flat.untyped_storage().nbytes() > 0 or self.chunk.size_bytes == 0
+
+    def gather(self) -> None:
+        """Bring the chunk's home to the device.  Raises the device's out-of-memory error if it does not fit."""
+        assert self._home is not None and not self.is_persistent
+        if self._device.ledger is not None:
+            self._device.ledger.allocate(self.chunk.size_bytes, f"chunk {self.chunk.id}")
+        self._flat.untyped_storage().resize_(self.chunk.size_bytes)
+        self._device.copy(self._flat, self._home, to_device=True)
+
+    def release(self) -> None:
+        """Give the device's bytes back."""
+        self._flat.untyped_storage().resize_(0)
+        if self._device.ledger is not None:
+            self._device.ledger.free(self.chunk.size_bytes)
+
+    # -- gradients ---------------------------------------------------------------------------------------------------
+
+    def detach_gradients(self) -> list[torch.Tensor | None]:
+        """Take the gradients off the parameters, in the order of ``masters``; None where there is none."""
+        gradients = [parameter.grad for parameter in self.trainable]
+        for parameter in self.trainable:
+            parameter.grad = None
+        return gradients
+
+    def stage_gradients(self, gradients: list[torch.Tensor | None]) -> list[bool]:
+        """Copy gradients to the host and drop them; says for which trainable parameters there was one."""
+        present = [gradient is not None for gradient in gradients]
+        for place, staged in enumerate(self.staged):
+            gradient = gradients[place]
+            if gradient is not None:
+                self._device.copy(staged, gradient, to_device=False)
+            gradients[place] = None
+        return present
+
+    def moved_gradient_bytes(self, present: Sequence[bool]) -> int:
+        """Bytes of the gradients that were there."""
+        return sum(s.numel() * s.element_size() for s, p in zip(self.staged, present, strict=True) if p)
+
+    # -- leaving -----------------------------------------------------------------------------------------------------
+
+    def move_out(self) -> None:
+        """Give every parameter a tensor of its own again, on the device, with its current value."""
+        source = self._flat if self._home is None else self._home
+        for placed, parameter in zip(self.chunk.parameters, self.parameters, strict=True):
+            value = _view(source, placed.offset_bytes, parameter)
+            parameter.data = value.to(self._device.torch_device, copy=True)
+        if self.is_resident:
+            self.release()
+        self._home = self._staging = None
+        self.masters, self.targets, self.staged = [], [], []
+
+
+def _view(flat: torch.Tensor, offset_bytes: int, like: torch.Tensor) -> torch.Tensor:
+    """The stretch of a uint8 buffer that holds a tensor of the shape and dtype of ``like``."""
+    size_bytes = like.numel() * like.element_size()
+    return flat[offset_bytes : offset_bytes + size_bytes].view(like.dtype).view(like.shape)

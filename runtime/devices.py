@@ -1,0 +1,227 @@
+"""The devices that a schedule can run on: a CUDA device, or the CPU with a budget and links of its own.
+
+The CPU is a first-class device: host memory stands in for device memory, an enforced budget for its size, and copies
+may be throttled to the speed of a link.  What is emulated says so in ``emulated``.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from ..shared.errors import HardwareError
+from ..shared.units import format_bytes, format_rate
+from .identity import machine_name
+from .ledger import MemoryLedger
+
+
+class TrainingDevice(ABC):
+    """Where tensors live and how work is put on a lane."""
+
+    torch_device: torch.device
+    ledger: MemoryLedger | None
+    """Counts the device's memory where no allocator does; None where the allocator itself is asked."""
+
+    @property
+    @abstractmethod
+    def description(self) -> str:
+        """The machine, in words."""
+
+    @property
+    def emulated(self) -> tuple[str, ...]:
+        """What is emulated, in words."""
+        return ()
+
+    @abstractmethod
+    def host_buffer(self, size_bytes: int) -> torch.Tensor:
+        """An uninitialised host buffer (uint8) that copies to and from the device can use at full speed."""
+
+    @abstractmethod
+    def make_stream(self) -> Any:
+        """A stream for one lane; None where lanes are threads alone."""
+
+    @abstractmethod
+    def on_stream(self, stream: Any) -> AbstractContextManager[Any]:
+        """Put the work of the block on ``stream``."""
+
+    @abstractmethod
+    def copy(self, destination: torch.Tensor, source: torch.Tensor, *, to_device: bool) -> None:
+        """Copy between host and device in the order of the current stream."""
+
+    @abstractmethod
+    def record_event(self) -> Any:
+        """A point of the current stream that others can wait for; None where work is done when its call returns."""
+
+    @abstractmethod
+    def wait_event(self, event: Any) -> None:
+        """Let the current stream wait for ``event``."""
+
+    @abstractmethod
+    def synchronize_event(self, event: Any) -> None:
+        """Let the calling thread wait for ``event``."""
+
+    @abstractmethod
+    def stamp(self) -> Any:
+        """A point in time of the current stream."""
+
+    @abstractmethod
+    def seconds(self, stamp: Any) -> float:
+        """A stamp in seconds of ``time.perf_counter``; to be asked only when the work before it is done."""
+
+    @abstractmethod
+    def worker_threads(self, *, is_optimizer: bool) -> int:
+        """Threads that one operation of a worker lane may use."""
+
+
+class CpuDevice(TrainingDevice):
+    """The CPU as a device.
+
+    ``budget_bytes`` is enforced: beyond it, ``CpuOutOfMemoryError`` is raised.  The link rates throttle copies, in
+    bytes per second; None leaves them at the speed of memory.
+    """
+
+    def __init__(
+        self,
+        budget_bytes: int | None = None,
+        *,
+        host_to_device_bytes_per_s: float | None = None,
+        device_to_host_bytes_per_s: float | None = None,
+    ) -> None:
+        if budget_bytes is not None and budget_bytes <= 0:
+            raise HardwareError(f"budget_bytes is {budget_bytes}; it must be positive.")
+        for name, rate in (("host_to_device", host_to_device_bytes_per_s), ("device_to_host", device_to_host_bytes_per_s)):
+            if rate is not None and not 0 < rate < math.inf:
+                raise HardwareError(f"{name}_bytes_per_s is {rate}; it must be positive and finite.")
+        self.torch_device = torch.device("cpu")
+        self.ledger: MemoryLedger = MemoryLedger(budget_bytes)
+        self._rates = {True: host_to_device_bytes_per_s, False: device_to_host_bytes_per_s}
+
+    @property
+    def budget_bytes(self) -> int | None:
+        """The enforced budget."""
+        return self.ledger.budget_bytes
+
+    @property
+    def description(self) -> str:
+        return machine_name()
+
+    @property
+    def emulated(self) -> tuple[str, ...]:
+        found = ["device memory is host memory"]
+        if self.budget_bytes is not None:
+            found.append(f"device budget of {format_bytes(self.budget_bytes)}")
+        for to_device, name in ((True, "host to device"), (False, "device to host")):
+            rate = self._rates[to_device]
+            if rate is not None:
+                found.append(f"link {name} throttled to {format_rate(rate)}")
+        return tuple(found)
+
+    def host_buffer(self, size_bytes: int) -> torch.Tensor:
+        return torch.empty(size_bytes, dtype=torch.uint8)
+
+    def make_stream(self) -> Any:
+        return None
+
+    def on_stream(self, stream: Any) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def copy(self, destination: torch.Tensor, source: torch.Tensor, *, to_device: bool) -> None:
+        start = time.perf_counter()
+        destination.copy_(source)
+        rate = self._rates[to_device]
+        if rate is not None:
+            size_bytes = source.numel() * source.element_size()
+            remaining_s = start + size_bytes / rate - time.perf_counter()
+            if remaining_s > 0:
+                time.sleep(remaining_s)
+
+    def record_event(self) -> Any:
+        return None
+
+    def wait_event(self, event: Any) -> None:
+        return None
+
+    def synchronize_event(self, event: Any) -> None:
+        return None
+
+    def stamp(self) -> Any:
+        return time.perf_counter()
+
+    def seconds(self, stamp: Any) -> float:
+        return float(stamp)
+
+    def worker_threads(self, *, is_optimizer: bool) -> int:
+        # Compute uses every core already; a second team of threads would only make both wait at their barriers.
+        return 1
+
+
+class CudaDevice(TrainingDevice):
+    """One CUDA device; lanes are streams, submitted to by worker threads."""
+
+    def __init__(self, index: int = 0, *, budget_bytes: int | None = None) -> None:
+        if not torch.cuda.is_available():
+            raise HardwareError("this installation of torch has no CUDA device. Use CpuDevice, or install a CUDA build.")
+        if not 0 <= index < torch.cuda.device_count():
+            raise HardwareError(f"there is no cuda:{index}; this machine has {torch.cuda.device_count()} CUDA devices.")
+        self.torch_device = torch.device("cuda", index)
+        self.ledger = None
+        total_bytes = torch.cuda.get_device_properties(index).total_memory
+        if budget_bytes is not None:
+            if not 0 < budget_bytes <= total_bytes:
+                raise HardwareError(
+                    f"a budget of {format_bytes(budget_bytes)} is outside cuda:{index}'s {format_bytes(total_bytes)}."
+                )
+            torch.cuda.set_per_process_memory_fraction(budget_bytes / total_bytes, index)
+        torch.cuda.synchronize(index)
+        self._base_event = torch.cuda.Event(enable_timing=True)
+        self._base_event.record(torch.cuda.current_stream(index))
+        self._base_event.synchronize()
+        self._base_s = time.perf_counter()
+
+    @property
+    def description(self) -> str:
+        return f"{torch.cuda.get_device_name(self.torch_device)} in {machine_name()}"
+
+    def host_buffer(self, size_bytes: int) -> torch.Tensor:
+        return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
+
+    def make_stream(self) -> Any:
+        return torch.cuda.Stream(self.torch_device)
+
+    def on_stream(self, stream: Any) -> AbstractContextManager[Any]:
+        return torch.cuda.stream(stream) if stream is not None else nullcontext()
+
+    def copy(self, destination: torch.Tensor, source: torch.Tensor, *, to_device: bool) -> None:
+        destination.copy_(source, non_blocking=True)
+
+    def record_event(self) -> Any:
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self.torch_device))
+        return event
+
+    def wait_event(self, event: Any) -> None:
+        if event is not None:
+            torch.cuda.current_stream(self.torch_device).wait_event(event)
+
+    def synchronize_event(self, event: Any) -> None:
+        if event is not None:
+            event.synchronize()
+
+    def stamp(self) -> Any:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.torch_device))
+        return event
+
+    def seconds(self, stamp: Any) -> float:
+        if isinstance(stamp, float):
+            return stamp
+        stamp.synchronize()
+        return self._base_s + float(self._base_event.elapsed_time(stamp)) * 1e-3
+
+    def worker_threads(self, *, is_optimizer: bool) -> int:
+        return torch.get_num_threads() if is_optimizer else 1

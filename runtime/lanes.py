@@ -1,0 +1,124 @@
+"""Lanes: workers that run their tasks in order, side by side with the compute thread.
+
+A lane is a thread with a queue; on CUDA it also has a stream.  A *mark* is the end of a task: the thread part is done
+when the task's call has returned, the stream part when the recorded event has passed.  Waiting for a mark from a
+stream never blocks the thread beyond the first part.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ..shared.schedule import Lane
+from .devices import TrainingDevice
+
+
+class Cancelled(Exception):
+    """The task was given up, because training stopped."""
+
+
+class Mark:
+    """The end of one task."""
+
+    __slots__ = ("_done", "error", "event")
+
+    def __init__(self) -> None:
+        self._done = threading.Event()
+        self.event: Any = None
+        self.error: BaseException | None = None
+
+    def set(self, event: Any = None) -> None:
+        """The task has ended (on its stream: will have ended when ``event`` has passed)."""
+        self.event = event
+        self._done.set()
+
+    def fail(self, error: BaseException) -> None:
+        """The task will never end, because of ``error``."""
+        if not self._done.is_set():
+            self.error = error
+            self._done.set()
+
+    @property
+    def is_set(self) -> bool:
+        """Whether the task's call has returned or failed."""
+        return self._done.is_set()
+
+    def wait(self) -> Any:
+        """Block until the task's call has returned; gives its event.  Raises what the task raised."""
+        self._done.wait()
+        if self.error is not None:
+            raise self.error
+        return self.event
+
+
+class WorkerLane:
+    """One lane besides compute."""
+
+    def __init__(self, lane: Lane, device: TrainingDevice) -> None:
+        self.lane = lane
+        self._device = device
+        self._is_host_work = lane is Lane.CPU_OPTIM
+        self._stream = None if self._is_host_work else device.make_stream()
+        self._queue: queue.SimpleQueue[tuple[Callable[[], None], Sequence[Mark], Mark, _Span] | None]
+        self._queue = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=f"protwin-{lane}", daemon=True)
+        self._thread.start()
+
+    def submit(self, work: Callable[[], None], waits: Sequence[Mark], mark: Mark) -> _Span:
+        """Queue ``work``, to start when all ``waits`` have ended; ``mark`` tells its end.  Gives its span of time."""
+        span = _Span()
+        self._queue.put((work, waits, mark, span))
+        return span
+
+    def close(self) -> None:
+        """End the thread after the queue has drained.  Idempotent."""
+        if self._thread.is_alive():
+            self._queue.put(None)
+            self._thread.join()
+
+    def _run(self) -> None:
+        # Threads of one operation; set here since the setting belongs to the calling thread.
+        torch.set_num_threads(self._device.worker_threads(is_optimizer=self._is_host_work))
+        with torch.no_grad(), self._device.on_stream(self._stream):
+            while (item := self._queue.get()) is not None:
+                work, waits, mark, span = item
+                try:
+                    self._wait(waits)
+                    span.start = self._stamp()
+                    work()
+                    span.end = self._stamp()
+                    mark.set(None if self._is_host_work else self._device.record_event())
+                except BaseException as error:
+                    # Every failure travels to whoever waits for the mark, in the end to the compute thread.
+                    mark.fail(error)
+                # Let go of the task's tensors now, not when the next task arrives.
+                del work, waits, mark, span, item
+
+    def _wait(self, waits: Sequence[Mark]) -> None:
+        for wait in waits:
+            event = wait.wait()
+            if self._is_host_work:
+                self._device.synchronize_event(event)
+            else:
+                self._device.wait_event(event)
+
+    def _stamp(self) -> Any:
+
+
+        return time.perf_counter() if self._is_host_work else self._device.stamp()
+
+
+class _Span:
+    """When a task ran, as stamps of its device."""
+
+    __slots__ = ("end", "start")
+
+    def __init__(self) -> None:
+        self.start: Any = None
+        self.end: Any = None

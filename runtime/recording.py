@@ -1,0 +1,192 @@
+"""What a run measured: spans of every task, memory of every metered iteration, and the Record made of them."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from ..shared.errors import ProtwinError
+from ..shared.memory_bound import guaranteed_device_peak
+from ..shared.plan import Plan
+from ..shared.record import Holding, LaneUse, MemoryCurve, Origin, Record, TaskTiming
+from ..shared.schedule import Content, Lane, Memory, Schedule, Task, TaskId, TaskKind
+from ..shared.workload import Workload
+from .devices import TrainingDevice
+from .identity import software_versions
+
+_WARM_UP: Final = 3
+_MAX_CURVE_POINTS: Final = 2000
+
+
+@dataclass
+class MeteredMemory:
+    """One watched iteration."""
+
+    samples: list[tuple[float, int]]
+    peak_bytes: int
+    peak_at: str
+    alive: tuple[Holding, ...]
+
+
+@dataclass
+class IterationLog:
+    """One iteration as it happened.  Stamps belong to the device."""
+
+    index: int
+    started: Any = None
+    spans: dict[TaskId, Any] = field(default_factory=dict)
+    is_metered: bool = False
+    memory: MeteredMemory | None = None
+    moved_to_host_bytes: int = 0
+
+
+class Recorder:
+    """Keeps the logs of the last iterations and makes a Record of them."""
+
+    def __init__(self, schedule: Schedule, plan: Plan, workload: Workload, device: TrainingDevice) -> None:
+        self._schedule = schedule
+        self._plan = plan
+        self._workload = workload
+        self._device = device
+        self.logs: list[IterationLog] = []
+
+    def record(self, *, hardware_name: str = "") -> Record:
+        """The Record of the iterations so far: medians over those after the first three that nobody metered.
+
+        Raises ProtwinError if there are fewer than two such iterations in a row.
+        """
+        timed = [
+            (log, following)
+            for log, following in zip(self.logs, self.logs[1:], strict=False)
+            if log.index >= _WARM_UP and not log.is_metered and not following.is_metered
+        ]
+        if not timed:
+            raise ProtwinError(
+                f"{len(self.logs)} iterations were recorded; a Record needs at least {_WARM_UP + 2}, since the first "
+                f"{_WARM_UP} do not count. Train on."
+            )
+        seconds = self._device.seconds
+        periods = [seconds(following.started) - seconds(log.started) for log, following in timed]
+        iteration_s = statistics.median(periods)
+        noise = statistics.median(abs(period - iteration_s) for period in periods) / iteration_s
+        timings = self._timings([log for log, _ in timed])
+        ends = {timing.task: timing.end_s for timing in timings}
+        forward_end = self._last_end(ends, TaskKind.FORWARD)
+        backward_end = self._last_end(ends, TaskKind.BACKWARD)
+        return Record(
+            origin=Origin.MEASURED,
+            plan=self._plan,
+            plan_id=self._schedule.plan_id,
+            model_name=self._workload.model_name,
+            hardware_name=hardware_name or self._device.description,
+            machine=self._device.description,
+            software=software_versions(),
+            emulated=self._device.emulated,
+            num_samples=self._workload.num_samples,
+            num_tokens=self._workload.num_tokens,
+            iteration_s=iteration_s,
+            iteration_noise_frac=noise,
+            num_iterations=len(timed),
+            forward_s=forward_end,
+            backward_s=max(0.0, backward_end - forward_end),
+            optimizer_s=max(0.0, iteration_s - backward_end),
+            tasks=timings,
+            lanes=self._lanes(timings),
+            memory=self._memory(),
+            guaranteed_peak_device_bytes=guaranteed_device_peak(self._schedule).size_bytes,
+            num_gathers=sum(task.kind is TaskKind.GATHER for task in self._schedule.tasks),
+            num_cpu_adam_steps=sum(task.kind is TaskKind.CPU_ADAM for task in self._schedule.tasks),
+        )
+
+    def _timings(self, logs: Sequence[IterationLog]) -> tuple[TaskTiming, ...]:
+        timings = []
+        seconds = self._device.seconds
+        for task in self._schedule.tasks:
+            starts, durations = [], []
+            for log in logs:
+                span = log.spans[task.id]
+                start, end = seconds(span.start), seconds(span.end)
+                starts.append(start - seconds(log.started))
+                durations.append(max(0.0, end - start))
+            start_s, duration_s = statistics.median(starts), statistics.median(durations)
+            timings.append(
+                TaskTiming(
+                    task=task.id,
+                    name=task.name,
+                    kind=task.kind,
+                    lane=task.lane,
+                    start_s=start_s,
+                    end_s=start_s + duration_s,
+                    duration_s=duration_s,
+                )
+            )
+        return tuple(timings)
+
+    def _last_end(self, ends: Mapping[int, float], kind: TaskKind) -> float:
+        return max(ends[task.id] for task in self._schedule.tasks if task.kind is kind)
+
+    def _lanes(self, timings: Sequence[TaskTiming]) -> tuple[LaneUse, ...]:
+        by_lane: dict[Lane, list[Task]] = {lane: [] for lane in Lane}
+        for task in self._schedule.tasks:
+            by_lane[task.lane].append(task)
+        return tuple(
+            LaneUse(
+                lane=lane,
+                num_tasks=len(tasks),
+                busy_s=sum(timings[task.id].duration_s for task in tasks),
+                moved_bytes=sum(task.moved_bytes for task in tasks),
+            )
+            for lane, tasks in by_lane.items()
+        )
+
+    def _memory(self) -> tuple[MemoryCurve, ...]:
+        """The device curve of the metered iteration with the highest peak in steady state, and pinned memory."""
+        curves = []
+        metered = [log for log in self.logs if log.memory is not None]
+        steady = [log for log in metered if log.index >= 1] or metered
+        if steady:
+            log = max(steady, key=lambda log: log.memory.peak_bytes if log.memory is not None else 0)
+            assert log.memory is not None
+            start = self._device.seconds(log.started)
+            points = _thin([(time - start, level) for time, level in log.memory.samples])
+            curves.append(
+                MemoryCurve(
+                    memory=Memory.DEVICE,
+                    times_s=tuple(time for time, _ in points),
+                    levels_bytes=tuple(level for _, level in points),
+                    peak_bytes=log.memory.peak_bytes,
+                    peak_at=log.memory.peak_at,
+                    alive_at_peak=log.memory.alive,
+                )
+            )
+        pinned = self._schedule.static_bytes(Memory.PINNED_HOST)
+        curves.append(
+            MemoryCurve(
+                memory=Memory.PINNED_HOST,
+                times_s=(0.0,),
+                levels_bytes=(pinned,),
+                peak_bytes=pinned,
+                peak_at=self._schedule.tasks[0].name,
+                alive_at_peak=_holdings(self._schedule, Memory.PINNED_HOST),
+            )
+        )
+        return tuple(curves)
+
+
+def _holdings(schedule: Schedule, memory: Memory) -> tuple[Holding, ...]:
+    totals: dict[Content, int] = {}
+    for buffer in schedule.buffers:
+        if buffer.is_static and buffer.memory is memory:
+            totals[buffer.content] = totals.get(buffer.content, 0) + buffer.size_bytes
+    return tuple(Holding(content=content, size_bytes=size) for content, size in totals.items())
+
+
+def _thin(points: list[tuple[float, int]]) -> list[tuple[float, int]]:
+    """At most ``_MAX_CURVE_POINTS`` points; of each stretch of time the highest level stays."""
+    if len(points) <= _MAX_CURVE_POINTS:
+        return points
+    stride = -(-len(points) // _MAX_CURVE_POINTS)
+    groups = [points[i : i + stride] for i in range(0, len(points), stride)]
+    return [(group[0][0], max(level for _, level in group)) for group in groups]
