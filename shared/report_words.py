@@ -68,8 +68,8 @@ class Alive:
 
 
 def format_error(error_frac: float | None) -> str:
-    """``"+2.5 %"``, signed; a dash where the error has no value."""
-    return NO_VALUE if error_frac is None else f"{error_frac * 100:+.1f} %"
+    """``"+2.5 %"`` or ``"−0.3 %"``; a dash where the error has no value."""
+    return NO_VALUE if error_frac is None else f"{error_frac * 100:+.1f} %".replace("-", "−")
 
 
 def format_share(share_frac: float) -> str:

@@ -1,0 +1,213 @@
+"""Memory in the report: both curves against the budget, and what was alive at the peak."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Final
+
+from .record import MemoryCurve, Record
+from .report_svg import Scale, bytes_axis, bytes_unit, figure, legend, line, spread, svg, tag, text, ticks, time_axis
+from .report_svg import value_text as px
+from .report_timeline import LEFT_PX, RIGHT_PX
+from .report_words import CONTENT_NAMES, ORIGIN_NAMES, Alive, alive_at_peak, format_share
+from .schedule import Content, Memory
+from .units import format_bytes
+
+CONTENT_COLOURS: Final[dict[Content | None, str]] = {
+    Content.PARAMETERS: "blue",
+    Content.OPTIMIZER_STATE: "purple",
+    Content.GRADIENTS: "orange",
+    Content.ACTIVATIONS: "green",
+    Content.OUTPUT: "sky",
+    Content.INCOMING_GRADIENT: "red",
+    Content.RESIDENT: "grey",
+    None: "gold",
+}
+CURVE_COLOURS: Final = ("blue", "orange")
+"""Of the first record and the second."""
+
+_WIDTH: Final = 1120.0
+_TOP: Final = 16.0
+_BOTTOM: Final = 316.0
+_FAR_FACTOR: Final = 3.0
+"""A limit this many times above the peaks is named at the upper edge instead of flattening the curves."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """A horizontal line to hold the curves against."""
+
+    words: str
+    size_bytes: int
+    line_class: str
+    text_class: str | None = None
+
+
+def limits(*, budget_bytes: int | None, plain_peak_bytes: int | None) -> list[Limit]:
+    """The budget and what plain training needs, where they are known."""
+    known = []
+    if budget_bytes is not None:
+        known.append(Limit(f"budget {format_bytes(budget_bytes)}", budget_bytes, "limit-line", "limit"))
+    if plain_peak_bytes is not None:
+        known.append(Limit(f"plain training {format_bytes(plain_peak_bytes)}", plain_peak_bytes, "plain-line"))
+    return known
+
+
+def memory_chart(records: Sequence[Record], time_range_s: tuple[float, float], limits: Sequence[Limit]) -> str:
+    """The device memory of all records over time, one drawing; empty if none holds a curve."""
+    curves = [(record, curve) for record in records if (curve := record.curve(Memory.DEVICE)) and curve.times_s]
+    if not curves:
+        return ""
+    highest = max(max(curve.peak_bytes, *curve.levels_bytes) for _, curve in curves)
+    near = [limit for limit in limits if limit.size_bytes <= _FAR_FACTOR * highest]
+    top_bytes = 1.06 * max(highest, 1, *(limit.size_bytes for limit in near))
+    across = Scale(*time_range_s, LEFT_PX, RIGHT_PX)
+    upwards = Scale(0.0, top_bytes, _BOTTOM, _TOP)
+    drawn = [time_axis(across, top=_TOP, bottom=_BOTTOM), bytes_axis(upwards, left=LEFT_PX, right=RIGHT_PX)]
+    for index, (record, curve) in enumerate(curves):
+        drawn.append(_curve(record, curve, across, upwards, CURVE_COLOURS[index % 2], has_wash=index == 0))
+    drawn.append(_limit_lines(limits, upwards))
+    marks = [
+        (_curve_mark(CURVE_COLOURS[i % 2]), _curve_words(record, curve)) for i, (record, curve) in enumerate(curves)
+    ]
+    label = "Device memory over one iteration: " + "; ".join(words for _, words in marks)
+    return figure(svg(_WIDTH, _BOTTOM + 24, *drawn, label=label), below=legend(marks))
+
+
+def _curve_words(record: Record, curve: MemoryCurve) -> str:
+    return f"{ORIGIN_NAMES[record.origin]}, peak {format_bytes(curve.peak_bytes)} in {curve.peak_at}"
+
+
+def _curve_mark(colour: str) -> str:
+    return line(0, 6, 24, 6, f"line stroke-{colour}") + tag(
+        "circle", cx=12.0, cy=6.0, r=3.5, class_=f"ring stroke-{colour}"
+    )
+
+
+def _curve(record: Record, curve: MemoryCurve, across: Scale, upwards: Scale, colour: str, *, has_wash: bool) -> str:
+    """The steps of one curve up to the end of the iteration, and a ring at its peak."""
+    points = thinned(curve.times_s, curve.levels_bytes, across.per_px)
+    end_s = max(record.iteration_s, points[-1][0])
+    path = f"M{px(across(points[0][0]))} {px(upwards(points[0][1]))}"
+    path += "".join(f"H{px(across(at_s))}V{px(upwards(level))}" for at_s, level in points[1:])
+    path += f"H{px(across(end_s))}"
+    drawn = []
+    if has_wash:
+        base = upwards(0)
+        area = f"{path}V{px(base)}H{px(across(points[0][0]))}Z"
+        drawn.append(tag("path", d=area, class_=f"wash fill-{colour}"))
+    drawn.append(tag("path", d=path, class_=f"line stroke-{colour}"))
+    peak_s = curve.times_s[curve.levels_bytes.index(max(curve.levels_bytes))]
+    words = f"{_curve_words(record, curve)}"
+    drawn.append(
+        tag(
+            "circle",
+            tag("title", escape(words)),
+            cx=across(peak_s),
+            cy=upwards(curve.peak_bytes),
+            r=4.5,
+            class_=f"ring stroke-{colour}",
+        )
+    )
+    return "".join(drawn)
+
+
+def thinned(times_s: Sequence[float], levels: Sequence[int], per_px: float) -> list[tuple[float, int]]:
+    """The points of a step curve, at most four per pixel: first, lowest, highest and last, in order of time.
+
+    Levels that hold for no time at all are left out.
+    """
+    held = [index for index in range(len(times_s)) if index + 1 == len(times_s) or times_s[index + 1] > times_s[index]]
+    columns: dict[int, list[int]] = {}
+    for index in held:
+        columns.setdefault(int((times_s[index] - times_s[0]) / per_px) if per_px > 0 else index, []).append(index)
+    kept: set[int] = set()
+    for members in columns.values():
+        kept |= {members[0], members[-1]}
+        kept |= {min(members, key=lambda i: levels[i]), max(members, key=lambda i: levels[i])}
+    return [(times_s[index], levels[index]) for index in sorted(kept)]
+
+
+def _limit_lines(limits: Sequence[Limit], upwards: Scale) -> str:
+    """The limits, each named above its line; those far above the drawing are named at its upper edge."""
+    heights = [upwards(min(limit.size_bytes, upwards.high)) for limit in limits]
+    drawn = []
+    for limit, y, label_y in zip(limits, heights, spread(heights, gap=16.0), strict=True):
+        is_far = limit.size_bytes > upwards.high
+        if not is_far:
+            drawn.append(line(LEFT_PX, y, RIGHT_PX, y, limit.line_class))
+        words = f"{limit.words}{' ↑' if is_far else ''}"
+        drawn.append(text(RIGHT_PX, label_y - 9, words, anchor="end", class_=f"halo {limit.text_class or ''}".strip()))
+    return "".join(drawn)
+
+
+# -- what was alive at the peak --------------------------------------------------------------------------------------
+
+_BAR_LEFT: Final = 112.0
+_BAR_RIGHT: Final = 1096.0
+_BAR_HEIGHT: Final = 36.0
+_BAR_PITCH: Final = 52.0
+_CHARACTER_PX: Final = 7.2
+
+
+def alive_chart(records: Sequence[Record], limits: Sequence[Limit]) -> str:
+    """One stacked bar per record of what its device memory held at the peak; empty if none holds a curve."""
+    curves = [(record, curve) for record in records if (curve := record.curve(Memory.DEVICE)) and curve.peak_bytes]
+    if not curves:
+        return ""
+    highest = max(curve.peak_bytes for _, curve in curves)
+    near = [limit for limit in limits if limit.line_class == "limit-line" and limit.size_bytes <= 1.5 * highest]
+    across = Scale(
+        0.0, 1.02 * max(highest, *(limit.size_bytes for limit in near)) if near else highest, _BAR_LEFT, _BAR_RIGHT
+    )
+    bottom = 20 + len(curves) * _BAR_PITCH
+    drawn = [_alive_axis(across, bottom)]
+    for row, (record, curve) in enumerate(curves):
+        top = 24 + row * _BAR_PITCH
+        drawn.append(text(0, top + _BAR_HEIGHT / 2, ORIGIN_NAMES[record.origin], class_="strong"))
+        drawn.append(_stack(alive_at_peak(curve), across, top, curve.peak_bytes))
+    for limit in near:
+        x = across(limit.size_bytes)
+        drawn.append(line(x, 16, x, bottom, limit.line_class))
+        drawn.append(text(x, 6, limit.words, anchor="end" if x > _WIDTH - 100 else "middle", class_=limit.text_class))
+    label = "Device memory at the peak by content"
+    return figure(svg(_WIDTH, bottom + 24, *drawn, label=label))
+
+
+def _alive_axis(across: Scale, bottom: float) -> str:
+    unit = bytes_unit(across.high)
+    drawn = []
+    for tick in ticks(across.low, across.high, unit, at_most=10):
+        x = across(tick.value)
+        drawn.append(line(x, 16, x, bottom, "grid"))
+        drawn.append(text(x, bottom + 12, f"{tick.label} {unit.name}", anchor="middle"))
+    return "".join(drawn)
+
+
+def _stack(rows: Sequence[Alive], across: Scale, top: float, peak_bytes: int) -> str:
+    """The segments of one bar, each with its size where there is room."""
+    order = {name: place for place, name in enumerate(CONTENT_NAMES[content] for content in CONTENT_COLOURS)}
+    drawn, level = [], 0
+    for row in sorted(rows, key=lambda row: order.get(row.name, len(order))):
+        left, right = across(level), across(level + row.size_bytes)
+        level += row.size_bytes
+        colour = CONTENT_COLOURS[row.content] if row.is_itemized else None
+        words = f"{row.name}: {format_bytes(row.size_bytes)}, {format_share(row.size_bytes / peak_bytes)} of the peak"
+        drawn.append(
+            tag(
+                "rect",
+                tag("title", escape(words)),
+                x=left,
+                y=top,
+                width=max(0.5, right - left),
+                height=_BAR_HEIGHT,
+                class_=f"segment fill-{colour or 'rest'}",
+            )
+        )
+        size = format_bytes(row.size_bytes)
+        if colour and len(size) * _CHARACTER_PX + 8 <= right - left:
+            middle = (left + right) / 2
+            drawn.append(text(middle, top + _BAR_HEIGHT / 2, size, anchor="middle", class_=f"on-{colour}"))
+    return "".join(drawn)

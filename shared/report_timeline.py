@@ -1,0 +1,206 @@
+"""Lane charts of the report: what every lane does when, drawn to one time axis for prediction and measurement."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Final
+
+from .record import Record, TaskTiming
+from .report_svg import Scale, figure, legend, line, svg, tag, text, time_axis
+from .report_words import KIND_NAMES, LANE_NAMES, ORIGIN_NAMES, bottleneck, busy_frac, format_share
+from .schedule import Lane, Schedule, TaskKind
+from .timeline import subject_of
+from .units import format_bytes, format_seconds
+
+KIND_COLOURS: Final[dict[TaskKind, str]] = {
+    TaskKind.FORWARD: "blue",
+    TaskKind.RECOMPUTE: "sky",
+    TaskKind.BACKWARD: "orange",
+    TaskKind.GATHER: "green",
+    TaskKind.GRADIENT_OFFLOAD: "red",
+    TaskKind.CPU_ADAM: "gold",
+    TaskKind.DEVICE_ADAM: "purple",
+}
+
+_WIDTH: Final = 1120.0
+LEFT_PX: Final = 112.0
+RIGHT_PX: Final = 1044.0
+"""Where the time axis begins and ends, here and under the memory curves."""
+_TOP: Final = 22.0
+_LANE_HEIGHT: Final = 34.0
+_BAR_HEIGHT: Final = 24.0
+_MERGED_BELOW_PX: Final = 2.0
+"""Tasks narrower than this are merged with their neighbours: they could not be told apart, and a chart of thousands
+of tasks stays small."""
+_MERGED_UP_TO_PX: Final = 6.0
+_FAINTEST: Final = 0.25
+_CHARACTER_PX: Final = 7.0
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Consecutive tasks of one lane that are drawn as one bar; nearly always a single task."""
+
+    timings: tuple[TaskTiming, ...]
+
+    @property
+    def start_s(self) -> float:
+        """Start of the first."""
+        return self.timings[0].start_s
+
+    @property
+    def end_s(self) -> float:
+        """End of the last."""
+        return max(timing.end_s for timing in self.timings)
+
+    @property
+    def busy_frac(self) -> float:
+        """Share of the stretch during which a task runs; how solid its bar is."""
+        span_s = self.end_s - self.start_s
+        if len(self.timings) == 1 or span_s <= 0:
+            return 1.0
+        return min(1.0, sum(timing.end_s - timing.start_s for timing in self.timings) / span_s)
+
+    @property
+    def kind(self) -> TaskKind:
+        """The kind that takes the most seconds."""
+        seconds: dict[TaskKind, float] = {}
+        for timing in self.timings:
+            seconds[timing.kind] = seconds.get(timing.kind, 0.0) + timing.end_s - timing.start_s
+        return max(seconds, key=lambda kind: seconds[kind])
+
+
+def time_range_s(records: Sequence[Record]) -> tuple[float, float]:
+    """From the first start to the last end of all records, whole iterations included."""
+    low, high = 0.0, max(record.iteration_s for record in records)
+    for record in records:
+        for timing in record.tasks:
+            low, high = min(low, timing.start_s), max(high, timing.end_s)
+    return low, high
+
+
+def lane_charts(records: Sequence[Record], schedule: Schedule | None) -> str:
+    """One chart per record on a common time axis, and the legend of the task kinds that occur."""
+    low, high = time_range_s(records)
+    scale = Scale(low, high, LEFT_PX, RIGHT_PX)
+    charts = (lane_chart(record, scale, schedule) for record in records)
+    kinds = {timing.kind for record in records for timing in record.tasks}
+    marks = (
+        (
+            tag("rect", x=6.0, y=0.0, width=12.0, height=12.0, rx=2.0, class_=f"fill-{KIND_COLOURS[kind]}"),
+            KIND_NAMES[kind],
+        )
+        for kind in TaskKind
+        if kind in kinds
+    )
+    return legend(marks) + "".join(charts)
+
+
+def lane_chart(record: Record, scale: Scale, schedule: Schedule | None) -> str:
+    """The lanes of one record; at the right the share of the iteration that each is busy."""
+    bottom = _TOP + len(Lane) * _LANE_HEIGHT
+    busiest = bottleneck(record)
+    drawn = [text(_WIDTH, _TOP - 12, "busy", anchor="end")]
+    for row, lane in enumerate(Lane):
+        middle = _TOP + (row + 0.5) * _LANE_HEIGHT
+        emphasis = "strong" if lane is busiest else None
+        drawn.append(text(0, middle, LANE_NAMES[lane], class_=emphasis))
+        drawn.append(
+            tag(
+                "rect",
+                x=LEFT_PX,
+                y=middle - _BAR_HEIGHT / 2,
+                width=RIGHT_PX - LEFT_PX,
+                height=_BAR_HEIGHT,
+                class_="track",
+            )
+        )
+        drawn.append(text(_WIDTH, middle, format_share(busy_frac(record, lane)), anchor="end", class_=emphasis))
+    drawn.append(time_axis(scale, top=_TOP, bottom=bottom))
+    for row, lane in enumerate(Lane):
+        timings = [timing for timing in record.tasks if timing.lane is lane]
+        top = _TOP + (row + 0.5) * _LANE_HEIGHT - _BAR_HEIGHT / 2
+        drawn += [_bar(stretch, scale, top, schedule) for stretch in merged(timings, scale.per_px)]
+    drawn.append(_period(record, scale, bottom))
+    name = ORIGIN_NAMES[record.origin]
+    caption = f"{tag('b', name.capitalize())}, iteration {escape(format_seconds(record.iteration_s))}"
+    if busiest is not None:
+        caption += f", bottleneck: {LANE_NAMES[busiest]}"
+    label = f"Timeline, {name}: {len(record.tasks)} tasks on {len(Lane)} lanes"
+    return figure(svg(_WIDTH, bottom + 22, *drawn, label=label), caption=caption)
+
+
+def _period(record: Record, scale: Scale, bottom: float) -> str:
+    """Where the iteration begins and where the next one does."""
+    drawn = []
+    for at_s, words in ((0.0, "iteration begins"), (record.iteration_s, "next begins")):
+        x = scale(at_s)
+        drawn.append(line(x, _TOP - 6, x, bottom, "period"))
+        if at_s == 0.0:
+            drawn.append(text(x + 4, _TOP - 12, words))
+        else:
+            drawn.append(text(x - 4, _TOP - 12, words, anchor="end"))
+    return "".join(drawn)
+
+
+def merged(timings: Sequence[TaskTiming], per_px: float) -> Iterator[Stretch]:
+    """The bars of one lane in order of start, neighbours too narrow to be told apart merged; ``per_px`` in seconds."""
+    narrow_s, widest_s = _MERGED_BELOW_PX * per_px, _MERGED_UP_TO_PX * per_px
+    pending: list[TaskTiming] = []
+    for timing in sorted(timings, key=lambda t: (t.start_s, t.end_s, t.task)):
+        if timing.end_s - timing.start_s >= narrow_s:
+            if pending:
+                yield Stretch(tuple(pending))
+                pending = []
+            yield Stretch((timing,))
+            continue
+        if pending and (timing.start_s - pending[-1].end_s >= narrow_s or timing.end_s - pending[0].start_s > widest_s):
+            yield Stretch(tuple(pending))
+            pending = []
+        pending.append(timing)
+    if pending:
+        yield Stretch(tuple(pending))
+
+
+def _bar(stretch: Stretch, scale: Scale, top: float, schedule: Schedule | None) -> str:
+    left, right = scale(stretch.start_s), scale(stretch.end_s)
+    width = max(right - left, 1.0)
+    colour = KIND_COLOURS[stretch.kind]
+    bar = tag(
+        "rect",
+        tag("title", escape(_words(stretch, schedule))),
+        x=left,
+        y=top,
+        width=width,
+        height=_BAR_HEIGHT,
+        fill_opacity=max(_FAINTEST, stretch.busy_frac) if stretch.busy_frac < 1 else None,
+        class_=f"task fill-{colour}",
+    )
+    label = _short_label(stretch)
+    if len(label) * _CHARACTER_PX + 3 > width:
+        return bar
+    return bar + text(left + width / 2, top + _BAR_HEIGHT / 2, label, anchor="middle", class_=f"on-{colour}")
+
+
+def _short_label(stretch: Stretch) -> str:
+    """The block or chunk, as it stands in the bar where there is room."""
+    subject = subject_of(stretch.timings[0]) if len(stretch.timings) == 1 else None
+    return subject[1] if subject is not None else ""
+
+
+def _words(stretch: Stretch, schedule: Schedule | None) -> str:
+    """What the pointer shows."""
+    span = f"{format_seconds(stretch.start_s)} to {format_seconds(stretch.end_s)}"
+    moved_bytes = sum(schedule.tasks[timing.task].moved_bytes for timing in stretch.timings) if schedule else 0
+    moved = f"\n{format_bytes(moved_bytes)} moved" if moved_bytes else ""
+    if len(stretch.timings) == 1:
+        timing = stretch.timings[0]
+        name = timing.name.replace(str(timing.kind), KIND_NAMES[timing.kind], 1)
+        return f"{name}\n{span} ({format_seconds(timing.duration_s)}){moved}"
+    counts = Counter(timing.kind for timing in stretch.timings)
+    kinds = ", ".join(f"{KIND_NAMES[kind]} × {counts[kind]}" for kind in TaskKind if counts[kind])
+    seconds = sum(timing.duration_s for timing in stretch.timings)
+    return f"{len(stretch.timings)} tasks: {kinds}\n{span} (busy {format_seconds(seconds)}){moved}"
