@@ -6,9 +6,10 @@ far that lane's program has surely come.  These vectors are computed over a few 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .schedule import Lane, Schedule, Task, TaskId
+from .schedule import Lane, Schedule, TaskId
 
 _LANES = tuple(Lane)
 
@@ -46,7 +47,7 @@ class HappensBefore:
         self._lengths = lengths
         self._reached = self._propagate()
 
-    def reached(self, at: Occurrence) -> list[int]:
+    def reached(self, at: Occurrence) -> tuple[int, ...]:
         """How many tasks of each lane, in the order of ``Lane``, have surely ended before ``at`` starts."""
         return self._reached[at.iteration * self.num_tasks + at.task]
 
@@ -58,58 +59,54 @@ class HappensBefore:
         """Whether ``first`` has surely ended before ``second`` starts."""
         return self.reached(second)[self._lane_of[first.task]] > self.position(first)
 
-    def _propagate(self) -> list[list[int]]:
-        tasks = self.schedule.tasks
-        order = self._topological_order()
-        zero = [0] * len(_LANES)
-        reached: list[list[int]] = [zero] * (self.num_tasks * self.num_iterations)
-        lanes = [self.schedule.lanes[lane] for lane in _LANES]
-        for index in order:
+    def _propagate(self) -> list[tuple[int, ...]]:
+        """Vectors of all unrolled tasks: the highest of what their sources had reached, the sources included."""
+        sources = self._sources()
+        reached: list[tuple[int, ...]] = [()] * len(sources)
+        ended: list[tuple[int, ...]] = [()] * len(sources)
+        nothing = (0,) * len(_LANES)
+        for index in self._runnable_order(sources):
+            vector = tuple(map(max, zip(nothing, *(ended[source] for source in sources[index]), strict=True)))
             iteration, task_id = divmod(index, self.num_tasks)
-            vector = zero.copy()
-            for source in self._sources(iteration, tasks[task_id], lanes):
-                earlier = reached[source]
-                vector = [a if a > b else b for a, b in zip(vector, earlier, strict=True)]
-                source_iteration, source_task = divmod(source, self.num_tasks)
-                lane = self._lane_of[source_task]
-                done = source_iteration * self._lengths[lane] + self._place[source_task] + 1
-                if done > vector[lane]:
-                    vector[lane] = done
+            lane = self._lane_of[task_id]
+            done = iteration * self._lengths[lane] + self._place[task_id] + 1
             reached[index] = vector
+            ended[index] = (*vector[:lane], done, *vector[lane + 1 :])
         return reached
 
-    def _sources(self, iteration: int, task: Task, lanes: list[tuple[TaskId, ...]]) -> list[int]:
-        """Unrolled indices of everything that the task waits for, its lane's previous task included."""
-        base = iteration * self.num_tasks
-        sources: list[int] = [base + source for source in task.after]
-        if iteration > 0:
-            sources += [base - self.num_tasks + source for source in task.after_previous]
-        place = self._place[task.id]
-        program = lanes[self._lane_of[task.id]]
-        if place > 0:
-            sources.append(base + program[place - 1])
-        elif iteration > 0:
-            sources.append(base - self.num_tasks + program[-1])
+    def _sources(self) -> list[list[int]]:
+        """Per unrolled task, unrolled indices of everything that it waits for, its lane's previous task included."""
+        num_tasks = self.num_tasks
+        programs = [self.schedule.lanes[lane] for lane in _LANES]
+        sources: list[list[int]] = []
+        for iteration in range(self.num_iterations):
+            base = iteration * num_tasks
+            for task in self.schedule.tasks:
+                waits: list[int] = [base + source for source in task.after]
+                if iteration > 0:
+                    waits += [base - num_tasks + source for source in task.after_previous]
+                place, program = self._place[task.id], programs[self._lane_of[task.id]]
+                if place > 0:
+                    waits.append(base + program[place - 1])
+                elif iteration > 0:
+                    waits.append(base - num_tasks + program[-1])
+                sources.append(waits)
         return sources
 
-    def _topological_order(self) -> list[int]:
-        tasks = self.schedule.tasks
-        for task in tasks:
+    def _runnable_order(self, sources: list[list[int]]) -> Sequence[int]:
+        """An order in which the tasks can run."""
+        for task in self.schedule.tasks:
             for named in (*task.after, *task.after_previous):
                 if not 0 <= named < self.num_tasks:
                     raise OrderError(f"{task.name} waits for task {named}, which does not exist")
-        lanes = [self.schedule.lanes[lane] for lane in _LANES]
-        total = self.num_tasks * self.num_iterations
-        waiting = [0] * total
-        followers: list[list[int]] = [[] for _ in range(total)]
-        for iteration in range(self.num_iterations):
-            for task in tasks:
-                index = iteration * self.num_tasks + task.id
-                sources = self._sources(iteration, task, lanes)
-                waiting[index] = len(sources)
-                for source in sources:
-                    followers[source].append(index)
-        ready = [index for index in range(total) if waiting[index] == 0]
+        if all(source < index for index, waits in enumerate(sources) for source in waits):
+            return range(len(sources))
+        waiting = [len(waits) for waits in sources]
+        followers: list[list[int]] = [[] for _ in sources]
+        for index, waits in enumerate(sources):
+            for source in waits:
+                followers[source].append(index)
+        ready = [index for index, count in enumerate(waiting) if count == 0]
         order: list[int] = []
         while ready:
             index = ready.pop()
@@ -118,7 +115,8 @@ class HappensBefore:
                 waiting[follower] -= 1
                 if waiting[follower] == 0:
                     ready.append(follower)
-        if len(order) < total:
-            stuck = next(index for index in range(total) if waiting[index])
-            raise OrderError(f"{tasks[stuck % self.num_tasks].name} can never start: its waits form a cycle")
+        if len(order) < len(sources):
+            stuck = next(index for index, count in enumerate(waiting) if count)
+            name = self.schedule.tasks[stuck % self.num_tasks].name
+            raise OrderError(f"{name} can never start: its waits form a cycle")
         return order
