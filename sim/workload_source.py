@@ -7,10 +7,10 @@ The trace of a configuration needs torch and lives in another folder, which name
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib.metadata import entry_points
 from pathlib import Path
 
 from ..shared.errors import FileError, WorkloadError
+from ..shared.extensions import extension
 from ..shared.files import read_mapping
 from ..shared.models import load_model_configuration, model_names
 from ..shared.workload import Workload
@@ -67,9 +67,7 @@ def _saved_workload(model: str) -> Workload | None:
 
 
 def _trace(request: TraceRequest) -> Workload:
-    tracers = {entry.name: entry for entry in entry_points(group="protwin.tracers")}
-    assert "transformers" in tracers, "this package names it"
-    traced = tracers["transformers"].load()(
+    traced = extension("protwin.tracers", "transformers")(
         request.configuration,
         name=request.name,
         batch_size=request.batch_size,
