@@ -7,8 +7,10 @@ for a known order of uses), which for a forward followed by a backward keeps the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
 
 from .errors import PlanError
 from .layout import ChunkId
@@ -31,63 +33,84 @@ class Residency:
 def assign_slots(needed: Sequence[Sequence[ChunkId]], n_buffer: int) -> list[Residency]:
     """The stays of all chunks, in gathering order.
 
-    ``needed[step]`` are the offloaded chunks that a step uses.  Raises PlanError if a step needs more than
-    ``n_buffer``.
+    ``needed[step]`` are the offloaded chunks that a step uses.  O(uses * log n_buffer).  Raises PlanError if a step
+    needs more than ``n_buffer``.
     """
-    most = max(map(len, needed), default=0)
-    if most > n_buffer:
-        raise PlanError(
-            f"one block needs {most} offloaded chunks at once but n_buffer is {n_buffer}. "
-            f"Raise n_buffer to {most}, or chunk_bytes."
-        )
-    uses: dict[ChunkId, list[int]] = {}
+    assignment = _Assignment(needed, n_buffer)
     for step, chunks in enumerate(needed):
+        if len(chunks) > n_buffer:
+            raise PlanError(
+                f"one block needs {len(chunks)} offloaded chunks at once but n_buffer is {n_buffer}. "
+                f"Raise n_buffer to {len(chunks)}, or chunk_bytes."
+            )
         for chunk in chunks:
-            uses.setdefault(chunk, []).append(step)
-    next_use = dict.fromkeys(uses, 0)
-    stays: list[Residency] = []
-    occupant: list[int | None] = [None] * n_buffer
-    current: dict[ChunkId, int] = {}
-    for step, chunks in enumerate(needed):
-        for chunk in chunks:
-            next_use[chunk] += 1
-            if chunk in current:
-                stays[current[chunk]].last_step = step
-                continue
-            slot = _choose_slot(occupant, stays, uses, next_use, keep=chunks, current=current)
-            previous = occupant[slot]
-            if previous is not None and current.get(stays[previous].chunk) == previous:
-                del current[stays[previous].chunk]
-            current[chunk] = occupant[slot] = len(stays)
-            stays.append(Residency(chunk, slot, first_step=step, last_step=step, previous=previous))
-        for chunk in chunks:
-            if next_use[chunk] == len(uses[chunk]):
-                del current[chunk]
-    return stays
+            assignment.use(chunk, step)
+        assignment.end_step(chunks)
+    return assignment.stays
 
 
-def _choose_slot(
-    occupant: Sequence[int | None],
-    stays: Sequence[Residency],
-    uses: dict[ChunkId, list[int]],
-    next_use: dict[ChunkId, int],
-    *,
-    keep: Sequence[ChunkId],
-    current: dict[ChunkId, int],
-) -> int:
-    """An empty slot, else the one that fell free first, else the one whose chunk is needed last."""
-    best, best_key = -1, (3, 0)
-    for slot, index in enumerate(occupant):
+class _Assignment:
+    """Who is in which slot, step by step."""
+
+    def __init__(self, needed: Sequence[Sequence[ChunkId]], n_buffer: int) -> None:
+        self.needed = needed
+        self.n_buffer = n_buffer
+        self.stays: list[Residency] = []
+        self._next_uses: dict[ChunkId, deque[int]] = {}
+        for step, chunks in enumerate(needed):
+            for chunk in chunks:
+                self._next_uses.setdefault(chunk, deque()).append(step)
+        self._current: dict[ChunkId, int] = {}
+        """The stay of every chunk that is there and still needed."""
+        self._latest: list[int] = []
+        """The latest stay in every slot that was ever taken."""
+        self._free: list[tuple[int, int]] = []
+        """Slots whose chunk is needed no more: (last step, slot), a heap."""
+        self._taken: list[tuple[int, int, ChunkId]] = []
+        """(-next use, slot, chunk), a heap; entries go stale when the chunk is used or leaves."""
+
+    def use(self, chunk: ChunkId, step: int) -> None:
+        """``chunk`` is used by ``step``; it is gathered if it is not there."""
+        self._next_uses[chunk].popleft()
+        index = self._current.get(chunk)
         if index is None:
-            return slot
-        stay = stays[index]
-        if current.get(stay.chunk) != index:
-            key = (0, stay.last_step)
-        elif stay.chunk not in keep:
-            key = (1, -uses[stay.chunk][next_use[stay.chunk]])
-        else:
-            continue
-        if key < best_key:
-            best, best_key = slot, key
-    assert best >= 0, "a step never needs more chunks than there are slots"
-    return best
+            slot, previous = self._choose_slot(step)
+            index = self._current[chunk] = self._latest[slot] = len(self.stays)
+            self.stays.append(Residency(chunk, slot, first_step=step, last_step=step, previous=previous))
+        stay = self.stays[index]
+        stay.last_step = step
+        if self._next_uses[chunk]:
+            heappush(self._taken, (-self._next_uses[chunk][0], stay.slot, chunk))
+
+    def end_step(self, chunks: Iterable[ChunkId]) -> None:
+        """Those of ``chunks``, used by the step, that nothing needs any more give their slots back."""
+        for chunk in chunks:
+            if not self._next_uses[chunk]:
+                stay = self.stays[self._current.pop(chunk)]
+                heappush(self._free, (stay.last_step, stay.slot))
+
+    def _choose_slot(self, step: int) -> tuple[int, int | None]:
+        """An empty slot, else the one that fell free first, else the one whose chunk is needed last; and the stay
+        that held it before."""
+        if len(self._latest) < self.n_buffer:
+            self._latest.append(-1)
+            return len(self._latest) - 1, None
+        slot = heappop(self._free)[1] if self._free else self._evict(keep=self.needed[step])
+        return slot, self._latest[slot]
+
+    def _evict(self, keep: Sequence[ChunkId]) -> int:
+        """The slot of the chunk that is needed last, which leaves it; never one of ``keep``."""
+        kept = []
+        while True:
+            entry = heappop(self._taken)
+            negated_use, slot, chunk = entry
+            index = self._current.get(chunk)
+            if index is None or self.stays[index].slot != slot or -negated_use not in self._next_uses[chunk]:
+                continue
+            if chunk not in keep:
+                break
+            kept.append(entry)
+        for entry in kept:
+            heappush(self._taken, entry)
+        del self._current[chunk]
+        return slot
