@@ -127,7 +127,8 @@ def _cards(
 ) -> str:
     cards = [_iteration_card(predicted, measured), _peak_card(predicted, measured)]
     if budget_bytes is not None or plain_peak_bytes is not None:
-        cards.append(_budget_card(measured or predicted, budget_bytes, plain_peak_bytes))
+        shown = measured if measured is not None and measured.peak_device_bytes else predicted
+        cards.append(_budget_card(shown, budget_bytes, plain_peak_bytes))
     cards += [_throughput_card(measured or predicted), _offload_card(measured or predicted)]
     if losses and (found := agreement(losses)) is not None:
         names = " and ".join(losses)

@@ -60,17 +60,17 @@ def _caption(losses: Mapping[str, Sequence[float]]) -> str:
 def agreement(losses: Mapping[str, Sequence[float]]) -> Agreement | None:
     """Whether the runs are identical, and if not, by how much they differ; None for a single run."""
     runs = list(losses.values())
-    if len(runs) < 2:
+    if len(runs) < 2 or not any(runs):
         return None
     steps = len(runs[0])
     if any(len(run) != steps for run in runs):
         return Agreement("different", f"runs of {', '.join(str(len(run)) for run in runs)} steps")
     if all(_same(left, right) for run in runs[1:] for left, right in zip(runs[0], run, strict=True)):
         return Agreement("identical", f"bit for bit in all {steps} steps")
-    gaps = [abs(left - right) for run in runs[1:] for left, right in zip(runs[0], run, strict=True)]
-    largest = max((gap for gap in gaps if math.isfinite(gap)), default=math.nan)
     first = next(step for step in range(steps) if any(not _same(runs[0][step], run[step]) for run in runs[1:]))
-    return Agreement("different", f"from step {first} on, by at most {largest:.3g}")
+    gaps = [abs(left - right) for run in runs[1:] for left, right in zip(runs[0], run, strict=True)]
+    by = f"by at most {max(gaps):.3g}" if all(map(math.isfinite, gaps)) else "some of them not finite"
+    return Agreement("different", f"from step {first} on, {by}")
 
 
 def _same(left: float, right: float) -> bool:

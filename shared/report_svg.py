@@ -100,7 +100,8 @@ def _round_step(least: float) -> float:
     if not least > 0:
         return 0.0
     power = 10.0 ** math.floor(math.log10(least))
-    return next(factor * power for factor in (1, 2, 5, 10, 20) if factor * power >= least * (1 - 1e-9))
+    steps = (factor * power for factor in (1, 2, 5, 10, 20))
+    return next((step for step in steps if step >= least * (1 - 1e-9)), 0.0)
 
 
 def _tick_label(value: float, decimals: int) -> str:

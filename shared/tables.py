@@ -58,10 +58,10 @@ def as_text(renderable: RenderableType, *, width: int = 100) -> str:
 
 def plan_table(plan: Plan, *, num_blocks: int | None = None) -> RenderableType:
     """The knobs of a plan, each with its meaning."""
-    table = _table("Plan", "knob", ">value", "meaning")
+    table = _table("knob", ">value", "meaning")
     for knob in knobs(plan, num_blocks=num_blocks):
         _row(table, knob.name, knob.value, knob.meaning)
-    return table
+    return _titled("Plan", table)
 
 
 # -- record ----------------------------------------------------------------------------------------------------------
@@ -84,7 +84,7 @@ def record_tables(record: Record) -> RenderableType:
 
 def iteration_table(record: Record) -> RenderableType:
     """Iteration time by phase, and throughput."""
-    table = _table("Iteration", "phase", ">time", ">share")
+    table = _table("phase", ">time", ">share")
     phases = (("forward", record.forward_s), ("backward", record.backward_s), ("optimizer", record.optimizer_s))
     for name, phase_s in phases:
         _row(table, name, format_seconds(phase_s), format_share(phase_s / record.iteration_s))
@@ -92,32 +92,32 @@ def iteration_table(record: Record) -> RenderableType:
     spread = f"± {format_share(record.iteration_noise_frac)}" if record.iteration_noise_frac else ""
     _row(table, "iteration", format_seconds(record.iteration_s), spread, style="bold")
     _row(table, "tokens per second", f"{record.tokens_per_s:,.4g}", "")
-    return table
+    return _titled("Iteration", table)
 
 
 def memory_table(record: Record) -> RenderableType:
     """Peaks of every memory of the record, and the bound that no timing can exceed."""
-    table = _table("Memory", "memory", ">peak", "during")
+    table = _table("memory", ">peak", "during")
     for curve in record.memory:
         _row(table, MEMORY_NAMES[curve.memory], format_bytes(curve.peak_bytes), curve.peak_at)
     _row(table, "guaranteed device peak", format_bytes(record.guaranteed_peak_device_bytes), "any timing of this plan")
-    return table
+    return _titled("Memory", table)
 
 
 def alive_table(curve: MemoryCurve) -> RenderableType:
     """What was alive at the peak of one memory."""
-    table = _table(f"Alive at the {MEMORY_NAMES[curve.memory]} peak ({curve.peak_at})", "content", ">size", ">share")
+    table = _table("content", ">size", ">share")
     for row in alive_at_peak(curve):
         share = row.size_bytes / curve.peak_bytes if curve.peak_bytes else 0.0
         _row(table, row.name, format_bytes(row.size_bytes), format_share(share))
     table.add_section()
     _row(table, "peak", format_bytes(curve.peak_bytes), "", style="bold")
-    return table
+    return _titled(f"Alive at the {MEMORY_NAMES[curve.memory]} peak ({curve.peak_at})", table)
 
 
 def lane_table(record: Record) -> RenderableType:
     """What each lane does; the busiest is marked, since no iteration can be shorter than its work."""
-    table = _table("Lanes", "lane", ">tasks", ">moved", ">busy", ">of iteration", "")
+    table = _table("lane", ">tasks", ">moved", ">busy", ">of iteration", "")
     busiest = bottleneck(record)
     for lane in Lane:
         use = record.lane(lane)
@@ -132,7 +132,7 @@ def lane_table(record: Record) -> RenderableType:
             "◀ bottleneck" if is_busiest else "",
             style="bold" if is_busiest else "",
         )
-    return table
+    return _titled("Lanes", table)
 
 
 # -- comparison ------------------------------------------------------------------------------------------------------
@@ -160,8 +160,8 @@ def comparison_tables(comparison: Comparison) -> RenderableType:
     return _spaced(parts)
 
 
-def _totals_table(comparison: Comparison) -> Table:
-    table = _pair_table("Iteration and peaks", "quantity")
+def _totals_table(comparison: Comparison) -> RenderableType:
+    table = _pair_table("quantity")
     for name, pair in (
         ("forward", comparison.forward),
         ("backward", comparison.backward),
@@ -173,24 +173,24 @@ def _totals_table(comparison: Comparison) -> Table:
     table.add_section()
     _row(table, "peak device memory", *_bytes_cells(comparison.peak_device), style="bold")
     _row(table, "peak pinned host memory", *_bytes_cells(comparison.peak_pinned))
-    return table
+    return _titled("Iteration and peaks", table)
 
 
-def _kinds_table(comparison: Comparison) -> Table:
-    table = _pair_table("Task kinds", "kind", ">tasks")
+def _kinds_table(comparison: Comparison) -> RenderableType:
+    table = _pair_table("kind", ">tasks")
     for kind in comparison.kinds:
         count = str(kind.num_predicted)
         if kind.num_measured != kind.num_predicted:
             count = f"{kind.num_predicted} / {kind.num_measured}"
         _row(table, KIND_NAMES[kind.kind], count, *_time_cells(kind.duration))
-    return table
+    return _titled("Task kinds", table)
 
 
-def _lanes_table(comparison: Comparison) -> Table:
-    table = _pair_table("Lanes, busy", "lane")
+def _lanes_table(comparison: Comparison) -> RenderableType:
+    table = _pair_table("lane")
     for lane in comparison.lanes:
         _row(table, LANE_NAMES[lane.lane], *_time_cells(lane.busy))
-    return table
+    return _titled("Lanes, busy", table)
 
 
 def _parting_table(comparison: Comparison) -> RenderableType:
@@ -198,25 +198,25 @@ def _parting_table(comparison: Comparison) -> RenderableType:
     task = comparison.first_parting
     if task is None:
         return Text(f"No task parts by more than {tolerance}.")
-    table = _pair_table(f"First task that parts by more than {tolerance}: {task.name}", "task")
+    table = _pair_table("task")
     starts = format_seconds(task.predicted_start_s), format_seconds(task.measured_start_s)
     for name, cells in (
         (Difference.START, (*starts, "")),
         (Difference.DURATION, _time_cells(task.duration)),
     ):
         _row(table, name, *cells, style="bold" if name in task.differs_in else "")
-    return table
+    return _titled(f"First task that parts by more than {tolerance}: {task.name}", table)
 
 
-def _largest_table(tasks: Iterable[TaskComparison]) -> Table:
-    table = _pair_table("Tasks whose durations differ most", "task")
+def _largest_table(tasks: Iterable[TaskComparison]) -> RenderableType:
+    table = _pair_table("task")
     for task in tasks:
         _row(table, task.name, *_time_cells(task.duration))
-    return table
+    return _titled("Tasks whose durations differ most", table)
 
 
-def _pair_table(title: str, *columns: str) -> Table:
-    return _table(title, *columns, ">predicted", ">measured", ">error")
+def _pair_table(*columns: str) -> Table:
+    return _table(*columns, ">predicted", ">measured", ">error")
 
 
 def _time_cells(pair: TimePair) -> tuple[str, str, str]:
@@ -232,11 +232,9 @@ def _bytes_cells(pair: BytesPair | None) -> tuple[str, str, str]:
 # -- building --------------------------------------------------------------------------------------------------------
 
 
-def _table(title: str, *columns: str) -> Table:
+def _table(*columns: str) -> Table:
     """A table whose columns are named by ``columns``; a name that begins with ``>`` holds figures, set right."""
     table = Table(
-        title=_title(title),
-        title_justify="left",
         box=box.SIMPLE_HEAD,
         show_edge=False,
         pad_edge=False,
@@ -251,6 +249,11 @@ def _table(title: str, *columns: str) -> Table:
 
 def _row(table: Table, *cells: str, style: str = "") -> None:
     table.add_row(*(Text(cell) for cell in cells), style=style or None)
+
+
+def _titled(title: str, table: Table) -> Group:
+    """A table under its title, which may be wider than the table."""
+    return Group(_title(title), table)
 
 
 def _title(text: str) -> Text:
