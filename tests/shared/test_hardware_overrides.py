@@ -1,0 +1,219 @@
+"""Machines with parts and figures replaced: what changes, what stays, and what is refused."""
+
+from __future__ import annotations
+
+from itertools import permutations
+from typing import Any
+
+import pytest
+from hypothesis import given
+
+from protwin.shared.errors import CatalogueError, HardwareError
+from protwin.shared.hardware import Hardware, LinkPoint
+from protwin.shared.hardware_overrides import override_fields
+from protwin.shared.machine_parts import device_part, host_part, link_part
+from protwin.shared.machines import machine, override_hardware
+from tests.strategies import hardware as random_hardware
+
+VALUES = {
+    "memory_bytes": ("40GiB", 40 * 2**30),
+    "reserved_bytes": ("1.5GiB", 3 * 2**29),
+    "memory_bandwidth_bytes_per_s": ("123GB/s", 123e9),
+    "bandwidth_bytes_per_s": ("50 GB/s", 50e9),
+    "adam_bytes_per_s": ("33e9", 33e9),
+    "vector_flop_per_s": ("1.5e12", 1.5e12),
+    "launch_overhead_s": ("7e-6", 7e-6),
+    "latency_s": ("1e-5", 1e-5),
+    "num_cores": ("12", 12),
+    "name": ("another", "another"),
+    "source": ("my notes", "my notes"),
+    "kind": ("cpu", "cpu"),
+    "full_duplex": ("false", False),
+}
+
+
+def flat(value: Any, path: str = "") -> dict[str, Any]:
+    """Every leaf of a machine by its dotted name."""
+    if not isinstance(value, dict):
+        return {path: value}
+    return {name: leaf for key, part in value.items() for name, leaf in flat(part, f"{path}.{key}".strip(".")).items()}
+
+
+def changes(before: Hardware, after: Hardware) -> dict[str, Any]:
+    old, new = flat(before.model_dump()), flat(after.model_dump())
+    return {name: new.get(name) for name in old.keys() | new.keys() if old.get(name) != new.get(name)}
+
+
+def measured_machine() -> Hardware:
+    """A machine as a probe leaves it: copies and Adam were measured."""
+    base = machine("rtx-3090")
+    table = (LinkPoint(size_bytes=2**20, seconds=1e-4), LinkPoint(size_bytes=2**28, seconds=1e-2))
+    return base.model_copy(
+        update={
+            "host": base.host.model_copy(update={"adam_bytes_per_s": 30e9}),
+            "host_to_device": base.host_to_device.model_copy(update={"table": table}),
+            "device_to_host": base.device_to_host.model_copy(update={"table": table}),
+        }
+    )
+
+
+@pytest.mark.parametrize("field", [name for name in override_fields() if "." in name or name in VALUES])
+def test_a_field_changes_itself_alone_and_says_so(field: str) -> None:
+    before = machine("rtx-3090")
+    part, _, rest = field.partition(".")
+    text, value = VALUES.get(rest or part, ("0.5", 0.5))
+    if rest.startswith("peak_flop_per_s"):
+        text, value = "7e13", 7e13
+    after = override_hardware(before, {field: text})
+    parts = ("host_to_device", "device_to_host") if part == "link" else (part,)
+    names = {f"{target}.{rest}".strip(".") for target in parts}
+    found = changes(before, after)
+    assert {name: found[name] for name in names} == dict.fromkeys(names, value)
+    notes = {f"{target}.source" for target in parts} if rest not in ("", "name", "source") else set()
+    assert found.keys() == names | notes
+    for note in notes:
+        assert found[note].endswith(f"set by hand: {rest} = {text}")
+
+
+@given(hardware=random_hardware())
+def test_nothing_overridden_changes_nothing(hardware: Hardware) -> None:
+    assert override_hardware(hardware, {}) == hardware
+
+
+def test_parts_come_from_the_catalogue() -> None:
+    before = machine("rtx-3090")
+    assert override_hardware(before, {"host": "epyc-64"}) == before.model_copy(update={"host": host_part("epyc-64")})
+    fast = override_hardware(before, {"link": "pcie5-x16"})
+    assert (fast.host_to_device, fast.device_to_host) == (
+        link_part("pcie5-x16").host_to_device,
+        link_part("pcie5-x16").device_to_host,
+    )
+    one_way = override_hardware(before, {"host_to_device": "pcie5-x16"})
+    assert one_way.host_to_device == fast.host_to_device
+    assert one_way.device_to_host == before.device_to_host
+    other = override_hardware(before, {"device": "h100-80gb"})
+    assert (other.name, other.device) == ("h100-80gb", device_part("h100-80gb"))
+    assert other.host == before.host
+
+
+@pytest.mark.parametrize(
+    ("base", "overrides", "expected"),
+    [
+        ("rtx-3090", {"link": "nvlink-c2c"}, False),
+        ("rtx-3090", {"host_to_device": "nvlink-c2c"}, False),
+        ("gh200-96gb", {"link": "pcie5-x16"}, True),
+        ("gh200-96gb", {"host_to_device": "pcie5-x16"}, False),
+        ("gh200-96gb", {"host_to_device": "pcie5-x16", "device_to_host": "pcie4-x16"}, True),
+        ("gh200-96gb", {"link": "pcie5-x16", "device_to_host": "nvlink-c2c"}, False),
+        ("rtx-3090", {"link": "nvlink-c2c", "full_duplex": "true"}, True),
+    ],
+)
+def test_duplex_follows_the_links(base: str, overrides: dict[str, str], expected: bool) -> None:
+    assert override_hardware(machine(base), overrides).full_duplex is expected
+
+
+def test_the_order_of_overrides_does_not_matter() -> None:
+    overrides = {
+        "device.memory_bytes": "60GiB",
+        "device": "a100-80gb",
+        "host_to_device.bandwidth_bytes_per_s": "20GB/s",
+        "link.bandwidth_bytes_per_s": "40GB/s",
+        "link": "pcie5-x16",
+    }
+    results = [
+        override_hardware(machine("rtx-3090"), {name: overrides[name] for name in order})
+        for order in permutations(overrides)
+    ]
+    assert all(result == results[0] for result in results)
+    assert results[0].device.memory_bytes == 60 * 2**30
+    assert results[0].host_to_device.bandwidth_bytes_per_s == 20e9
+    assert results[0].device_to_host.bandwidth_bytes_per_s == 40e9
+
+
+def effective_copy_s(hardware: Hardware, size_bytes: int) -> float:
+    """What a copy to the device takes, as a reader of the schema understands it."""
+    link = hardware.host_to_device
+    if link.table and link.table[0].size_bytes <= size_bytes <= link.table[-1].size_bytes:
+        return next(point.seconds for point in link.table if point.size_bytes >= size_bytes)
+    return link.latency_s + size_bytes / link.bandwidth_bytes_per_s
+
+
+def naive_override(hardware: Hardware) -> Hardware:
+    """The wrong variant: the figure changes, the measurement that replaces it stays."""
+    link = hardware.host_to_device.model_copy(update={"bandwidth_bytes_per_s": 100e9})
+    return hardware.model_copy(update={"host_to_device": link})
+
+
+def test_an_override_takes_effect_where_the_figure_was_measured() -> None:
+    before = measured_machine()
+    size_bytes = 2**28
+    assert effective_copy_s(naive_override(before), size_bytes) == effective_copy_s(before, size_bytes)
+    after = override_hardware(before, {"link.bandwidth_bytes_per_s": "100GB/s"})
+    assert effective_copy_s(after, size_bytes) < 0.5 * effective_copy_s(before, size_bytes)
+    assert after.device_to_host.table == ()
+    assert "table = none" in after.host_to_device.source
+
+
+@pytest.mark.parametrize("field", ["host.memory_bandwidth_bytes_per_s", "host.num_cores"])
+def test_a_measured_adam_rate_does_not_outlive_what_it_was_measured_on(field: str) -> None:
+    value = "32" if field == "host.num_cores" else "200GB/s"
+    assert override_hardware(measured_machine(), {field: value}).host.adam_bytes_per_s is None
+    both = override_hardware(measured_machine(), {"host.adam_bytes_per_s": "50GB/s", field: value})
+    assert both.host.adam_bytes_per_s == 50e9
+    assert override_hardware(measured_machine(), {"host.memory_bytes": "64GiB"}).host.adam_bytes_per_s == 30e9
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("device.memory_bytes", "nan", "device.memory_bytes"),
+        ("device.memory_bytes", "0", "device.memory_bytes"),
+        ("device.memory_bytes", "-1GiB", "device.memory_bytes"),
+        ("device.memory_bytes", "40GB/s", "device.memory_bytes"),
+        ("device.memory_bytes", "", "device.memory_bytes"),
+        ("device.memory_bytes", "1e30", "device.memory_bytes"),
+        ("device.memory_bytes", "900TiB", None),
+        ("device.memory_bytes", "2048TiB", "device.memory_bytes is 2.25"),
+        ("device.memory_bytes", "1GiB", "leaves nothing of memory_bytes"),
+        ("host.memory_bytes", "256", "host.memory_bytes is 256 B"),
+        ("host.num_cores", "1.5", "host.num_cores"),
+        ("host.num_cores", "-3", "host.num_cores"),
+        ("host.num_cores", "many", "host.num_cores"),
+        ("device.memory_bandwidth_bytes_per_s", "inf", "device.memory_bandwidth_bytes_per_s"),
+        ("device.memory_bandwidth_bytes_per_s", "936", "device.memory_bandwidth_bytes_per_s is 936 B/s"),
+        ("link.bandwidth_bytes_per_s", "0GB/s", "host_to_device.bandwidth_bytes_per_s"),
+        ("link.bandwidth_bytes_per_s", "1e20", "host_to_device.bandwidth_bytes_per_s is 1e\\+20"),
+        ("device_to_host.latency_s", "-1e-6", "device_to_host.latency_s"),
+        ("device_to_host.latency_s", "10", "device_to_host.latency_s is 10 s"),
+        ("device.launch_overhead_s", "nan", "device.launch_overhead_s"),
+        ("device.launch_overhead_s", "5us", "device.launch_overhead_s"),
+        ("device.peak_flop_per_s.bfloat16", "71", "device.peak_flop_per_s.bfloat16 is 71 FLOP/s"),
+        ("device.peak_flop_per_s.bfloat16", "71TFLOPS", "device.peak_flop_per_s.bfloat16"),
+        ("device.efficiency.matmul", "1.5", "device.efficiency.matmul"),
+        ("device.kind", "tpu", "device.kind"),
+        ("full_duplex", "maybe", "full_duplex"),
+        ("device.memory_byte", "1GiB", "Did you mean device.memory_bytes"),
+        ("memory_bytes", "1GiB", "Did you mean .*device.memory_bytes"),
+        ("gpu.memory_bytes", "1GiB", "Did you mean .*device.memory_bytes"),
+        ("zzz", "1", "parts are device, host, link"),
+        ("", "1", "parts are device, host, link"),
+        ("link.table", "1", "cannot be set in one line"),
+        ("device.peak_flop_per_s", "1e12", "needs a key"),
+        ("device.peak_flop_per_s.bf16", "1e12", "Did you mean device.peak_flop_per_s"),
+    ],
+)
+def test_an_impossible_override_is_refused_with_its_field(name: str, value: str, message: str | None) -> None:
+    if message is None:
+        assert override_hardware(machine("rtx-3090"), {name: value})
+        return
+    with pytest.raises(HardwareError, match=message):
+        override_hardware(machine("rtx-3090"), {name: value})
+
+
+@pytest.mark.parametrize(
+    ("part", "asked", "meant"),
+    [("host", "epic-64", "epyc-64"), ("link", "pcie5", "pcie5-x16"), ("device", "a100", "a100")],
+)
+def test_an_unknown_part_is_answered_with_the_nearest(part: str, asked: str, meant: str) -> None:
+    with pytest.raises(CatalogueError, match=f"no {part} '{asked}' in the catalogue. Did you mean .*{meant}"):
+        override_hardware(machine("rtx-3090"), {part: asked})
