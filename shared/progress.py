@@ -53,7 +53,8 @@ class _DelayedBar:
             if time.monotonic() - self._began_s < PATIENCE_S:
                 return
             self._open()
-        assert self._progress is not None and self._task is not None
+        assert self._progress is not None
+        assert self._task is not None
         self._progress.update(self._task, completed=done, total=total)
 
     def close(self) -> None:

@@ -29,8 +29,8 @@ from ..shared.cli_options import (
 from ..shared.cli_output import show
 from ..shared.compile import compile_schedule
 from ..shared.files import write_atomically
-from ..shared.machines import load_hardware, override_hardware
 from ..shared.hardware import Hardware
+from ..shared.machines import load_hardware, override_hardware
 from ..shared.plan import Plan
 from ..shared.progress import progress_bar
 from ..shared.search_tables import search_tables
@@ -133,7 +133,7 @@ def search_command(
 
 @simulate.command(
     epilog=examples(
-        "protwin simulate --plan plan.json --model llama-3-8b --hardware rtx-3090 --batch-size 1 --sequence-length 2048",
+        "protwin simulate --plan plan.json --model gpt2 --hardware rtx-3090 --batch-size 8 --sequence-length 1024",
         "protwin simulate --plan plan.json --model workload.json --hardware machine.toml --output predicted.json",
     )
 )

@@ -1,0 +1,383 @@
+"""Bad input gets one message and exit code 2: no traceback, nothing on standard output, no half-written file."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+from protwin.shared.calibration import Calibration
+from protwin.shared.machines import hardware_to_toml, machine
+from protwin.shared.plan import Plan
+from protwin.shared.workload import Workload
+from tests.cli.conftest import Protwin
+from tests.cli.saved import decoder
+
+SEARCH = ("search", "--model", "workload.json", "--hardware", "rtx-3090", "--output", "out/plan.json")
+SIMULATE = ("simulate", "--plan", "plan.json", "--model", "workload.json", "--hardware", "rtx-3090")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, protwin: Protwin) -> Path:
+    """The folder that the command runs in, with one good file of each kind."""
+    work = tmp_path / "work"
+    workload = decoder()
+    workload.save(work / "workload.json")
+    plan = Plan(workload_id=workload.identity, chunk_bytes=2**26, n_persist=2, n_buffer=4)
+    plan.save(work / "plan.json")
+    Calibration(hardware_name="rtx-3090", machine="a machine").save(work / "calibration.json")
+    (work / "machine.toml").write_text(hardware_to_toml(machine("rtx-3090")))
+    return work
+
+
+def refusal(protwin: Protwin, folder: Path, arguments: Iterable[str]) -> str:
+    """The one message that ``arguments`` get; asserts everything that holds for all of them."""
+    before = contents(folder)
+    result = protwin(*arguments)
+    assert result.returncode == 2, result.stdout + result.stderr
+    assert result.stdout == ""
+    assert "Traceback" not in result.stderr
+    assert contents(folder) == before
+    lines = [line for line in result.stderr.splitlines() if not line.startswith(("Usage: ", "Try ")) and line]
+    assert len(lines) == 1, result.stderr
+    assert lines[0].lower().startswith("error: ")
+    return lines[0]
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    """Every file below a folder."""
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def replaced(arguments: tuple[str, ...], old: str, new: str) -> list[str]:
+    """``arguments`` with one of them exchanged."""
+    assert old in arguments
+    return [new if argument == old else argument for argument in arguments]
+
+
+def test_good_input_is_good(protwin: Protwin, folder: Path) -> None:
+    """What the other tests spoil is accepted as it stands."""
+    for arguments in (
+        SEARCH,
+        SIMULATE,
+        replaced(SEARCH, "rtx-3090", "machine.toml"),
+        (*SIMULATE, "--calibration", "calibration.json"),
+    ):
+        result = protwin(*arguments)
+        assert result.returncode == 0, result.stderr
+
+
+# -- names -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("typed", "nearest"), [("llama-3-8", "llama-3-8b"), ("Llama3-8B", "llama-3-8b"), ("gpt2xl", "gpt2-xl")]
+)
+def test_an_unknown_model_gets_the_nearest_names(protwin: Protwin, folder: Path, typed: str, nearest: str) -> None:
+    assert nearest in refusal(protwin, folder, replaced(SEARCH, "workload.json", typed))
+
+
+@pytest.mark.parametrize(
+    ("typed", "nearest"), [("rtx3090", "rtx-3090"), ("h100", "h100-80gb"), ("a100-80", "a100-80gb")]
+)
+def test_an_unknown_machine_gets_the_nearest_names(protwin: Protwin, folder: Path, typed: str, nearest: str) -> None:
+    assert nearest in refusal(protwin, folder, replaced(SEARCH, "rtx-3090", typed))
+    assert nearest in refusal(protwin, folder, ("hardware", "show", typed))
+
+
+# -- numbers ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", ["0", "-5", "nan", "inf", "-1GiB", "12XB", "", "GiB", "0.1", "1e400"])
+@pytest.mark.parametrize("option", ["--device-budget", "--chunk-bytes"])
+def test_a_size_must_be_one(protwin: Protwin, folder: Path, option: str, size: str) -> None:
+    refusal(protwin, folder, (*SEARCH, f"{option}={size}"))
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        "--batch-size=0",
+        "--batch-size=-1",
+        "--batch-size=nan",
+        "--batch-size=1.5",
+        "--sequence-length=0",
+        "--sequence-length=many",
+        "--n-persist=-1",
+        "--n-buffer=-1",
+        "--prefetch-depth=0",
+        "--n-checkpoint=-3",
+        "--no-such-option",
+    ],
+)
+def test_a_number_must_be_one(protwin: Protwin, folder: Path, option: str) -> None:
+    assert option.split("=")[0] in refusal(protwin, folder, (*SEARCH, option))
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "0", "-1", "-25GB/s", "fast", "", "1e999"])
+@pytest.mark.parametrize(
+    "field",
+    [
+        "host_to_device.bandwidth_bytes_per_s",
+        "host.memory_bandwidth_bytes_per_s",
+        "device.memory_bytes",
+        "device.vector_flop_per_s",
+        "device.peak_flop_per_s.bfloat16",
+    ],
+)
+def test_a_figure_of_a_machine_must_be_possible(protwin: Protwin, folder: Path, field: str, value: str) -> None:
+    message = refusal(protwin, folder, ("hardware", "show", "rtx-3090", "--set", f"{field}={value}"))
+    assert field in message
+
+
+@pytest.mark.parametrize("assignment", ["device.memory_byte=1GiB", "devise.memory_bytes=1GiB", "device", "=1", ""])
+def test_a_change_must_name_a_field(protwin: Protwin, folder: Path, assignment: str) -> None:
+    refusal(protwin, folder, ("hardware", "show", "rtx-3090", "--set", assignment))
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("bandwidth_bytes_per_s = ", "bandwidth_bytes_per_s = nan #"),
+        ("bandwidth_bytes_per_s = ", "bandwidth_bytes_per_s = inf #"),
+        ("bandwidth_bytes_per_s = ", "bandwidth_bytes_per_s = 0 #"),
+        ("bandwidth_bytes_per_s = ", "bandwidth_bytes_per_s = -1 #"),
+        ("memory_bytes = ", "memory_bytes = 0 #"),
+        ("memory_bytes = ", 'memory_bytes = "-24GiB" #'),
+        ("memory_bytes = ", "memory_bytes = true #"),
+        ("latency_s = ", "latency_s = -1e-6 #"),
+        ("num_cores = ", "num_cores = 0 #"),
+        ("schema_version = 1", "schema_version = 2"),
+        ("schema_version = 1", ""),
+        ('kind = "hardware"', 'kind = "plan"'),
+        ("[device]", "[device"),
+        ("[device]", "[gadget]"),
+    ],
+)
+def test_a_machine_file_must_make_sense(protwin: Protwin, folder: Path, old: str, new: str) -> None:
+    path = folder / "machine.toml"
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+    assert "machine.toml" in refusal(protwin, folder, ("hardware", "show", "machine.toml"))
+    assert "machine.toml" in refusal(protwin, folder, replaced(SEARCH, "rtx-3090", "machine.toml"))
+
+
+# -- budgets ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_budget_too_small_names_limit_shortfall_and_closest_plan(protwin: Protwin, folder: Path) -> None:
+    message = refusal(protwin, folder, (*SEARCH, "--device-budget", "20MiB"))
+    assert "20 MiB" in message
+    assert "device" in message
+    for knob in ("n_persist", "n_buffer", "n_checkpoint"):
+        assert knob in message
+
+
+def test_the_closest_plan_of_a_refusal_works_once_the_budget_allows_it(protwin: Protwin, folder: Path) -> None:
+    needed = [budget for budget in range(20, 400, 20) if protwin(*SEARCH, "--device-budget", f"{budget}MiB").returncode]
+    assert needed
+    assert protwin(*SEARCH, "--device-budget", f"{needed[-1] + 20}MiB").returncode == 0
+
+
+def test_too_little_host_memory_is_named(protwin: Protwin, folder: Path) -> None:
+    few = ("--set", "host.memory_bytes=256MiB", "--device-budget", "600MiB")
+    assert "host" in refusal(protwin, folder, (*SEARCH, *few))
+
+
+# -- plans -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_plan_of_another_workload_is_refused(protwin: Protwin, folder: Path) -> None:
+    decoder(num_blocks=3, model_name="other").save(folder / "workload.json")
+    message = refusal(protwin, folder, SIMULATE)
+    assert "belongs to" in message
+    assert decoder().identity in message
+
+
+@pytest.mark.parametrize(
+    ("knob", "value"),
+    [
+        ("chunk_bytes", 0),
+        ("chunk_bytes", -1),
+        ("chunk_bytes", 1.5),
+        ("n_persist", 10_000),
+        ("n_buffer", 0),
+        ("prefetch_depth", 0),
+        ("n_checkpoint", 9),
+        ("n_checkpoint", "many"),
+        ("activation_modes", ["keep"]),
+        ("activation_modes", ["swim"] * 8),
+        ("no_such_knob", 1),
+    ],
+)
+def test_a_plan_must_fit_its_workload(protwin: Protwin, folder: Path, knob: str, value: object) -> None:
+    path = folder / "plan.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {knob: value}))
+    assert knob in refusal(protwin, folder, SIMULATE)
+
+
+# -- files -----------------------------------------------------------------------------------------------------------
+
+KINDS = {
+    "plan.json": SIMULATE,
+    "workload.json": SEARCH,
+    "calibration.json": (*SIMULATE, "--calibration", "calibration.json"),
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{", b"[]", b"null", b"7", b'"text"', b"{}", b"\xff\xfe\x00", b"[" * 100_000, b'{"kind": 1}', None],
+    ids=["empty", "cut", "list", "null", "number", "text", "bare", "binary", "deep", "kind", "missing"],
+)
+def test_damaged_files_are_refused(protwin: Protwin, folder: Path, name: str, content: bytes | None) -> None:
+    path = folder / name
+    path.unlink()
+    if content is not None:
+        path.write_bytes(content)
+    assert name in refusal(protwin, folder, KINDS[name])
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_cut_files_are_refused(protwin: Protwin, folder: Path, name: str) -> None:
+    path = folder / name
+    text = path.read_text()
+    path.write_text(text[: len(text) // 2])
+    assert "damaged" in refusal(protwin, folder, KINDS[name])
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_newer_files_are_refused(protwin: Protwin, folder: Path, name: str) -> None:
+    path = folder / name
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"schema_version": 99}))
+    message = refusal(protwin, folder, KINDS[name])
+    assert "99" in message
+    assert "Update protwin" in message
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_files_of_another_kind_are_refused(protwin: Protwin, folder: Path, name: str) -> None:
+    foreign = "workload.json" if name == "plan.json" else "plan.json"
+    (folder / name).write_bytes((folder / foreign).read_bytes())
+    assert name in refusal(protwin, folder, KINDS[name])
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_folder_is_no_file(protwin: Protwin, folder: Path, name: str) -> None:
+    (folder / name).unlink()
+    (folder / name).mkdir()
+    assert name in refusal(protwin, folder, KINDS[name])
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("num_tokens", 0), ("num_tokens", -1), ("blocks", []), ("resident_bytes", -1), ("resident_bytes", float("nan"))],
+)
+def test_a_workload_must_make_sense(protwin: Protwin, folder: Path, field: str, value: object) -> None:
+    path = folder / "workload.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {field: value}))
+    assert field.removesuffix("s") in refusal(protwin, folder, SEARCH)
+
+
+def test_the_calibration_of_another_machine_is_refused(protwin: Protwin, folder: Path) -> None:
+    Calibration(hardware_name="h100-80gb", machine="a machine").save(folder / "calibration.json")
+    assert "h100-80gb" in refusal(protwin, folder, (*SEARCH, "--calibration", "calibration.json"))
+
+
+# -- models ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_configuration_needs_a_shape(protwin: Protwin, folder: Path) -> None:
+    message = refusal(protwin, folder, replaced(SEARCH, "workload.json", "gpt2"))
+    assert "--batch-size" in message
+    assert "--sequence-length" in message
+
+
+@pytest.mark.parametrize(
+    "option", ["--batch-size=3", "--sequence-length=1024", "--dtype=float32"], ids=["batch", "length", "dtype"]
+)
+def test_a_saved_workload_has_one_shape(protwin: Protwin, folder: Path, option: str) -> None:
+    assert option.split("=")[0] in refusal(protwin, folder, (*SEARCH, option))
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["{}", '{"model_type": 3}', '{"model_type": "gpt2", "n_layer": 0}', '{"model_type": "gpt2", "n_embd": -8}'],
+)
+def test_a_configuration_must_describe_a_model(protwin: Protwin, folder: Path, content: str) -> None:
+    (folder / "config.json").write_text(content)
+    shape = ("--batch-size", "1", "--sequence-length", "8")
+    refusal(protwin, folder, (*replaced(SEARCH, "workload.json", "config.json"), *shape))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("content", "option"),
+    [
+        ('{"model_type": "no-such-family"}', "--sequence-length=8"),
+        ('{"model_type": "gpt2", "n_embd": 65, "n_head": 2}', "--sequence-length=8"),
+        ('{"model_type": "gpt2", "n_embd": 64, "n_head": 2, "n_layer": 2}', "--sequence-length=1000000"),
+        ('{"model_type": "gpt2", "n_embd": 64, "n_head": 2, "n_layer": 2}', "--dtype=float99"),
+    ],
+    ids=["family", "heads", "length", "dtype"],
+)
+def test_what_the_model_refuses_is_told(protwin: Protwin, folder: Path, content: str, option: str) -> None:
+    (folder / "config.json").write_text(content)
+    arguments = replaced(SEARCH, "workload.json", "config.json")
+    refusal(protwin, folder, (*arguments, "--batch-size=1", "--sequence-length=8", option))
+
+
+# -- output ----------------------------------------------------------------------------------------------------------
+
+
+def test_output_that_cannot_be_written_is_refused(protwin: Protwin, folder: Path) -> None:
+    assert "plan.json" in refusal(protwin, folder, replaced(SEARCH, "out/plan.json", "machine.toml/plan.json"))
+
+
+def test_a_folder_is_no_output(protwin: Protwin, folder: Path) -> None:
+    (folder / "out").mkdir()
+    assert "out" in refusal(protwin, folder, replaced(SEARCH, "out/plan.json", "out"))
+
+
+def test_a_refusal_leaves_the_old_output_alone(protwin: Protwin, folder: Path) -> None:
+    (folder / "out").mkdir()
+    (folder / "out" / "plan.json").write_text("an older plan")
+    refusal(protwin, folder, (*SEARCH, "--device-budget", "20MiB"))
+    assert (folder / "out" / "plan.json").read_text() == "an older plan"
+
+
+# -- interruption ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arguments", [SEARCH, SIMULATE], ids=["search", "simulate"])
+def test_an_interruption_leaves_nothing_behind(
+    folder: Path, environment: dict[str, str], arguments: tuple[str, ...]
+) -> None:
+    """The model is a pipe, so that the command is at work, waiting for it, when it is interrupted."""
+    os.mkfifo(folder / "pipe.json")
+    before = contents(folder)
+    process = subprocess.Popen(
+        [Path(sys.executable).with_name("protwin"), *replaced(arguments, "workload.json", "pipe.json")],
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    with (folder / "pipe.json").open("wb"):
+        process.send_signal(signal.SIGINT)
+        output, errors = process.communicate(timeout=60)
+    assert (process.returncode, output, errors) == (130, "", "interrupted\n")
+    assert contents(folder) == before
+
+
+def test_workloads_of_these_tests_are_workloads(folder: Path) -> None:
+    assert Workload.load(folder / "workload.json") == decoder()

@@ -1,0 +1,251 @@
+"""The commands that need no torch, through the real console script."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from protwin.shared.cli_root import COMMANDS
+from protwin.shared.compile import compile_schedule
+from protwin.shared.hardware import Hardware
+from protwin.shared.machines import machine, machine_names
+from protwin.shared.memory_bound import guaranteed_device_peak
+from protwin.shared.plan import Plan
+from protwin.shared.record import Record
+from protwin.shared.search_result import SearchResult
+from protwin.shared.verify import verify_schedule
+from protwin.shared.workload import Workload
+from tests.cli.conftest import Protwin
+from tests.cli.saved import decoder
+
+GIB = 2**30
+
+
+@pytest.fixture
+def workload(tmp_path: Path) -> Path:
+    """A saved workload."""
+    path = tmp_path / "workload.json"
+    decoder().save(path)
+    return path
+
+
+@pytest.fixture
+def without_torch(tmp_path: Path, environment: dict[str, str]) -> dict[str, str]:
+    """Variables of a process in which importing torch or transformers ends it."""
+    folder = tmp_path / "blocked"
+    folder.mkdir()
+    for module in ("torch", "transformers"):
+        (folder / f"{module}.py").write_text(f"raise SystemExit('{module} was imported')\n")
+    return {"PYTHONPATH": str(folder)}
+
+
+@pytest.fixture
+def small_model(tmp_path: Path) -> Path:
+    """A configuration that is traced within a second."""
+    path = tmp_path / "model" / "config.json"
+    path.parent.mkdir()
+    fields = {"model_type": "gpt2", "n_layer": 3, "n_head": 2, "n_embd": 64, "vocab_size": 128, "n_positions": 64}
+    path.write_text(json.dumps(fields))
+    return path
+
+
+def searched(protwin: Protwin, *arguments: str | Path, **variables: str) -> SearchResult:
+    """What ``protwin search --json`` prints."""
+    result = protwin("search", "--json", *arguments, **variables)
+    assert result.returncode == 0, result.stderr
+    return SearchResult.from_mapping(json.loads(result.stdout), origin="standard output")
+
+
+# -- help ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "command",
+    [*((name,) for name in COMMANDS if name != "hardware"), *(("hardware", n) for n in ("list", "show", "probe"))],
+)
+def test_every_help_shows_an_example(protwin: Protwin, command: tuple[str, ...]) -> None:
+    result = protwin(*command, "--help")
+    assert result.returncode == 0, result.stderr
+    assert f"  protwin {' '.join(command)}" in result.stdout.partition("Example")[2]
+
+
+def test_the_help_of_simulation_imports_no_torch(protwin: Protwin, without_torch: dict[str, str]) -> None:
+    for command in ("hardware", "search", "simulate"):
+        result = protwin(command, "--help", **without_torch)
+        assert result.returncode == 0, result.stderr
+    assert "was imported" in protwin("hardware", "probe", **without_torch).stderr, "the block works"
+
+
+# -- hardware --------------------------------------------------------------------------------------------------------
+
+
+def test_list_names_every_machine(protwin: Protwin) -> None:
+    result = protwin("hardware", "list")
+    assert result.returncode == 0
+    assert all(f"\n{name} " in result.stdout for name in machine_names())
+
+
+@pytest.mark.parametrize("name", machine_names())
+def test_show_writes_what_reads_back_equal(protwin: Protwin, tmp_path: Path, name: str) -> None:
+    for suffix in ("toml", "json"):
+        path = tmp_path / f"machine.{suffix}"
+        assert protwin("hardware", "show", name, "--output", path).returncode == 0
+        assert Hardware.load(path) == machine(name)
+    from_file = protwin("hardware", "show", tmp_path / "machine.toml")
+    assert from_file.stdout == protwin("hardware", "show", name).stdout
+
+
+def test_show_prints_json(protwin: Protwin) -> None:
+    result = protwin("hardware", "show", "rtx-3090", "--json")
+    assert Hardware.from_mapping(json.loads(result.stdout), origin="standard output") == machine("rtx-3090")
+
+
+def test_set_changes_one_part(protwin: Protwin) -> None:
+    result = protwin("hardware", "show", "rtx-3090", "--set", "device.memory_bytes=48GiB", "--json")
+    assert result.returncode == 0, result.stderr
+    changed = Hardware.from_mapping(json.loads(result.stdout), origin="standard output")
+    assert changed.device.memory_bytes == 48 * GIB
+    assert changed.host == machine("rtx-3090").host
+
+
+# -- search ----------------------------------------------------------------------------------------------------------
+
+
+def test_search_needs_no_torch(protwin: Protwin, workload: Path, without_torch: dict[str, str]) -> None:
+    searched(protwin, "--model", workload, "--hardware", "rtx-3090", **without_torch)
+
+
+def test_the_same_question_gets_the_same_bytes(protwin: Protwin, workload: Path) -> None:
+    ask = ("search", "--model", workload, "--hardware", "rtx-3090", "--device-budget", "700MiB")
+    first, second = protwin(*ask), protwin(*ask, PYTHONHASHSEED="12345")
+    assert first.returncode == 0, first.stderr
+    assert first.stdout == second.stdout
+    assert protwin(*ask, "--json").stdout == protwin(*ask, "--json", PYTHONHASHSEED="54321").stdout
+
+
+def test_tables_answer_every_question(protwin: Protwin, workload: Path) -> None:
+    result = protwin("search", "--model", workload, "--hardware", "rtx-3090", "--device-budget", "700MiB")
+    knobs = ("chunk_bytes", "n_persist", "n_buffer", "prefetch_depth", "n_checkpoint")
+    phases = ("forward", "backward", "optimizer", "iteration", "tokens per second")
+    memory = ("device memory", "pinned host memory", "Alive at the device memory peak")
+    lanes = ("compute", "host to device", "device to host", "CPU Adam", "bottleneck")
+    for words in (*knobs, *phases, *memory, *lanes, "in the space", "Device budget 700 MiB"):
+        assert words in result.stdout, words
+
+
+def test_the_plan_that_is_written_is_safe_and_fits(protwin: Protwin, workload: Path, tmp_path: Path) -> None:
+    budget_bytes = 700 * 2**20
+    plan_path = tmp_path / "new" / "plan.json"
+    result = searched(
+        protwin, "--model", workload, "--hardware", "rtx-3090", "--device-budget", "700MiB", "--output", plan_path
+    )
+    plan = Plan.load(plan_path)
+    assert plan == result.plan
+    saved = Workload.load(workload)
+    schedule = compile_schedule(plan, saved)
+    verify_schedule(schedule, saved)
+    assert guaranteed_device_peak(schedule).size_bytes <= budget_bytes
+    assert result.device_budget_bytes == budget_bytes
+
+
+def test_a_smaller_budget_is_never_faster(protwin: Protwin, workload: Path) -> None:
+    ask = ("--model", workload, "--hardware", "rtx-3090", "--device-budget")
+    times_s = [searched(protwin, *ask, budget).prediction.iteration_s for budget in ("600MiB", "900MiB", "20GiB")]
+    assert times_s == sorted(times_s, reverse=True)
+    assert times_s[0] > times_s[-1]
+
+
+def test_a_smaller_device_is_a_smaller_budget(protwin: Protwin, workload: Path) -> None:
+    usable_bytes = 700 * 2**20
+    reserved_bytes = machine("rtx-3090").device.reserved_bytes
+    changed = searched(
+        protwin,
+        *("--model", workload, "--hardware", "rtx-3090"),
+        *("--set", f"device.memory_bytes={usable_bytes + reserved_bytes}"),
+    )
+    asked = searched(protwin, "--model", workload, "--hardware", "rtx-3090", "--device-budget", str(usable_bytes))
+    assert changed.device_budget_bytes == usable_bytes
+    assert changed.plan == asked.plan
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "field", "expected"),
+    [
+        ("--prefetch-depth", "2", "prefetch_depth", 2),
+        ("--n-checkpoint", "8", "n_checkpoint", 8),
+        ("--n-persist", "3", "n_persist", 3),
+        ("--n-buffer", "4", "n_buffer", 4),
+        ("--chunk-bytes", "16MiB", "chunk_bytes", 16 * 2**20),
+    ],
+)
+def test_a_knob_can_be_held(
+    protwin: Protwin, workload: Path, option: str, value: str, field: str, expected: Any
+) -> None:
+    ask = ("--model", workload, "--hardware", "rtx-3090", "--device-budget", "700MiB")
+    held = searched(protwin, *ask, option, value)
+    assert getattr(held.plan, field) == expected
+    assert held.certificate.num_candidates < searched(protwin, *ask).certificate.num_candidates
+
+
+# -- simulate --------------------------------------------------------------------------------------------------------
+
+
+def test_simulate_says_what_search_said(protwin: Protwin, workload: Path, tmp_path: Path) -> None:
+    ask = ("--model", workload, "--hardware", "rtx-3090")
+    paths = {name: tmp_path / f"{name}.json" for name in ("plan", "predicted", "timeline")}
+    found = searched(protwin, *ask, "--device-budget", "700MiB", "--output", paths["plan"])
+    result = protwin(
+        "simulate", "--plan", paths["plan"], *ask, "--output", paths["predicted"], "--timeline", paths["timeline"]
+    )
+    assert result.returncode == 0, result.stderr
+    assert Record.load(paths["predicted"]) == found.prediction
+    events = json.loads(paths["timeline"].read_text())["traceEvents"]
+    assert {event["name"] for event in events} >= {timing.name for timing in found.prediction.tasks}
+
+
+def test_simulate_warns_of_a_plan_that_may_not_fit(protwin: Protwin, workload: Path, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    saved = Workload.load(workload)
+    Plan(workload_id=saved.identity, chunk_bytes=2**30, n_persist=100, n_buffer=1).save(path)
+    ask = ("simulate", "--plan", path, "--model", workload, "--hardware", "rtx-3090", "--device-budget", "100MiB")
+    too_many = protwin(*ask)
+    assert too_many.returncode == 2
+    Plan(workload_id=saved.identity, chunk_bytes=2**30, n_persist=2, n_buffer=1).save(path)
+    fits_not = protwin(*ask, "--json")
+    assert fits_not.returncode == 0, fits_not.stderr
+    assert fits_not.stderr.startswith("warning: this plan may need ")
+    Record.from_mapping(json.loads(fits_not.stdout), origin="standard output")
+
+
+# -- models by configuration -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_configuration_is_traced_once(
+    protwin: Protwin, small_model: Path, without_torch: dict[str, str], environment: dict[str, str]
+) -> None:
+    ask = ("search", "--model", small_model, "--hardware", "rtx-3090", "--batch-size", "2", "--sequence-length", "32")
+    first = protwin(*ask)
+    assert first.returncode == 0, first.stderr
+    (entry,) = (Path(environment["XDG_CACHE_HOME"]) / "protwin" / "workloads").iterdir()
+    second = protwin(*ask, **without_torch)
+    assert second.returncode == 0, second.stderr
+    assert second.stdout == first.stdout
+    assert "was imported" in protwin(*ask, "--no-cache", **without_torch).stderr
+    entry.write_text(entry.read_text()[:-100])
+    assert "was imported" in protwin(*ask, **without_torch).stderr, "a damaged entry is a miss"
+    again = protwin(*ask)
+    assert (again.returncode, again.stdout) == (0, first.stdout)
+    assert protwin(*ask, **without_torch).returncode == 0
+
+
+@pytest.mark.slow
+def test_a_cache_that_cannot_be_written_is_no_failure(protwin: Protwin, small_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    ask = ("search", "--model", small_model, "--hardware", "rtx-3090", "--batch-size", "2", "--sequence-length", "32")
+    result = protwin(*ask, XDG_CACHE_HOME=str(tmp_path / "file"))
+    assert result.returncode == 0
+    assert result.stderr.startswith("warning: the traced workload is not kept: ")
