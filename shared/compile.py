@@ -22,17 +22,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Final
 
 from .errors import PlanError
-from .layout import Chunk, ChunkId, Layout, build_layout
+from .layout import Chunk, ChunkId, Layout, build_layout, master_bytes, moment_bytes
 from .plan import ActivationMode, Plan
 from .schedule import Buffer, BufferId, Content, Memory, Part, Schedule, Section, Task, TaskId, TaskKind
 from .slots import Residency, assign_slots
 from .workload import BlockId, Parameter, Phase, Workload
-
-_MOMENTS_AND_MASTER_BYTES: Final = 24
-"""Adam reads and writes two moments and the float32 weights: 2 * 3 * 4 bytes per element."""
 
 
 def compile_schedule(plan: Plan, workload: Workload, layout: Layout | None = None) -> Schedule:
@@ -58,13 +54,15 @@ def check_plan(plan: Plan, workload: Workload) -> None:
 
 
 def stepped_bytes(chunk: Chunk, parameters: Sequence[Parameter]) -> int:
-    """Memory traffic of Adam on a chunk: moments and float32 weights in and out, gradients in, narrow weights out."""
+    """Memory traffic of Adam on a chunk: moments and master weights in and out, gradients in, narrow weights out."""
     total = 0
     for placed in chunk.parameters:
         parameter = parameters[placed.index]
         if parameter.trainable:
-            item = parameter.dtype.item_bytes
-            total += parameter.num_elements * (_MOMENTS_AND_MASTER_BYTES + item + (item if item < 4 else 0))
+            dtype = parameter.dtype
+            master = master_bytes(dtype)
+            state = moment_bytes(dtype) + (master or dtype.item_bytes)
+            total += parameter.num_elements * (2 * state + dtype.item_bytes + (dtype.item_bytes if master else 0))
     return total
 
 

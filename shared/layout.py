@@ -24,8 +24,7 @@ ALIGNMENT_BYTES: Final = 256
 Matrix kernels choose code paths by alignment; with less than an allocator's own, results would differ in the last bit
 from those of plain training.
 """
-MOMENT_BYTES: Final = 8
-"""Adam's two float32 moments, per element."""
+_FLOAT32_BYTES: Final = 4
 
 
 def aligned(size_bytes: int) -> int:
@@ -35,7 +34,12 @@ def aligned(size_bytes: int) -> int:
 
 def master_bytes(dtype: DType) -> int:
     """Bytes per element of the float32 master copy; 0 where the parameter is its own master."""
-    return 4 if dtype.item_bytes < 4 else 0
+    return _FLOAT32_BYTES if dtype.item_bytes < _FLOAT32_BYTES else 0
+
+
+def moment_bytes(dtype: DType) -> int:
+    """Bytes per element of Adam's two moments: as wide as the master, float32 at least."""
+    return 2 * max(_FLOAT32_BYTES, dtype.item_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +187,7 @@ class _Packing:
                 gradient_bytes=tuple(sum(p.size_bytes for p in trainable if p.block == owner) for owner in owners),
                 staging_bytes=sum(aligned(p.size_bytes) for p in trainable),
                 num_trainable=sum(p.num_elements for p in trainable),
-                state_bytes=sum(p.num_elements * (MOMENT_BYTES + master_bytes(p.dtype)) for p in trainable),
+                state_bytes=sum(p.num_elements * (moment_bytes(p.dtype) + master_bytes(p.dtype)) for p in trainable),
             )
         )
         self._open = []

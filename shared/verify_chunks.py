@@ -152,7 +152,7 @@ def _check_amounts(task: Task, *, moved_bytes: int = 0, num_stepped: int = 0, st
 
 
 def _stepped_bytes(case: Case, chunks: Iterable[Chunk]) -> int:
-    """Adam reads and writes two float32 moments and the float32 weights, reads gradients, writes narrow weights."""
+    """Adam reads and writes two moments and the weights, float32 or wider, reads gradients, writes narrow weights."""
     by_dtype: Counter[DType] = Counter()
     for chunk in chunks:
         for placed in chunk.parameters:
@@ -160,6 +160,6 @@ def _stepped_bytes(case: Case, chunks: Iterable[Chunk]) -> int:
             if parameter.trainable:
                 by_dtype[parameter.dtype] += parameter.num_elements
     return sum(
-        count * (2 * 3 * 4 + (dtype.item_bytes if dtype.item_bytes >= 4 else 2 * dtype.item_bytes))
+        count * (2 * 3 * max(4, dtype.item_bytes) + dtype.item_bytes * (1 if dtype.item_bytes >= 4 else 2))
         for dtype, count in by_dtype.items()
     )

@@ -66,9 +66,9 @@ def phases(draw: DrawFn, net_bytes: int = 0, measured: bool | None = True) -> Ph
     """A phase of the given net bytes whose curve agrees with them.
 
     The curve begins at 0 or higher and ends at ``net_bytes`` or higher, since each entry is the highest level within
-    its stretch; an empty phase may have none.  ``measured``: whether it carries seconds, None for either.
+    its stretch; a phase that adds nothing may have none.  ``measured``: whether it carries seconds, None for either.
     """
-    num_stretches = draw(st.integers(0 if net_bytes == 0 else 1, 3))
+    num_stretches = draw(st.integers(0 if net_bytes <= 0 else 1, 3))
     curve = []
     for stretch in range(num_stretches):
         floor = 0 if stretch == 0 else min(0, net_bytes)
@@ -111,20 +111,24 @@ def _block_kinds(draw: DrawFn, dtypes: SearchStrategy[DType], min_parameters: in
     """A backward releases what its block saved and its output, and leaves the block's gradients.
 
     (It also exchanges the incoming gradient, of its output's size, for one of its input's, and releases that input.)
+    A checkpointed forward may leave a little beside its output: the state of the random generator.
     """
     parameters = draw(_parameter_lists(dtypes, min_parameters, 4))
     gradient_bytes = _gradient_bytes(parameters)
     output_bytes, saved_bytes = draw(_SIZES), draw(_SIZES)
     recomputed_bytes = draw(st.integers(0, saved_bytes))
+    generator_bytes = draw(st.sampled_from((0, 0, 5056)))
     return _BlockKind(
         parameters,
         BlockProfile(
             output_bytes=output_bytes,
             forward=draw(phases(output_bytes + saved_bytes, measured)),
             backward=draw(phases(gradient_bytes - saved_bytes - output_bytes, measured)),
-            checkpoint_forward=draw(phases(output_bytes, measured)),
+            checkpoint_forward=draw(phases(output_bytes + generator_bytes, measured)),
             recompute=draw(phases(recomputed_bytes, measured)),
-            checkpoint_backward=draw(phases(gradient_bytes - recomputed_bytes - output_bytes, measured)),
+            checkpoint_backward=draw(
+                phases(gradient_bytes - recomputed_bytes - output_bytes - generator_bytes, measured)
+            ),
         ),
     )
 
