@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from protwin.shared.comparison import Comparison, Difference, compare_records, signed_error_frac
 from protwin.shared.errors import ProtwinError
 from protwin.shared.plan import Plan
 from protwin.shared.record import LaneUse, MemoryCurve, Origin, Record, TaskTiming
 from protwin.shared.schedule import LANE_OF, Lane, Memory, TaskKind
-
 from tests.shared.laid_out import laid_out
 
 PLAN = Plan(workload_id="w", chunk_bytes=1024, n_persist=1, n_buffer=2)

@@ -7,12 +7,12 @@ import subprocess
 import sys
 
 import pytest
+
 from protwin.shared.comparison import compare_records
 from protwin.shared.plan import ActivationMode, Plan
 from protwin.shared.record import Holding, LaneUse, MemoryCurve, Origin, Record
 from protwin.shared.schedule import Content, Lane, Memory
 from protwin.shared.tables import as_text, comparison_tables, plan_table, record_tables
-
 from tests.shared.laid_out import LaidOut, laid_out
 
 MIB = 2**20
@@ -69,7 +69,7 @@ def record(**changes: object) -> Record:
 
 def rows(text: str) -> dict[str, list[str]]:
     """The cells of every row by its first cell; cells are two or more spaces apart."""
-    found = {}
+    found: dict[str, list[str]] = {}
     for line in text.splitlines():
         name, *cells = re.split(r"\s{2,}", line.strip())
         found.setdefault(name, cells)

@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
+
 from protwin.shared.errors import ProtwinError
 from protwin.shared.record import Record
 from protwin.shared.schedule import Lane, Memory
 from protwin.shared.timeline import chrome_trace, subject_of
-
 from tests.shared.laid_out import LaidOut, laid_out
 
 Trace = dict[str, Any]
@@ -74,7 +75,7 @@ def check_tasks(bars: list[Trace], record: Record, zero_us: float, thread_of: di
         lanes.setdefault(bar["tid"], []).append(bar)
     for lane in lanes.values():
         lane.sort(key=lambda bar: (bar["ts"], bar["dur"]))
-        for bar, following in zip(lane, lane[1:], strict=False):
+        for bar, following in pairwise(lane):
             assert bar["ts"] + bar["dur"] <= following["ts"] + TOLERANCE_US, "tasks of one lane overlap"
 
 
