@@ -1,0 +1,390 @@
+"""An abstract machine that runs a schedule in any order that its dependencies allow, and watches.
+
+The oracle of the verifier's and the memory bound's tests.  It knows nothing of happens-before relations: it carries
+tasks out one event at a time, fills buffers with symbolic values ("the parameters of chunk 3 after 2 steps"), and
+reports the first thing that training would not survive.  Every order of starts and ends that a set of durations could
+produce is open to it; an *adversary* chooses among the events that are possible.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from protwin.shared.layout import ChunkId, Layout
+from protwin.shared.plan import ActivationMode, Plan
+from protwin.shared.schedule import (
+    BufferId,
+    Content,
+    Lane,
+    Memory,
+    Part,
+    Schedule,
+    Section,
+    Task,
+    TaskId,
+    TaskKind,
+)
+from protwin.shared.workload import BlockId, Workload
+
+Value = tuple[object, ...]
+"""What a buffer holds: ``("parameters", chunk, steps)``, ``("output", section, iteration)`` and so on."""
+TORN: Value = ("torn",)
+
+
+class Violation(Exception):
+    """Something that training would not survive, at the first moment at which it happens."""
+
+
+@dataclass(frozen=True)
+class Event:
+    """The start or the end of a task of one iteration."""
+
+    is_start: bool
+    iteration: int
+    task: Task
+
+
+Adversary = Callable[[Sequence[Event]], Event]
+"""Chooses which of the possible events happens next."""
+
+
+@dataclass
+class _Place:
+    """A buffer at run time."""
+
+    is_alive: bool
+    value: Value | None = None
+    num_writes: int = 0
+    num_readers: int = 0
+    has_writer: bool = False
+
+
+class AbstractMachine:
+    """One run of ``num_iterations`` iterations.  ``run`` raises Violation; ``peak_bytes`` is the device's peak."""
+
+    def __init__(
+        self, schedule: Schedule, plan: Plan, workload: Workload, layout: Layout, *, num_iterations: int = 3
+    ) -> None:
+        self.schedule = schedule
+        self.plan = plan
+        self.workload = workload
+        self.layout = layout
+        self.num_iterations = num_iterations
+        self.modes = plan.modes(workload.num_blocks)
+        blocks = [BlockId(block) for block in range(workload.num_blocks)]
+        self.sections: list[Section] = [Part.PROLOGUE, *blocks, Part.EPILOGUE]
+        self.persistent = layout.persistent(plan.n_persist)
+        self.programs = {lane: [t for t in schedule.tasks if t.lane is lane] for lane in Lane}
+        self.places = [_Place(is_alive=buffer.is_static) for buffer in schedule.buffers]
+        self.ended: set[tuple[int, TaskId]] = set()
+        self.num_started = dict.fromkeys(Lane, 0)
+        self.running: dict[Lane, Event] = {}
+        self.seen: dict[tuple[Lane, BufferId], int] = {}
+        """Number of writes that a buffer had had when the running task of a lane began to read it."""
+        self.steps_of: dict[ChunkId, int] = {}
+        self.num_block_steps = 0
+        """Forwards and backwards of blocks that have ended, since the first iteration."""
+        self.gathered_after: dict[BufferId, int] = {}
+        """``num_block_steps`` when the gather of a buffer started, until its first use."""
+        self.level_bytes = schedule.static_bytes(Memory.DEVICE)
+        self.peak_bytes = self.level_bytes
+        for buffer in schedule.buffers:
+            if buffer.is_static and buffer.content is Content.PARAMETERS:
+                self.places[buffer.id].value = ("parameters", buffer.chunk, 0)
+            if buffer.is_static and buffer.content is Content.OPTIMIZER_STATE:
+                self.places[buffer.id].value = ("state", buffer.chunk, 0)
+
+    # -- running -----------------------------------------------------------------------------------------------------
+
+    def run(self, adversary: Adversary) -> AbstractMachine:
+        """Carry out all iterations.  Raises Violation."""
+        total = self.num_iterations * len(self.schedule.tasks)
+        while len(self.ended) < total:
+            events = self.possible_events()
+            if not events:
+                raise Violation("deadlock")
+            event = adversary(events)
+            (self._start if event.is_start else self._end)(event)
+        for chunk in self.layout.chunks:
+            expected = self.num_iterations if chunk.is_trainable else 0
+            if self.steps_of.get(chunk.id, 0) != expected:
+                raise Violation(f"chunk {chunk.id} was stepped {self.steps_of.get(chunk.id, 0)} times, not {expected}")
+        for buffer, place in zip(self.schedule.buffers, self.places, strict=True):
+            if place.is_alive and not buffer.is_static:
+                raise Violation(f"buffer {buffer.id} is never freed")
+        return self
+
+    def possible_events(self) -> list[Event]:
+        """What may happen next."""
+        events = []
+        for lane, program in self.programs.items():
+            if lane in self.running:
+                event = self.running[lane]
+                events.append(Event(False, event.iteration, event.task))
+            elif program and self.num_started[lane] < self.num_iterations * len(program):
+                iteration, place = divmod(self.num_started[lane], len(program))
+                task = program[place]
+                if self._may_start(task, iteration):
+                    events.append(Event(True, iteration, task))
+        return events
+
+    def _may_start(self, task: Task, iteration: int) -> bool:
+        return all((iteration, other) in self.ended for other in task.after) and (
+            iteration == 0 or all((iteration - 1, other) in self.ended for other in task.after_previous)
+        )
+
+    def _start(self, event: Event) -> None:
+        task = event.task
+        self.num_started[task.lane] += 1
+        self.running[task.lane] = event
+        for buffer_id in task.allocates:
+            self._allocate(task, buffer_id)
+        for buffer_id in task.reads:
+            place = self.places[buffer_id]
+            if not place.is_alive:
+                raise Violation(f"{task.name} reads buffer {buffer_id}, which is not there")
+            if place.has_writer:
+                raise Violation(f"{task.name} reads buffer {buffer_id} while it is written")
+            place.num_readers += 1
+            self.seen[task.lane, buffer_id] = place.num_writes
+        for buffer_id in task.writes:
+            place = self.places[buffer_id]
+            own = task.reads.count(buffer_id)
+            if not place.is_alive:
+                raise Violation(f"{task.name} writes buffer {buffer_id}, which is not there")
+            if place.has_writer or place.num_readers > own:
+                raise Violation(f"{task.name} writes buffer {buffer_id} while it is used")
+            place.has_writer = True
+            place.num_writes += 1
+        self._check_window(task)
+        self._note_level()
+
+    def _allocate(self, task: Task, buffer_id: BufferId) -> None:
+        buffer, place = self.schedule.buffers[buffer_id], self.places[buffer_id]
+        if place.is_alive:
+            raise Violation(f"{task.name} allocates buffer {buffer_id}, which is there")
+        if buffer.slot is not None:
+            if not 0 <= buffer.slot < self.plan.n_buffer:
+                raise Violation(f"{task.name} uses slot {buffer.slot}, which does not exist")
+            for other, other_place in zip(self.schedule.buffers, self.places, strict=True):
+                if other_place.is_alive and other.slot == buffer.slot:
+                    raise Violation(f"slot {buffer.slot} holds chunks {buffer.chunk} and {other.chunk}")
+        place.is_alive, place.value = True, None
+        if task.lane is not Lane.COMPUTE and buffer.memory is Memory.DEVICE:
+            self.level_bytes += buffer.size_bytes
+
+    def _end(self, event: Event) -> None:
+        task = event.task
+        made = self._carry_out(task, event.iteration)
+        for buffer_id in task.reads:
+            place = self.places[buffer_id]
+            place.num_readers -= 1
+            own = task.writes.count(buffer_id)
+            if not place.is_alive or place.num_writes != self.seen[task.lane, buffer_id] + own:
+                raise Violation(f"buffer {buffer_id} changes or goes while {task.name} reads it")
+        for buffer_id in task.writes:
+            place = self.places[buffer_id]
+            if not place.is_alive:
+                raise Violation(f"buffer {buffer_id} goes while {task.name} writes it")
+            place.has_writer = False
+            place.value = made[buffer_id]
+        del self.running[task.lane]
+        if task.lane is Lane.COMPUTE:
+            self.level_bytes += sum(
+                self.schedule.buffers[b].size_bytes
+                for b in task.allocates
+                if self.schedule.buffers[b].memory is Memory.DEVICE
+            )
+        for buffer_id in task.frees:
+            place, buffer = self.places[buffer_id], self.schedule.buffers[buffer_id]
+            if not place.is_alive or buffer.is_static:
+                raise Violation(f"{task.name} frees buffer {buffer_id}, which is not there or there for good")
+            if place.num_readers or place.has_writer:
+                raise Violation(f"{task.name} frees buffer {buffer_id} while it is used")
+            place.is_alive, place.value = False, None
+            if buffer.memory is Memory.DEVICE:
+                self.level_bytes -= buffer.size_bytes
+        self.ended.add((event.iteration, task.id))
+        if task.kind in (TaskKind.FORWARD, TaskKind.BACKWARD) and not isinstance(task.section, Part):
+            self.num_block_steps += 1
+        self._note_level()
+
+    def _note_level(self) -> None:
+        level = self.level_bytes
+        if Lane.COMPUTE in self.running:
+            phase = self.running[Lane.COMPUTE].task.phase
+            level += max([0, *(high for _, high in phase.curve)]) if phase is not None else 0
+        self.peak_bytes = max(self.peak_bytes, level)
+
+    # -- meaning -----------------------------------------------------------------------------------------------------
+
+    def _carry_out(self, task: Task, iteration: int) -> dict[BufferId, Value]:
+        """The values that the task leaves in what it writes.  Raises Violation if its inputs are not what it needs."""
+        held = {self.places[b].value: b for b in task.reads}
+        for value in self._needed(task, iteration):
+            if value not in held:
+                raise Violation(f"{task.name} of iteration {iteration} runs without {value}")
+        if task.lane is Lane.COMPUTE:
+            for buffer_id in task.reads:
+                if self.schedule.buffers[buffer_id].memory is not Memory.DEVICE:
+                    raise Violation(f"{task.name} computes on host memory")
+        if task.kind is TaskKind.GATHER:
+            copied = self.places[task.reads[0]].value if task.reads else None
+            return dict.fromkeys(task.writes, copied or TORN)
+        made: dict[BufferId, Value] = {}
+        for buffer_id in task.writes:
+            made[buffer_id] = self._made(task, buffer_id, iteration)
+        if task.kind in (TaskKind.CPU_ADAM, TaskKind.DEVICE_ADAM):
+            for chunk in {self.schedule.buffers[b].chunk for b in task.writes}:
+                assert chunk is not None
+                if {
+                    self.schedule.buffers[b].content for b in task.writes if self.schedule.buffers[b].chunk == chunk
+                } != {
+                    Content.PARAMETERS,
+                    Content.OPTIMIZER_STATE,
+                }:
+                    raise Violation(f"{task.name} does not write parameters and state of chunk {chunk}")
+                self.steps_of[chunk] = self.steps_of.get(chunk, 0) + 1
+        return made
+
+    def _parameters(self, section: Section, iteration: int) -> list[Value]:
+        chunks = [
+            chunk
+            for chunk in self.layout.chunks
+            if (section in chunk.blocks if not isinstance(section, Part) else not chunk.blocks)
+        ]
+        return [("parameters", c.id, iteration if c.is_trainable else 0) for c in chunks]
+
+    def _needed(self, task: Task, iteration: int) -> list[Value]:
+        section = task.section
+        if task.kind is TaskKind.GATHER:
+            return []
+        if task.kind is TaskKind.GRADIENT_OFFLOAD or task.kind is TaskKind.CPU_ADAM:
+            assert task.chunk is not None
+            chunk = self.layout.chunks[task.chunk]
+            if task.kind is TaskKind.CPU_ADAM:
+                return [
+                    ("staged", chunk.id, iteration),
+                    ("state", chunk.id, iteration),
+                    ("parameters", chunk.id, iteration),
+                ]
+            return self._gradients(chunk.id, iteration)
+        if task.kind is TaskKind.DEVICE_ADAM:
+            needed: list[Value] = [("incoming", Part.PROLOGUE, iteration)]
+            for chunk_id in self.persistent:
+                if self.layout.chunks[chunk_id].is_trainable:
+                    needed += [("state", chunk_id, iteration), ("parameters", chunk_id, iteration)]
+                    needed += self._gradients(chunk_id, iteration)
+            return needed
+        assert section is not None
+        place = self.sections.index(section)
+        before = self.sections[place - 1]
+        needed = self._parameters(section, iteration)
+        if task.kind is TaskKind.BACKWARD and section is not Part.EPILOGUE:
+            needed.append(("incoming", self.sections[place + 1], iteration))
+        if task.kind is TaskKind.BACKWARD and section is Part.PROLOGUE:
+            needed.append(("output", Part.PROLOGUE, iteration))
+        elif section is not Part.PROLOGUE:
+            needed.append(("output", before, iteration))
+            if task.kind is TaskKind.BACKWARD:
+                needed.append(("saved", section, iteration))
+        return needed
+
+    def _gradients(self, chunk_id: ChunkId, iteration: int) -> list[Value]:
+        chunk = self.layout.chunks[chunk_id]
+        return [
+            ("gradient", chunk_id, block, iteration)
+            for block, size in zip(chunk.blocks, chunk.gradient_bytes, strict=False)
+            if size
+        ]
+
+    def _made(self, task: Task, buffer_id: BufferId, iteration: int) -> Value:
+        """What ``task`` puts into a buffer; the buffer's declared content must be something that it makes."""
+        buffer = self.schedule.buffers[buffer_id]
+        match task.kind, buffer.content:
+            case TaskKind.FORWARD, Content.OUTPUT if task.section is not Part.EPILOGUE:
+                return ("output", task.section, iteration)
+            case TaskKind.FORWARD, Content.ACTIVATIONS if self._keeps(task.section):
+                return ("saved", task.section, iteration)
+            case TaskKind.RECOMPUTE, Content.ACTIVATIONS:
+                return ("saved", task.section, iteration)
+            case TaskKind.BACKWARD, Content.INCOMING_GRADIENT:
+                return ("incoming", task.section, iteration)
+            case TaskKind.BACKWARD, Content.GRADIENTS if buffer.section == task.section:
+                return ("gradient", buffer.chunk, task.section, iteration)
+            case TaskKind.GRADIENT_OFFLOAD, Content.GRADIENTS if buffer.memory is Memory.PINNED_HOST:
+                return ("staged", buffer.chunk, iteration) if buffer.chunk == task.chunk else TORN
+            case ((TaskKind.CPU_ADAM | TaskKind.DEVICE_ADAM), Content.PARAMETERS) if buffer.is_static:
+                return ("parameters", buffer.chunk, iteration + 1)
+            case ((TaskKind.CPU_ADAM | TaskKind.DEVICE_ADAM), Content.OPTIMIZER_STATE):
+                return ("state", buffer.chunk, iteration + 1)
+        raise Violation(f"{task.name} writes {buffer.content}, which it does not make")
+
+    def _keeps(self, section: Section | None) -> bool:
+        assert section is not None
+        return isinstance(section, Part) or self.modes[section] is ActivationMode.KEEP
+
+    def _check_window(self, task: Task) -> None:
+        """Gathers run at most ``prefetch_depth`` steps ahead of their first use, gradients lag at most that behind."""
+        depth = self.plan.prefetch_depth
+        if task.kind is TaskKind.GATHER:
+            for buffer_id in task.writes:
+                self.gathered_after[buffer_id] = self.num_block_steps
+        if task.lane is not Lane.COMPUTE or isinstance(task.section, Part) or task.section is None:
+            return
+        for buffer_id in task.reads:
+            started = self.gathered_after.pop(buffer_id, self.num_block_steps)
+            if self.num_block_steps - started > depth:
+                raise Violation(f"buffer {buffer_id} was gathered {self.num_block_steps - started} steps ahead")
+        for buffer, place in zip(self.schedule.buffers, self.places, strict=True):
+            if buffer.content is not Content.GRADIENTS or buffer.is_static or not place.is_alive:
+                continue
+            assert buffer.chunk is not None
+            if buffer.chunk in self.persistent or place.value is None:
+                continue
+            _, _, _, iteration = place.value
+            assert isinstance(iteration, int)
+            num_blocks = self.workload.num_blocks
+            last_step = (2 * iteration + 2) * num_blocks - 1 - min(self.layout.chunks[buffer.chunk].blocks)
+            if self.num_block_steps - last_step > depth:
+                raise Violation(
+                    f"gradients of chunk {buffer.chunk} lag {self.num_block_steps - last_step} steps behind"
+                )
+
+
+# -- adversaries -----------------------------------------------------------------------------------------------------
+
+
+def at_random(seed: int) -> Adversary:
+    """Any event with lanes of random speeds, so that some run far ahead of others."""
+    generator = random.Random(seed)
+    speed = {lane: generator.choice((0.01, 0.3, 1.0, 30.0)) for lane in Lane}
+
+    def choose(events: Sequence[Event]) -> Event:
+        return generator.choices(events, [speed[event.task.lane] for event in events])[0]
+
+    return choose
+
+
+def holding(task: TaskId, *, iteration: int) -> Adversary:
+    """Keep the end of one task back until nothing else can happen: whatever may overtake it does."""
+
+    def choose(events: Sequence[Event]) -> Event:
+        for event in events:
+            if event.is_start or event.task.id != task or event.iteration != iteration:
+                return event
+        return events[0]
+
+    return choose
+
+
+def preferring(*lanes: Lane) -> Adversary:
+    """The lanes that are named first run as early as they may, the others as late as they may."""
+    rank = {lane: place for place, lane in enumerate((*lanes, *(lane for lane in Lane if lane not in lanes)))}
+
+    def choose(events: Sequence[Event]) -> Event:
+        return min(events, key=lambda event: rank[event.task.lane])
+
+    return choose
