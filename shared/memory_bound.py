@@ -3,7 +3,9 @@
 Buffers of compute tasks live for a stretch of the compute lane that the program fixes.  A gathered chunk may be there
 as soon as everything that its gather waits for has ended, and gradients on their way to the host may be there until a
 task that waits for their copy starts; both ends are read off the happens-before relation.  So every compute task has
-a largest possible level, and the largest of these bounds the device's memory for every timing.
+a largest possible level, and so has the pause before it, in which gradients that it waits for are still there beside
+chunks that were gathered since the task before it ended.  The largest of these bounds the device's memory for every
+timing.
 """
 
 from __future__ import annotations
@@ -21,14 +23,14 @@ _ITERATIONS = 3
 
 @dataclass(frozen=True, slots=True)
 class GuaranteedPeak:
-    """An upper bound of device memory, with the compute task that attains it."""
+    """An upper bound of device memory, with the compute task during which, or before which, it is attained."""
 
     size_bytes: int
     task: TaskId
     alive: tuple[BufferId, ...]
     """Buffers that may be alive during the task, static ones included."""
     transient_bytes: int
-    """What the task itself may add at its highest."""
+    """What the task itself may add at its highest; 0 if the peak comes in the pause before it."""
 
 
 def guaranteed_device_peak(schedule: Schedule, order: HappensBefore | None = None) -> GuaranteedPeak:
@@ -38,30 +40,37 @@ def guaranteed_device_peak(schedule: Schedule, order: HappensBefore | None = Non
     compute = schedule.lanes[Lane.COMPUTE]
     start, stop = _MIDDLE * len(compute), (_MIDDLE + 1) * len(compute)
     static_bytes = schedule.static_bytes(Memory.DEVICE)
-    change = [0] * (stop - start + 1)
-    intervals: list[tuple[int, int, BufferId]] = []
+    running, pausing = [0] * (stop - start + 1), [0] * (stop - start + 1)
+    intervals: list[tuple[int, int, int, BufferId]] = []
     allocating, freeing = _lifetimes(schedule)
     for buffer in schedule.buffers:
         if buffer.is_static or buffer.memory is not Memory.DEVICE:
             continue
+        freed_by = schedule.tasks[freeing[buffer.id]]
         for iteration in range(order.num_iterations):
-            first = _first_position(order, schedule.tasks[allocating[buffer.id]], iteration)
-            last = _last_position(order, schedule.tasks[freeing[buffer.id]], iteration, compute)
-            first, last = max(first, start), min(last, stop - 1)
-            if first <= last:
-                change[first - start] += buffer.size_bytes
-                change[last - start + 1] -= buffer.size_bytes
-                intervals.append((first, last, buffer.id))
-    best, level = GuaranteedPeak(-1, compute[0], (), 0), static_bytes
+            first = max(_first_position(order, schedule.tasks[allocating[buffer.id]], iteration), start)
+            last = _last_position(order, freed_by, iteration, compute)
+            last_pause = min(last if freed_by.lane is Lane.COMPUTE else last + 1, stop - 1)
+            last = min(last, stop - 1)
+            for change, end in ((running, last), (pausing, last_pause)):
+                if first <= end:
+                    change[first - start] += buffer.size_bytes
+                    change[end - start + 1] -= buffer.size_bytes
+            intervals.append((first, last, last_pause, buffer.id))
+    best, is_pause = GuaranteedPeak(-1, compute[0], (), 0), False
+    level = pause_level = static_bytes
     for offset, task_id in enumerate(compute):
-        level += change[offset]
+        level += running[offset]
+        pause_level += pausing[offset]
         phase = schedule.tasks[task_id].phase
         transient = phase.peak_bytes if phase is not None else 0
         if level + transient > best.size_bytes:
-            best = GuaranteedPeak(level + transient, task_id, (), transient)
+            best, is_pause = GuaranteedPeak(level + transient, task_id, (), transient), False
+        if pause_level > best.size_bytes:
+            best, is_pause = GuaranteedPeak(pause_level, task_id, (), 0), True
     position = start + compute.index(best.task)
     alive = [b.id for b in schedule.buffers if b.is_static and b.memory is Memory.DEVICE]
-    alive += [buffer for first, last, buffer in intervals if first <= position <= last]
+    alive += [b for first, last, last_pause, b in intervals if first <= position <= (last_pause if is_pause else last)]
     return GuaranteedPeak(best.size_bytes, best.task, tuple(alive), best.transient_bytes)
 
 
