@@ -90,8 +90,10 @@ class _Assignment:
                 heappush(self._free, (stay.last_step, stay.slot))
 
     def _choose_slot(self, step: int) -> tuple[int, int | None]:
-        """An empty slot, else the one that fell free first, else the one whose chunk is needed last; and the stay
-        that held it before."""
+        """A slot and the stay that held it before.
+
+        An empty slot, else the one that fell free first, else the one whose chunk is needed last.
+        """
         if len(self._latest) < self.n_buffer:
             self._latest.append(-1)
             return len(self._latest) - 1, None
