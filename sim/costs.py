@@ -15,13 +15,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from math import exp, log
-from typing import Final
+from typing import Final, Self
 
 from ..shared.calibration import Calibration
-from ..shared.errors import CalibrationError, HardwareError
+from ..shared.errors import CalibrationError, HardwareError, WorkloadError
 from ..shared.hardware import Device, DeviceKind, Hardware, Host, Link
 from ..shared.schedule import Schedule, Task, TaskKind
-from ..shared.workload import DType, Operation, OperationClass, Phase
+from ..shared.workload import DType, Operation, OperationClass, Phase, Workload
 from .efficiency import CORE_BYTES_PER_S, CPU_ADAM_FRAC, efficiency_frac
 
 _MATRIX_CLASSES: Final = frozenset({OperationClass.MATMUL, OperationClass.ATTENTION})
@@ -40,7 +40,7 @@ class CostModel:
     """Seconds of every task on one machine, without contention.
 
     ``use_measured``: take a phase's measured seconds where it has them.  They hold on the machine that measured them
-    alone, so whoever sets it has compared ``Workload.measured_on`` with the machine.
+    alone, so whoever sets it has compared ``Workload.measured_on`` with the machine, as ``CostModel.of`` does.
     Raises CalibrationError if the calibration belongs to another machine.
     """
 
@@ -56,6 +56,21 @@ class CostModel:
                 f"the calibration was made on {self.calibration.hardware_name} but the machine is "
                 f"{self.hardware.name}. Calibrate on this machine, or predict without a calibration."
             )
+
+    @classmethod
+    def of(cls, workload: Workload, hardware: Hardware, calibration: Calibration | None = None) -> Self:
+        """The costs of ``workload`` on ``hardware``, by its measured seconds if they were measured there.
+
+        Raises WorkloadError if its blocks carry nothing but seconds of another machine.
+        """
+        use_measured = workload.measured_on == hardware.name
+        if not use_measured and not any(profile.forward.operations for profile in workload.profiles):
+            origin = f"seconds measured on {workload.measured_on}" if workload.measured_on is not None else "no seconds"
+            raise WorkloadError(
+                f"the blocks of {workload.model_name} list no operations and carry {origin}, which say nothing about "
+                f"{hardware.name}. Trace the model again, or measure it on {hardware.name}."
+            )
+        return cls(hardware, calibration, use_measured=use_measured)
 
     def durations_s(self, schedule: Schedule) -> tuple[float, ...]:
         """Seconds of every task of ``schedule``, in its order."""

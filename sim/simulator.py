@@ -39,12 +39,12 @@ def simulate(
     ``schedule`` and ``layout`` spare compiling and building them again; they must be those of ``plan``.  Seconds that
     the workload carries count where they were measured on this machine, otherwise its operations do.
     Raises PlanError if the plan does not fit the workload, CalibrationError if the calibration belongs to another
-    machine, HardwareError if the machine lacks a figure that the workload needs, and WorkloadError if nothing in the
-    workload takes time.
+    machine, HardwareError if the machine lacks a figure that the workload needs, and WorkloadError if the workload says
+    nothing of how long it takes on this machine.
     """
     if schedule is None:
         schedule = compile_schedule(plan, workload, layout)
-    costs = CostModel(hardware, calibration, use_measured=workload.measured_on == hardware.name)
+    costs = CostModel.of(workload, hardware, calibration)
     contention = ContentionModel.of(hardware, calibration)
     timing = simulate_timing(schedule, costs.durations_s(schedule), contention, num_more_iterations=1)
     return predicted_record(plan, workload, hardware, calibration, schedule, timing)

@@ -1,0 +1,142 @@
+"""How lanes slow each other: what was measured is kept, company never helps, and the data sheet fills the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import combinations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from protwin.shared.calibration import Calibration, Contention
+from protwin.shared.hardware import DeviceKind, Hardware
+from protwin.shared.schedule import Lane
+from protwin.sim.contention import ContentionModel
+from tests.sim.hand_made import MACHINE, STEPPED_BYTES, machine
+from tests.strategies import calibrations, hardware
+
+SETS = [frozenset(lanes) for size in range(1, len(Lane) + 1) for lanes in combinations(Lane, size)]
+COMPUTE, H2D, D2H, CPU_OPTIM = Lane
+
+
+def calibrated(measured: dict[tuple[Lane, ...], tuple[float, ...]]) -> Calibration:
+    return Calibration(
+        hardware_name=MACHINE,
+        machine=MACHINE,
+        contention=tuple(Contention(lanes=lanes, slowdowns=values) for lanes, values in measured.items()),
+    )
+
+
+def growing_pairs() -> Iterator[tuple[frozenset[Lane], frozenset[Lane]]]:
+    """Every set of lanes with every larger one that contains it."""
+    for smaller in SETS:
+        for larger in SETS:
+            if smaller < larger:
+                yield smaller, larger
+
+
+@given(hardware(), st.none() | calibrations())
+def test_company_never_makes_a_lane_faster(hardware: Hardware, calibration: Calibration | None) -> None:
+    contention = ContentionModel.of(hardware, calibration)
+    for smaller, larger in growing_pairs():
+        for lane in smaller:
+            assert contention.rates(larger)[lane] <= contention.rates(smaller)[lane]
+    for lanes in SETS:
+        rates = contention.rates(lanes)
+        assert rates.keys() == lanes
+        assert all(0 < rate <= 1 for rate in rates.values())
+        if len(lanes) == 1:
+            assert list(rates.values()) == [1.0]
+
+
+def test_taking_measurements_as_they_are_would_make_company_helpful() -> None:
+    # Three lanes were measured with less noise than two of them: 1.3 against 1.4 for compute.
+    calibration = calibrated({(COMPUTE, H2D): (1.4, 1.1), (COMPUTE, H2D, CPU_OPTIM): (1.3, 1.9, 1.9)})
+    as_they_are = {frozenset(entry.lanes): entry.slowdowns[0] for entry in calibration.contention}
+    assert as_they_are[frozenset({COMPUTE, H2D, CPU_OPTIM})] < as_they_are[frozenset({COMPUTE, H2D})]
+    contention = ContentionModel.of(machine(), calibration)
+    assert contention.slowdowns[frozenset({COMPUTE, H2D, CPU_OPTIM})][COMPUTE] == 1.4
+
+
+@given(st.data())
+def test_consistent_measurements_are_kept(data: st.DataObject) -> None:
+    # Slowdowns that grow with the company are what they are.
+    growth = {lane: data.draw(st.floats(0, 2)) for lane in Lane}
+    chosen = data.draw(st.lists(st.sampled_from([lanes for lanes in SETS if len(lanes) > 1]), unique=True))
+    measured = {
+        tuple(sorted(lanes)): tuple(1 + growth[lane] * (len(lanes) - 1) for lane in sorted(lanes)) for lanes in chosen
+    }
+    contention = ContentionModel.of(machine(), calibrated(measured))
+    for lanes, values in measured.items():
+        for lane, slowdown in zip(lanes, values, strict=True):
+            assert contention.slowdowns[frozenset(lanes)][lane] == slowdown
+
+
+def test_sets_that_were_not_measured_multiply_the_fewest_groups() -> None:
+    contention = ContentionModel.of(
+        machine(),
+        calibrated(
+            {
+                (COMPUTE, H2D): (1.1, 1.0),
+                (COMPUTE, D2H): (1.2, 1.0),
+                (COMPUTE, CPU_OPTIM): (1.5, 1.25),
+                (COMPUTE, H2D, CPU_OPTIM): (1.8, 1.0, 1.25),
+            }
+        ),
+    )
+    # Two groups of one: 1.1 * 1.2.
+    assert contention.slowdowns[frozenset({COMPUTE, H2D, D2H})][COMPUTE] == pytest.approx(1.1 * 1.2)
+    # All four: {h2d, cpu_optim} and {d2h}, 1.8 * 1.2, rather than three groups of one, 1.1 * 1.2 * 1.5 = 1.98.
+    assert contention.slowdowns[frozenset(Lane)][COMPUTE] == pytest.approx(1.8 * 1.2)
+
+
+def test_a_measured_set_bounds_the_unmeasured_ones_within_it() -> None:
+    # Nobody measured the pair, and the data sheet of this machine says 2 for each; the three together were 1.5.
+    slow = machine(gather_s=1.0, offload_s=1.0, full_duplex=False)
+    assert ContentionModel.of(slow).slowdowns[frozenset({H2D, D2H})][H2D] == 2.0
+    contention = ContentionModel.of(slow, calibrated({(COMPUTE, H2D, D2H): (1.0, 1.5, 1.6)}))
+    assert dict(contention.slowdowns[frozenset({H2D, D2H})]) == {H2D: 1.5, D2H: 1.6}
+
+
+# -- from the data sheet ---------------------------------------------------------------------------------------------
+
+
+def test_a_roomy_host_with_duplex_links_disturbs_nobody() -> None:
+    contention = ContentionModel.of(machine(host_bytes_per_s=1e9))
+    assert contention == ContentionModel.none()
+
+
+def test_one_direction_at_a_time() -> None:
+    contention = ContentionModel.of(machine(full_duplex=False))
+    assert dict(contention.rates(frozenset({H2D, D2H}))) == {H2D: 0.5, D2H: 0.5}
+    assert dict(contention.rates(frozenset(Lane))) == {COMPUTE: 1.0, H2D: 0.5, D2H: 0.5, CPU_OPTIM: 1.0}
+
+
+def test_copies_and_cpu_adam_share_the_host_memory() -> None:
+    # Per second: copies 256 bytes each way, CPU Adam 1 792; the host gives 1 792.
+    host_bytes_per_s = float(STEPPED_BYTES)
+    rates = ContentionModel.of(machine(host_bytes_per_s=host_bytes_per_s)).rates
+    assert dict(rates(frozenset({H2D, D2H}))) == {H2D: 1.0, D2H: 1.0}
+    demand = (1792 + 256) / 1792
+    assert dict(rates(frozenset({H2D, CPU_OPTIM}))) == pytest.approx({H2D: 1 / demand, CPU_OPTIM: 1 / demand})
+    all_four = (1792 + 256 + 256) / 1792
+    assert rates(frozenset(Lane))[CPU_OPTIM] == pytest.approx(1 / all_four)
+    assert rates(frozenset(Lane))[COMPUTE] == 1.0  # it runs from the device's own memory
+
+
+def test_a_two_core_machine_whose_cpu_is_the_device() -> None:
+    # Measured on one: compute slows 1.13 times beside a copy or CPU Adam, these two slow each other 1.8 times, and all
+    # three together slow between 1.6 and 2.5 times.  Copies there draw 45 % of the memory bandwidth to read and as
+    # much to write, CPU Adam 90 %.
+    small = machine(kind=DeviceKind.CPU, gather_s=256 / 4.5e9, offload_s=256 / 4.5e9, cpu_adam_s=1792 / 9e9)
+    small = small.model_copy(update={"host": small.host.model_copy(update={"memory_bandwidth_bytes_per_s": 10e9})})
+    slowdowns = ContentionModel.of(small).slowdowns
+    for lane in (H2D, D2H, CPU_OPTIM):
+        assert slowdowns[frozenset({COMPUTE, lane})][COMPUTE] == pytest.approx(1.13)
+    assert slowdowns[frozenset({H2D, CPU_OPTIM})][H2D] == pytest.approx(1.8)
+    assert 1.6 <= slowdowns[frozenset({COMPUTE, H2D, CPU_OPTIM})][COMPUTE] <= 2.5
+
+
+def test_no_lanes_no_rates() -> None:
+    assert dict(ContentionModel.none().rates(frozenset())) == {}
