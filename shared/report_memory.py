@@ -13,7 +13,8 @@ from .report_svg import value_text as px
 from .report_timeline import LEFT_PX, RIGHT_PX
 from .report_words import CONTENT_NAMES, ORIGIN_NAMES, Alive, alive_at_peak, format_share
 from .schedule import Content, Memory
-from .units import format_bytes
+from .timeline import is_slowed, paced_times_s
+from .units import format_bytes, format_seconds
 
 CONTENT_COLOURS: Final[dict[Content | None, str]] = {
     Content.PARAMETERS: "blue",
@@ -77,7 +78,11 @@ def memory_chart(records: Sequence[Record], time_range_s: tuple[float, float], l
 
 
 def _curve_words(record: Record, curve: MemoryCurve) -> str:
-    return f"{ORIGIN_NAMES[record.origin]}, peak {format_bytes(curve.peak_bytes)} in {curve.peak_at}"
+    words = f"{ORIGIN_NAMES[record.origin]}, peak {format_bytes(curve.peak_bytes)} in {curve.peak_at}"
+    if is_slowed(record, curve):
+        watched = format_seconds(curve.times_s[-1])
+        words += f" (from an iteration that watching stretched to {watched}, drawn to the length of the timed ones)"
+    return words
 
 
 def _curve_mark(colour: str) -> str:
@@ -88,7 +93,8 @@ def _curve_mark(colour: str) -> str:
 
 def _curve(record: Record, curve: MemoryCurve, across: Scale, upwards: Scale, colour: str, *, has_wash: bool) -> str:
     """The steps of one curve up to the end of the iteration, and a ring at its peak."""
-    points = thinned(curve.times_s, curve.levels_bytes, across.per_px)
+    times_s = paced_times_s(record, curve)
+    points = thinned(times_s, curve.levels_bytes, across.per_px)
     end_s = max(record.iteration_s, points[-1][0])
     path = f"M{px(across(points[0][0]))} {px(upwards(points[0][1]))}"
     path += "".join(f"H{px(across(at_s))}V{px(upwards(level))}" for at_s, level in points[1:])
@@ -99,7 +105,7 @@ def _curve(record: Record, curve: MemoryCurve, across: Scale, upwards: Scale, co
         area = f"{path}V{px(base)}H{px(across(points[0][0]))}Z"
         drawn.append(tag("path", d=area, class_=f"wash fill-{colour}"))
     drawn.append(tag("path", d=path, class_=f"line stroke-{colour}"))
-    peak_s = curve.times_s[curve.levels_bytes.index(max(curve.levels_bytes))]
+    peak_s = times_s[curve.levels_bytes.index(max(curve.levels_bytes))]
     words = f"{_curve_words(record, curve)}"
     drawn.append(
         tag(

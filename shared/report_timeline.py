@@ -12,7 +12,7 @@ from .record import Record, TaskTiming
 from .report_svg import Scale, figure, legend, line, svg, tag, text, time_axis
 from .report_words import KIND_NAMES, LANE_NAMES, ORIGIN_NAMES, bottleneck, busy_frac, format_share
 from .schedule import Lane, Schedule, TaskKind
-from .timeline import subject_of
+from .timeline import paced_times_s, subject_of
 from .units import format_bytes, format_seconds
 
 KIND_COLOURS: Final[dict[TaskKind, str]] = {
@@ -74,12 +74,13 @@ class Stretch:
 
 
 def time_range_s(records: Sequence[Record]) -> tuple[float, float]:
-    """From the first start to the last end of all records, whole iterations included."""
-    low, high = 0.0, max(record.iteration_s for record in records)
+    """From the first start to the last end of all records, whole iterations and memory curves included."""
+    times_s = [0.0]
     for record in records:
-        for timing in record.tasks:
-            low, high = min(low, timing.start_s), max(high, timing.end_s)
-    return low, high
+        times_s += [record.iteration_s]
+        times_s += [at_s for timing in record.tasks for at_s in (timing.start_s, timing.end_s)]
+        times_s += [at_s for curve in record.memory for at_s in paced_times_s(record, curve)]
+    return min(times_s), max(times_s)
 
 
 def lane_charts(records: Sequence[Record], schedule: Schedule | None) -> str:

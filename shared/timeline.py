@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from itertools import zip_longest
 from typing import Any
 
 from .errors import ProtwinError
-from .record import Record, TaskTiming
+from .record import MemoryCurve, Origin, Record, TaskTiming
 from .schedule import Lane, Schedule, TaskId
 from .units import format_seconds
 
@@ -65,9 +66,27 @@ def subject_of(timing: TaskTiming) -> tuple[str, str] | None:
     return ("chunk", rest.removeprefix("chunk ")) if rest.startswith("chunk ") else ("section", rest)
 
 
+def paced_times_s(record: Record, curve: MemoryCurve) -> tuple[float, ...]:
+    """The curve's times, laid to the length of the iteration.
+
+    [Note: Watched iterations]
+    Watching memory slows an iteration down, so a measured curve comes from another iteration than the timings, and may
+    be longer than they are.  Such a curve is shortened in proportion, to lie where the tasks are that it belongs to.
+    """
+    if not is_slowed(record, curve):
+        return curve.times_s
+    pace = record.iteration_s / curve.times_s[-1]
+    return tuple(at_s * pace for at_s in curve.times_s)
+
+
+def is_slowed(record: Record, curve: MemoryCurve) -> bool:
+    """Whether the curve comes from an iteration that was longer than the timed ones; see [Note: Watched iterations]."""
+    return record.origin is Origin.MEASURED and bool(curve.times_s) and curve.times_s[-1] > record.iteration_s
+
+
 def _first_ns(record: Record) -> int:
     starts = [_ns(timing.start_s) for timing in record.tasks]
-    samples = [_ns(curve.times_s[0]) for curve in record.memory if curve.times_s]
+    samples = [_ns(paced_times_s(record, curve)[0]) for curve in record.memory if curve.times_s]
     return min(0, *starts, *samples) if starts or samples else 0
 
 
@@ -106,9 +125,17 @@ def _marks(process: int, record: Record, zero_ns: int) -> Iterator[Event]:
 
 
 def _tasks(process: int, record: Record, schedule: Schedule | None, zero_ns: int) -> Iterator[Event]:
+    """Every task, ended at the latest where the next of its lane starts.
+
+    Starts and durations of a measured record are medians, so neighbours may overlap by a little, although a lane runs
+    one task after another; viewers of traces do not show tasks of one thread that overlap.
+    """
     thread_of = {lane: thread for thread, lane in enumerate(Lane, start=1)}
-    for timing in sorted(record.tasks, key=lambda t: (thread_of[t.lane], t.start_s, t.end_s, t.task)):
+    in_order = sorted(record.tasks, key=lambda t: (thread_of[t.lane], t.start_s, t.end_s, t.task))
+    for timing, following in zip_longest(in_order, in_order[1:]):
         start_ns, end_ns = _ns(timing.start_s), _ns(timing.end_s)
+        if following is not None and following.lane is timing.lane:
+            end_ns = min(end_ns, _ns(following.start_s))
         yield {
             "name": timing.name,
             "cat": str(timing.kind),
@@ -146,7 +173,7 @@ def _named(tasks: tuple[TaskId, ...], schedule: Schedule) -> str:
 
 def _levels(process: int, record: Record, zero_ns: int) -> Iterator[Event]:
     for curve in record.memory:
-        for at_s, level_bytes in zip(curve.times_s, curve.levels_bytes, strict=True):
+        for at_s, level_bytes in zip(paced_times_s(record, curve), curve.levels_bytes, strict=True):
             yield {
                 "name": f"{curve.memory} memory",
                 "ph": "C",

@@ -70,6 +70,10 @@ def check_tasks(bars: list[Trace], record: Record, zero_us: float, thread_of: di
         assert bar["args"]["kind"] == bar["cat"] == timing.kind
         assert bar["ts"] == pytest.approx(zero_us + timing.start_s * 1e6, abs=TOLERANCE_US)
         assert bar["ts"] + bar["dur"] == pytest.approx(zero_us + timing.end_s * 1e6, abs=TOLERANCE_US)
+    check_no_overlap(bars)
+
+
+def check_no_overlap(bars: list[Trace]) -> None:
     lanes: dict[int, list[Trace]] = {}
     for bar in bars:
         lanes.setdefault(bar["tid"], []).append(bar)
@@ -147,6 +151,31 @@ def test_nothing_is_shifted_if_nothing_starts_early(example: LaidOut) -> None:
     late = record.model_copy(update={"tasks": tuple(t for t in record.tasks if t.start_s >= 0)})
     trace = json.loads(chrome_trace({"simulated": late}))
     assert {e["ts"] for e in trace["traceEvents"] if e["name"] == "iteration begins"} == {0}
+
+
+def test_neighbours_of_one_lane_that_overlap_by_rounding_are_cut_apart(example: LaidOut) -> None:
+    """Medians of starts and of durations, as a measured record has them, need not fit each other."""
+    record = example.measured
+    longer = tuple(t.model_copy(update={"end_s": t.end_s + 1e-4}) for t in record.tasks)
+    trace = json.loads(chrome_trace({"measured": record.model_copy(update={"tasks": longer})}))
+    bars = events(trace, "X", 1)
+    with pytest.raises(AssertionError):
+        check_no_overlap([bar | {"dur": bar["dur"] + 100.0} for bar in bars])
+    check_no_overlap(bars)
+    assert len(bars) == len(record.tasks)
+
+
+def test_a_curve_from_a_slower_iteration_is_laid_to_the_length_of_the_timed_ones(example: LaidOut) -> None:
+    record = example.measured
+    slow = tuple(
+        c.model_copy(update={"times_s": tuple(2 * at_s for at_s in c.times_s)}) if len(c.times_s) > 1 else c
+        for c in record.memory
+    )
+    trace = json.loads(chrome_trace({"measured": record.model_copy(update={"memory": slow})}))
+    zero_us = next(e["ts"] for e in events(trace, "i", 1) if e["name"] == "iteration begins")
+    end_us = max(e["ts"] for e in events(trace, "C", 1))
+    assert 2 * record.memory[0].times_s[-1] > record.iteration_s
+    assert end_us - zero_us == pytest.approx(record.iteration_s * 1e6, abs=TOLERANCE_US)
 
 
 def test_marks_divide_the_iteration_into_its_phases(example: LaidOut) -> None:
