@@ -1,0 +1,165 @@
+"""Calibrating a machine for a model: a few short runs of plans that differ, measured and fitted."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from itertools import repeat
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from ..runtime.batches import Batch, Loss, loss_of
+from ..runtime.configurations import build_model, training_dtype
+from ..runtime.devices import CpuDevice, TrainingDevice
+from ..runtime.identity import machine_name, software_versions
+from ..runtime.optimizer import MakeOptimizer
+from ..runtime.snapshot import left_as_found
+from ..runtime.text import byte_batches, python_reference
+from ..runtime.tracing import trace
+from ..runtime.training import carry_out, default_optimizer
+from ..shared.calibration import Calibration, Contention
+from ..shared.errors import CalibrationError
+from ..shared.hardware import Hardware
+from ..shared.layout import aligned, build_layout
+from ..shared.plan import Plan
+from ..shared.record import Record
+from ..shared.workload import Workload
+from .fitting import Pair, fit_calibration
+from .slowdowns import measure_slowdowns
+
+_WARM_UP: Final = 3
+
+
+def calibrate(
+    model: nn.Module,
+    batch: Batch,
+    workload: Workload,
+    hardware: Hardware,
+    *,
+    loss: Loss | None = None,
+    optimizer: MakeOptimizer = default_optimizer,
+    make_device: Callable[[], TrainingDevice] = CpuDevice,
+    steps: int = 7,
+    slowdown_seconds: float = 10.0,
+    plans: tuple[Plan, ...] | None = None,
+    contention: tuple[Contention, ...] | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> Calibration:
+    """Run a few plans for ``steps`` timed iterations each, measure how lanes slow each other, fit the factors.
+
+    The runs train a copy of ``model``; the model itself, its gradients and the random state stay as they are.
+    ``make_device`` gives a fresh device for each run, without a budget: what is measured are times.  ``plans``
+    replaces ``bootstrap_plans``; ``contention`` spares measuring the slowdowns again.
+    """
+    chosen = plans or bootstrap_plans(workload)
+    total = 100 + len(chosen) * (steps + _WARM_UP + 1)
+
+    def report(done: int, of: int) -> None:
+        if on_progress is not None:
+            on_progress(100 * done // of, total)
+
+    if contention is None:
+        contention = measure_slowdowns(make_device(), seconds=slowdown_seconds, on_progress=report)
+    pairs: list[Pair] = []
+    done = 100
+    with left_as_found(model):
+        for plan in chosen:
+            record = run_plan(
+                copy.deepcopy(model),
+                plan,
+                workload,
+                repeat(batch, steps + _WARM_UP + 1),
+                loss=loss,
+                optimizer=optimizer,
+                device=make_device(),
+                hardware_name=hardware.name,
+            )
+            pairs.append(Pair(workload, record))
+            done += steps + _WARM_UP + 1
+            if on_progress is not None:
+                on_progress(done, total)
+    return fit_calibration(
+        pairs, hardware, contention=contention, machine=make_device().description, software=software_versions()
+    )
+
+
+def run_plan(
+    model: nn.Module,
+    plan: Plan,
+    workload: Workload,
+    batches: Iterator[Batch],
+    *,
+    loss: Loss | None = None,
+    optimizer: MakeOptimizer = default_optimizer,
+    device: TrainingDevice,
+    hardware_name: str,
+) -> Record:
+    """Train ``model`` under ``plan`` on all ``batches`` and give the measured Record."""
+    with carry_out(model, plan, workload, optimizer=optimizer, device=device) as training:
+        for batch in batches:
+            loss_of(model, batch, loss).backward()  # type: ignore[no-untyped-call]
+            training.step()
+        return training.record(hardware_name=hardware_name)
+
+
+def bootstrap_plans(workload: Workload) -> tuple[Plan, ...]:
+    """Three plans that between them run every kind of task: all on the device, half of it, and nothing kept there."""
+    largest = max((sum(sizes) for sizes in _block_sizes(workload)), default=1)
+    chunk_bytes = max(1, largest)
+    layout = build_layout(workload.parameters, num_blocks=workload.num_blocks, chunk_bytes=chunk_bytes)
+    offloaded = [chunk.id for chunk in layout.chunks if chunk.blocks]
+    half = offloaded[len(offloaded) // 2] if offloaded else 0
+    blocks = workload.num_blocks
+    common = {"workload_id": workload.identity, "chunk_bytes": chunk_bytes}
+    return (
+        Plan(**common, n_persist=len(layout.chunks), n_buffer=0, n_checkpoint=0),
+        Plan(**common, n_persist=half, n_buffer=_buffers(layout.min_buffers(half), 1), n_checkpoint=blocks // 2),
+        Plan(**common, n_persist=0, n_buffer=_buffers(layout.min_buffers(0), 1), n_checkpoint=blocks, prefetch_depth=2),
+    )
+
+
+def _buffers(fewest: int, more: int) -> int:
+    return fewest + more if fewest else 0
+
+
+def _block_sizes(workload: Workload) -> list[list[int]]:
+    sizes: dict[int, list[int]] = {}
+    for parameter in workload.parameters:
+        if parameter.block is not None:
+            sizes.setdefault(parameter.block, []).append(aligned(parameter.size_bytes))
+    return list(sizes.values())
+
+
+def calibrate_configuration(
+    configuration: Mapping[str, Any],
+    name: str,
+    hardware: Hardware,
+    *,
+    batch_size: int,
+    sequence_length: int,
+    dtype: str | None = None,
+    steps: int = 7,
+    seed: int = 0,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> tuple[Workload, Calibration]:
+    """Build the model of a ``config.json`` with random weights, trace and time it here, and calibrate.
+
+    Raises CalibrationError if ``hardware`` was not probed on this machine, WorkloadError if the model is too large
+    for it.
+    """
+    if hardware.name != machine_name():
+        raise CalibrationError(
+            f"{hardware.name} is not this machine ({machine_name()}), so factors measured here would say nothing "
+            f"about it. Describe this one: protwin hardware probe --output machine.toml"
+        )
+    torch.manual_seed(seed)
+    model = build_model(configuration, name, training_dtype(configuration, dtype), device="cpu")
+    batch = next(
+        byte_batches(
+            python_reference(), batch_size=batch_size, sequence_length=sequence_length, num_batches=1, seed=seed
+        )
+    )
+    workload = trace(model, batch, name=name)
+    return workload, calibrate(model, batch, workload, hardware, steps=steps, on_progress=on_progress)

@@ -1,0 +1,103 @@
+"""The commands of this folder: ``calibrate`` and ``compare``.  torch is imported when the first is called."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..shared.cli_options import DTypeName, HardwareName, JsonFlag, OutputPath, command_app, examples
+from ..shared.cli_output import show
+from ..shared.comparison import compare_records
+from ..shared.files import write_atomically
+from ..shared.machines import load_hardware
+from ..shared.models import load_model_configuration
+from ..shared.progress import progress_bar
+from ..shared.record import Record
+from ..shared.tables import comparison_tables
+from ..shared.timeline import chrome_trace
+from .tables import calibration_tables
+
+__all__ = ["calibrate", "compare"]
+
+calibrate = command_app()
+compare = command_app()
+
+
+@calibrate.command(
+    epilog=examples(
+        "protwin hardware probe --output machine.toml",
+        "protwin calibrate --model config.json --batch-size 4 --sequence-length 128 --hardware machine.toml "
+        "--workload-output workload.json --output calibration.json",
+    )
+)
+def calibrate_command(
+    model: Annotated[
+        str, typer.Option("--model", "-m", metavar="NAME|FILE", help="A model of the catalogue, or a config.json.")
+    ],
+    batch_size: Annotated[int, typer.Option("--batch-size", min=1, help="Samples per iteration.")],
+    sequence_length: Annotated[int, typer.Option("--sequence-length", min=1, help="Tokens per sample.")],
+    hardware: HardwareName,
+    dtype: DTypeName = None,
+    steps: Annotated[int, typer.Option("--steps", min=2, help="Timed iterations of each plan.")] = 7,
+    seed: Annotated[int, typer.Option("--seed", help="Seed of random weights and of the batch.")] = 0,
+    workload_output: Annotated[
+        Path | None,
+        typer.Option("--workload-output", metavar="FILE", dir_okay=False, help="Write the timed workload to this file."),
+    ] = None,
+    output: OutputPath = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Measure this machine with a model: how long tasks really take, and how lanes slow each other down.
+
+    Runs three short trainings with random weights.  The factors hold for this machine; a workload that is searched
+    with them should be the timed one (--workload-output).
+    """
+    from .calibrating import calibrate_configuration
+
+    described = load_model_configuration(model)
+    with progress_bar("calibrating") as on_progress:
+        workload, factors = calibrate_configuration(
+            described.config,
+            described.name,
+            load_hardware(hardware),
+            batch_size=batch_size,
+            sequence_length=sequence_length,
+            dtype=dtype,
+            steps=steps,
+            seed=seed,
+            on_progress=on_progress,
+        )
+    if workload_output is not None:
+        workload.save(workload_output)
+    if output is not None:
+        factors.save(output)
+    if as_json:
+        typer.echo(factors.to_json(), nl=False)
+    else:
+        show(calibration_tables(factors))
+
+
+@compare.command(epilog=examples("protwin compare predicted.json measured.json --timeline timeline.json"))
+def compare_command(
+    predicted: Annotated[Path, typer.Argument(metavar="PREDICTED", dir_okay=False, help="A simulated record.")],
+    measured: Annotated[Path, typer.Argument(metavar="MEASURED", dir_okay=False, help="A measured record.")],
+    timeline: Annotated[
+        Path | None,
+        typer.Option("--timeline", metavar="FILE", dir_okay=False, help="Write both as one Chrome trace."),
+    ] = None,
+    output: OutputPath = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Lay two records of one plan side by side: per task kind, per lane, phases, peaks, the first task that differs."""
+    first, second = Record.load(predicted), Record.load(measured)
+    comparison = compare_records(first, second)
+    if output is not None:
+        comparison.save(output)
+    if timeline is not None:
+        write_atomically(timeline, chrome_trace({str(first.origin): first, str(second.origin): second}))
+    if as_json:
+        typer.echo(comparison.to_json(), nl=False)
+    else:
+        show(comparison_tables(comparison))

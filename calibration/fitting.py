@@ -1,0 +1,138 @@
+"""Fitting a calibration: the factor of every task kind from pairs of predicted and measured tasks.
+
+For each kind the measured seconds of its tasks are regressed on the modelled ones, without an intercept where the
+tasks are too alike to tell one, by least squares with both coefficients kept from being negative.  Slowdown by other
+lanes is part of a measured duration, so the modelled seconds are what the simulator predicts under contention, and the
+fit is repeated with the factors found until they settle.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from scipy.optimize import nnls
+
+from ..shared.calibration import Calibration, Contention, Factor
+from ..shared.compile import compile_schedule
+from ..shared.errors import CalibrationError
+from ..shared.hardware import Hardware
+from ..shared.record import Origin, Record
+from ..shared.schedule import Schedule, TaskKind
+from ..shared.workload import Workload
+from ..sim.contention import ContentionModel
+from ..sim.costs import CostModel
+from ..sim.simulator import simulate_timing
+
+_ROUNDS: Final = 4
+_SPREAD: Final = 4.0
+"""Largest over smallest modelled seconds from which an intercept can be told from a slope."""
+_FEWEST_FOR_INTERCEPT: Final = 4
+_LOWEST: Final = 0.02
+_HIGHEST: Final = 50.0
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A measured Record and the workload that it ran."""
+
+    workload: Workload
+    measured: Record
+
+
+def fit_calibration(
+    pairs: Sequence[Pair],
+    hardware: Hardware,
+    *,
+    contention: Sequence[Contention] = (),
+    machine: str,
+    software: Mapping[str, str],
+) -> Calibration:
+    """The calibration that makes the simulator agree best with ``pairs``, task by task.
+
+    Raises CalibrationError without pairs, for records that were not measured, or if a kind's factor is absurd, which
+    means that the hardware describes another machine.
+    """
+    if not pairs:
+        raise CalibrationError("there are no measured records to fit to. Run at least one plan.")
+    if any(pair.measured.origin is not Origin.MEASURED for pair in pairs):
+        raise CalibrationError("a predicted record was given as a measurement. Fit to records of real runs.")
+    schedules = [compile_schedule(pair.measured.plan, pair.workload) for pair in pairs]
+    for pair, schedule in zip(pairs, schedules, strict=True):
+        if pair.measured.plan_id != schedule.plan_id:
+            raise CalibrationError(f"a record of plan {pair.measured.plan_id} does not belong to its workload.")
+    calibration = Calibration(
+        hardware_name=hardware.name,
+        machine=machine,
+        software=dict(software),
+        contention=tuple(contention),
+        iteration_noise_frac=statistics.median(pair.measured.iteration_noise_frac for pair in pairs),
+        fitted_to=tuple(dict.fromkeys(pair.workload.model_name for pair in pairs)),
+        num_runs=len(pairs),
+    )
+    for _ in range(_ROUNDS):
+        calibration = _refit(calibration, pairs, schedules, hardware)
+    return _with_gap(calibration, pairs)
+
+
+def _refit(
+    calibration: Calibration, pairs: Sequence[Pair], schedules: Sequence[Schedule], hardware: Hardware
+) -> Calibration:
+    """One round: slowdowns under the present factors, then factors under these slowdowns."""
+    modelled: dict[TaskKind, list[float]] = {}
+    measured: dict[TaskKind, list[float]] = {}
+    for pair, schedule in zip(pairs, schedules, strict=True):
+        use_measured = pair.workload.measured_on == hardware.name
+        bare = CostModel(hardware, None, use_measured=use_measured).durations_s(schedule)
+        current = CostModel(hardware, calibration, use_measured=use_measured).durations_s(schedule)
+        timing = simulate_timing(schedule, current, ContentionModel.of(hardware, calibration))
+        taken = timing.ends_s[timing.window] - timing.starts_s[timing.window]
+        for task, timed in zip(schedule.tasks, pair.measured.tasks, strict=True):
+            slowdown = float(taken[task.id]) / current[task.id] if current[task.id] > 0 else 1.0
+            modelled.setdefault(task.kind, []).append(bare[task.id])
+            measured.setdefault(task.kind, []).append(timed.duration_s / max(1.0, slowdown))
+    factors, overheads = dict(calibration.factors), {}
+    for kind in modelled:
+        factors[kind], overheads[kind] = _regress(kind, np.array(modelled[kind]), np.array(measured[kind]))
+    return calibration.model_copy(update={"factors": factors, "overhead_s": overheads})
+
+
+def _regress(kind: TaskKind, modelled: np.ndarray, measured: np.ndarray) -> tuple[Factor, float]:
+    """Slope and intercept (seconds) of measured over modelled, with the slope's relative standard deviation."""
+    present = modelled > 0
+    if not present.any():
+        return Factor(), float(np.median(measured))
+    x, y = modelled[present], measured[present]
+    # A task's scatter grows with its duration: weighting by 1 / x lets short tasks tell the intercept.
+    weight = 1 / np.sqrt(x)
+    slope, overhead_s = float((x * weight) @ (y * weight) / ((x * weight) @ (x * weight))), 0.0
+    if len(x) >= _FEWEST_FOR_INTERCEPT and x.max() > _SPREAD * x.min():
+        (bent, intercept_s), _ = nnls(np.stack([x * weight, weight], axis=1), y * weight)
+        # An intercept explains what a task costs besides its work; one that explains the work itself is noise.
+        if bent > slope / 2:
+            slope, overhead_s = float(bent), float(intercept_s)
+    if not _LOWEST < slope < _HIGHEST:
+        raise CalibrationError(
+            f"{kind} took {slope:.3g} times what the hardware's description says. It describes another machine, or the "
+            f"machine was busy: probe it again (protwin hardware probe)."
+        )
+    residual = y - overhead_s - slope * x
+    degrees = max(1, len(x) - 1)
+    relative_std = float(np.sqrt((residual @ residual) / degrees / (x @ x)) / slope)
+    return Factor(value=float(slope), relative_std=relative_std, num_pairs=len(x)), overhead_s
+
+
+def _with_gap(calibration: Calibration, pairs: Sequence[Pair]) -> Calibration:
+    """Add what passes between iterations (the training loop's own work) to the task that ends one."""
+    gaps = [pair.measured.iteration_s - _end_of_iteration_s(pair.measured) for pair in pairs]
+    overheads = dict(calibration.overhead_s)
+    gap_s = max(0.0, statistics.median(gaps))
+    overheads[TaskKind.DEVICE_ADAM] = overheads.get(TaskKind.DEVICE_ADAM, 0.0) + gap_s
+    return calibration.model_copy(update={"overhead_s": overheads})
+
+
+def _end_of_iteration_s(record: Record) -> float:
+    return next(timing.end_s for timing in record.tasks if timing.kind is TaskKind.DEVICE_ADAM)

@@ -1,0 +1,214 @@
+"""The commands of this folder: ``trace`` and ``run``.  torch is imported when one of them is called."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..shared.cli_options import DeviceBudget, DTypeName, JsonFlag, OutputPath, command_app, examples
+from ..shared.cli_output import show
+from ..shared.errors import WorkloadError
+from ..shared.files import write_atomically
+from ..shared.models import load_model_configuration
+from ..shared.plan import Plan
+from ..shared.progress import progress_bar
+from ..shared.units import format_bytes, parse_bytes_per_s
+from ..shared.workload import Workload
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from .devices import TrainingDevice
+
+__all__ = ["run", "trace"]
+
+trace = command_app()
+run = command_app()
+
+ConfigurationName = Annotated[
+    str, typer.Option("--model", "-m", metavar="NAME|FILE", help="A model of the catalogue, or a config.json.")
+]
+RequiredBatchSize = Annotated[int, typer.Option("--batch-size", min=1, help="Samples per iteration.")]
+RequiredSequenceLength = Annotated[int, typer.Option("--sequence-length", min=1, help="Tokens per sample.")]
+Seed = Annotated[int, typer.Option("--seed", help="Seed of random weights and of the batches.")]
+
+
+@trace.command(
+    epilog=examples(
+        "protwin trace --model llama-3-8b --batch-size 1 --sequence-length 2048 --output workload.json",
+        "protwin trace --model config.json --batch-size 4 --sequence-length 128 --real --output workload.json",
+    )
+)
+def trace_command(
+    model: ConfigurationName,
+    batch_size: RequiredBatchSize,
+    sequence_length: RequiredSequenceLength,
+    dtype: DTypeName = None,
+    is_real: Annotated[
+        bool, typer.Option("--real", help="Build the model with random weights and time it on this machine.")
+    ] = False,
+    seed: Seed = 0,
+    output: OutputPath = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Write down what a model does in one iteration: its workload, from which everything else is answered."""
+    described = load_model_configuration(model)
+    if is_real:
+        built = _real_model(described.config, described.name, dtype, seed)
+        workload = _trace_real(built, described.name, batch_size, sequence_length, seed)
+    else:
+        from .tracing_configurations import workload_of_configuration
+
+        workload = workload_of_configuration(
+            described.config, name=described.name, batch_size=batch_size, sequence_length=sequence_length, dtype=dtype
+        )
+    if output is not None:
+        workload.save(output)
+    if as_json:
+        typer.echo(workload.to_json(), nl=False)
+    else:
+        from ..shared.workload_tables import workload_tables
+
+        show(workload_tables(workload))
+
+
+@run.command(
+    epilog=examples(
+        "protwin run --plan plan.json --workload workload.json --model config.json --steps 20 --output measured.json",
+        "protwin run --plan plan.json --workload workload.json --model gpt2 --device-budget 2GiB --text book.txt",
+    )
+)
+def run_command(
+    plan: Annotated[Path, typer.Option("--plan", metavar="FILE", dir_okay=False, help="What to carry out.")],
+    workload: Annotated[
+        Path, typer.Option("--workload", metavar="FILE", dir_okay=False, help="The workload that the plan is for.")
+    ],
+    model: ConfigurationName,
+    steps: Annotated[int, typer.Option("--steps", min=1, help="Iterations to train.")] = 10,
+    learning_rate: Annotated[float, typer.Option("--learning-rate", min=0.0, help="Rate of AdamW.")] = 1e-4,
+    text: Annotated[
+        Path | None,
+        typer.Option("--text", metavar="FILE", dir_okay=False, help="Text to train on; by default Python's reference."),
+    ] = None,
+    device_budget_bytes: DeviceBudget = None,
+    host_to_device: Annotated[
+        float | None,
+        typer.Option("--host-to-device", parser=parse_bytes_per_s, metavar="RATE", help="Throttle the CPU's link."),
+    ] = None,
+    device_to_host: Annotated[
+        float | None,
+        typer.Option("--device-to-host", parser=parse_bytes_per_s, metavar="RATE", help="Throttle the CPU's link."),
+    ] = None,
+    seed: Seed = 0,
+    output: OutputPath = None,
+    timeline: Annotated[
+        Path | None, typer.Option("--timeline", metavar="FILE", dir_okay=False, help="Write a Chrome trace.")
+    ] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Carry a plan out: train a model with random weights on text, bytes as tokens, exactly as the plan says.
+
+    Uses the first CUDA device where there is one, else the CPU as a device.  --output writes the measured record,
+    which protwin compare lays beside the predicted one.
+    """
+    chosen, traced = Plan.load(plan), Workload.load(workload)
+    described = load_model_configuration(model)
+    samples = traced.num_samples
+    length = traced.num_tokens // samples
+
+    import torch
+
+    from ..shared.tables import record_tables
+    from ..shared.timeline import chrome_trace
+    from .text import byte_batches, read_text
+    from .training import carry_out
+
+    content = read_text(text)
+    batches = byte_batches(content, batch_size=samples, sequence_length=length, num_batches=steps, seed=seed)
+    built = _real_model(described.config, described.name, str(traced.compute_dtype), seed)
+    device = _device(device_budget_bytes, host_to_device, device_to_host)
+    built.to(device.torch_device)
+    make_optimizer = partial(torch.optim.AdamW, lr=learning_rate, fused=True)
+    losses: list[float] = []
+    with (
+        progress_bar("training") as report,
+        carry_out(built, chosen, traced, optimizer=make_optimizer, device=device) as training,
+    ):
+        for batch in batches:
+            loss = built(**{name: tensor.to(device.torch_device) for name, tensor in batch.items()}).loss
+            loss.backward()
+            training.step()
+            losses.append(loss.item())
+            report(len(losses), steps)
+        if not as_json:
+            typer.echo(f"loss {losses[0]:.4f} -> {losses[-1]:.4f} over {steps} steps")
+        if steps < MIN_RECORDED_STEPS and output is None and timeline is None and not as_json:
+            typer.echo(f"{steps} steps are too few for a record; {MIN_RECORDED_STEPS} or more give one")
+            return
+        record = training.record()
+    if output is not None:
+        record.save(output)
+    if timeline is not None:
+        write_atomically(timeline, chrome_trace({"measured": record}, schedule=training.schedule))
+    if as_json:
+        typer.echo(record.to_json(), nl=False)
+    else:
+        show(record_tables(record))
+
+
+MIN_RECORDED_STEPS = 5
+"""Three warm-up iterations and the two that one period needs."""
+
+
+def _device(
+    budget_bytes: int | None, host_to_device_bytes_per_s: float | None, device_to_host_bytes_per_s: float | None
+) -> TrainingDevice:
+    import torch
+
+    from .devices import CpuDevice, CudaDevice
+
+    if torch.cuda.is_available():
+        return CudaDevice(budget_bytes=budget_bytes)
+    return CpuDevice(
+        budget_bytes,
+        host_to_device_bytes_per_s=host_to_device_bytes_per_s,
+        device_to_host_bytes_per_s=device_to_host_bytes_per_s,
+    )
+
+
+def _real_model(configuration: dict[str, Any], name: str, dtype: str | None, seed: int) -> nn.Module:
+    """The model with random weights.  Raises WorkloadError if this machine cannot hold it."""
+    import torch
+
+    from .configurations import build_model, training_dtype
+    from .identity import host_memory_bytes
+
+    chosen = training_dtype(configuration, dtype)
+    twin = build_model(configuration, name, chosen)
+    need_bytes = sum(p.numel() * (p.element_size() + 12) for p in twin.parameters())
+    if need_bytes > host_memory_bytes():
+        raise WorkloadError(
+            f"{name} with its optimizer state needs about {format_bytes(need_bytes)} but this machine has "
+            f"{format_bytes(host_memory_bytes())}. Use a smaller configuration, or trace without --real."
+        )
+    torch.manual_seed(seed)
+    model: nn.Module = build_model(configuration, name, chosen, device="cpu")
+    return model
+
+
+def _trace_real(model: nn.Module, name: str, batch_size: int, sequence_length: int, seed: int) -> Workload:
+    from .text import byte_batches, read_text
+    from .tracing import trace as trace_model
+
+    batch = next(
+        byte_batches(
+            read_text(None), batch_size=batch_size, sequence_length=sequence_length, num_batches=1, seed=seed
+        )
+    )
+    with progress_bar("tracing") as report:
+        return trace_model(model, batch, name=name, on_progress=report)
+
+

@@ -1,0 +1,67 @@
+"""Models from their configurations: built with random weights, or without any on the meta device."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from ..shared.errors import WorkloadError
+from ..shared.workload import DType
+
+
+def training_dtype(configuration: Mapping[str, Any], override: str | None) -> torch.dtype:
+    """The dtype to train in: ``override``, else the configuration's, else float32.  Raises WorkloadError."""
+    wanted = override or configuration.get("dtype") or configuration.get("torch_dtype") or "float32"
+    if wanted not in (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16):
+        raise WorkloadError(f"dtype {wanted!r} cannot be trained; use float32, bfloat16 or float16.")
+    return getattr(torch, wanted)  # type: ignore[no-any-return]
+
+
+def build_model(configuration: Mapping[str, Any], name: str, dtype: torch.dtype, *, device: str = "meta") -> Any:
+    """The language model that a Hugging Face ``config.json`` describes, with random weights on ``device``.
+
+    Raises WorkloadError if transformers is missing or refuses the configuration.
+    """
+    try:
+        from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+    except ImportError as error:
+        raise WorkloadError(
+            "tracing a configuration needs transformers. Install it with: pip install 'protwin[runtime]'"
+        ) from error
+    fields = dict(configuration)
+    model_type = fields.pop("model_type", None)
+    if not isinstance(model_type, str):
+        raise WorkloadError(f"the configuration of {name} has no model_type.")
+    try:
+        config = AutoConfig.for_model(model_type, **fields)
+        factory = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+        with quiet(), torch.device(device):
+            return factory.from_config(config, dtype=dtype)
+    except (TypeError, ValueError, KeyError, AttributeError, RuntimeError, ZeroDivisionError) as error:
+        raise WorkloadError(f"transformers refuses the configuration of {name}: {error}") from error
+    except Exception as error:
+        # transformers validates configurations with exceptions of a package that we do not depend on.
+        if "validation" in type(error).__name__.lower():
+            raise WorkloadError(f"transformers refuses the configuration of {name}: {error}") from error
+        raise
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keep transformers' advice about generation settings out of our output; errors still surface."""
+    logger = logging.getLogger("transformers")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)

@@ -1,0 +1,57 @@
+"""A workload as tables for people."""
+
+from __future__ import annotations
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+
+from .units import format_bytes, format_seconds
+from .workload import Phase, Workload
+
+
+def workload_tables(workload: Workload) -> RenderableType:
+    """What the model is, and what each distinct block does."""
+    return Group(_facts(workload), _phases(workload))
+
+
+def _facts(workload: Workload) -> Table:
+    table = Table(title=f"workload {workload.model_name}", title_justify="left", show_header=False)
+    trainable = sum(p.num_elements for p in workload.parameters if p.trainable)
+    shapes = ", ".join(f"{name} {list(shape)}" for name, shape in workload.batch_shapes.items())
+    for name, value in (
+        ("identity", workload.identity),
+        ("parameters", f"{workload.num_parameters:,} ({trainable:,} trainable), {workload.compute_dtype}"),
+        ("blocks", f"{workload.num_blocks} of {len(workload.profiles)} kinds"),
+        ("batch", f"{shapes}: {workload.num_tokens:,} tokens"),
+        ("traced with", f"{workload.traced_with} tensors"),
+        ("timed on", workload.measured_on or "nothing: times come from a roofline"),
+    ):
+        table.add_row(name, value)
+    return table
+
+
+def _phases(workload: Workload) -> Table:
+    table = Table(title="what each part does", title_justify="left")
+    table.add_column("part")
+    for heading in ("operations", "GFLOP", "leaves behind", "peak above start", "seconds"):
+        table.add_column(heading, justify="right")
+    table.add_row("prologue forward", *_cells(workload.prologue_forward))
+    counts = [sum(block.profile == i for block in workload.blocks) for i in range(len(workload.profiles))]
+    for index, (profile, count) in enumerate(zip(workload.profiles, counts, strict=True)):
+        kind = f"block kind {index} (x {count})"
+        for name in ("forward", "backward", "checkpoint_forward", "recompute", "checkpoint_backward"):
+            table.add_row(f"{kind} {name.replace('_', ' ')}", *_cells(getattr(profile, name)))
+    table.add_row("epilogue forward", *_cells(workload.epilogue_forward))
+    table.add_row("epilogue backward", *_cells(workload.epilogue_backward))
+    table.add_row("prologue backward", *_cells(workload.prologue_backward))
+    return table
+
+
+def _cells(phase: Phase) -> tuple[str, str, str, str, str]:
+    return (
+        str(sum(operation.count for operation in phase.operations)),
+        f"{phase.flops / 1e9:.4g}",
+        format_bytes(phase.net_bytes),
+        format_bytes(phase.peak_bytes),
+        format_seconds(phase.measured_s) if phase.measured_s is not None else "",
+    )
