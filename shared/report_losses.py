@@ -83,9 +83,9 @@ def _axes(across: Scale, upwards: Scale) -> str:
         y = upwards(tick.value)
         drawn.append(line(_LEFT, y, _RIGHT, y, "grid"))
         drawn.append(text(_LEFT - 8, y, tick.label, anchor="end"))
-    steps = [tick for tick in ticks(0, across.high, _ONE, at_most=13) if tick.value == int(tick.value)]
-    for tick in steps:
-        drawn.append(text(across(tick.value), _BOTTOM + 12, tick.label, anchor="middle"))
+    for tick in ticks(0, across.high, _ONE, at_most=13):
+        if tick.value == round(tick.value):
+            drawn.append(text(across(tick.value), _BOTTOM + 12, f"{tick.value:.0f}", anchor="middle"))
     drawn.append(text((_LEFT + _RIGHT) / 2, _BOTTOM + 28, "step", anchor="middle"))
     drawn.append(text(0, _TOP, "loss"))
     return "".join(drawn)

@@ -21,6 +21,7 @@ from .report_words import (
     format_share,
     knobs,
     num_blocks,
+    task_name,
 )
 from .schedule import Lane, Memory
 from .units import format_bytes, format_seconds
@@ -75,8 +76,11 @@ def alive_table(records: Sequence[Record]) -> str:
             continue
         cells = [tag("th", tag("span", class_=f"swatch fill-{colours.get(name) or 'rest'}"), escape(name), scope="row")]
         for (_, curve), found in zip(curves, alive, strict=True):
-            size_bytes = found[name].size_bytes if name in found else 0
-            cells += [_number(format_bytes(size_bytes)), _number(format_share(size_bytes / curve.peak_bytes))]
+            if name in found:
+                share = format_share(found[name].size_bytes / curve.peak_bytes)
+                cells += [_number(format_bytes(found[name].size_bytes)), _number(share)]
+            else:
+                cells += [_number(NO_VALUE), _number("")]
         rows.append(cells)
     peaks = "; ".join(f"{ORIGIN_NAMES[record.origin]} in {curve.peak_at}" for record, curve in curves)
     head = ["", *(title for record, _ in curves for title in (ORIGIN_NAMES[record.origin], "share"))]
@@ -107,7 +111,7 @@ def _parting(comparison: Comparison) -> str:
         f"duration {format_seconds(task.duration.predicted_s)} predicted, "
         f"{format_seconds(task.duration.measured_s)} measured"
     )
-    return f"The first task that parts by more than {tolerance} is {task.name}: {starts}; {durations}."
+    return f"The first task that parts by more than {tolerance} is {task_name(task.name, task.kind)}: {starts}; {durations}."
 
 
 def _totals(comparison: Comparison) -> str:
@@ -139,7 +143,7 @@ def _lanes(comparison: Comparison) -> str:
 
 
 def _tasks(caption: str, tasks: Iterable[TaskComparison]) -> str:
-    rows = ([_name(task.name), *_times(task.duration)] for task in tasks)
+    rows = ([_name(task_name(task.name, task.kind)), *_times(task.duration)] for task in tasks)
     return _table(caption, ["task", "predicted", "measured", "error", ""], rows)
 
 

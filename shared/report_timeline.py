@@ -10,7 +10,7 @@ from typing import Final
 
 from .record import Record, TaskTiming
 from .report_svg import Scale, figure, legend, line, svg, tag, text, time_axis
-from .report_words import KIND_NAMES, LANE_NAMES, ORIGIN_NAMES, bottleneck, busy_frac, format_share
+from .report_words import KIND_NAMES, LANE_NAMES, ORIGIN_NAMES, bottleneck, busy_frac, format_share, task_name
 from .schedule import Lane, Schedule, TaskKind
 from .timeline import paced_times_s, subject_of
 from .units import format_bytes, format_seconds
@@ -37,6 +37,9 @@ _MERGED_BELOW_PX: Final = 2.0
 of tasks stays small."""
 _MERGED_UP_TO_PX: Final = 6.0
 _FAINTEST: Final = 0.25
+_NARROWEST_PX: Final = 1.5
+_EDGED_ABOVE_PX: Final = 4.0
+"""Bars narrower than this have no edge: it would hide them."""
 _CHARACTER_PX: Final = 7.0
 
 
@@ -168,7 +171,7 @@ def merged(timings: Sequence[TaskTiming], per_px: float) -> Iterator[Stretch]:
 
 def _bar(stretch: Stretch, scale: Scale, top: float, schedule: Schedule | None) -> str:
     left, right = scale(stretch.start_s), scale(stretch.end_s)
-    width = max(right - left, 1.0)
+    width = max(right - left, _NARROWEST_PX)
     colour = KIND_COLOURS[stretch.kind]
     bar = tag(
         "rect",
@@ -178,7 +181,7 @@ def _bar(stretch: Stretch, scale: Scale, top: float, schedule: Schedule | None) 
         width=width,
         height=_BAR_HEIGHT,
         fill_opacity=max(_FAINTEST, stretch.busy_frac) if stretch.busy_frac < 1 else None,
-        class_=f"task fill-{colour}",
+        class_=f"{'task' if width > _EDGED_ABOVE_PX else 'thin'} fill-{colour}",
     )
     label = _short_label(stretch)
     if len(label) * _CHARACTER_PX + 3 > width:
@@ -199,8 +202,7 @@ def _words(stretch: Stretch, schedule: Schedule | None) -> str:
     moved = f"\n{format_bytes(moved_bytes)} moved" if moved_bytes else ""
     if len(stretch.timings) == 1:
         timing = stretch.timings[0]
-        name = timing.name.replace(str(timing.kind), KIND_NAMES[timing.kind], 1)
-        return f"{name}\n{span} ({format_seconds(timing.duration_s)}){moved}"
+        return f"{task_name(timing.name, timing.kind)}\n{span} ({format_seconds(timing.duration_s)}){moved}"
     counts = Counter(timing.kind for timing in stretch.timings)
     kinds = ", ".join(f"{KIND_NAMES[kind]} × {counts[kind]}" for kind in TaskKind if counts[kind])
     seconds = sum(timing.duration_s for timing in stretch.timings)

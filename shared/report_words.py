@@ -77,6 +77,11 @@ def format_share(share_frac: float) -> str:
     return f"{share_frac * 100:.1f} %"
 
 
+def task_name(name: str, kind: TaskKind) -> str:
+    """``"CPU Adam chunk 7"`` for ``"cpu_adam chunk 7"``."""
+    return name.replace(str(kind), KIND_NAMES[kind], 1) if name.startswith(str(kind)) else name
+
+
 def knobs(plan: Plan, *, num_blocks: int | None = None) -> tuple[Knob, ...]:
     """The plan's knobs in the order of ``Plan``, each in words."""
     of_blocks = f" of {num_blocks}" if num_blocks else ""

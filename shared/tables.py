@@ -28,6 +28,7 @@ from .report_words import (
     format_share,
     knobs,
     num_blocks,
+    task_name,
     title_of,
 )
 from .schedule import Lane, Memory
@@ -205,13 +206,13 @@ def _parting_table(comparison: Comparison) -> RenderableType:
         (Difference.DURATION, _time_cells(task.duration)),
     ):
         _row(table, name, *cells, style="bold" if name in task.differs_in else "")
-    return _titled(f"First task that parts by more than {tolerance}: {task.name}", table)
+    return _titled(f"First task that parts by more than {tolerance}: {task_name(task.name, task.kind)}", table)
 
 
 def _largest_table(tasks: Iterable[TaskComparison]) -> RenderableType:
     table = _pair_table("task")
     for task in tasks:
-        _row(table, task.name, *_time_cells(task.duration))
+        _row(table, task_name(task.name, task.kind), *_time_cells(task.duration))
     return _titled("Tasks whose durations differ most", table)
 
 
