@@ -101,7 +101,7 @@ def _profile_real(
 ) -> tuple[_Assembly, list[int]]:
     progress = _Progress(len(ActivationMode) * (2 + (repeats + _WARM_UP if repeats else 0)), on_progress)
     with left_as_found(model):
-        observed = {mode: _observe(model, batch, loss, blocks, mode, progress) for mode in ActivationMode}
+        observed = {mode: _observe(model, batch, loss, blocks, mode, progress, passes=2) for mode in ActivationMode}
         seconds: dict[ActivationMode, dict[PhaseKey, float]] = {mode: {} for mode in ActivationMode}
         if repeats > 0:
             seconds = {mode: _time(model, batch, loss, blocks, mode, repeats, progress) for mode in ActivationMode}
@@ -126,9 +126,9 @@ def _profile_fake(
             if stands_for is None:
                 continue
             blocks = find_blocks(twin, blocks[0].name.rpartition(".")[0])
-        progress = _Progress(2 * len(ActivationMode), on_progress)
+        progress = _Progress(len(ActivationMode), on_progress)
         with mode, left_as_found(twin):
-            observed = {m: _observe(twin, twin_batch, loss, blocks, m, progress) for m in ActivationMode}
+            observed = {m: _observe(twin, twin_batch, loss, blocks, m, progress, passes=1) for m in ActivationMode}
         assembly = _Assembly(blocks, observed, {m: {} for m in ActivationMode}, is_real=False)
         assert stands_for is not None
         if not is_shortened or assembly.agree(1, 2):
@@ -220,15 +220,20 @@ def _observe(
     blocks: Sequence[NamedBlock],
     mode: ActivationMode,
     progress: _Progress,
+    *,
+    passes: int,
 ) -> dict[PhaseKey, _Observation]:
-    """Two metered iterations with every block in ``mode``; the second counts, since the first may fill caches."""
+    """Metered iterations with every block in ``mode``; the last one counts.
+
+    Real tensors take two, since the first may fill caches that the model keeps.
+    """
     ledger = MemoryLedger()
     ledger.adopt([*model.parameters(), *model.buffers(), *batch_tensors(batch).values()])
     observer = _Observer(ledger)
     walker = SectionWalker(model, blocks, [mode] * len(blocks), observer)
     outputs = _OutputSizes(blocks)
     try:
-        for _ in range(2):
+        for _ in range(passes):
             observer.restart()
             with ledger.metering():
                 value = loss_of(model, batch, loss)
