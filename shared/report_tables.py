@@ -111,7 +111,8 @@ def _parting(comparison: Comparison) -> str:
         f"duration {format_seconds(task.duration.predicted_s)} predicted, "
         f"{format_seconds(task.duration.measured_s)} measured"
     )
-    return f"The first task that parts by more than {tolerance} is {task_name(task.name, task.kind)}: {starts}; {durations}."
+    name = task_name(task.name, task.kind)
+    return f"The first task that parts by more than {tolerance} is {name}: {starts}; {durations}."
 
 
 def _totals(comparison: Comparison) -> str:
