@@ -106,8 +106,7 @@ def run_plan(
 
 def bootstrap_plans(workload: Workload) -> tuple[Plan, ...]:
     """Three plans that between them run every kind of task: all on the device, half of it, and nothing kept there."""
-    largest = max((sum(sizes) for sizes in _block_sizes(workload)), default=1)
-    chunk_bytes = max(1, largest)
+    chunk_bytes = largest_block_bytes(workload)
     layout = build_layout(workload.parameters, num_blocks=workload.num_blocks, chunk_bytes=chunk_bytes)
     offloaded = [chunk.id for chunk in layout.chunks if chunk.blocks]
     half = offloaded[len(offloaded) // 2] if offloaded else 0
@@ -124,12 +123,13 @@ def _buffers(fewest: int, more: int) -> int:
     return fewest + more if fewest else 0
 
 
-def _block_sizes(workload: Workload) -> list[list[int]]:
-    sizes: dict[int, list[int]] = {}
+def largest_block_bytes(workload: Workload) -> int:
+    """Bytes of the largest block's parameters as a chunk would hold them; at least 1."""
+    sizes = [0] * workload.num_blocks
     for parameter in workload.parameters:
         if parameter.block is not None:
-            sizes.setdefault(parameter.block, []).append(aligned(parameter.size_bytes))
-    return list(sizes.values())
+            sizes[parameter.block] += aligned(parameter.size_bytes)
+    return max(*sizes, 1)
 
 
 def calibrate_configuration(

@@ -1,0 +1,134 @@
+"""Fidelity: predicted against measured iteration time and peak device memory, over plans that nothing was fitted to.
+
+Two models of different families on the CPU as a device; the second over links throttled to 2 GB/s and 1 GB/s, so that
+transfers matter.  ``make bench-fidelity`` runs it; results are kept in benchmarks/results/ with date and machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import statistics
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from protwin.calibration.calibrating import calibrate
+from protwin.calibration.demo import CONFIGURATION
+from protwin.calibration.fidelity import Fidelity, Subject, measure_fidelity
+from protwin.runtime.configurations import build_model
+from protwin.runtime.devices import CpuDevice
+from protwin.runtime.probe import probe_hardware
+from protwin.runtime.text import byte_batches, python_reference
+from protwin.runtime.tracing import trace
+from protwin.shared.files import write_atomically
+from protwin.shared.progress import progress_bar
+from protwin.shared.units import format_bytes, format_seconds
+
+GPT2 = {
+    "model_type": "gpt2",
+    "n_embd": 256,
+    "n_layer": 8,
+    "n_head": 4,
+    "n_positions": 256,
+    "vocab_size": 256,
+    "attn_pdrop": 0.0,
+    "embd_pdrop": 0.0,
+    "resid_pdrop": 0.0,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+SLOW_LINKS = {"host_to_device_bytes_per_s": 2e9, "device_to_host_bytes_per_s": 1e9}
+
+
+def main() -> None:
+    """Run both models and print their tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=2, help="times that every plan is measured (2)")
+    parser.add_argument("--keep", action="store_true", help="keep the result in benchmarks/results/")
+    parser.add_argument("--only", choices=["llama", "gpt2"], help="one model instead of both")
+    options = parser.parse_args()
+    console = Console(highlight=False, width=150)
+    results = []
+    subjects: dict[str, tuple[dict[str, Any], int, int, Callable[[], CpuDevice]]] = {
+        "llama": (CONFIGURATION, 4, 128, CpuDevice),
+        "gpt2": (GPT2, 2, 128, partial(CpuDevice, **SLOW_LINKS)),
+    }
+    for name, (configuration, batch_size, sequence_length, make_device) in subjects.items():
+        if options.only in (None, name):
+            subject = prepare(name, configuration, batch_size, sequence_length, make_device)
+            with progress_bar(f"measuring {name}") as report:
+                results.append(measure_fidelity(subject, rounds=options.rounds, on_progress=report))
+            show(results[-1], console)
+    if options.keep:
+        today = datetime.date.today().isoformat()
+        path = Path(__file__).parent / "results" / f"fidelity-{today}.json"
+        write_atomically(path, json.dumps([r.model_dump(mode="json") for r in results], indent=1) + "\n")
+        console.print(f"kept in {path}")
+
+
+def prepare(
+    name: str,
+    configuration: dict[str, Any],
+    batch_size: int,
+    sequence_length: int,
+    make_device: Callable[[], CpuDevice],
+) -> Subject:
+    """Build, trace, probe and calibrate."""
+    torch.manual_seed(0)
+    model = build_model(configuration, name, torch.float32, device="cpu")
+    batch = next(
+        byte_batches(python_reference(), batch_size=batch_size, sequence_length=sequence_length, num_batches=1)
+    )
+    make_optimizer = partial(torch.optim.AdamW, lr=1e-4, fused=True)
+    workload = trace(model, batch, name=name)
+    hardware = probe_hardware(seconds=4.0, device=make_device())
+    with progress_bar(f"calibrating {name}") as report:
+        calibration = calibrate(
+            model,
+            batch,
+            workload,
+            hardware,
+            optimizer=make_optimizer,
+            make_device=make_device,
+            on_progress=report,
+        )
+    return Subject(name, model, batch, workload, hardware, calibration, make_device, make_optimizer)
+
+
+def show(result: Fidelity, console: Console) -> None:
+    """Print one model's table and summary."""
+    table = Table(title=f"{result.model} on {result.machine}", title_justify="left")
+    table.add_column("plan")
+    for heading in ("predicted", "measured", "error", "noise", "predicted peak", "measured peak", "error", "never above"):
+        table.add_column(heading, justify="right")
+    for plan in result.plans:
+        table.add_row(
+            plan.name,
+            format_seconds(plan.predicted_iteration_s),
+            format_seconds(plan.measured_iteration_s),
+            f"{plan.iteration_error_frac:+.1%}",
+            f"{plan.iteration_noise_frac:.1%}",
+            format_bytes(plan.predicted_peak_bytes),
+            format_bytes(plan.measured_peak_bytes),
+            f"{plan.peak_error_frac:+.2%}",
+            format_bytes(plan.guaranteed_peak_bytes),
+        )
+    console.print(table)
+    noise = statistics.median(plan.iteration_noise_frac for plan in result.plans)
+    console.print(
+        f"peak error: mean {result.mean_peak_error_frac:.2%}, worst {result.worst_peak_error_frac:.2%}; iteration "
+        f"error: mean {result.mean_iteration_error_frac:.1%}, worst {result.worst_iteration_error_frac:.1%} (median "
+        f"noise {noise:.1%}); rank correlation {result.rank_correlation:.3f}; the search's pick is "
+        f"{result.search_regret_frac:+.1%} of the best measured plan within {format_bytes(result.budget_bytes)}"
+    )
+
+
+if __name__ == "__main__":
+    main()

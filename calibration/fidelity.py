@@ -1,0 +1,225 @@
+"""How true predictions are: many plans, none of them fitted to, predicted and then measured on this machine.
+
+Every plan is measured in several rounds, all plans in turn in each round, so that a slow minute of a shared machine
+does not fall on one of them.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+import statistics
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import repeat
+from typing import Final
+
+from scipy.stats import spearmanr
+from torch import nn
+
+from ..runtime.batches import Batch
+from ..runtime.devices import TrainingDevice
+from ..runtime.optimizer import MakeOptimizer
+from ..shared.calibration import Calibration
+from ..shared.compile import compile_schedule
+from ..shared.files import FrozenModel
+from ..shared.hardware import Hardware
+from ..shared.layout import Layout, build_layout
+from ..shared.memory_bound import guaranteed_device_peak
+from ..shared.plan import Plan
+from ..shared.workload import Workload
+from ..sim.search import search
+from ..sim.simulator import simulate
+from .calibrating import bootstrap_plans, largest_block_bytes, run_plan
+
+_WARM_UP: Final = 3
+
+
+class PlanFidelity(FrozenModel):
+    """One plan, predicted and measured."""
+
+    name: str
+    plan: Plan
+    predicted_iteration_s: float
+    measured_iteration_s: float
+    iteration_noise_frac: float
+    """Spread of the rounds' medians: largest over smallest minus one."""
+    predicted_peak_bytes: int
+    measured_peak_bytes: int
+    guaranteed_peak_bytes: int
+
+    @property
+    def iteration_error_frac(self) -> float:
+        """Signed, predicted over measured minus one."""
+        return self.predicted_iteration_s / self.measured_iteration_s - 1
+
+    @property
+    def peak_error_frac(self) -> float:
+        """Signed, predicted over measured minus one."""
+        return self.predicted_peak_bytes / self.measured_peak_bytes - 1
+
+
+class Fidelity(FrozenModel):
+    """All plans of one model on one machine."""
+
+    model: str
+    machine: str
+    plans: tuple[PlanFidelity, ...]
+    budget_bytes: int
+    """The search was given this much device memory; plans that may need more do not count for its regret."""
+    mean_peak_error_frac: float
+    worst_peak_error_frac: float
+    mean_iteration_error_frac: float
+    worst_iteration_error_frac: float
+    rank_correlation: float
+    """Spearman's, of predicted and measured iteration times."""
+    search_regret_frac: float
+    """Measured time of the search's pick over that of the best measured plan within the budget, minus one."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model on a machine, ready to be measured."""
+
+    name: str
+    model: nn.Module
+    batch: Batch
+    workload: Workload
+    hardware: Hardware
+    calibration: Calibration
+    make_device: Callable[[], TrainingDevice]
+    make_optimizer: MakeOptimizer
+
+
+def measure_fidelity(
+    subject: Subject,
+    *,
+    rounds: int = 2,
+    steps: int = 5,
+    seed: int = 0,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> Fidelity:
+    """Predict and measure the spanning plans and the search's pick; none of them was fitted to."""
+    plans = spanning_plans(subject.workload)
+    needs = {name: _guaranteed_bytes(plan, subject.workload) for name, plan in plans.items()}
+    budget_bytes = (min(needs.values()) + max(needs.values())) // 2
+    pick = search(subject.workload, subject.hardware, subject.calibration, device_budget_bytes=budget_bytes).plan
+    plans["search's pick"] = pick
+    needs["search's pick"] = _guaranteed_bytes(pick, subject.workload)
+    times: dict[str, list[float]] = {name: [] for name in plans}
+    peaks: dict[str, int] = dict.fromkeys(plans, 0)
+    order = list(plans)
+    done = 0
+    for turn in range(rounds):
+        random.Random(seed + turn).shuffle(order)
+        for name in order:
+            record = run_plan(
+                copy.deepcopy(subject.model),
+                plans[name],
+                subject.workload,
+                repeat(subject.batch, _WARM_UP + steps + 1),
+                optimizer=subject.make_optimizer,
+                device=subject.make_device(),
+                hardware_name=subject.hardware.name,
+            )
+            times[name].append(record.iteration_s)
+            peaks[name] = max(peaks[name], record.peak_device_bytes)
+            done += 1
+            if on_progress is not None:
+                on_progress(done, rounds * len(plans))
+    found = []
+    for name, plan in plans.items():
+        predicted = simulate(plan, subject.workload, subject.hardware, subject.calibration)
+        found.append(
+            PlanFidelity(
+                name=name,
+                plan=plan,
+                predicted_iteration_s=predicted.iteration_s,
+                measured_iteration_s=statistics.median(times[name]),
+                iteration_noise_frac=max(times[name]) / min(times[name]) - 1,
+                predicted_peak_bytes=predicted.peak_device_bytes,
+                measured_peak_bytes=peaks[name],
+                guaranteed_peak_bytes=needs[name],
+            )
+        )
+    return _summary(subject, tuple(found), budget_bytes)
+
+
+def _guaranteed_bytes(plan: Plan, workload: Workload) -> int:
+    return guaranteed_device_peak(compile_schedule(plan, workload)).size_bytes
+
+
+def _summary(subject: Subject, plans: tuple[PlanFidelity, ...], budget_bytes: int) -> Fidelity:
+    peak_errors = [abs(plan.peak_error_frac) for plan in plans]
+    time_errors = [abs(plan.iteration_error_frac) for plan in plans]
+    correlation = spearmanr(
+        [plan.predicted_iteration_s for plan in plans], [plan.measured_iteration_s for plan in plans]
+    ).statistic
+    fitting = [plan for plan in plans if plan.guaranteed_peak_bytes <= budget_bytes]
+    pick = next(plan for plan in plans if plan.name == "search's pick")
+    best_s = min(plan.measured_iteration_s for plan in fitting)
+    return Fidelity(
+        model=subject.name,
+        machine=subject.calibration.machine,
+        plans=plans,
+        budget_bytes=budget_bytes,
+        mean_peak_error_frac=statistics.fmean(peak_errors),
+        worst_peak_error_frac=max(peak_errors),
+        mean_iteration_error_frac=statistics.fmean(time_errors),
+        worst_iteration_error_frac=max(time_errors),
+        rank_correlation=float(correlation),
+        search_regret_frac=pick.measured_iteration_s / best_s - 1,
+    )
+
+
+def spanning_plans(workload: Workload) -> dict[str, Plan]:
+    """Plans that span the knobs, by name: residency, checkpoints, buffers, prefetch and chunk size.
+
+    Plans that a calibration fits to (``bootstrap_plans``) are left out.
+    """
+    block_bytes = largest_block_bytes(workload)
+    whole, half, double = (max(1, round(block_bytes * share)) for share in (1, 0.55, 2))
+    blocks = workload.num_blocks
+    wanted: Mapping[str, tuple[int, float, float, int, int]] = {
+        # name: (chunk_bytes, share persistent, share checkpointed, buffers above the fewest, prefetch depth)
+        "all kept, nothing persistent, few buffers": (whole, 0, 0, 1, 1),
+        "all kept, nothing persistent, all buffers": (whole, 0, 0, blocks, 3),
+        "all kept, half persistent": (whole, 0.5, 0, 2, 2),
+        "all kept, small chunks": (half, 0, 0, 3, 2),
+        "all checkpointed, everything persistent": (whole, 1, 1, 0, 1),
+        "all checkpointed, nothing persistent, fewest buffers": (whole, 0, 1, 0, 1),
+        "all checkpointed, nothing persistent, prefetch 3": (whole, 0, 1, 3, 3),
+        "all checkpointed, half persistent": (whole, 0.5, 1, 2, 2),
+        "half checkpointed, everything persistent": (whole, 1, 0.5, 0, 1),
+        "half checkpointed, nothing persistent": (whole, 0, 0.5, 2, 2),
+        "half checkpointed, small chunks, quarter persistent": (half, 0.25, 0.5, 2, 1),
+        "quarter checkpointed, double chunks": (double, 0, 0.25, 1, 2),
+        "three quarters checkpointed, quarter persistent": (whole, 0.25, 0.75, 2, 3),
+    }
+    fitted = set(bootstrap_plans(workload))
+    plans: dict[str, Plan] = {}
+    for name, (chunk_bytes, persistent, checkpointed, more_buffers, depth) in wanted.items():
+        layout = build_layout(workload.parameters, num_blocks=blocks, chunk_bytes=chunk_bytes)
+        n_persist = _prefix(layout, persistent)
+        fewest = layout.min_buffers(n_persist)
+        offloaded = len(layout.chunks) - len(layout.persistent(n_persist))
+        plan = Plan(
+            workload_id=workload.identity,
+            chunk_bytes=chunk_bytes,
+            n_persist=n_persist,
+            n_buffer=min(fewest + more_buffers, offloaded) if fewest else 0,
+            prefetch_depth=depth,
+            n_checkpoint=round(checkpointed * blocks),
+        )
+        if plan not in fitted and plan not in plans.values():
+            plans[name] = plan
+    return plans
+
+
+def _prefix(layout: Layout, share: float) -> int:
+    """The prefix that makes ``share`` of the block-owned chunks persistent."""
+    owned = [chunk.id for chunk in layout.chunks if chunk.blocks]
+    count = round(share * len(owned))
+    if count == len(owned):
+        return len(layout.chunks)
+    return int(owned[count]) if count else 0
