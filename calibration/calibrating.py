@@ -22,11 +22,11 @@ from ..runtime.training import carry_out, default_optimizer
 from ..shared.calibration import Calibration, Contention
 from ..shared.errors import CalibrationError
 from ..shared.hardware import Hardware
-from ..shared.layout import aligned, build_layout
 from ..shared.plan import Plan
 from ..shared.record import Record
 from ..shared.workload import Workload
 from .fitting import Pair, fit_calibration
+from .plans import bootstrap_plans
 from .slowdowns import measure_slowdowns
 
 _WARM_UP: Final = 3
@@ -102,34 +102,6 @@ def run_plan(
             loss_of(model, batch, loss).backward()  # type: ignore[no-untyped-call]
             training.step()
         return training.record(hardware_name=hardware_name)
-
-
-def bootstrap_plans(workload: Workload) -> tuple[Plan, ...]:
-    """Three plans that between them run every kind of task: all on the device, half of it, and nothing kept there."""
-    chunk_bytes = largest_block_bytes(workload)
-    layout = build_layout(workload.parameters, num_blocks=workload.num_blocks, chunk_bytes=chunk_bytes)
-    offloaded = [chunk.id for chunk in layout.chunks if chunk.blocks]
-    half = offloaded[len(offloaded) // 2] if offloaded else 0
-    blocks = workload.num_blocks
-    common = {"workload_id": workload.identity, "chunk_bytes": chunk_bytes}
-    return (
-        Plan(**common, n_persist=len(layout.chunks), n_buffer=0, n_checkpoint=0),
-        Plan(**common, n_persist=half, n_buffer=_buffers(layout.min_buffers(half), 1), n_checkpoint=blocks // 2),
-        Plan(**common, n_persist=0, n_buffer=_buffers(layout.min_buffers(0), 1), n_checkpoint=blocks, prefetch_depth=2),
-    )
-
-
-def _buffers(fewest: int, more: int) -> int:
-    return fewest + more if fewest else 0
-
-
-def largest_block_bytes(workload: Workload) -> int:
-    """Bytes of the largest block's parameters as a chunk would hold them; at least 1."""
-    sizes = [0] * workload.num_blocks
-    for parameter in workload.parameters:
-        if parameter.block is not None:
-            sizes[parameter.block] += aligned(parameter.size_bytes)
-    return max(*sizes, 1)
 
 
 def calibrate_configuration(
