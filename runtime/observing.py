@@ -1,0 +1,159 @@
+"""What every section of an iteration does: its operations and its memory, seen by the ledger."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from torch import nn
+
+from ..shared.errors import WorkloadError
+from ..shared.plan import ActivationMode
+from ..shared.schedule import Section, TaskKind
+from ..shared.workload import BlockId
+from .batches import Batch, Loss, batch_tensors, loss_of
+from .blocks import NamedBlock
+from .ledger import MemoryLedger
+from .operations import OperationTally, describe_operation
+from .tensors import tensors_in
+from .walk import SectionWalker
+
+PhaseKey = tuple[TaskKind, Section]
+_CURVE_STRETCHES: Final = 24
+_FLOPS_PER_BYTE: Final = 10.0
+"""Weighs an operation's arithmetic against its traffic when its share of a phase's time is estimated: the order of the
+machine balance of CPUs and GPUs alike outside tensor cores.  It only places levels within a phase."""
+_OPERATION_OVERHEAD: Final = 20_000.0
+"""Bytes that an operation of no size counts for, for the same purpose."""
+
+
+@dataclass
+class Observation:
+    """One section of one metered iteration."""
+
+    start_bytes: int
+    end_bytes: int = 0
+    weights: list[float] = field(default_factory=list)
+    levels: list[int] = field(default_factory=list)
+    tally: OperationTally = field(default_factory=OperationTally)
+    output_bytes: int = 0
+
+    def curve(self) -> tuple[tuple[float, int], ...]:
+        """The section's levels as at most ``_CURVE_STRETCHES`` stretches, each with its highest level."""
+        if not self.levels:
+            net = self.end_bytes - self.start_bytes
+            return ((1.0, max(0, net)),) if net > 0 else ()
+        total = sum(self.weights)
+        stretches: list[tuple[float, int]] = []
+        done = 0.0
+        for weight, level in zip(self.weights, self.levels, strict=True):
+            done += weight
+            end = min(_CURVE_STRETCHES, int(_CURVE_STRETCHES * (done - weight / 2) / total) + 1) / _CURVE_STRETCHES
+            if stretches and (stretches[-1][0] >= end or stretches[-1][1] == level):
+                stretches[-1] = (max(stretches[-1][0], end), max(stretches[-1][1], level))
+            else:
+                stretches.append((end, level))
+        stretches[-1] = (1.0, stretches[-1][1])
+        return tuple(stretches)
+
+
+class _Observer:
+    """Splits a metered iteration into sections."""
+
+    def __init__(self, ledger: MemoryLedger) -> None:
+        self._ledger = ledger
+        self.sections: dict[PhaseKey, Observation] = {}
+        self._current: Observation | None = None
+        ledger.on_operation = self._operation
+
+    def begin(self, kind: TaskKind, section: Section) -> None:
+        self._end()
+        self._current = self.sections[kind, section] = Observation(self._ledger.watched_bytes)
+
+    def end_backward(self) -> None:
+        self._end()
+
+    def restart(self) -> None:
+        """Forget what was seen: the next iteration counts."""
+        self.sections.clear()
+        self._current = None
+
+    def _end(self) -> None:
+        current, self._current = self._current, None
+        if current is not None:
+            current.end_bytes = self._ledger.watched_bytes
+
+    def _operation(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        current = self._current
+        if current is None:
+            return
+        operation = describe_operation(operator, args, kwargs, result)
+        if operation is not None:
+            current.tally.add(operation)
+            weight = operation.flops / _FLOPS_PER_BYTE + operation.bytes_moved + _OPERATION_OVERHEAD
+            current.weights.append(weight)
+            current.levels.append(self._ledger.watched_bytes - current.start_bytes)
+
+
+def observe_sections(
+    model: nn.Module,
+    batch: Batch,
+    loss: Loss | None,
+    blocks: Sequence[NamedBlock],
+    mode: ActivationMode,
+    on_iteration: Callable[[], None],
+    *,
+    passes: int,
+) -> dict[PhaseKey, Observation]:
+    """Metered iterations with every block in ``mode``; the last one counts.
+
+    Real tensors take two, since the first may fill caches that the model keeps.
+    """
+    ledger = MemoryLedger()
+    ledger.adopt([*model.parameters(), *model.buffers(), *batch_tensors(batch).values()])
+    observer = _Observer(ledger)
+    walker = SectionWalker(model, blocks, [mode] * len(blocks), observer)
+    outputs = _OutputSizes(blocks)
+    try:
+        for _ in range(passes):
+            observer.restart()
+            with ledger.metering():
+                value = loss_of(model, batch, loss)
+                value.backward()  # type: ignore[no-untyped-call]
+                del value
+            for parameter in model.parameters():
+                parameter.grad = None
+            on_iteration()
+    finally:
+        walker.remove()
+        outputs.remove()
+    for index, size_bytes in enumerate(outputs.sizes):
+        observation = observer.sections.get((TaskKind.FORWARD, BlockId(index)))
+        if observation is None:
+            raise WorkloadError(f"block {blocks[index].name} did not run in the model's forward. Name other blocks.")
+        observation.output_bytes = size_bytes
+    return observer.sections
+
+
+class _OutputSizes:
+    """Bytes of the tensors that each block hands on, storages it was given itself left out."""
+
+    def __init__(self, blocks: Sequence[NamedBlock]) -> None:
+        self.sizes = [0] * len(blocks)
+        self._handles = [
+            block.module.register_forward_hook(self._measure(index), with_kwargs=True)
+            for index, block in enumerate(blocks)
+        ]
+
+    def _measure(self, index: int) -> Callable[..., None]:
+        def measure(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            given = {t.untyped_storage()._cdata for t in tensors_in((args, kwargs))}
+            made = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors_in(output)}
+            self.sizes[index] = sum(size for key, size in made.items() if key not in given)
+
+        return measure
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()

@@ -1,0 +1,67 @@
+"""How long every section of an iteration takes, with nobody watching its memory."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from torch import nn
+
+from ..shared.plan import ActivationMode
+from ..shared.schedule import Section, TaskKind
+from .batches import Batch, Loss, loss_of
+from .blocks import NamedBlock
+from .observing import PhaseKey
+from .walk import SectionWalker
+
+WARM_UP_ITERATIONS: Final = 2
+"""Iterations before those that count."""
+
+
+class _Stopwatch:
+    """Seconds of every section of one iteration."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[PhaseKey, float] = {}
+        self._current: PhaseKey | None = None
+        self._since = 0.0
+
+    def begin(self, kind: TaskKind, section: Section) -> None:
+        now = time.perf_counter()
+        if self._current is not None:
+            self.seconds[self._current] = now - self._since
+        self._current, self._since = (kind, section), time.perf_counter()
+
+    def end_backward(self) -> None:
+        if self._current is not None:
+            self.seconds[self._current] = time.perf_counter() - self._since
+        self._current = None
+
+
+def time_sections(
+    model: nn.Module,
+    batch: Batch,
+    loss: Loss | None,
+    blocks: Sequence[NamedBlock],
+    mode: ActivationMode,
+    repeats: int,
+    on_iteration: Callable[[], None],
+) -> dict[PhaseKey, float]:
+    """Median seconds of every section over ``repeats`` iterations, the first ones thrown away."""
+    runs: list[dict[PhaseKey, float]] = []
+    stopwatch = _Stopwatch()
+    walker = SectionWalker(model, blocks, [mode] * len(blocks), stopwatch)
+    try:
+        for _ in range(WARM_UP_ITERATIONS + repeats):
+            stopwatch.seconds = {}
+            loss_of(model, batch, loss).backward()  # type: ignore[no-untyped-call]
+            for parameter in model.parameters():
+                parameter.grad = None
+            runs.append(stopwatch.seconds)
+            on_iteration()
+    finally:
+        walker.remove()
+    counted = runs[WARM_UP_ITERATIONS:]
+    return {key: statistics.median(run[key] for run in counted) for key in counted[0]}
