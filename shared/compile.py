@@ -23,12 +23,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from .errors import PlanError
-from .layout import Chunk, ChunkId, Layout, build_layout, master_bytes, moment_bytes
+from .layout import Chunk, ChunkId, Layout, build_layout, check_layout, master_bytes, moment_bytes
 from .plan import ActivationMode, Plan
 from .schedule import Buffer, BufferId, Content, Memory, Part, Schedule, Section, Task, TaskId, TaskKind
 from .slots import Residency, assign_slots
-from .workload import BlockId, Parameter, Phase, Workload
+from .workload import BlockId, Parameter, Phase, Workload, check_plan
 
 
 def compile_schedule(plan: Plan, workload: Workload, layout: Layout | None = None) -> Schedule:
@@ -40,17 +39,8 @@ def compile_schedule(plan: Plan, workload: Workload, layout: Layout | None = Non
     check_plan(plan, workload)
     if layout is None:
         layout = build_layout(workload.parameters, num_blocks=workload.num_blocks, chunk_bytes=plan.chunk_bytes)
-    assert layout.chunk_bytes == plan.chunk_bytes
+    check_layout(layout, plan, workload)
     return _Compiler(plan, workload, layout).run()
-
-
-def check_plan(plan: Plan, workload: Workload) -> None:
-    """Raise PlanError if ``plan`` was made for another workload."""
-    if plan.workload_id != workload.identity:
-        raise PlanError(
-            f"the plan belongs to workload {plan.workload_id}, not to {workload.identity} "
-            f"({workload.model_name}, {_shapes(workload)}). Search a plan for this one."
-        )
 
 
 def stepped_bytes(chunk: Chunk, parameters: Sequence[Parameter]) -> int:
@@ -64,10 +54,6 @@ def stepped_bytes(chunk: Chunk, parameters: Sequence[Parameter]) -> int:
             state = moment_bytes(dtype) + (master or dtype.item_bytes)
             total += parameter.num_elements * (2 * state + dtype.item_bytes + (dtype.item_bytes if master else 0))
     return total
-
-
-def _shapes(workload: Workload) -> str:
-    return ", ".join(f"{name} {list(shape)}" for name, shape in workload.batch_shapes.items())
 
 
 class _Compiler:

@@ -6,6 +6,7 @@ import json
 import os
 import tempfile
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -18,6 +19,16 @@ class FrozenModel(BaseModel):
     """Data that never changes and knows all of its fields."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, ser_json_inf_nan="constants")
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """A copy with some fields changed, which are not validated.
+
+        Cached properties do not come along: pydantic would hand the copy an identity that belongs to the old fields.
+        """
+        copied = super().model_copy(update=update, deep=deep)
+        for name in copied.__dict__.keys() - type(copied).model_fields.keys():
+            del copied.__dict__[name]
+        return copied
 
 
 class Document(FrozenModel):

@@ -14,7 +14,8 @@ from functools import cached_property
 from typing import Final, NewType
 
 from .errors import PlanError
-from .workload import DType, Parameter
+from .plan import Plan
+from .workload import DType, Parameter, Workload
 
 ChunkId = NewType("ChunkId", int)
 
@@ -129,6 +130,21 @@ def build_layout(parameters: Sequence[Parameter], *, num_blocks: int, chunk_byte
             packing.place(index, size_bytes)
     packing.seal()
     return Layout(chunk_bytes=chunk_bytes, chunks=tuple(packing.chunks), num_blocks=num_blocks)
+
+
+def check_layout(layout: Layout, plan: Plan, workload: Workload) -> None:
+    """Raise PlanError unless ``layout`` is one of the workload's parameters in chunks of the plan's size."""
+    if layout.chunk_bytes != plan.chunk_bytes:
+        raise PlanError(
+            f"the layout was built for chunk_bytes = {layout.chunk_bytes} but the plan says {plan.chunk_bytes}. "
+            f"Build it for the plan."
+        )
+    placed = sorted(member.index for chunk in layout.chunks for member in chunk.parameters)
+    if placed != list(range(len(workload.parameters))) or layout.num_blocks != workload.num_blocks:
+        raise PlanError(
+            f"the layout holds {len(placed)} parameters of {layout.num_blocks} blocks but the workload has "
+            f"{len(workload.parameters)} of {workload.num_blocks}. Build it for this workload."
+        )
 
 
 def _groups_in_order(parameters: Sequence[Parameter]) -> list[tuple[int | None, list[int]]]:

@@ -9,7 +9,7 @@ of the unrolled program, that this holds for every timing.
 from __future__ import annotations
 
 from .errors import ScheduleError
-from .layout import Layout
+from .layout import Layout, check_layout
 from .memory_bound import guaranteed_device_peak
 from .order import HappensBefore, OrderError
 from .plan import Plan
@@ -19,7 +19,7 @@ from .verify_case import Case, check_form
 from .verify_chunks import check_chunks
 from .verify_order import check_order
 from .verify_sections import check_sections
-from .workload import Workload
+from .workload import Workload, check_plan
 
 _ITERATIONS = 3
 """The first, the one that is examined, and the one after it; dependencies reach no further."""
@@ -43,7 +43,11 @@ def verify_schedule(
     every trainable chunk is stepped once by one Adam, after all of its gradients; buffers of one slot never overlap;
     gathers and gradients keep to the prefetch window; the memory that no timing can exceed stays under the limits.
     ``host_limit_bytes`` bounds pinned and pageable host memory together.
+
+    Raises PlanError if plan, workload and layout do not belong together.
     """
+    check_plan(plan, workload)
+    check_layout(layout, plan, workload)
     case = Case(schedule, plan, workload, layout)
     check_form(case)
     check_sections(case)

@@ -16,8 +16,9 @@ from typing import Annotated, ClassVar, Final, NewType, Self
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, model_validator
 
+from .errors import PlanError
 from .files import Document, FrozenModel
-from .plan import ActivationMode
+from .plan import ActivationMode, Plan
 
 BlockId = NewType("BlockId", int)
 
@@ -254,3 +255,13 @@ class Workload(Document):
         """Whether every block phase carries measured seconds."""
         phases = [p for profile in self.profiles for p in (profile.forward, profile.backward, profile.recompute)]
         return all(phase.measured_s is not None for phase in phases)
+
+
+def check_plan(plan: Plan, workload: Workload) -> None:
+    """Raise PlanError if ``plan`` was made for another workload."""
+    if plan.workload_id != workload.identity:
+        shapes = ", ".join(f"{name} {list(shape)}" for name, shape in workload.batch_shapes.items())
+        raise PlanError(
+            f"the plan belongs to workload {plan.workload_id}, not to {workload.identity} "
+            f"({workload.model_name}, {shapes}). Search a plan for this one."
+        )

@@ -13,7 +13,6 @@ from typing import Any
 
 from protwin.shared.layout import ChunkId
 from protwin.shared.schedule import (
-    Buffer,
     BufferId,
     Content,
     Lane,
@@ -117,16 +116,29 @@ def retargeted_dependencies(schedule: Schedule) -> Iterator[Fault]:
 
 
 def swapped_neighbours(schedule: Schedule) -> Iterator[Fault]:
-    """Every two tasks that follow each other in a lane, exchanged."""
+    """Every two tasks that follow each other in a lane, exchanged; the list waits for nothing to come, if it can."""
     for program in schedule.lanes.values():
         for first, second in pairwise(program):
 
             def swap(first: TaskId = first, second: TaskId = second) -> Schedule:
                 tasks = list(schedule.tasks)
                 tasks[first], tasks[second] = tasks[second], tasks[first]
-                return renumbered(schedule, tasks)
+                return renumbered(schedule, _listed_after_waits(tasks))
 
             yield Fault(f"{schedule.tasks[first].name} and {schedule.tasks[second].name} swapped", swap)
+
+
+def _listed_after_waits(tasks: Sequence[Task]) -> Sequence[Task]:
+    """The tasks with each lane in this order and every task after those it waits for; as they are if they deadlock."""
+    waiting = {lane: [task for task in tasks if task.lane is lane] for lane in Lane}
+    listed: dict[TaskId, Task] = {}
+    while any(waiting.values()):
+        ready = [queue for queue in waiting.values() if queue and all(other in listed for other in queue[0].after)]
+        if not ready:
+            return tasks
+        task = min(ready, key=lambda queue: queue[0].id).pop(0)
+        listed[task.id] = task
+    return tuple(listed.values())
 
 
 def merged_slots(schedule: Schedule) -> Iterator[Fault]:
@@ -270,7 +282,7 @@ def changed_task_fields(schedule: Schedule) -> Iterator[Fault]:
     """Every field of every task but its waits and buffers."""
     other_phase = Phase(net_bytes=12_345, curve=((1.0, 54_321),))
     for task in schedule.tasks:
-        changes: list[dict[str, object]] = [
+        changes: list[dict[str, Any]] = [
             *({"kind": kind} for kind in TaskKind if kind is not task.kind),
             *({"section": section} for section in _sections(schedule) if section != task.section),
             *({"chunk": chunk} for chunk in (None, ChunkId(0), ChunkId(1), ChunkId(99)) if chunk != task.chunk),
@@ -291,7 +303,7 @@ def changed_task_fields(schedule: Schedule) -> Iterator[Fault]:
 def changed_buffer_fields(schedule: Schedule) -> Iterator[Fault]:
     """Every field of every buffer but valid slots."""
     for buffer in schedule.buffers:
-        changes: list[dict[str, object]] = [
+        changes: list[dict[str, Any]] = [
             *({"content": content} for content in Content if content is not buffer.content),
             *({"memory": memory} for memory in Memory if memory is not buffer.memory),
             *({"size_bytes": size} for size in (buffer.size_bytes + 1, buffer.size_bytes - 1, -buffer.size_bytes - 1)),
