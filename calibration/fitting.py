@@ -85,9 +85,8 @@ def _refit(
     modelled: dict[TaskKind, list[float]] = {}
     measured: dict[TaskKind, list[float]] = {}
     for pair, schedule in zip(pairs, schedules, strict=True):
-        use_measured = pair.workload.measured_on == hardware.name
-        bare = CostModel(hardware, None, use_measured=use_measured).durations_s(schedule)
-        current = CostModel(hardware, calibration, use_measured=use_measured).durations_s(schedule)
+        bare = CostModel.of(pair.workload, hardware, None).durations_s(schedule)
+        current = CostModel.of(pair.workload, hardware, calibration).durations_s(schedule)
         timing = simulate_timing(schedule, current, ContentionModel.of(hardware, calibration))
         taken = timing.ends_s[timing.window] - timing.starts_s[timing.window]
         for task, timed in zip(schedule.tasks, pair.measured.tasks, strict=True):
