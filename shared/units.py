@@ -30,7 +30,7 @@ def parse_bytes(text: str | int | float) -> int:
     """
     value, unit = _split(text, rate=False)
     size_bytes = value * _BYTE_UNITS[unit]
-    if not 0 < size_bytes < 2**62:
+    if not 1 <= size_bytes < 2**62:
         raise ProtwinError(f"size {text!r} is outside 1 B to 4 EiB. Write a size such as 80GiB.")
     return round(size_bytes)
 
