@@ -9,13 +9,31 @@ from typing import Annotated
 
 import typer
 
-from .errors import ProtwinError
+from .errors import FileError, ProtwinError
 from .units import parse_bytes
+
+
+def writable(path: Path | None) -> Path | None:
+    """``path``, once it is sure that it can be written: hours of work must not end in a wrong folder.
+
+    Raises FileError if it is a folder, or if its own cannot be made or written.
+    """
+    if path is None:
+        return None
+    if path.is_dir():
+        raise FileError(f"{path} is a folder; name a file in it.")
+    above = next(folder for folder in path.absolute().parents if folder.exists())
+    if not above.is_dir():
+        raise FileError(f"{path} cannot be written: {above} is no folder.")
+    if not os.access(above, os.W_OK | os.X_OK):
+        raise FileError(f"{path} cannot be written: {above} is not writable for you.")
+    return path
+
 
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON for programs instead of tables.")]
 OutputPath = Annotated[
     Path | None,
-    typer.Option("--output", "-o", metavar="FILE", dir_okay=False, help="Write the result to this file."),
+    typer.Option("--output", "-o", metavar="FILE", callback=writable, help="Write the result to this file."),
 ]
 ModelName = Annotated[
     str,
@@ -55,7 +73,7 @@ DeviceBudget = Annotated[
 ]
 CalibrationPath = Annotated[
     Path | None,
-    typer.Option("--calibration", metavar="FILE", dir_okay=False, help="What protwin calibrate wrote."),
+    typer.Option("--calibration", metavar="FILE", help="What protwin calibrate wrote."),
 ]
 NoCacheFlag = Annotated[bool, typer.Option("--no-cache", help="Trace the model anew and keep nothing of it.")]
 

@@ -25,6 +25,7 @@ from ..shared.cli_options import (
     command_app,
     examples,
     warn,
+    writable,
 )
 from ..shared.cli_output import show
 from ..shared.compile import compile_schedule
@@ -50,7 +51,7 @@ simulate = command_app()
 
 TimelinePath = Annotated[
     Path | None,
-    typer.Option("--timeline", metavar="FILE", dir_okay=False, help="Write a Chrome trace (open it in Perfetto)."),
+    typer.Option("--timeline", metavar="FILE", callback=writable, help="Write a Chrome trace (open it in Perfetto)."),
 ]
 
 
@@ -138,7 +139,7 @@ def search_command(
     )
 )
 def simulate_command(
-    plan: Annotated[Path, typer.Option("--plan", metavar="FILE", dir_okay=False, help="What to simulate.")],
+    plan: Annotated[Path, typer.Option("--plan", metavar="FILE", help="What to simulate.")],
     model: ModelName,
     hardware: HardwareName,
     batch_size: BatchSize = None,
