@@ -44,7 +44,12 @@ class Document(FrozenModel):
         return json.dumps(head | body, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
 
     def save(self, path: str | Path) -> None:
-        """Write the document to ``path`` atomically.  Raises FileError if the folder cannot be written."""
+        """Write the document to ``path`` atomically, as JSON.
+
+        Raises FileError if the folder cannot be written, or if the name promises TOML.
+        """
+        if Path(path).suffix == ".toml":
+            raise FileError(f"{path} would hold JSON, which its name denies. Choose a name that ends in .json.")
         write_atomically(path, self.to_json())
 
     @classmethod
@@ -64,7 +69,7 @@ class Document(FrozenModel):
         if kind != cls.KIND:
             found = f"a {kind} file" if isinstance(kind, str) else "no protwin file"
             raise FileError(f"{origin} is {found}, expected a {cls.KIND} file (its 'kind' must be {cls.KIND!r}).")
-        if version != cls.SCHEMA_VERSION:
+        if type(version) is not int or version != cls.SCHEMA_VERSION:
             newer = isinstance(version, int) and version > cls.SCHEMA_VERSION
             advice = "Update protwin to read it." if newer else "Write it again with this release."
             raise FileError(
@@ -95,7 +100,7 @@ def read_mapping(path: str | Path) -> dict[str, Any]:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise FileError(f"{path} does not exist.") from None
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise FileError(f"{path} cannot be read: {error}.") from error
     try:
         content = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from fractions import Fraction
 from typing import Final
 
 from .errors import ProtwinError
@@ -20,18 +21,23 @@ _BYTE_UNITS: Final[dict[str, int]] = {
     "GiB": 2**30,
     "TiB": 2**40,
 }
-_QUANTITY: Final = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z]*)\s*(/\s*s)?\s*")
+_QUANTITY: Final = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?)([eE][+-]?[0-9]+)?\s*([A-Za-z]*)\s*(/\s*s)?\s*")
+_LARGEST: Final = Fraction(10) ** 30
+"""Nothing that is measured in bytes comes near it."""
+_LONGEST: Final = 100
+"""Characters of a quantity; longer ones are mistakes that would take long to read exactly."""
 
 
 def parse_bytes(text: str | int | float) -> int:
     """Bytes from ``"80GiB"``, ``"1.5 GB"``, ``"4096"`` or a number.
 
-    A bare number is bytes.  Raises ProtwinError if the text is no positive, finite size of whole bytes.
+    A bare number is bytes; fractions of a byte are rounded.  Raises ProtwinError if the text is no size from 1 B to
+    4 EiB.
     """
     value, unit = _split(text, rate=False)
     size_bytes = value * _BYTE_UNITS[unit]
-    if not 1 <= size_bytes < 2**62:
-        raise ProtwinError(f"size {text!r} is outside 1 B to 4 EiB. Write a size such as 80GiB.")
+    if size_bytes < 1 or round(size_bytes) >= 2**62:
+        raise ProtwinError(f"size {_shown(text)} is outside 1 B to 4 EiB. Write a size such as 80GiB.")
     return round(size_bytes)
 
 
@@ -39,34 +45,49 @@ def parse_bytes_per_s(text: str | int | float) -> float:
     """Bytes per second from ``"64 GB/s"`` or a number.  Raises ProtwinError if not positive and finite."""
     value, unit = _split(text, rate=True)
     rate = value * _BYTE_UNITS[unit]
-    if not 0 < rate < math.inf:
-        raise ProtwinError(f"bandwidth {text!r} is not positive and finite. Write one such as 64GB/s.")
+    if not 0 < rate <= _LARGEST:
+        raise ProtwinError(f"bandwidth {_shown(text)} is not positive and finite. Write one such as 64GB/s.")
     return float(rate)
 
 
-def _split(text: str | int | float, *, rate: bool) -> tuple[float, str]:
+def _split(text: str | int | float, *, rate: bool) -> tuple[Fraction, str]:
+    """The number, exactly, and its unit.  What is far too large becomes ``2 * _LARGEST``."""
     example = "64GB/s" if rate else "80GiB"
     if isinstance(text, bool):
         raise ProtwinError(f"{text!r} is no quantity. Write one such as {example}.")
-    if isinstance(text, int | float):
+    if isinstance(text, int):
+        return Fraction(text), "B"
+    if isinstance(text, float):
         if not math.isfinite(text):
             raise ProtwinError(f"{text!r} is not finite. Write a quantity such as {example}.")
-        return float(text), "B"
-    match = _QUANTITY.fullmatch(text)
-    if match is None or (match[3] is not None and not rate):
-        raise ProtwinError(f"{text!r} is no quantity. Write one such as {example}.")
-    unit = match[2] or "B"
+        return Fraction(text), "B"
+    match = _QUANTITY.fullmatch(text) if len(text) <= _LONGEST else None
+    if match is None or (match[4] is not None and not rate):
+        raise ProtwinError(f"{_shown(text)} is no quantity. Write one such as {example}.")
+    unit = match[3] or "B"
     if unit not in _BYTE_UNITS:
-        raise ProtwinError(f"{text!r} has the unknown unit {unit!r}; known are {', '.join(_BYTE_UNITS)}.")
-    return float(match[1]), unit
+        raise ProtwinError(f"{_shown(text)} has the unknown unit {_shown(unit)}; known are {', '.join(_BYTE_UNITS)}.")
+    digits = match[1].rstrip(".") + (match[2] or "")
+    # An exact number with a huge exponent would fill the memory.
+    magnitude = float(digits)
+    if magnitude > _LARGEST:
+        return 2 * _LARGEST, unit
+    return (Fraction(digits) if magnitude > 0 else Fraction(0)), unit
+
+
+def _shown(text: str | int | float) -> str:
+    """``text`` for a message, cut short."""
+    if isinstance(text, int) and abs(text) > _LARGEST:
+        return "of more than 30 digits"
+    return f"{text!r:.40}"
 
 
 def format_bytes(size_bytes: float) -> str:
-    """``"3.1 GiB"``; binary units, three significant digits or fewer."""
+    """``"3.1 GiB"``; binary units, four significant digits or fewer."""
     magnitude = abs(size_bytes)
     for unit, scale in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if magnitude >= scale:
-            return f"{size_bytes / scale:.4g} {unit}"
+            return f"{_digits(size_bytes / scale)} {unit}"
     return f"{size_bytes:.0f} B"
 
 
@@ -74,15 +95,20 @@ def format_seconds(seconds: float) -> str:
     """``"12.3 ms"``; the unit that leaves one to three digits before the point."""
     magnitude = abs(seconds)
     if magnitude >= 1 or magnitude == 0:
-        return f"{seconds:.4g} s"
+        return f"{_digits(seconds)} s"
     if magnitude >= 1e-3:
-        return f"{seconds * 1e3:.4g} ms"
-    return f"{seconds * 1e6:.4g} µs"
+        return f"{_digits(seconds * 1e3)} ms"
+    return f"{_digits(seconds * 1e6)} µs"
 
 
 def format_rate(bytes_per_s: float) -> str:
     """``"25.2 GB/s"``; decimal units, as data sheets state links."""
-    for unit, scale in (("TB/s", 1e12), ("GB/s", 1e9), ("MB/s", 1e6)):
+    for unit, scale in (("TB/s", 1e12), ("GB/s", 1e9), ("MB/s", 1e6), ("kB/s", 1e3)):
         if bytes_per_s >= scale:
-            return f"{bytes_per_s / scale:.4g} {unit}"
-    return f"{bytes_per_s:.4g} B/s"
+            return f"{_digits(bytes_per_s / scale)} {unit}"
+    return f"{_digits(bytes_per_s)} B/s"
+
+
+def _digits(value: float) -> str:
+    """Four significant digits, without an exponent for large numbers."""
+    return f"{value:.4g}" if abs(value) < 999.95 else f"{value:.0f}"

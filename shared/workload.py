@@ -136,6 +136,11 @@ class BlockProfile(FrozenModel):
     checkpoint_backward: Phase
     """Backward proper after the recomputation."""
 
+    @property
+    def phases(self) -> tuple[Phase, ...]:
+        """All phases, of both modes."""
+        return (self.forward, self.backward, self.checkpoint_forward, self.recompute, self.checkpoint_backward)
+
     def forward_in(self, mode: ActivationMode) -> Phase:
         """The forward phase of a block in ``mode``."""
         return self.forward if mode is ActivationMode.KEEP else self.checkpoint_forward
@@ -185,7 +190,7 @@ class Workload(Document):
     model_name: str
     model_hash: str
     """Hash of the model's structure: module classes, parameter names, shapes, dtypes, trainability, buffers."""
-    batch_shapes: dict[str, tuple[int, ...]]
+    batch_shapes: dict[str, tuple[NonNegativeInt, ...]]
     """Shape of every tensor of the batch, by name."""
     num_samples: PositiveInt
     """Samples per iteration (size of the batch's first dim)."""
@@ -253,8 +258,7 @@ class Workload(Document):
     @cached_property
     def is_measured(self) -> bool:
         """Whether every block phase carries measured seconds."""
-        phases = [p for profile in self.profiles for p in (profile.forward, profile.backward, profile.recompute)]
-        return all(phase.measured_s is not None for phase in phases)
+        return all(phase.measured_s is not None for profile in self.profiles for phase in profile.phases)
 
 
 def check_plan(plan: Plan, workload: Workload) -> None:
