@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from ..shared.errors import ScheduleError
 from ..shared.layout import Chunk, aligned, master_bytes
 from ..shared.workload import DType, Parameter
 from .devices import TrainingDevice
@@ -31,13 +32,19 @@ class DeviceChunk:
         *,
         is_persistent: bool,
     ) -> None:
+        """Move the parameters in.  Raises the device's out-of-memory error if a persistent chunk does not fit."""
         self.chunk = chunk
         self.parameters = tuple(parameters)
         self.is_persistent = is_persistent
         self._device = device
+        if is_persistent and device.ledger is not None:
+            device.ledger.allocate(chunk.size_bytes, f"chunk {chunk.id}")
         self._flat = torch.empty(chunk.size_bytes, dtype=torch.uint8, device=device.torch_device)
+        if device.ledger is not None:
+            device.ledger.ignore([self._flat])
         self._home = None if is_persistent else device.host_buffer(chunk.size_bytes)
         self._staging = device.host_buffer(chunk.staging_bytes) if not is_persistent and chunk.is_trainable else None
+        self._specs = tuple(specs)
         self.masters: list[torch.Tensor] = []
         """Host weights of trainable parameters that CPU Adam steps, in order; float32."""
         self.targets: list[torch.Tensor | None] = []
@@ -45,19 +52,17 @@ class DeviceChunk:
         self.staged: list[torch.Tensor] = []
         """Host views that receive the gradients, in the order of ``masters``."""
         self.trainable = tuple(p for p, s in zip(parameters, specs, strict=True) if s.trainable)
-        if device.ledger is not None:
-            device.ledger.ignore([self._flat])
-            device.ledger.allocate(chunk.size_bytes, f"chunk {chunk.id}")
-        self._move_in(specs)
+        self._move_in()
         if not is_persistent:
-            self.release()
+            self._flat.untyped_storage().resize_(0)
 
-    def _move_in(self, specs: Sequence[Parameter]) -> None:
+    def _move_in(self) -> None:
         staged_bytes = 0
-        for placed, spec, parameter in zip(self.chunk.parameters, specs, self.parameters, strict=True):
+        for placed, spec, parameter in zip(self.chunk.parameters, self._specs, self.parameters, strict=True):
             view = _view(self._flat, placed.offset_bytes, parameter)
-            view.copy_(parameter.detach())
-            if self._home is not None:
+            if self._home is None:
+                view.copy_(parameter.detach())
+            else:
                 home = _view(self._home, placed.offset_bytes, parameter)
                 home.copy_(parameter.detach())
                 if spec.trainable:
@@ -69,6 +74,21 @@ class DeviceChunk:
                     self.targets.append(home if is_narrow else None)
             parameter.data = view
 
+    def check_parameters(self) -> None:
+        """Raise ScheduleError if a parameter has left the chunk, or was frozen or thawed."""
+        own = self._flat.untyped_storage()._cdata
+        for spec, parameter in zip(self._specs, self.parameters, strict=True):
+            if parameter.untyped_storage()._cdata != own:
+                raise ScheduleError(
+                    f"parameter {spec.name} has other memory than when the plan was carried out. Close the training "
+                    f"before model.to(), model.half(), or an assignment to parameter.data."
+                )
+            if parameter.requires_grad != spec.trainable:
+                raise ScheduleError(
+                    f"requires_grad of parameter {spec.name} has become {parameter.requires_grad} since the plan was "
+                    f"carried out. Close the training, trace the model again and search a plan for it."
+                )
+
     # -- residency ---------------------------------------------------------------------------------------------------
 
     @property
@@ -78,14 +98,15 @@ class DeviceChunk:
 
     def gather(self) -> None:
         """Bring the chunk's home to the device.  Raises the device's out-of-memory error if it does not fit."""
-        assert self._home is not None and not self.is_persistent
+        assert self._home is not None
         if self._device.ledger is not None:
             self._device.ledger.allocate(self.chunk.size_bytes, f"chunk {self.chunk.id}")
         self._flat.untyped_storage().resize_(self.chunk.size_bytes)
         self._device.copy(self._flat, self._home, to_device=True)
 
     def release(self) -> None:
-        """Give the device's bytes back."""
+        """Give the device's bytes back, once the current stream has done with them."""
+        self._device.keep_for_current_stream(self._flat)
         self._flat.untyped_storage().resize_(0)
         if self._device.ledger is not None:
             self._device.ledger.free(self.chunk.size_bytes)
@@ -106,6 +127,7 @@ class DeviceChunk:
             gradient = gradients[place]
             if gradient is not None:
                 self._device.copy(staged, gradient, to_device=False)
+                self._device.keep_for_current_stream(gradient)
             gradients[place] = None
         return present
 

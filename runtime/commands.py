@@ -204,11 +204,7 @@ def _trace_real(model: nn.Module, name: str, batch_size: int, sequence_length: i
     from .tracing import trace as trace_model
 
     batch = next(
-        byte_batches(
-            read_text(None), batch_size=batch_size, sequence_length=sequence_length, num_batches=1, seed=seed
-        )
+        byte_batches(read_text(None), batch_size=batch_size, sequence_length=sequence_length, num_batches=1, seed=seed)
     )
     with progress_bar("tracing") as report:
         return trace_model(model, batch, name=name, on_progress=report)
-
-

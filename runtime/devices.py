@@ -66,6 +66,10 @@ class TrainingDevice(ABC):
         """Let the calling thread wait for ``event``."""
 
     @abstractmethod
+    def keep_for_current_stream(self, tensor: torch.Tensor) -> None:
+        """Keep ``tensor``'s memory, even when it is freed, from other uses until the current stream has come so far."""
+
+    @abstractmethod
     def stamp(self) -> Any:
         """A point in time of the current stream."""
 
@@ -92,9 +96,12 @@ class CpuDevice(TrainingDevice):
         host_to_device_bytes_per_s: float | None = None,
         device_to_host_bytes_per_s: float | None = None,
     ) -> None:
-        if budget_bytes is not None and budget_bytes <= 0:
+        if budget_bytes is not None and not 0 < budget_bytes < math.inf:
             raise HardwareError(f"budget_bytes is {budget_bytes}; it must be positive.")
-        for name, rate in (("host_to_device", host_to_device_bytes_per_s), ("device_to_host", device_to_host_bytes_per_s)):
+        for name, rate in (
+            ("host_to_device", host_to_device_bytes_per_s),
+            ("device_to_host", device_to_host_bytes_per_s),
+        ):
             if rate is not None and not 0 < rate < math.inf:
                 raise HardwareError(f"{name}_bytes_per_s is {rate}; it must be positive and finite.")
         self.torch_device = torch.device("cpu")
@@ -108,10 +115,12 @@ class CpuDevice(TrainingDevice):
 
     @property
     def description(self) -> str:
+        """The machine that stands in for a device."""
         return machine_name()
 
     @property
     def emulated(self) -> tuple[str, ...]:
+        """Device memory always; budget and links where they are set."""
         found = ["device memory is host memory"]
         if self.budget_bytes is not None:
             found.append(f"device budget of {format_bytes(self.budget_bytes)}")
@@ -122,15 +131,19 @@ class CpuDevice(TrainingDevice):
         return tuple(found)
 
     def host_buffer(self, size_bytes: int) -> torch.Tensor:
+        """Ordinary host memory."""
         return torch.empty(size_bytes, dtype=torch.uint8)
 
     def make_stream(self) -> Any:
+        """None: lanes are threads alone."""
         return None
 
     def on_stream(self, stream: Any) -> AbstractContextManager[Any]:
+        """Nothing to do."""
         return nullcontext()
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor, *, to_device: bool) -> None:
+        """Copy now; a throttled link then waits for the time that it would have taken."""
         start = time.perf_counter()
         destination.copy_(source)
         rate = self._rates[to_device]
@@ -141,21 +154,31 @@ class CpuDevice(TrainingDevice):
                 time.sleep(remaining_s)
 
     def record_event(self) -> Any:
+        """None: work is done when its call returns."""
         return None
 
     def wait_event(self, event: Any) -> None:
+        """Nothing to wait for."""
         return None
 
     def synchronize_event(self, event: Any) -> None:
+        """Nothing to wait for."""
+        return None
+
+    def keep_for_current_stream(self, tensor: torch.Tensor) -> None:
+        """Nothing to do: what was called has ended."""
         return None
 
     def stamp(self) -> Any:
+        """Now."""
         return time.perf_counter()
 
     def seconds(self, stamp: Any) -> float:
+        """The stamp itself."""
         return float(stamp)
 
     def worker_threads(self, *, is_optimizer: bool) -> int:
+        """One each."""
         # Compute uses every core already; a second team of threads would only make both wait at their barriers.
         return 1
 
@@ -165,7 +188,9 @@ class CudaDevice(TrainingDevice):
 
     def __init__(self, index: int = 0, *, budget_bytes: int | None = None) -> None:
         if not torch.cuda.is_available():
-            raise HardwareError("this installation of torch has no CUDA device. Use CpuDevice, or install a CUDA build.")
+            raise HardwareError(
+                "this installation of torch has no CUDA device. Use CpuDevice, or install a CUDA build."
+            )
         if not 0 <= index < torch.cuda.device_count():
             raise HardwareError(f"there is no cuda:{index}; this machine has {torch.cuda.device_count()} CUDA devices.")
         self.torch_device = torch.device("cuda", index)
@@ -178,50 +203,66 @@ class CudaDevice(TrainingDevice):
                 )
             torch.cuda.set_per_process_memory_fraction(budget_bytes / total_bytes, index)
         torch.cuda.synchronize(index)
-        self._base_event = torch.cuda.Event(enable_timing=True)
+        self._base_event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         self._base_event.record(torch.cuda.current_stream(index))
         self._base_event.synchronize()
         self._base_s = time.perf_counter()
 
     @property
     def description(self) -> str:
+        """The GPU and the machine that it sits in."""
         return f"{torch.cuda.get_device_name(self.torch_device)} in {machine_name()}"
 
     def host_buffer(self, size_bytes: int) -> torch.Tensor:
+        """Page-locked memory."""
         return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
 
     def make_stream(self) -> Any:
-        return torch.cuda.Stream(self.torch_device)
+        """A stream of the device."""
+        return torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
 
     def on_stream(self, stream: Any) -> AbstractContextManager[Any]:
+        """Make ``stream`` the current one; None keeps the one that is."""
         return torch.cuda.stream(stream) if stream is not None else nullcontext()
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor, *, to_device: bool) -> None:
+        """Queue a copy on the current stream."""
         destination.copy_(source, non_blocking=True)
 
     def record_event(self) -> Any:
-        event = torch.cuda.Event()
+        """An event at the end of the current stream."""
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self.torch_device))
         return event
 
     def wait_event(self, event: Any) -> None:
+        """Let the current stream wait for ``event``."""
         if event is not None:
             torch.cuda.current_stream(self.torch_device).wait_event(event)
 
     def synchronize_event(self, event: Any) -> None:
+        """Let this thread wait for ``event``."""
         if event is not None:
             event.synchronize()
 
+    def keep_for_current_stream(self, tensor: torch.Tensor) -> None:
+        """Tell the allocator that the current stream uses the memory."""
+        if tensor.untyped_storage().nbytes() > 0:
+            tensor.record_stream(torch.cuda.current_stream(self.torch_device))
+
     def stamp(self) -> Any:
-        event = torch.cuda.Event(enable_timing=True)
+        """A timing event at the end of the current stream."""
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self.torch_device))
         return event
 
     def seconds(self, stamp: Any) -> float:
+        """The clock of the host when the device was set up, plus what the device has counted since."""
         if isinstance(stamp, float):
             return stamp
         stamp.synchronize()
         return self._base_s + float(self._base_event.elapsed_time(stamp)) * 1e-3
 
     def worker_threads(self, *, is_optimizer: bool) -> int:
+        """All for CPU Adam, since compute runs on the device; one for lanes that only queue copies."""
         return torch.get_num_threads() if is_optimizer else 1

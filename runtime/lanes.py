@@ -3,6 +3,9 @@
 A lane is a thread with a queue; on CUDA it also has a stream.  A *mark* is the end of a task: the thread part is done
 when the task's call has returned, the stream part when the recorded event has passed.  Waiting for a mark from a
 stream never blocks the thread beyond the first part.
+
+A lane stops at its first failure: every later task of it fails with the same error, so that nothing runs out of order
+on half-made data, and nobody waits for ever.
 """
 
 from __future__ import annotations
@@ -39,7 +42,7 @@ class Mark:
         self._done.set()
 
     def fail(self, error: BaseException) -> None:
-        """The task will never end, because of ``error``."""
+        """The task will never end, because of ``error``.  Nothing happens if it has ended."""
         if not self._done.is_set():
             self.error = error
             self._done.set()
@@ -57,24 +60,46 @@ class Mark:
         return self.event
 
 
+class Span:
+    """When a task ran, as stamps of its device."""
+
+    __slots__ = ("end", "start")
+
+    def __init__(self, start: Any = None) -> None:
+        self.start = start
+        self.end: Any = None
+
+
 class WorkerLane:
     """One lane besides compute."""
 
     def __init__(self, lane: Lane, device: TrainingDevice) -> None:
         self.lane = lane
+        self.failure: BaseException | None = None
+        """What stopped the lane."""
         self._device = device
         self._is_host_work = lane is Lane.CPU_OPTIM
         self._stream = None if self._is_host_work else device.make_stream()
-        self._queue: queue.SimpleQueue[tuple[Callable[[], None], Sequence[Mark], Mark, _Span] | None]
+        self._queue: queue.SimpleQueue[tuple[Callable[[], None], Sequence[Mark], Mark, Span] | None]
         self._queue = queue.SimpleQueue()
+        self._is_ready = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"protwin-{lane}", daemon=True)
+        num_threads = torch.get_num_threads()
         self._thread.start()
+        self._is_ready.wait()
+        # The lane has set its own number; torch would hand that on to every thread that starts from now on.
+        torch.set_num_threads(num_threads)
 
-    def submit(self, work: Callable[[], None], waits: Sequence[Mark], mark: Mark) -> _Span:
+    def submit(self, work: Callable[[], None], waits: Sequence[Mark], mark: Mark) -> Span:
         """Queue ``work``, to start when all ``waits`` have ended; ``mark`` tells its end.  Gives its span of time."""
-        span = _Span()
+        span = Span()
         self._queue.put((work, waits, mark, span))
         return span
+
+    def cancel(self) -> None:
+        """Let no further task start; those that wait for failed marks end too.  Idempotent."""
+        if self.failure is None:
+            self.failure = Cancelled(f"lane {self.lane} was stopped")
 
     def close(self) -> None:
         """End the thread after the queue has drained.  Idempotent."""
@@ -83,19 +108,22 @@ class WorkerLane:
             self._thread.join()
 
     def _run(self) -> None:
-        # Threads of one operation; set here since the setting belongs to the calling thread.
         torch.set_num_threads(self._device.worker_threads(is_optimizer=self._is_host_work))
+        self._is_ready.set()
         with torch.no_grad(), self._device.on_stream(self._stream):
             while (item := self._queue.get()) is not None:
                 work, waits, mark, span = item
                 try:
                     self._wait(waits)
+                    if self.failure is not None:
+                        raise self.failure
                     span.start = self._stamp()
                     work()
                     span.end = self._stamp()
                     mark.set(None if self._is_host_work else self._device.record_event())
                 except BaseException as error:
                     # Every failure travels to whoever waits for the mark, in the end to the compute thread.
+                    self.failure = self.failure or error
                     mark.fail(error)
                 # Let go of the task's tensors now, not when the next task arrives.
                 del work, waits, mark, span, item
@@ -109,16 +137,4 @@ class WorkerLane:
                 self._device.wait_event(event)
 
     def _stamp(self) -> Any:
-
-
         return time.perf_counter() if self._is_host_work else self._device.stamp()
-
-
-class _Span:
-    """When a task ran, as stamps of its device."""
-
-    __slots__ = ("end", "start")
-
-    def __init__(self) -> None:
-        self.start: Any = None
-        self.end: Any = None

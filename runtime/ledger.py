@@ -4,12 +4,6 @@ On the CPU the host's memory stands in for the device's, and no allocator keeps 
 counts what the compute thread's operations produce (a dispatch mode sees every one of them, in forward, backward and
 recomputation) and what the runtime allocates by name, and raises the device's out-of-memory error beyond the budget.
 Host-side tensors are made on other threads or outside the metered stretch and do not count.
-
-[Note: Budget between metered iterations]
-Watching every operation costs a few percent of an iteration, so it would disturb timings.  Shapes repeat, and equal
-shapes allocate equally: the level that each compute task reached in a metered iteration, beyond what is allocated by
-name, is kept as the task's claim.  In iterations that are not metered the claim of the running task stands for its
-operations, and the budget is enforced against claim plus named allocations.
 """
 
 from __future__ import annotations
@@ -19,14 +13,17 @@ import time
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Final
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from ..shared.errors import DeviceOutOfMemoryError
 from ..shared.units import format_bytes
 from .tensors import tensors_in
+
+_LIFT_FRESH: Final = torch.ops.aten.lift_fresh.default
 
 
 class CpuOutOfMemoryError(DeviceOutOfMemoryError, torch.OutOfMemoryError):
@@ -42,8 +39,10 @@ class MemoryLedger:
         """Bytes allocated by name (``allocate``)."""
         self.watched_bytes = 0
         """Bytes of storages seen by the dispatch mode or adopted."""
+        self.watched_peak_bytes = 0
+        """Highest ``watched_bytes`` since ``reset_watched_peak``."""
         self.claim_bytes = 0
-        """What the running task may hold beyond named allocations while nobody watches."""
+        """What the running task may hold beyond named allocations while nobody watches (Note: Claims)."""
         self.peak_bytes = 0
         self.samples: list[tuple[float, int]] | None = None
         """(time, level) at every change while a curve is being recorded."""
@@ -52,7 +51,7 @@ class MemoryLedger:
         self.doing = "setting up"
         """What the compute thread is doing, for messages."""
         self._lock = threading.RLock()
-        self._watched: dict[int, tuple[int, weakref.ref[Any]]] = {}
+        self._watched: dict[int, _Watched] = {}
         self._mode: _WatchingMode | None = None
 
     # -- levels ------------------------------------------------------------------------------------------------------
@@ -72,29 +71,32 @@ class MemoryLedger:
         with self._lock:
             self.peak_bytes = self.level_bytes
 
+    def reset_watched_peak(self) -> None:
+        """Forget the peak of watched bytes; it becomes their present level."""
+        with self._lock:
+            self.watched_peak_bytes = self.watched_bytes
+
     def claim(self, size_bytes: int) -> None:
         """Set what the running task may hold.  Raises CpuOutOfMemoryError beyond the budget."""
         with self._lock:
+            self._enforce(size_bytes - self.claim_bytes, "the running task")
             self.claim_bytes = size_bytes
-            self._changed(0)
+            self._changed()
 
     # -- named allocations -------------------------------------------------------------------------------------------
 
     def allocate(self, size_bytes: int, name: str) -> None:
         """Count an allocation by the runtime itself.  Raises CpuOutOfMemoryError beyond the budget."""
         with self._lock:
+            self._enforce(size_bytes, name)
             self.named_bytes += size_bytes
-            try:
-                self._changed(size_bytes, name)
-            except CpuOutOfMemoryError:
-                self.named_bytes -= size_bytes
-                raise
+            self._changed()
 
     def free(self, size_bytes: int) -> None:
         """Count the end of a named allocation."""
         with self._lock:
             self.named_bytes -= size_bytes
-            self._changed(-size_bytes)
+            self._changed()
 
     def adopt(self, tensors: Iterable[torch.Tensor]) -> int:
         """Count tensors that exist already (parameters, buffers, optimizer state, the batch).  Returns new bytes."""
@@ -107,19 +109,35 @@ class MemoryLedger:
             for tensor in tensors:
                 self._register(tensor.untyped_storage(), 0)
 
+    def make_named(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Count the storages of ``tensors`` as named allocations from now on, whether or not they were watched.
+
+        Whoever holds them frees ``tensors.storage_bytes`` of them.
+        """
+        with self._lock:
+            storages = {storage._cdata: storage for storage in (tensor.untyped_storage() for tensor in tensors)}
+            for key, storage in storages.items():
+                known = self._watched.get(key)
+                if known is not None:
+                    self.watched_bytes -= known.size_bytes
+                    known.size_bytes, known.is_whole = 0, False
+                self.named_bytes += storage.nbytes()
+            self._changed()
+
     # -- watching ----------------------------------------------------------------------------------------------------
 
     def start_metering(self) -> None:
         """Watch every operation of this thread until ``stop_metering``."""
         assert self._mode is None, "metering twice"
-        self._mode = _WatchingMode(self)
-        self._mode.__enter__()
+        mode = _WatchingMode(self)
+        mode.__enter__()  # type: ignore[no-untyped-call]
+        self._mode = mode
 
     def stop_metering(self) -> None:
-        """Stop watching; does nothing if nobody watches."""
+        """Stop watching, on any thread; does nothing if nobody watches."""
         mode, self._mode = self._mode, None
         if mode is not None:
-            mode.__exit__(None, None, None)
+            mode.end()
 
     @contextmanager
     def metering(self) -> Iterator[MemoryLedger]:
@@ -133,47 +151,81 @@ class MemoryLedger:
     # -- inside ------------------------------------------------------------------------------------------------------
 
     def watch_result(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        """Count the storages that an operation made."""
+        """Count the storages that an operation made, and those that it gave another size."""
         for tensor in tensors_in(result):
             storage = tensor.untyped_storage()
-            if storage._cdata in self._watched:
+            known = self._watched.get(storage._cdata)
+            if known is not None:
+                if known.is_whole and known.size_bytes != storage.nbytes():
+                    self._resize(storage, known, operator)
                 continue
-            # A view of something nobody told us about (a batch, a mask) is no new memory.
-            is_view = any(source.untyped_storage()._cdata == storage._cdata for source in tensors_in((args, kwargs)))
+            # A view of something nobody told us about (a batch, a mask) is no new memory; what torch.tensor() made is.
+            is_view = operator is not _LIFT_FRESH and any(
+                source.untyped_storage()._cdata == storage._cdata for source in tensors_in((args, kwargs))
+            )
             with self._lock:
-                self._register(storage, 0 if is_view else storage.nbytes(), operator)
+                self._register(storage, 0 if is_view else storage.nbytes(), operator, is_whole=not is_view)
         if self.on_operation is not None:
             self.on_operation(operator, args, kwargs, result)
 
-    def _register(self, storage: torch.UntypedStorage, size_bytes: int, operator: Hashable = None) -> int:
+    def _register(
+        self, storage: torch.UntypedStorage, size_bytes: int, operator: Hashable = None, *, is_whole: bool = False
+    ) -> int:
         key = storage._cdata
         if key in self._watched:
             return 0
-        self._watched[key] = (size_bytes, weakref.ref(storage, lambda _: self._forget(key)))
-        self.watched_bytes += size_bytes
-        self._changed(size_bytes, str(operator) if operator is not None else "a tensor")
+        self._enforce(size_bytes, str(operator) if operator is not None else "a tensor")
+        self._watched[key] = _Watched(size_bytes, is_whole, weakref.ref(storage, lambda _: self._forget(key)))
+        self._count(size_bytes)
         return size_bytes
+
+    def _resize(self, storage: torch.UntypedStorage, known: _Watched, operator: Hashable) -> None:
+        with self._lock:
+            more_bytes = storage.nbytes() - known.size_bytes
+            self._enforce(more_bytes, str(operator))
+            known.size_bytes += more_bytes
+            self._count(more_bytes)
 
     def _forget(self, key: int) -> None:
         with self._lock:
             entry = self._watched.pop(key, None)
             if entry is not None:
-                self.watched_bytes -= entry[0]
-                self._changed(-entry[0])
+                self._count(-entry.size_bytes)
 
-    def _changed(self, size_bytes: int, name: str = "") -> None:
+    def _count(self, more_bytes: int) -> None:
+        self.watched_bytes += more_bytes
+        self.watched_peak_bytes = max(self.watched_peak_bytes, self.watched_bytes)
+        self._changed()
+
+    def _changed(self) -> None:
         level = self.level_bytes
         self.peak_bytes = max(self.peak_bytes, level)
         if self.samples is not None:
             self.samples.append((time.perf_counter(), level))
-        if self.budget_bytes is not None and level > self.budget_bytes and size_bytes >= 0:
-            free = self.budget_bytes - (level - size_bytes)
-            asked = f"{name} needs {format_bytes(size_bytes)}" if size_bytes else "the running task needs more"
-            raise CpuOutOfMemoryError(
-                f"out of memory on the CPU device: {asked} but {format_bytes(max(0, free))} of the budget of "
-                f"{format_bytes(self.budget_bytes)} is free, while {self.doing}. Search a plan for this budget, or "
-                f"raise it to at least {format_bytes(level)}."
-            )
+
+    def _enforce(self, more_bytes: int, name: str) -> None:
+        """Raise CpuOutOfMemoryError if ``more_bytes`` do not fit beside what is there."""
+        level = self.level_bytes
+        if self.budget_bytes is None or more_bytes <= 0 or level + more_bytes <= self.budget_bytes:
+            return
+        free = format_bytes(max(0, self.budget_bytes - level))
+        raise CpuOutOfMemoryError(
+            f"out of memory on the CPU device: {name} needs {format_bytes(more_bytes)} but {free} of the budget of "
+            f"{format_bytes(self.budget_bytes)} is free, while {self.doing}. Search a plan for this budget, or "
+            f"raise it to at least {format_bytes(level + more_bytes)}."
+        )
+
+
+@dataclass(slots=True)
+class _Watched:
+    """One storage that is counted."""
+
+    size_bytes: int
+    """Bytes that it counts for."""
+    is_whole: bool
+    """Whether these are all of its bytes, so that a change of its size counts."""
+    storage: weakref.ref[Any]
+    """Tells when it is gone."""
 
 
 class _WatchingMode(TorchDispatchMode):
@@ -181,18 +233,25 @@ class _WatchingMode(TorchDispatchMode):
 
     def __init__(self, ledger: MemoryLedger) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._ledger = ledger
+        self._ledger: MemoryLedger | None = ledger
+
+    def end(self) -> None:
+        """Watch no more, and leave this thread's stack of modes."""
+        self._ledger = None
+        # Another mode may lie above this one, or the caller be another thread: then it stays, and does nothing.
+        if _get_current_dispatch_mode() is self:
+            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        self._ledger.watch_result(func, args, kwargs, result)
+        if self._ledger is not None:
+            self._ledger.watch_result(func, args, kwargs, result)
         return result
 
 
 def _own_bytes(tensor: torch.Tensor) -> int:
     """Bytes of the tensor itself, not of a larger storage that it is a slice of."""
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
-

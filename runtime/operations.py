@@ -38,7 +38,9 @@ def describe_operation(operator: Any, args: tuple[Any, ...], kwargs: dict[str, A
     return Operation(
         name=name,
         operation_class=operation_class,
-        dtype=DType(str(dtype).removeprefix("torch.")) if str(dtype).removeprefix("torch.") in _DTYPES else DType.FLOAT32,
+        dtype=DType(str(dtype).removeprefix("torch."))
+        if str(dtype).removeprefix("torch.") in _DTYPES
+        else DType.FLOAT32,
         flops=_flops(operator, name, operation_class, args, kwargs, result, outputs),
         bytes_moved=_bytes_moved(name, operation_class, inputs, outputs),
     )
@@ -73,8 +75,11 @@ def _flops(
     result: Any,
     outputs: list[torch.Tensor],
 ) -> int:
-    """Floating-point operations: torch's own formulas for matrix products, attention by its two products (five in
-    backward, which forms the probabilities again), halved under a causal mask; one per output element otherwise."""
+    """Floating-point operations of one call.
+
+    Matrix products by torch's own formulas; attention by its two products (five in backward, which forms the
+    probabilities again), halved under a causal mask; otherwise one per output element.
+    """
     if operation_class is OperationClass.ATTENTION:
         return _attention_flops(name, args, kwargs)
     formula = flop_registry.get(operator.overloadpacket)

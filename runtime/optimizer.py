@@ -30,8 +30,11 @@ class ChunkOptimizer:
         *,
         targets: Sequence[torch.Tensor | None] | None = None,
     ) -> None:
-        """``weights`` are float32; ``options`` maps ``id(parameter)`` to its group's options; ``targets`` are narrower
-        tensors to write stepped weights to."""
+        """Make the optimizer of ``weights``, the float32 masters of ``parameters``.
+
+        ``options`` maps ``id(parameter)`` to its group's options; ``targets`` are narrower tensors that stepped
+        weights are written to.
+        """
         self._weights = list(weights)
         self._targets = list(targets) if targets is not None else [None] * len(self._weights)
         groups: dict[int, dict[str, Any]] = {}

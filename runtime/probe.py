@@ -187,7 +187,7 @@ def adam_work(num_scalars: int) -> Callable[[], None]:
     weight = torch.zeros(num_scalars, requires_grad=True)
     weight.grad = torch.ones(num_scalars)
     optimizer = torch.optim.AdamW([weight], fused=True)
-    return lambda: optimizer.step()  # type: ignore[no-any-return]
+    return lambda: optimizer.step()
 
 
 def _adam_bytes_per_s(device: TrainingDevice, budget_s: float) -> float:

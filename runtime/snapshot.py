@@ -12,8 +12,10 @@ from torch import nn
 
 @contextmanager
 def left_as_found(model: nn.Module) -> Iterator[None]:
-    """Run measurements on ``model`` in training mode; afterwards its gradients, buffers, training flags, ``use_cache``
-    and torch's random state are bit for bit what they were, whether or not the block raised."""
+    """Run measurements on ``model`` in training mode and leave it as it was, whether or not they raise.
+
+    Gradients, buffers, training flags, ``use_cache`` and torch's random state are bit for bit what they were.
+    """
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     flags = [(module, module.training) for module in model.modules()]
@@ -41,7 +43,8 @@ def left_as_found(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def without_cache(model: nn.Module) -> Iterator[None]:
     """Turn ``use_cache`` of a transformers model off: a key-value cache grows in training and breaks recomputation."""
-    configs = [c for c in (getattr(module, "config", None) for module in model.modules()) if _caches(c)]
+    found: list[Any] = [getattr(module, "config", None) for module in model.modules()]
+    configs = [config for config in found if getattr(config, "use_cache", False) is True]
     for config in configs:
         config.use_cache = False
     try:
@@ -49,7 +52,3 @@ def without_cache(model: nn.Module) -> Iterator[None]:
     finally:
         for config in configs:
             config.use_cache = True
-
-
-def _caches(config: Any) -> bool:
-    return getattr(config, "use_cache", False) is True

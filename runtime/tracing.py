@@ -88,7 +88,8 @@ def _profile_real(
     progress = _Progress(len(ActivationMode) * (2 + (repeats + WARM_UP_ITERATIONS if repeats else 0)), on_progress)
     with left_as_found(model):
         observed = {
-            mode: observe_sections(model, batch, loss, blocks, mode, progress.advance, passes=2) for mode in ActivationMode
+            mode: observe_sections(model, batch, loss, blocks, mode, progress.advance, passes=2)
+            for mode in ActivationMode
         }
         seconds: dict[ActivationMode, dict[PhaseKey, float]] = {mode: {} for mode in ActivationMode}
         if repeats > 0:
@@ -121,7 +122,8 @@ def _profile_fake(
         progress = _Progress(len(ActivationMode), on_progress)
         with mode, left_as_found(twin):
             observed = {
-                m: observe_sections(twin, twin_batch, loss, blocks, m, progress.advance, passes=1) for m in ActivationMode
+                m: observe_sections(twin, twin_batch, loss, blocks, m, progress.advance, passes=1)
+                for m in ActivationMode
             }
         assembly = Assembly(len(blocks), observed, {m: {} for m in ActivationMode}, is_real=False)
         if not is_shortened or assembly.agree(1, 2):

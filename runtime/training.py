@@ -1,14 +1,13 @@
 """Carrying out a plan: the schedule, interpreted on a real model.
 
-The model's own forward and backward are the compute tasks; the section walker advances the program to them.  All other
-tasks are queued to their lanes one iteration ahead and start when what they wait for has ended, exactly as in the
-simulator.  Every wait of the compute thread happens in ``begin``.
+The model's own forward and backward are the compute tasks, and hooks on its blocks advance the program to them
+(``compute_lane``).  All other tasks run on lanes of their own beside it (``lane_tasks``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Final, Self
 
@@ -16,26 +15,25 @@ import torch
 from torch import nn
 
 from ..shared.compile import compile_schedule
-from ..shared.errors import PlanError, ProtwinError, ScheduleError
+from ..shared.errors import PlanError, ScheduleError
 from ..shared.layout import build_layout
 from ..shared.plan import Plan
-from ..shared.record import Holding, Record
-from ..shared.schedule import Content, Lane, Memory, Part, Section, Task, TaskId, TaskKind
+from ..shared.record import Record
 from ..shared.verify import verify_schedule
 from ..shared.workload import Workload
 from .blocks import find_blocks
-from .chunks import DeviceChunk
+from .compute_lane import ComputeLane
 from .devices import CpuDevice, CudaDevice, TrainingDevice
 from .identity import model_hash
-from .lanes import Cancelled, Mark, WorkerLane
-from .optimizer import ChunkOptimizer, MakeOptimizer, group_options
-from .recording import IterationLog, MeteredMemory, Recorder
+from .lane_tasks import LaneTasks
+from .metering import metering_of
+from .optimizer import MakeOptimizer, group_options
+from .placed_model import PlacedModel
+from .recording import Recorder
 from .snapshot import without_cache
 from .tensors import tensors_in
 from .walk import SectionWalker
 
-_METERED_ITERATIONS: Final = 3
-"""Iterations that the ledger watches for every new shape of the model's inputs."""
 _KEPT_LOGS: Final = 200
 
 
@@ -102,13 +100,7 @@ class Training:
         device: TrainingDevice,
         meter_every: int | None,
     ) -> None:
-        if model_hash(model) != workload.model_hash:
-            raise PlanError(
-                f"the workload was traced from another model ({workload.model_name}): module classes, parameter names, "
-                f"shapes, dtypes or requires_grad differ. Trace this model again."
-            )
-        if getattr(model, "_protwin_training", None) is not None:
-            raise PlanError("a plan is being carried out on this model already. Close that training first.")
+        _check_model(model, workload)
         if meter_every is not None and meter_every < 1:
             raise PlanError(f"meter_every is {meter_every}; it must be positive.")
         layout = build_layout(workload.parameters, num_blocks=workload.num_blocks, chunk_bytes=plan.chunk_bytes)
@@ -118,261 +110,77 @@ class Training:
         self.workload = workload
         self.device = device
         self.model = model
-        self._tasks = self.schedule.tasks
-        self._compute = self.schedule.lanes[Lane.COMPUTE]
-        self._section_index = {(self._tasks[t].kind, self._tasks[t].section): i for i, t in enumerate(self._compute)}
-        self._iteration = 0
-        self._place = 0
-        self._running: TaskId | None = None
         self._is_closed = False
-        self._failure: BaseException | None = None
-        self._marks: dict[tuple[int, TaskId], Mark] = {}
-        self._logs: dict[int, IterationLog] = {}
-        self._outgoing: dict[tuple[int, int], list[torch.Tensor | None]] = {}
-        self._present: dict[tuple[int, int], list[bool]] = {}
-        self._left: set[int] = set()
-        """Chunks whose gradients have left in this iteration."""
-        self._triggered = self._offloads_by_backward()
-        self._claims: dict[TaskId, int] = {}
-        self._metered_shapes: dict[Any, int] = {}
-        self._meter_every = meter_every
-        self.bytes_host_to_device = 0
-        self.bytes_device_to_host = 0
-        self.num_cpu_adam_steps = 0
-        self.num_gathers = 0
-        self.peak_device_bytes = 0
-        """Highest level seen by the ledger so far; on CUDA, by the allocator."""
-        self.recorder = Recorder(self.schedule, plan, workload, device)
-
-        parameters = dict(model.named_parameters(remove_duplicate=False))
+        self._recorder = Recorder(self.schedule, plan, workload, device)
+        self._metering = metering_of(device, meter_every)
         options = group_options(model, parameter_groups)
-        persistent = layout.persistent(plan.n_persist)
-        self._cache_switch = without_cache(model)
-        self._cache_switch.__enter__()
-        if device.ledger is not None:
-            device.ledger.adopt(model.buffers())
-        self._chunks: list[DeviceChunk] = []
-        self._host_optimizers: dict[int, ChunkOptimizer] = {}
-        self._device_optimizers: list[tuple[ChunkOptimizer, list[nn.Parameter]]] = []
-        self._handles: list[Any] = []
-        with torch.no_grad():
-            for chunk in layout.chunks:
-                specs = [workload.parameters[placed.index] for placed in chunk.parameters]
-                members = [parameters[spec.name] for spec in specs]
-                made = DeviceChunk(chunk, specs, members, device, is_persistent=chunk.id in persistent)
-                self._chunks.append(made)
-                self._make_optimizers(made, options, optimizer)
-                if not made.is_persistent:
-                    self._guard_gradients(made)
-        self._lanes = {lane: WorkerLane(lane, device) for lane in Lane if lane is not Lane.COMPUTE}
-        self._walker = SectionWalker(model, self._find_blocks(), plan.modes(workload.num_blocks), self)
-        self._handles.append(model.register_forward_pre_hook(self._enter_model, prepend=True, with_kwargs=True))
-        model._protwin_training = self  # type: ignore[assignment]
-        self._submit(0)
-        self._submit(1)
-
-    # -- setting up --------------------------------------------------------------------------------------------------
-
-    def _find_blocks(self) -> Any:
-        return find_blocks(self.model, [block.name for block in self.workload.blocks])
-
-    def _make_optimizers(
-        self, chunk: DeviceChunk, options: Mapping[int, Mapping[str, Any]], make_optimizer: MakeOptimizer
-    ) -> None:
-        if not chunk.trainable:
-            return
-        if not chunk.is_persistent:
-            self._host_optimizers[chunk.chunk.id] = ChunkOptimizer(
-                chunk.masters, chunk.trainable, options, make_optimizer, targets=chunk.targets
+        blocks = find_blocks(model, [block.name for block in workload.blocks])
+        with ExitStack() as undo:
+            undo.enter_context(without_cache(model))
+            undo.callback(model.__dict__.pop, _MARKER, None)
+            model.__dict__[_MARKER] = self
+            if device.ledger is not None:
+                device.ledger.adopt(model.buffers())
+            self._placed = PlacedModel(
+                model,
+                workload,
+                layout,
+                n_persist=plan.n_persist,
+                options=options,
+                make_optimizer=optimizer,
+                device=device,
             )
-            return
-        wide = [p for p in chunk.trainable if p.element_size() >= 4]
-        if wide:
-            self._device_optimizers.append((ChunkOptimizer(wide, wide, options, make_optimizer), wide))
-        for parameter in (p for p in chunk.trainable if p.element_size() < 4):
-            # One optimizer per narrow parameter, so that only one gradient at a time is widened.
-            master = parameter.detach().float()
-            if self.device.ledger is not None:
-                self.device.ledger.adopt([master])
-            stepper = ChunkOptimizer([master], [parameter], options, make_optimizer, targets=[parameter.detach()])
-            self._device_optimizers.append((stepper, [parameter]))
+            undo.callback(self._placed.move_out)
+            self._lanes = LaneTasks(self.schedule, self._placed, device)
+            undo.callback(self._lanes.close)
+            self._compute = ComputeLane(self.schedule, self._placed, self._lanes, self._metering, device)
+            walker = SectionWalker(model, blocks, plan.modes(workload.num_blocks), self._compute)
+            undo.callback(walker.remove)
+            for handle in self._hooks():
+                undo.callback(handle.remove)
+            undo.callback(self._metering.stop)
+            self._undo = undo.pop_all()
 
-    def _guard_gradients(self, chunk: DeviceChunk) -> None:
+    def _hooks(self) -> list[Any]:
+        enter = self.model.register_forward_pre_hook(self._enter_model, prepend=True, with_kwargs=True)
+        return [enter, *self._guard_gradients()]
+
+    def _guard_gradients(self) -> list[Any]:
         """Stop before a gradient that arrives after its chunk's gradients have left could be lost."""
+        handles = []
+        for chunk in self._placed.chunks:
+            if chunk.is_persistent:
+                continue
 
-        def arrived(parameter: torch.Tensor) -> None:
-            if chunk.chunk.id in self._left:
-                raise ScheduleError(
-                    f"a parameter of chunk {chunk.chunk.id} got a gradient after backward had left its block: it is "
-                    f"used outside the block too. Name the blocks so that shared parameters lie outside (blocks=...)."
-                )
+            def arrived(parameter: torch.Tensor, chunk_id: int = chunk.chunk.id) -> None:
+                if self._compute.has_left(chunk_id):
+                    raise ScheduleError(
+                        f"a parameter of chunk {chunk_id} got a gradient after backward had left its block: it is "
+                        f"used outside the block too. Name the blocks so that shared parameters lie outside "
+                        f"(blocks=...)."
+                    )
 
-        for parameter in chunk.trainable:
-            self._handles.append(parameter.register_post_accumulate_grad_hook(arrived))
+            for parameter in chunk.trainable:
+                handles.append(parameter.register_post_accumulate_grad_hook(arrived))  # type: ignore[no-untyped-call]
+        return handles
 
-    def _offloads_by_backward(self) -> dict[TaskId, list[Task]]:
-        found: dict[TaskId, list[Task]] = {}
-        for task in self._tasks:
-            if task.kind is TaskKind.GRADIENT_OFFLOAD:
-                found.setdefault(max(task.after), []).append(task)
-        return found
-
-    # -- the lanes ---------------------------------------------------------------------------------------------------
-
-    def _mark(self, iteration: int, task: TaskId) -> Mark:
-        key = (iteration, task)
-        mark = self._marks.get(key)
-        if mark is None:
-            mark = self._marks[key] = Mark()
-        return mark
-
-    def _waits(self, task: Task, iteration: int) -> list[Mark]:
-        marks = [self._mark(iteration, earlier) for earlier in task.after]
-        if iteration > 0:
-            marks += [self._mark(iteration - 1, earlier) for earlier in task.after_previous]
-        return marks
-
-    def _submit(self, iteration: int) -> None:
-        """Queue every task of an iteration that is not the compute thread's."""
-        log = self._logs[iteration] = IterationLog(iteration)
-        for task in self._tasks:
-            if task.lane is not Lane.COMPUTE:
-                work = self._work(task, iteration)
-                waits = self._waits(task, iteration)
-                log.spans[task.id] = self._lanes[task.lane].submit(work, waits, self._mark(iteration, task.id))
-
-    def _work(self, task: Task, iteration: int) -> Callable[[], None]:
-        assert task.chunk is not None
-        chunk = self._chunks[task.chunk]
-        if task.kind is TaskKind.GATHER:
-            return partial(self._gather, chunk)
-        if task.kind is TaskKind.GRADIENT_OFFLOAD:
-            return partial(self._offload, chunk, iteration)
-        assert task.kind is TaskKind.CPU_ADAM
-        return partial(self._cpu_adam, chunk, iteration)
-
-    def _gather(self, chunk: DeviceChunk) -> None:
-        with torch.profiler.record_function(f"protwin::gather chunk {chunk.chunk.id}"):
-            chunk.gather()
-        self.bytes_host_to_device += chunk.chunk.size_bytes
-        self.num_gathers += 1
-
-    def _offload(self, chunk: DeviceChunk, iteration: int) -> None:
-        key = (iteration, chunk.chunk.id)
-        with torch.profiler.record_function(f"protwin::gradient_offload chunk {chunk.chunk.id}"):
-            present = chunk.stage_gradients(self._outgoing.pop(key))
-        self._present[key] = present
-        self.bytes_device_to_host += chunk.moved_gradient_bytes(present)
-
-    def _cpu_adam(self, chunk: DeviceChunk, iteration: int) -> None:
-        present = self._present.pop((iteration, chunk.chunk.id))
-        gradients = [staged if there else None for staged, there in zip(chunk.staged, present, strict=True)]
-        with torch.profiler.record_function(f"protwin::cpu_adam chunk {chunk.chunk.id}"):
-            self._host_optimizers[chunk.chunk.id].step(gradients)
-        self.num_cpu_adam_steps += 1
-
-    # -- the compute thread ------------------------------------------------------------------------------------------
+    # -- training ----------------------------------------------------------------------------------------------------
 
     def _enter_model(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Runs before the walker's hook: decide whether this iteration is watched."""
+        """Runs before the walker's hook of the model's forward."""
         if not torch.is_grad_enabled():
             raise ScheduleError(
                 "forward without gradients while a plan is being carried out: offloaded chunks are not resident. "
                 "Evaluate after close(), and carry the plan out again."
             )
         self._check_usable()
-        if self._place != 0:
+        if not self._compute.is_between_iterations:
             raise ScheduleError(
-                "forward began before the last iteration was complete. Call loss.backward() and then step(), once "
-                "each per forward."
+                f"forward began before the last iteration was complete: {self._compute.next_task.name} was to come. "
+                f"Call loss.backward() and then step(), once each per forward."
             )
-        ledger = self.device.ledger
-        if ledger is None:
-            torch.cuda.reset_peak_memory_stats(self.device.torch_device)
-            return
-        inputs = list(tensors_in((args, kwargs)))
-        shapes = tuple((tuple(tensor.shape), tensor.dtype) for tensor in inputs)
-        seen = self._metered_shapes.get(shapes, 0)
-        is_due = self._meter_every is not None and self._iteration % self._meter_every == 0
-        if seen < _METERED_ITERATIONS or is_due:
-            self._metered_shapes[shapes] = seen + 1
-            self._logs[self._iteration].is_metered = True
-            ledger.claim(0)
-            ledger.samples = []
-            ledger.start_metering()
-            ledger.adopt(inputs)
-            ledger.reset_peak()
-
-    def begin(self, kind: TaskKind, section: Section) -> None:
-        """The walker's announcement: the running compute task ends and the next one begins."""
-        self._finish_running()
-        self._start(kind, section)
-
-    def end_backward(self) -> None:
-        """The walker's announcement that backward is over."""
-        self._finish_running()
-
-    def _start(self, kind: TaskKind, section: Section | None) -> None:
-        expected = self._tasks[self._compute[self._place]]
-        if (expected.kind, expected.section) != (kind, section):
-            raise self._failed(
-                ScheduleError(
-                    f"the model begins {kind} {section if section is not None else ''} where the schedule expects "
-                    f"{expected.name}."
-                )
-            )
-        ledger = self.device.ledger
-        try:
-            for mark in self._waits(expected, self._iteration):
-                self.device.wait_event(mark.wait())
-            if ledger is not None:
-                ledger.doing = f"running {expected.name}"
-                if not ledger.is_metering:
-                    ledger.claim(self._claims.get(expected.id, 0))
-        except BaseException as error:
-            raise self._failed(error) from None
-        log = self._logs[self._iteration]
-        span = log.spans[expected.id] = _ComputeSpan(self.device.stamp())
-        if self._place == 0:
-            log.started = span.start
-        self._running = expected.id
-        self._claim_start(expected)
-
-    def _claim_start(self, task: Task) -> None:
-        ledger = self.device.ledger
-        if ledger is not None and ledger.is_metering:
-            self._peak_before = max(getattr(self, "_peak_before", 0), ledger.peak_bytes)
-            self._task_samples = len(ledger.samples or ())
-
-    def _finish_running(self) -> None:
-        """End the running compute task: free what it frees, let its gradients leave, tell who waits."""
-        if self._running is None:
-            return
-        task = self._tasks[self._running]
-        log = self._logs[self._iteration]
-        log.spans[task.id].end = self.device.stamp()
-        self._note_claim(task)
-        for buffer_id in task.frees:
-            buffer = self.schedule.buffers[buffer_id]
-            if buffer.content is Content.PARAMETERS:
-                assert buffer.chunk is not None
-                self._chunks[buffer.chunk].release()
-        for offload in self._triggered.get(task.id, ()):
-            assert offload.chunk is not None
-            self._outgoing[self._iteration, offload.chunk] = self._chunks[offload.chunk].detach_gradients()
-            self._left.add(offload.chunk)
-        self._mark(self._iteration, task.id).set(self.device.record_event())
-        self._running = None
-        self._place += 1
-
-    def _note_claim(self, task: Task) -> None:
-        """While watched: what the task held at most beyond named allocations is its claim from now on."""
-        ledger = self.device.ledger
-        if ledger is None or not ledger.is_metering or ledger.samples is None:
-            return
-        levels = [level for _, level in ledger.samples[self._task_samples :]]
-        highest = max([*levels, ledger.level_bytes])
-        self._claims[task.id] = max(0, highest - ledger.named_bytes)
+        self._placed.check_parameters()
+        self._compute.begin_iteration(list(tensors_in((args, kwargs))))
 
     def step(self) -> None:
         """Step the persistent chunks and end the iteration; the others are stepped by CPU Adam meanwhile.
@@ -380,139 +188,83 @@ class Training:
         Raises ScheduleError without a completed backward, and whatever a lane raised.
         """
         self._check_usable()
-        if self._place != len(self._compute) - 1:
-            done = "no forward" if self._place == 0 else f"backward has not ended ({self._place} tasks done)"
-            raise ScheduleError(f"step() without a complete iteration: {done}. Call loss.backward() first.")
-        self._start(TaskKind.DEVICE_ADAM, None)
-        ledger = self.device.ledger
-        try:
-            with torch.profiler.record_function("protwin::device_adam"):
-                for stepper, parameters in self._device_optimizers:
-                    stepper.step([parameter.grad for parameter in parameters])
-                    for parameter in parameters:
-                        parameter.grad = None
-            if ledger is not None:
-                for stepper, _ in self._device_optimizers:
-                    ledger.adopt(stepper.state_tensors())
-            self._drop_late_gradients()
-        except BaseException as error:
-            raise self._failed(error) from None
-        self._finish_running()
-        self._end_iteration()
+        expected = self._compute.next_task
+        if self._compute.is_between_iterations:
+            raise ScheduleError("step() without a forward. Call the model and loss.backward() first.")
+        if not self._compute.is_backward_done:
+            raise ScheduleError(
+                f"step() before backward has ended: {expected.name} was to come. Call loss.backward() first."
+            )
+        self._recorder.logs.append(self._compute.step_on_device())
+        del self._recorder.logs[:-_KEPT_LOGS]
 
-    def _drop_late_gradients(self) -> None:
-        """Gradients of parameters that nothing steps must not survive into the next iteration."""
-        for chunk in self._chunks:
-            for parameter in chunk.parameters:
-                parameter.grad = None
-
-    def _end_iteration(self) -> None:
-        log = self._logs.pop(self._iteration)
-        ledger = self.device.ledger
-        if ledger is not None and ledger.is_metering:
-            samples = ledger.samples or []
-            log.memory = MeteredMemory(samples, ledger.peak_bytes, self._task_at_peak(log, samples), ())
-            self.peak_device_bytes = max(self.peak_device_bytes, ledger.peak_bytes)
-            ledger.stop_metering()
-            ledger.samples = None
-        elif ledger is None:
-            peak = torch.cuda.max_memory_allocated(self.device.torch_device)
-            self.peak_device_bytes = max(self.peak_device_bytes, peak)
-            log.memory = MeteredMemory([], peak, "", ())
-        self.recorder.logs.append(log)
-        del self.recorder.logs[:-_KEPT_LOGS]
-        for task in self._tasks:
-            self._marks.pop((self._iteration - 1, task.id), None)
-        self._left.clear()
-        self._iteration += 1
-        self._place = 0
-        self._submit(self._iteration + 1)
-
-    def _task_at_peak(self, log: IterationLog, samples: Sequence[tuple[float, int]]) -> str:
-        if not samples:
-            return ""
-        when = max(samples, key=lambda sample: sample[1])[0]
-        running = [t for t in self._compute if t in log.spans and self.device.seconds(log.spans[t].start) <= when]
-        return self._tasks[running[-1]].name if running else ""
+    def set_learning_rate(self, learning_rate: float) -> None:
+        """Set the rate of every group, from the next step on.  Raises PlanError unless finite and not negative."""
+        if not 0 <= learning_rate < float("inf"):
+            raise PlanError(f"learning rate {learning_rate} is not finite and at least 0.")
+        self._check_usable()
+        if not self._compute.is_between_iterations:
+            raise ScheduleError("the learning rate can change between step() and the next forward alone.")
+        self._lanes.drain(before=self._compute.iteration)
+        self._placed.set_learning_rate(learning_rate)
 
     # -- asking ------------------------------------------------------------------------------------------------------
 
     @property
     def num_iterations(self) -> int:
         """Completed iterations."""
-        return self._iteration
+        return self._compute.iteration
+
+    @property
+    def peak_device_bytes(self) -> int:
+        """Highest level seen by the ledger so far; on CUDA, by the allocator."""
+        return self._metering.peak_bytes
+
+    @property
+    def bytes_host_to_device(self) -> int:
+        """Bytes gathered so far."""
+        return self._lanes.bytes_host_to_device
+
+    @property
+    def bytes_device_to_host(self) -> int:
+        """Bytes of gradients offloaded so far."""
+        return self._lanes.bytes_device_to_host
+
+    @property
+    def num_gathers(self) -> int:
+        """Chunks gathered so far."""
+        return self._lanes.num_gathers
+
+    @property
+    def num_cpu_adam_steps(self) -> int:
+        """Chunks stepped by CPU Adam so far."""
+        return self._lanes.num_cpu_adam_steps
 
     def record(self, *, hardware_name: str = "") -> Record:
         """The measured Record of the iterations so far.  Raises ProtwinError if there are too few of them."""
-        return self.recorder.record(hardware_name=hardware_name)
-
-    def set_learning_rate(self, learning_rate: float) -> None:
-        """Set the rate of every group, from the next step on.  Raises PlanError unless finite and not negative."""
-        if not 0 <= learning_rate < float("inf"):
-            raise PlanError(f"learning rate {learning_rate} is not finite and at least 0.")
-        self._drain()
-        for stepper in (*self._host_optimizers.values(), *(s for s, _ in self._device_optimizers)):
-            for group in stepper.optimizer.param_groups:
-                group["lr"] = learning_rate
+        return self._recorder.record(hardware_name=hardware_name)
 
     # -- ending ------------------------------------------------------------------------------------------------------
 
     def _check_usable(self) -> None:
         if self._is_closed:
             raise ScheduleError("this training is closed. Carry the plan out again.")
-        if self._failure is not None:
-            raise ScheduleError(f"this training has failed: {self._failure}. Close it.") from self._failure
-
-    def _failed(self, error: BaseException) -> BaseException:
-        self._failure = self._failure or error
-        return error
-
-    def _drain(self) -> None:
-        """Wait until every task of the completed iterations has ended."""
-        for (iteration, _), mark in list(self._marks.items()):
-            if iteration < self._iteration:
-                self.device.synchronize_event(mark.wait())
+        failure = self._compute.failure
+        if failure is not None:
+            raise ScheduleError(f"this training has failed: {failure}. Close it.") from failure
 
     def close(self) -> None:
-        """Wait for the steps of completed iterations and give the model ordinary parameters again.  Idempotent."""
+        """Wait for the steps of completed iterations and give the model ordinary parameters again.  Idempotent.
+
+        Raises what a lane raised since the last step, after the model was given back.  Chunks whose CPU Adam has run
+        in an iteration that did not complete keep that step.
+        """
         if self._is_closed:
             return
         self._is_closed = True
-        error: BaseException | None = None
-        try:
-            if self._failure is None:
-                self._drain()
-        except BaseException as caught:
-            error = caught
-        finally:
-            self._tear_down()
-        if error is not None:
-            raise error
-
-    def _tear_down(self) -> None:
-        ledger = self.device.ledger
-        if ledger is not None:
-            ledger.stop_metering()
-            ledger.samples = None
-        for mark in list(self._marks.values()):
-            mark.fail(Cancelled("training has stopped"))
-        for lane in self._lanes.values():
-            lane.close()
-        self._walker.remove()
-        for handle in self._handles:
-            handle.remove()
-        self._outgoing.clear()
-        if ledger is not None:
-            # Moving out is no part of training; the model leaves the device.
-            ledger.budget_bytes = None
-        with torch.no_grad():
-            for chunk in self._chunks:
-                for parameter in chunk.parameters:
-                    parameter.grad = None
-                chunk.move_out()
-        self._cache_switch.__exit__(None, None, None)
-        self.model._protwin_training = None  # type: ignore[assignment]
-        del self.model._protwin_training
+        with self._undo:
+            if self._compute.failure is None:
+                self._lanes.drain(before=self._compute.iteration)
 
     def __enter__(self) -> Self:
         return self
@@ -521,15 +273,19 @@ class Training:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if error is not None:
-            self._failed(error)
+            self._compute.failed(error)
         self.close()
 
 
-class _ComputeSpan:
-    """When a compute task ran, as stamps of the device."""
+_MARKER: Final = "_protwin_training"
+"""The attribute of a model that a plan is being carried out on."""
 
-    __slots__ = ("end", "start")
 
-    def __init__(self, start: Any) -> None:
-        self.start = start
-        self.end = start
+def _check_model(model: nn.Module, workload: Workload) -> None:
+    if model_hash(model) != workload.model_hash:
+        raise PlanError(
+            f"the workload was traced from another model ({workload.model_name}): module classes, parameter names, "
+            f"shapes, dtypes or requires_grad differ. Trace this model again."
+        )
+    if _MARKER in model.__dict__:
+        raise PlanError("a plan is being carried out on this model already. Close that training first.")

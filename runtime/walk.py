@@ -108,7 +108,7 @@ class SectionWalker:
             if block == 0:
                 for tensor in tensors_in((args, kwargs)):
                     if tensor.requires_grad and tensor.is_floating_point():
-                        tensor.register_hook(lambda _: self._advance(TaskKind.BACKWARD, Part.PROLOGUE))
+                        tensor.register_hook(lambda _: self._advance(TaskKind.BACKWARD, Part.PROLOGUE))  # type: ignore[no-untyped-call]
                         break
 
         return enter
@@ -121,7 +121,7 @@ class SectionWalker:
             if first is not None:
                 self._has_backward[block] = True
                 kind = self._first_backward_kind(block)
-                first.register_hook(lambda _: self._advance(kind, block))
+                first.register_hook(lambda _: self._advance(kind, block))  # type: ignore[no-untyped-call]
             if block == len(self._names) - 1:
                 self._listener.begin(TaskKind.FORWARD, Part.EPILOGUE)
 
@@ -138,7 +138,7 @@ class SectionWalker:
             )
         for tensor in tensors_in(output):
             if tensor.requires_grad:
-                tensor.register_hook(lambda _: self._advance(TaskKind.BACKWARD, Part.EPILOGUE))
+                tensor.register_hook(lambda _: self._advance(TaskKind.BACKWARD, Part.EPILOGUE))  # type: ignore[no-untyped-call]
 
     # -- backward ----------------------------------------------------------------------------------------------------
 

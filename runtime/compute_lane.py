@@ -1,0 +1,162 @@
+"""The compute lane: the thread that runs the model, led through the schedule by the section walker.
+
+Its tasks are the model's own forward and backward and the step on the device.  Every wait happens when a task begins;
+when it ends, its chunks are released, its gradients leave, and whoever waits for it may go on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ..shared.errors import ScheduleError
+from ..shared.schedule import Content, Lane, Schedule, Section, Task, TaskId, TaskKind
+from .devices import TrainingDevice
+from .lane_tasks import LaneTasks
+from .lanes import Span
+from .metering import Metering
+from .placed_model import PlacedModel
+from .recording import IterationLog
+
+
+class ComputeLane:
+    """The place of the running iteration in its program.  Listens to the section walker."""
+
+    def __init__(
+        self, schedule: Schedule, placed: PlacedModel, lanes: LaneTasks, metering: Metering, device: TrainingDevice
+    ) -> None:
+        self.iteration = 0
+        """Iterations that are complete."""
+        self.failure: BaseException | None = None
+        """What ended training; nothing may run after it."""
+        self._schedule = schedule
+        self._program = schedule.lanes[Lane.COMPUTE]
+        self._place = 0
+        self._running: Task | None = None
+        self._placed = placed
+        self._lanes = lanes
+        self._metering = metering
+        self._device = device
+        self._leaving = self._offloads_by_backward()
+        self._left: set[int] = set()
+        """Chunks whose gradients have left in this iteration."""
+        self._logs = {iteration: self._submit(iteration) for iteration in (0, 1)}
+
+    def _offloads_by_backward(self) -> dict[TaskId, list[Task]]:
+        """The gradient offloads by the backward that completes their gradients."""
+        found: dict[TaskId, list[Task]] = {}
+        for task in self._schedule.tasks:
+            if task.kind is TaskKind.GRADIENT_OFFLOAD:
+                found.setdefault(max(task.after), []).append(task)
+        return found
+
+    def _submit(self, iteration: int) -> IterationLog:
+        return IterationLog(iteration, spans=dict(self._lanes.submit(iteration)))
+
+    @property
+    def next_task(self) -> Task:
+        """What the schedule expects to begin next."""
+        return self._schedule.tasks[self._program[self._place]]
+
+    @property
+    def is_between_iterations(self) -> bool:
+        """Whether no task of the running iteration has begun."""
+        return self._place == 0 and self._running is None
+
+    @property
+    def is_backward_done(self) -> bool:
+        """Whether the step on the device is all that is missing."""
+        return self._running is None and self._place == len(self._program) - 1
+
+    def has_left(self, chunk: int) -> bool:
+        """Whether a chunk's gradients of this iteration are gone from the device."""
+        return chunk in self._left
+
+    # -- an iteration ------------------------------------------------------------------------------------------------
+
+    def begin_iteration(self, inputs: Sequence[torch.Tensor]) -> None:
+        """Forward is about to run on ``inputs``."""
+        self._logs[self.iteration].is_metered = self._metering.begin_iteration(self.iteration, inputs)
+
+    def begin(self, kind: TaskKind, section: Section) -> None:
+        """The walker's announcement: the running compute task ends and the next one begins."""
+        self._run_on(kind, section)
+
+    def end_backward(self) -> None:
+        """The walker's announcement that backward is over."""
+        try:
+            self._finish_running()
+            self._placed.note_gradients()
+        except BaseException as error:
+            self.failed(error)
+            raise
+
+    def step_on_device(self) -> IterationLog:
+        """Step the persistent chunks, end the iteration and queue the one after next; gives the iteration's log."""
+        try:
+            self._placed.check_gradients()
+            self._run_on(TaskKind.DEVICE_ADAM, None)
+            with torch.profiler.record_function("protwin::device_adam"):
+                self._placed.step_on_device()
+            self._placed.drop_gradients()
+            self._finish_running()
+            log = self._logs.pop(self.iteration)
+            log.memory = self._metering.end_iteration()
+            self._lanes.forget(self.iteration - 1)
+            self._left.clear()
+            self.iteration += 1
+            self._place = 0
+            self._logs[self.iteration + 1] = self._submit(self.iteration + 1)
+        except BaseException as error:
+            self.failed(error)
+            raise
+        return log
+
+    def failed(self, error: BaseException) -> None:
+        """Remember what ended training, if nothing has yet."""
+        self.failure = self.failure or error
+
+    # -- a task ------------------------------------------------------------------------------------------------------
+
+    def _run_on(self, kind: TaskKind, section: Section | None) -> None:
+        """The running task ends; the one of ``kind`` and ``section`` begins when what it waits for has ended."""
+        try:
+            self._finish_running()
+            task = self.next_task
+            if (task.kind, task.section) != (kind, section):
+                where = f" {section}" if section is not None else ""
+                raise ScheduleError(f"the model begins {kind}{where} where the schedule expects {task.name}.")
+            self._lanes.check()
+            for mark in self._lanes.marks_before(task, self.iteration):
+                self._device.wait_event(mark.wait())
+            self._metering.begin_task(task)
+        except BaseException as error:
+            self.failed(error)
+            raise
+        log = self._logs[self.iteration]
+        span = log.spans[task.id] = Span(self._device.stamp())
+        if self._place == 0:
+            log.started = span.start
+        self._running = task
+
+    def _finish_running(self) -> None:
+        """End the running compute task: free what it frees, let its gradients leave, tell who waits."""
+        task = self._running
+        if task is None:
+            return
+        self._logs[self.iteration].spans[task.id].end = self._device.stamp()
+        for buffer_id in task.frees:
+            buffer = self._schedule.buffers[buffer_id]
+            if buffer.content is Content.PARAMETERS:
+                assert buffer.chunk is not None
+                self._placed.chunks[buffer.chunk].release()
+        leaving: list[torch.Tensor] = []
+        for offload in self._leaving.get(task.id, ()):
+            assert offload.chunk is not None
+            leaving += self._lanes.send_gradients(self._placed.chunks[offload.chunk], self.iteration)
+            self._left.add(offload.chunk)
+        self._metering.end_task(task, leaving)
+        self._lanes.mark(self.iteration, task.id).set(self._device.record_event())
+        self._running = None
+        self._place += 1

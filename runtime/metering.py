@@ -1,0 +1,177 @@
+"""Which iterations have their memory watched, and what holds in the others.
+
+[Note: Claims]
+Watching every operation costs a few percent of an iteration, so it would disturb timings.  Shapes repeat, and equal
+shapes allocate equally: the most that a compute task held in a watched iteration, beyond what is allocated by name, is
+its *claim* in iterations of the same input shapes that nobody watches.  There the claim of the running task stands for
+its operations, and the budget is enforced against claim plus named allocations.  From a task's end until the next one
+begins the claim is what was left of it, since chunks may be gathered into what it gave back.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from ..shared.schedule import Task, TaskId
+from .devices import TrainingDevice
+from .ledger import MemoryLedger
+from .recording import MeteredMemory
+
+_METERED_ITERATIONS: Final = 3
+"""Iterations that are watched for every new shape of the model's inputs."""
+
+
+class Metering(ABC):
+    """Follows the device's memory through iterations."""
+
+    peak_bytes: int = 0
+    """Highest level of all watched iterations so far."""
+
+    @abstractmethod
+    def begin_iteration(self, iteration: int, inputs: Sequence[torch.Tensor]) -> bool:
+        """An iteration begins on ``inputs``; says whether watching it disturbs its timing."""
+
+    @abstractmethod
+    def begin_task(self, task: Task) -> None:
+        """A compute task begins.  Raises the device's out-of-memory error if its claim does not fit."""
+
+    @abstractmethod
+    def end_task(self, task: Task, leaving: Sequence[torch.Tensor]) -> None:
+        """The running compute task has ended, and ``leaving``, its gradients, are on their way to the host."""
+
+    @abstractmethod
+    def end_iteration(self) -> MeteredMemory | None:
+        """The iteration has ended; what was seen, if it was watched."""
+
+    @abstractmethod
+    def stop(self) -> None:
+        """Stop watching, in whatever state.  Idempotent."""
+
+
+def metering_of(device: TrainingDevice, meter_every: int | None) -> Metering:
+    """The metering of a device: its ledger, or its allocator."""
+    if device.ledger is not None:
+        return LedgerMetering(device.ledger, meter_every)
+    return AllocatorMetering(device.torch_device)
+
+
+@dataclass(frozen=True, slots=True)
+class _Claim:
+    """What a compute task holds beyond named allocations."""
+
+    during_bytes: int
+    """At most, while it runs."""
+    after_bytes: int
+    """When it has ended."""
+
+
+class LedgerMetering(Metering):
+    """The CPU's ledger, which watches the first iterations of every input shape and every ``meter_every``-th one."""
+
+    def __init__(self, ledger: MemoryLedger, meter_every: int | None) -> None:
+        self._ledger = ledger
+        self._meter_every = meter_every
+        self._num_watched: dict[Hashable, int] = {}
+        self._claims: dict[Hashable, dict[TaskId, _Claim]] = {}
+        self._shapes: Hashable = None
+        self._is_watching = False
+        self._tasks: list[tuple[int, str]] = []
+        """(number of samples before it began, name) of every task of the watched iteration."""
+
+    def begin_iteration(self, iteration: int, inputs: Sequence[torch.Tensor]) -> bool:
+        """Start watching if the shapes are new, or it is time."""
+        self._shapes = tuple((tuple(tensor.shape), tensor.dtype) for tensor in inputs)
+        seen = self._num_watched.get(self._shapes, 0)
+        is_due = self._meter_every is not None and iteration % self._meter_every == 0
+        if seen >= _METERED_ITERATIONS and not is_due:
+            return False
+        self._num_watched[self._shapes] = seen + 1
+        self._is_watching = True
+        self._tasks.clear()
+        self._ledger.claim(0)
+        self._ledger.samples = []
+        self._ledger.start_metering()
+        self._ledger.adopt(inputs)
+        self._ledger.reset_peak()
+        return True
+
+    def begin_task(self, task: Task) -> None:
+        """Watched: begin a stretch.  Otherwise: claim what the task held when it was watched."""
+        self._ledger.doing = f"running {task.name}"
+        if self._is_watching:
+            self._tasks.append((len(self._ledger.samples or ()), task.name))
+            self._ledger.reset_watched_peak()
+        else:
+            self._ledger.claim(self._claim_of(task).during_bytes)
+
+    def end_task(self, task: Task, leaving: Sequence[torch.Tensor]) -> None:
+        """Watched: what the task held beyond named allocations is its claim from now on.
+
+        Leaving gradients become named allocations, which their offload frees: how long they stay differs from one
+        iteration to the next.
+        """
+        if self._is_watching:
+            self._ledger.make_named(leaving)
+            claim = _Claim(self._ledger.watched_peak_bytes, self._ledger.watched_bytes)
+            self._claims.setdefault(self._shapes, {})[task.id] = claim
+        else:
+            self._ledger.claim(self._claim_of(task).after_bytes)
+            self._ledger.make_named(leaving)
+
+    def _claim_of(self, task: Task) -> _Claim:
+        return self._claims.get(self._shapes, {}).get(task.id, _Claim(0, 0))
+
+    def end_iteration(self) -> MeteredMemory | None:
+        """The watched iteration's curve and peak."""
+        if not self._is_watching:
+            return None
+        samples = self._ledger.samples or []
+        peak_bytes = self._ledger.peak_bytes
+        self.peak_bytes = max(self.peak_bytes, peak_bytes)
+        self.stop()
+        self._ledger.claim(self._ledger.watched_bytes)
+        return MeteredMemory(samples, peak_bytes, self._task_at_peak(samples), ())
+
+    def stop(self) -> None:
+        """Take the ledger off the thread's operations."""
+        self._is_watching = False
+        self._ledger.stop_metering()
+        self._ledger.samples = None
+
+    def _task_at_peak(self, samples: Sequence[tuple[float, int]]) -> str:
+        if not samples or not self._tasks:
+            return ""
+        place = max(range(len(samples)), key=lambda index: samples[index][1])
+        return next((name for begun, name in reversed(self._tasks) if begun <= place), self._tasks[0][1])
+
+
+class AllocatorMetering(Metering):
+    """A device whose own allocator knows its peak, at no cost."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def begin_iteration(self, iteration: int, inputs: Sequence[torch.Tensor]) -> bool:
+        """Forget the last iteration's peak."""
+        torch.cuda.reset_peak_memory_stats(self._device)
+        return False
+
+    def begin_task(self, task: Task) -> None:
+        """Nothing to do: the allocator enforces its own limit."""
+
+    def end_task(self, task: Task, leaving: Sequence[torch.Tensor]) -> None:
+        """Nothing to do."""
+
+    def end_iteration(self) -> MeteredMemory | None:
+        """The allocator's peak since the iteration began."""
+        peak_bytes = torch.cuda.max_memory_allocated(self._device)
+        self.peak_bytes = max(self.peak_bytes, peak_bytes)
+        return MeteredMemory([], peak_bytes, "", ())
+
+    def stop(self) -> None:
+        """Nothing to do."""

@@ -1,0 +1,141 @@
+"""A model's parameters in their chunks, with the optimizers that step them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..shared.errors import ScheduleError
+from ..shared.layout import Layout
+from ..shared.workload import Workload
+from .chunks import DeviceChunk
+from .devices import TrainingDevice
+from .optimizer import ChunkOptimizer, MakeOptimizer
+
+
+class PlacedModel:
+    """Owns the memory of all parameters from construction until ``move_out``."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        workload: Workload,
+        layout: Layout,
+        *,
+        n_persist: int,
+        options: Mapping[int, Mapping[str, Any]],
+        make_optimizer: MakeOptimizer,
+        device: TrainingDevice,
+    ) -> None:
+        """Move every parameter into its chunk.
+
+        Raises the device's out-of-memory error if the persistent chunks exceed the budget.  After any error the model
+        has ordinary parameters.
+        """
+        self._device = device
+        self.chunks: list[DeviceChunk] = []
+        self._host_optimizers: dict[int, ChunkOptimizer] = {}
+        self._device_optimizers: list[tuple[ChunkOptimizer, list[nn.Parameter]]] = []
+        self._noted_gradients: list[tuple[nn.Parameter, torch.Tensor | None, int]] = []
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        persistent = layout.persistent(n_persist)
+        try:
+            with torch.no_grad():
+                for chunk in layout.chunks:
+                    specs = [workload.parameters[placed.index] for placed in chunk.parameters]
+                    members = [parameters[spec.name] for spec in specs]
+                    made = DeviceChunk(chunk, specs, members, device, is_persistent=chunk.id in persistent)
+                    self.chunks.append(made)
+                    self._make_optimizers(made, options, make_optimizer)
+        except BaseException:
+            self.move_out()
+            raise
+
+    def _make_optimizers(
+        self, chunk: DeviceChunk, options: Mapping[int, Mapping[str, Any]], make_optimizer: MakeOptimizer
+    ) -> None:
+        if not chunk.trainable:
+            return
+        if not chunk.is_persistent:
+            self._host_optimizers[chunk.chunk.id] = ChunkOptimizer(
+                chunk.masters, chunk.trainable, options, make_optimizer, targets=chunk.targets
+            )
+            return
+        wide = [p for p in chunk.trainable if p.element_size() >= 4]
+        if wide:
+            self._device_optimizers.append((ChunkOptimizer(wide, wide, options, make_optimizer), wide))
+        for parameter in (p for p in chunk.trainable if p.element_size() < 4):
+            # One optimizer per narrow parameter, so that only one gradient at a time is widened.
+            master = parameter.detach().float()
+            if self._device.ledger is not None:
+                self._device.ledger.adopt([master])
+            stepper = ChunkOptimizer([master], [parameter], options, make_optimizer, targets=[parameter.detach()])
+            self._device_optimizers.append((stepper, [parameter]))
+
+    # -- stepping ----------------------------------------------------------------------------------------------------
+
+    def step_on_device(self) -> None:
+        """Step the persistent chunks with the gradients that their parameters hold, and drop these."""
+        for stepper, parameters in self._device_optimizers:
+            stepper.step([parameter.grad for parameter in parameters])
+            for parameter in parameters:
+                parameter.grad = None
+        if self._device.ledger is not None:
+            for stepper, _ in self._device_optimizers:
+                self._device.ledger.adopt(stepper.state_tensors())
+
+    def step_on_host(self, chunk: DeviceChunk, present: Sequence[bool]) -> None:
+        """Step an offloaded chunk with its staged gradients; ``present`` says for which parameters there was one."""
+        gradients = [staged if there else None for staged, there in zip(chunk.staged, present, strict=True)]
+        self._host_optimizers[chunk.chunk.id].step(gradients)
+
+    def drop_gradients(self) -> None:
+        """Drop what gradients are left: nothing steps them, and they must not survive into the next iteration."""
+        self._noted_gradients.clear()
+        for chunk in self.chunks:
+            for parameter in chunk.parameters:
+                parameter.grad = None
+
+    def set_learning_rate(self, learning_rate: float) -> None:
+        """Set the rate of every parameter group."""
+        for stepper in (*self._host_optimizers.values(), *(stepper for stepper, _ in self._device_optimizers)):
+            for group in stepper.optimizer.param_groups:
+                group["lr"] = learning_rate
+
+    # -- what must not change ----------------------------------------------------------------------------------------
+
+    def check_parameters(self) -> None:
+        """Raise ScheduleError if a parameter was taken out of its chunk, frozen or thawed."""
+        for chunk in self.chunks:
+            chunk.check_parameters()
+
+    def note_gradients(self) -> None:
+        """Remember the gradients that wait for device Adam while those of other chunks have left already."""
+        if self._host_optimizers:
+            waiting = (parameter for _, parameters in self._device_optimizers for parameter in parameters)
+            self._noted_gradients = [(p, p.grad, p.grad._version if p.grad is not None else 0) for p in waiting]
+
+    def check_gradients(self) -> None:
+        """Raise ScheduleError if gradients were changed after backward: the change would miss those that have left."""
+        for parameter, gradient, version in self._noted_gradients:
+            if parameter.grad is not gradient or (gradient is not None and gradient._version != version):
+                raise ScheduleError(
+                    "gradients were changed between backward() and step(), by clipping, unscaling or zero_grad() "
+                    "perhaps, but those of offloaded chunks have been consumed by then. Leave them alone, or keep "
+                    "every chunk persistent (n_persist)."
+                )
+
+    # -- leaving -----------------------------------------------------------------------------------------------------
+
+    def move_out(self) -> None:
+        """Give every parameter a tensor of its own again.  No lane may run any more.  Idempotent."""
+        self.drop_gradients()
+        with torch.no_grad():
+            for chunk in self.chunks:
+                chunk.move_out()
+        self.chunks.clear()
+        self._host_optimizers.clear()
+        self._device_optimizers.clear()
