@@ -17,7 +17,8 @@ from protwin.shared.calibration import Calibration, Contention, Factor
 from protwin.shared.hardware import Device, DeviceKind, Hardware, Host, Link, LinkPoint
 from protwin.shared.layout import Layout, build_layout
 from protwin.shared.plan import ActivationMode, Plan
-from protwin.shared.schedule import Lane, TaskKind
+from protwin.shared.record import Holding, LaneUse, MemoryCurve, Origin, Record, TaskTiming
+from protwin.shared.schedule import LANE_OF, Content, Lane, Memory, TaskKind
 from protwin.shared.workload import (
     Block,
     BlockProfile,
@@ -298,4 +299,79 @@ def calibrations(draw: DrawFn) -> Calibration:
         iteration_noise_frac=draw(st.floats(0, 0.5)),
         fitted_to=tuple(draw(st.lists(st.sampled_from(("gpt2", "llama")), unique=True))),
         num_runs=draw(st.integers(1, 9)),
+    )
+
+
+# -- records ---------------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def memory_curves(draw: DrawFn, memory: Memory) -> MemoryCurve:
+    """One memory over a few moments."""
+    times_s = sorted(draw(st.lists(st.floats(-1, 10), max_size=4)))
+    return MemoryCurve(
+        memory=memory,
+        times_s=tuple(times_s),
+        levels_bytes=tuple(draw(st.integers(0, 2**40)) for _ in times_s),
+        peak_bytes=draw(st.integers(0, 2**40)),
+        peak_at="backward 1",
+        alive_at_peak=tuple(
+            draw(
+                st.lists(
+                    st.builds(Holding, content=st.none() | st.sampled_from(Content), size_bytes=st.integers(0, 2**40)),
+                    max_size=2,
+                )
+            )
+        ),
+    )
+
+
+@st.composite
+def records(draw: DrawFn) -> Record:
+    """Records of a random plan, with a few tasks; they need not be the outcome of any schedule."""
+    workload = draw(workloads(max_blocks=3))
+    plan, _ = draw(plans(workload))
+    tasks = []
+    for number in range(draw(st.integers(0, 3))):
+        kind, start_s = draw(st.sampled_from(TaskKind)), draw(st.floats(-1, 10))
+        duration_s = draw(_TIMES)
+        tasks.append(
+            TaskTiming(
+                task=number,
+                name=f"{kind} {number}",
+                kind=kind,
+                lane=LANE_OF[kind],
+                start_s=start_s,
+                end_s=start_s + duration_s,
+                duration_s=duration_s,
+            )
+        )
+    lanes = draw(st.lists(st.sampled_from(Lane), unique=True))
+    memories = draw(st.lists(st.sampled_from(Memory), unique=True))
+    return Record(
+        origin=draw(st.sampled_from(Origin)),
+        plan=plan,
+        plan_id=plan.identity,
+        model_name="random",
+        hardware_name="random machine",
+        machine=draw(st.sampled_from(("", "random machine, 2 cores"))),
+        software=draw(st.dictionaries(st.sampled_from(("python", "torch")), st.just("1.0"))),
+        emulated=tuple(draw(st.lists(st.sampled_from(("budget", "links")), unique=True))),
+        num_samples=draw(st.integers(1, 64)),
+        num_tokens=draw(st.integers(1, 4096)),
+        iteration_s=draw(st.floats(1e-6, 100)),
+        iteration_noise_frac=draw(st.floats(0, 1)),
+        num_iterations=draw(st.integers(1, 30)),
+        forward_s=draw(_TIMES),
+        backward_s=draw(_TIMES),
+        optimizer_s=draw(_TIMES),
+        tasks=tuple(tasks),
+        lanes=tuple(
+            LaneUse(lane=lane, num_tasks=draw(st.integers(0, 9)), busy_s=draw(_TIMES), moved_bytes=draw(_SIZES))
+            for lane in lanes
+        ),
+        memory=tuple(draw(memory_curves(memory)) for memory in memories),
+        guaranteed_peak_device_bytes=draw(_SIZES),
+        num_gathers=draw(st.integers(0, 99)),
+        num_cpu_adam_steps=draw(st.integers(0, 99)),
     )
