@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from types import TracebackType
 from typing import Any, Protocol
 
 import torch
@@ -27,6 +26,7 @@ from ..shared.plan import ActivationMode
 from ..shared.schedule import Part, Section, TaskKind
 from ..shared.workload import BlockId
 from .blocks import NamedBlock
+from .recomputation import Recomputation
 from .tensors import tensors_in
 
 
@@ -182,7 +182,7 @@ class SectionWalker:
         self._wrapped.append((module, original))
 
         def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-            return nullcontext(), _Recomputation(lambda: self._advance(TaskKind.BACKWARD, block))
+            return nullcontext(), Recomputation(module, lambda: self._advance(TaskKind.BACKWARD, block))
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
@@ -190,22 +190,6 @@ class SectionWalker:
             return checkpoint(original, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
         module.forward = forward
-
-
-class _Recomputation:
-    """The context of one recomputation; tells when it has ended."""
-
-    def __init__(self, on_end: Callable[[], None]) -> None:
-        self._on_end = on_end
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        # Early stop leaves recomputation by an exception of its own; the backward proper follows in any case.
-        self._on_end()
 
 
 def _index(section: Section) -> int:

@@ -1,0 +1,42 @@
+"""A block's forward for the second time, within backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import TracebackType
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+
+
+class Recomputation:
+    """The context of one recomputation: tells when it has ended, and lets running statistics stand still.
+
+    A normalization that keeps running statistics would count the batch twice.  Its momentum is 0 meanwhile: the same
+    operations run and save the same tensors, which checkpointing insists on, but the statistics keep their values.
+    """
+
+    def __init__(self, block: nn.Module, on_end: Callable[[], None]) -> None:
+        self._block = block
+        self._on_end = on_end
+        self._stilled: list[tuple[_NormBase, float | None, torch.Tensor | None]] = []
+
+    def __enter__(self) -> None:
+        for module in self._block.modules():
+            if isinstance(module, _NormBase) and module.training and module.track_running_stats:
+                counted = module.num_batches_tracked
+                before = counted.clone() if counted is not None else None
+                self._stilled.append((module, module.momentum, before))
+                module.momentum = 0.0
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for module, momentum, counted in self._stilled:
+            module.momentum = momentum
+            if counted is not None and module.num_batches_tracked is not None:
+                module.num_batches_tracked.copy_(counted)
+        self._stilled.clear()
+        # Early stop leaves recomputation by an exception of its own; the backward proper follows in any case.
+        self._on_end()
