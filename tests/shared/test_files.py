@@ -299,9 +299,13 @@ def test_a_reader_never_sees_half_a_file(tmp_path: Path, monkeypatch: pytest.Mon
     path = tmp_path / "plan.json"
     path.write_text("old")
     seen: list[str] = []
-    sync, replace = os.fsync, os.replace
-    monkeypatch.setattr(os, "fsync", lambda handle: (seen.append(path.read_text()), sync(handle)))
-    monkeypatch.setattr(os, "replace", lambda *names: (seen.append(path.read_text()), replace(*names)))
+    for step in ("fsync", "replace"):
+
+        def looked(*arguments: Any, take: Callable[..., None] = getattr(os, step)) -> None:
+            seen.append(path.read_text())
+            take(*arguments)
+
+        monkeypatch.setattr(os, step, looked)
     write_atomically(path, "new")
     assert seen == ["old", "old"]
     assert path.read_text() == "new"
