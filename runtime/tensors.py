@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Every tensor in ``value``: itself, or within dicts (model outputs are dicts), lists and tuples, depth first."""
+    """Every tensor in ``value``: itself, or within dicts, lists, tuples and dataclasses, depth first."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, dict):
@@ -18,6 +19,9 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, (list, tuple)):
         for item in value:
             yield from tensors_in(item)
+    elif is_dataclass(value):
+        for field in fields(value):
+            yield from tensors_in(getattr(value, field.name, None))
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:

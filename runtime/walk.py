@@ -1,11 +1,13 @@
 """Where a running model is: hooks that announce each section of forward and backward as it begins.
 
 [Note: How sections are found]
-Forward: the root's and the blocks' forward pre-hooks.  Backward: a hook on a block's output fires when the gradient of
-that output is complete, which is when the block's backward begins; the hook on the tensor that enters the first block
-begins the prologue's.  The engine runs nodes of later forward operations first and accumulates leaf gradients as soon
-as they are ready, so when a section's backward begins, the parameters of all later sections have their final
-gradients.  Recomputation runs inside the context manager that non-reentrant checkpointing takes for it.
+Forward: the root's and the blocks' forward pre-hooks.  Backward: a hook on a block's output fires when the operation
+that made it is about to run backward; the first of the block's outputs to do so begins the block's backward, and the
+first of the tensors that entered the first block begins the prologue's.  The engine runs nodes of later forward
+operations first and accumulates leaf gradients as soon as they are ready, so when a section's backward begins, the
+parameters of all later sections have their final gradients.  (For that reason hooks on leaves would tell nothing: they
+fire while later sections still run.)  Recomputation runs inside the context manager that non-reentrant checkpointing
+takes for it.
 
 Sections follow each other without a gap: one ends when the next is announced.  A section that has no backward, since
 nothing before it needs gradients, is announced where its place is, so that a walker always tells the whole program.
@@ -58,8 +60,8 @@ class SectionWalker:
         self._wrapped: list[tuple[nn.Module, Callable[..., Any]]] = []
         self._next_block = 0
         self._has_backward = [False] * len(blocks)
-        self._announced: list[tuple[TaskKind, Section]] = []
         self._backward_place: int | None = None
+        self._is_backward_over = False
         self._is_active = False
         for index, block in enumerate(blocks):
             enter, leave = self._enter_block(BlockId(index)), self._leave_block(BlockId(index))
@@ -90,12 +92,18 @@ class SectionWalker:
             return
         self._next_block = 0
         self._backward_place = None
+        self._is_backward_over = False
         self._has_backward = [False] * len(self._names)
         self._listener.begin(TaskKind.FORWARD, Part.PROLOGUE)
 
     def _enter_block(self, block: BlockId) -> Callable[..., None]:
         def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if not self._is_active:
+                if torch.is_grad_enabled():
+                    raise ScheduleError(
+                        f"block {self._names[block]} runs outside a forward of the whole model, where the schedule "
+                        f"expects nothing. Call the model that was traced, and let nothing else checkpoint its blocks."
+                    )
                 return
             if block != self._next_block:
                 expected = self._names[self._next_block] if self._next_block < len(self._names) else "no further block"
@@ -106,10 +114,7 @@ class SectionWalker:
             self._next_block += 1
             self._listener.begin(TaskKind.FORWARD, block)
             if block == 0:
-                for tensor in tensors_in((args, kwargs)):
-                    if tensor.requires_grad and tensor.is_floating_point():
-                        tensor.register_hook(lambda _: self._advance(TaskKind.BACKWARD, Part.PROLOGUE))  # type: ignore[no-untyped-call]
-                        break
+                self._announce_at((args, kwargs), TaskKind.BACKWARD, Part.PROLOGUE)
 
         return enter
 
@@ -117,11 +122,12 @@ class SectionWalker:
         def leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             if not self._is_active:
                 return
-            first = next((t for t in tensors_in(output) if t.requires_grad), None)
-            if first is not None:
-                self._has_backward[block] = True
-                kind = self._first_backward_kind(block)
-                first.register_hook(lambda _: self._advance(kind, block))  # type: ignore[no-untyped-call]
+            if next(tensors_in(output), None) is None:
+                raise ScheduleError(
+                    f"block {self._names[block]} returns {type(output).__name__}, in which no tensor was found: its "
+                    f"backward could not be followed. Name other blocks with blocks=..."
+                )
+            self._has_backward[block] = self._announce_at(output, self._first_backward_kind(block), block)
             if block == len(self._names) - 1:
                 self._listener.begin(TaskKind.FORWARD, Part.EPILOGUE)
 
@@ -136,11 +142,16 @@ class SectionWalker:
                 f"the model's forward ended before block {self._names[self._next_block]}, which the schedule expects. "
                 f"Every block must run once per forward; name other blocks with blocks=..."
             )
-        for tensor in tensors_in(output):
-            if tensor.requires_grad:
-                tensor.register_hook(lambda _: self._advance(TaskKind.BACKWARD, Part.EPILOGUE))  # type: ignore[no-untyped-call]
+        self._announce_at(output, TaskKind.BACKWARD, Part.EPILOGUE)
 
     # -- backward ----------------------------------------------------------------------------------------------------
+
+    def _announce_at(self, tensors: Any, kind: TaskKind, section: Section) -> bool:
+        """Announce (kind, section) when backward reaches the first of ``tensors``; says whether it can reach any."""
+        found = [tensor for tensor in tensors_in(tensors) if tensor.requires_grad and not tensor.is_leaf]
+        for tensor in found:
+            tensor.register_hook(lambda _: self._advance(kind, section))  # type: ignore[no-untyped-call]
+        return bool(found)
 
     def _first_backward_kind(self, block: int) -> TaskKind:
         return TaskKind.RECOMPUTE if self._modes[block] is ActivationMode.CHECKPOINT else TaskKind.BACKWARD
@@ -156,6 +167,11 @@ class SectionWalker:
 
     def _advance(self, kind: TaskKind, section: Section) -> None:
         """Announce everything of the backward program up to and including (kind, section), once."""
+        if self._is_backward_over:
+            raise ScheduleError(
+                "backward runs for the second time in one iteration, but chunks have been released and gradients have "
+                "left. Add the losses up and call backward() once."
+            )
         if self._backward_place is None:
             self._backward_place = 0
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
@@ -173,6 +189,7 @@ class SectionWalker:
 
     def _end_backward(self) -> None:
         self._advance(TaskKind.BACKWARD, Part.PROLOGUE)
+        self._is_backward_over = True
         self._listener.end_backward()
 
     # -- recomputation -----------------------------------------------------------------------------------------------
