@@ -1,0 +1,152 @@
+"""The plans that may still win, best bound first, looked at no closer than needed.
+
+[Note: Levels of a bound]
+A *family* is all plans of a layout with the same persistent chunks.  A plan's bound is sharpened in levels, each dearer
+than the one before: the bound of its family; its own ([Note: Time bounds] in ``sim/time_bounds.py``); whether it fits,
+by a lower bound of its peak; and whether it fits exactly, for which slots must be assigned to its residency.  One heap
+holds families, residencies and plans by what is known of them, so that whatever comes out of it as a plan fits, and no
+plan that is still inside has a lower bound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
+from itertools import count
+from typing import Final
+
+import numpy as np
+
+from .compute_table import FloatArray
+from .residency import Residency, residency
+from .search_problem import SearchProblem
+from .space import BoolArray
+
+_FAMILY: Final = 0
+_RESIDENCY: Final = 1
+_PLAN: Final = 2
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A plan that fits by all that is known before it is compiled."""
+
+    layout: int
+    index: tuple[int, int, int]
+    """Residency, prefetch depth and number of checkpointed blocks, as indices into the layout's grid."""
+    simplicity: tuple[int, ...]
+    residency: Residency
+    bound_s: float
+    """No simulation of it takes less."""
+    peak_bytes: int
+    """Guaranteed device peak."""
+
+
+@dataclass(frozen=True)
+class _Family:
+    layout: int
+    n_persist: int
+    may_fit: BoolArray
+    """(K,) what the family's quick bound of memory leaves."""
+
+
+@dataclass(frozen=True)
+class _Rest:
+    """The plans of one residency that a bound of their peak leaves."""
+
+    layout: int
+    residency: int
+    bound_s: FloatArray
+    """(D, K), infinite for plans that do not fit or are not distinct."""
+
+
+class Candidates:
+    """The space as a queue; see [Note: Levels of a bound].  Deterministic: ties come out in the order of simplicity."""
+
+    def __init__(self, problem: SearchProblem) -> None:
+        self._problem = problem
+        self.num_bounded_by_memory = 0
+        self._ticket = count()
+        self._heap: list[tuple[float, int, tuple[int, ...], int, _Family | _Rest | Candidate]] = []
+        for layout in range(len(problem.layouts)):
+            self._add_families(layout)
+        heapify(self._heap)
+
+    @property
+    def next_bound_s(self) -> float:
+        """No plan that has not come out takes less; infinite when the queue is empty."""
+        return self._heap[0][0] if self._heap else np.inf
+
+    def below(self, limit_s: float) -> Iterator[Candidate]:
+        """The plans with lower bounds below ``limit_s``, best first; they leave the queue."""
+        while self._heap and self._heap[0][0] < limit_s:
+            entry = heappop(self._heap)[-1]
+            if isinstance(entry, Candidate):
+                yield entry
+            elif isinstance(entry, _Rest):
+                self._add_plans(entry)
+            else:
+                self._add_residencies(entry)
+
+    def _push(self, bound_s: float, level: int, key: tuple[int, ...], entry: _Family | _Rest | Candidate) -> None:
+        heappush(self._heap, (bound_s, level, key, next(self._ticket), entry))
+
+    def _add_families(self, index: int) -> None:
+        """Bound every family by its most generous plan, and leave out those that no budget holds."""
+        problem, layout = self._problem, self._problem.layouts[index]
+        grid, table, prefixes = layout.grid, layout.table, layout.prefixes
+        most_buffers = np.full(len(prefixes), len(layout.table.size_bytes))
+        deepest = np.full(len(prefixes), grid.prefetch_depth[-1])
+        bounds_s = layout.time.iteration_s(prefixes, most_buffers, deepest)
+        levels = (problem.compute.alive_bytes + problem.compute.peak_bytes).max(axis=1)
+        static_bytes = table.static_device_bytes(prefixes, problem.workload.resident_bytes)
+        may_fit = static_bytes[:, None] + levels <= problem.device_budget_bytes
+        host_bytes = table.pinned_host_bytes(prefixes) + table.host_bytes(prefixes)
+        may_fit &= (host_bytes <= problem.host_budget_bytes)[:, None]
+        sizes = [np.count_nonzero(grid.is_distinct[grid.n_persist == prefix]) for prefix in prefixes]
+        self.num_bounded_by_memory += int((np.array(sizes)[:, None] * ~may_fit).sum())
+        for prefix, bound_s, fits in zip(
+            prefixes, np.where(may_fit, bounds_s, np.inf).min(axis=1), may_fit, strict=True
+        ):
+            if fits.any():
+                self._push(float(bound_s), _FAMILY, (index, int(prefix)), _Family(index, int(prefix), fits))
+
+    def _add_residencies(self, family: _Family) -> None:
+        problem, layout = self._problem, self._problem.layouts[family.layout]
+        grid = layout.grid
+        rows = np.flatnonzero(grid.n_persist == family.n_persist)
+        num_depths = len(grid.prefetch_depth)
+        bounds_s = layout.time.iteration_s(
+            np.repeat(grid.n_persist[rows], num_depths),
+            np.repeat(grid.n_buffer[rows], num_depths),
+            np.tile(grid.prefetch_depth, len(rows)),
+        ).reshape(len(rows), num_depths, -1)
+        peaks = layout.memory.peak_bytes(family.n_persist, grid.n_buffer[rows], grid.prefetch_depth)
+        is_open = grid.is_distinct[rows][:, :, None] & family.may_fit
+        fits = is_open & (peaks <= problem.device_budget_bytes)
+        self.num_bounded_by_memory += int(np.count_nonzero(is_open & ~fits))
+        bounds_s = np.where(fits, bounds_s, np.inf)
+        for row, bound_s in zip(rows.tolist(), bounds_s, strict=True):
+            if np.isfinite(bound_s).any():
+                rest = _Rest(family.layout, row, bound_s)
+                self._push(float(bound_s.min()), _RESIDENCY, (family.layout, row), rest)
+
+    def _add_plans(self, rest: _Rest) -> None:
+        problem, layout = self._problem, self._problem.layouts[rest.layout]
+        grid, row = layout.grid, rest.residency
+        resident = residency(layout.table, int(grid.n_persist[row]), int(grid.n_buffer[row]))
+        peaks = resident.peak_bytes(problem.compute, grid.prefetch_depth, problem.workload.resident_bytes)
+        is_open = np.isfinite(rest.bound_s)
+        fits = is_open & (peaks <= problem.device_budget_bytes)
+        self.num_bounded_by_memory += int(np.count_nonzero(is_open & ~fits))
+        for depth, checkpoint in np.argwhere(fits).tolist():
+            candidate = Candidate(
+                layout=rest.layout,
+                index=(row, depth, checkpoint),
+                simplicity=grid.simplicity(row, depth, checkpoint),
+                residency=resident,
+                bound_s=float(rest.bound_s[depth, checkpoint]),
+                peak_bytes=int(peaks[depth, checkpoint]),
+            )
+            self._push(candidate.bound_s, _PLAN, candidate.simplicity, candidate)

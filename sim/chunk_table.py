@@ -1,0 +1,145 @@
+"""What the chunks of a layout weigh and cost, as arrays over chunks and over numbers of persistent chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache, cached_property
+
+import numpy as np
+
+from ..shared.compile import stepped_bytes
+from ..shared.layout import Layout
+from ..shared.schedule import Task, TaskId, TaskKind
+from ..shared.workload import Workload
+from .compute_table import FloatArray
+from .costs import CostModel
+from .space import BoolArray, IntArray
+
+
+@dataclass(frozen=True)
+class ChunkTable:
+    """Facts of every chunk.  Shapes: C chunks, E (chunk, block) pairs with gradients, T trainable chunks of blocks."""
+
+    layout: Layout
+    is_owned: BoolArray
+    """(C,) whether a block owns it, so that it can be offloaded."""
+    is_stepped: BoolArray
+    """(C,) whether a block owns it and the optimizer steps it."""
+    size_bytes: IntArray
+    """(C,)"""
+    state_bytes: IntArray
+    """(C,) optimizer state."""
+    staging_bytes: IntArray
+    """(C,) host buffer of its gradients."""
+    first_block: IntArray
+    """(C,) the first block that owns it; the number of blocks where none does."""
+    last_block: IntArray
+    """(C,) the last block that owns it; the number of blocks where none does."""
+    gather_s: FloatArray
+    """(C,)"""
+    offload_s: FloatArray
+    """(C,) of its gradients; 0 where there are none."""
+    cpu_adam_s: FloatArray
+    """(C,) 0 where nothing is stepped."""
+    num_stepped: IntArray
+    """(C,) scalars that the optimizer steps."""
+    stepped_bytes: IntArray
+    """(C,) memory traffic of stepping it."""
+    gradient_chunk: IntArray
+    """(E,) chunk of each gradient buffer."""
+    gradient_block: IntArray
+    """(E,) block whose backward makes it."""
+    gradient_bytes: IntArray
+    """(E,)"""
+    update_order: IntArray
+    """(T,) chunks as their gradients leave and CPU Adam steps them: last block first."""
+    costs: CostModel
+
+    def is_offloaded(self, n_persist: int | IntArray) -> BoolArray:
+        """(..., C) whether a chunk is not persistent, for each entry of ``n_persist``."""
+        first = np.asarray(n_persist)[..., None]
+        is_offloaded: BoolArray = self.is_owned & (np.arange(len(self.layout.chunks)) >= first)
+        return is_offloaded
+
+    def static_device_bytes(self, n_persist: IntArray, resident_bytes: int) -> IntArray:
+        """(R,) device bytes that are there for good."""
+        home_bytes = self.size_bytes + self.state_bytes
+        return resident_bytes + home_bytes.sum() - self.offloaded_sum(home_bytes)[n_persist]
+
+    def pinned_host_bytes(self, n_persist: IntArray) -> IntArray:
+        """(R,) of offloaded chunks: parameters and the buffers that receive gradients."""
+        return self.offloaded_sum(self.size_bytes + self.staging_bytes)[n_persist]
+
+    def host_bytes(self, n_persist: IntArray) -> IntArray:
+        """(R,) host memory that is not pinned: optimizer state of offloaded chunks."""
+        return self.offloaded_sum(self.state_bytes)[n_persist]
+
+    @cached_property
+    def device_adam_s(self) -> FloatArray:
+        """(C + 1,) seconds of stepping the persistent chunks, for every ``n_persist``."""
+        stepped = self.num_stepped.sum() - self.offloaded_sum(self.num_stepped)
+        moved = self.stepped_bytes.sum() - self.offloaded_sum(self.stepped_bytes)
+        price = cache(lambda pair: self.costs.task_s(_chunk_task(TaskKind.DEVICE_ADAM, *pair)))
+        return np.array([price(pair) for pair in zip(moved.tolist(), stepped.tolist(), strict=True)])
+
+    def offloaded_sum(self, values: IntArray) -> IntArray:
+        """(C + 1,) the sum of ``values`` (C,) over offloaded chunks, for every ``n_persist``."""
+        return np.append(np.where(self.is_owned, values, 0)[::-1].cumsum()[::-1], 0)
+
+
+def chunk_table(workload: Workload, layout: Layout, costs: CostModel) -> ChunkTable:
+    """Tabulate ``layout``."""
+    chunks = layout.chunks
+    moved = [stepped_bytes(chunk, workload.parameters) for chunk in chunks]
+    stepped = [chunk for chunk in chunks if chunk.blocks and chunk.is_trainable]
+    gradients = [
+        (chunk.id, block, size_bytes)
+        for chunk in chunks
+        if chunk.blocks
+        for block, size_bytes in zip(chunk.blocks, chunk.gradient_bytes, strict=True)
+        if size_bytes
+    ]
+
+    def seconds(kind: TaskKind, moved_bytes: list[int], num_stepped: list[int]) -> FloatArray:
+        """Seconds of a task of ``kind`` per chunk; equal ones are priced once."""
+        price = cache(lambda moved, stepped: costs.task_s(_chunk_task(kind, moved, stepped)))
+        return np.array([price(*pair) for pair in zip(moved_bytes, num_stepped, strict=True)], dtype=np.float64)
+
+    none = [0] * len(chunks)
+    num_stepped = [chunk.num_trainable for chunk in chunks]
+    is_stepped = np.array([bool(chunk.blocks) and chunk.is_trainable for chunk in chunks], dtype=np.bool_)
+    return ChunkTable(
+        layout=layout,
+        is_owned=np.array([bool(chunk.blocks) for chunk in chunks], dtype=np.bool_),
+        is_stepped=is_stepped,
+        size_bytes=_integers(chunk.size_bytes for chunk in chunks),
+        state_bytes=_integers(chunk.state_bytes for chunk in chunks),
+        staging_bytes=_integers(chunk.staging_bytes if chunk.is_trainable else 0 for chunk in chunks),
+        first_block=_integers(chunk.blocks[0] if chunk.blocks else layout.num_blocks for chunk in chunks),
+        last_block=_integers(chunk.blocks[-1] if chunk.blocks else layout.num_blocks for chunk in chunks),
+        gather_s=seconds(TaskKind.GATHER, [chunk.size_bytes for chunk in chunks], none),
+        offload_s=np.where(
+            is_stepped, seconds(TaskKind.GRADIENT_OFFLOAD, [sum(chunk.gradient_bytes) for chunk in chunks], none), 0.0
+        ),
+        cpu_adam_s=np.where(is_stepped, seconds(TaskKind.CPU_ADAM, moved, num_stepped), 0.0),
+        num_stepped=_integers(num_stepped),
+        stepped_bytes=_integers(moved),
+        gradient_chunk=_integers(chunk for chunk, _, _ in gradients),
+        gradient_block=_integers(block for _, block, _ in gradients),
+        gradient_bytes=_integers(size_bytes for _, _, size_bytes in gradients),
+        update_order=_integers(c.id for c in sorted(stepped, key=lambda chunk: (-chunk.blocks[0], -chunk.id))),
+        costs=costs,
+    )
+
+
+def _chunk_task(kind: TaskKind, moved: int, stepped: int) -> Task:
+    """A task with nothing but what its price depends on."""
+    is_adam = kind in (TaskKind.CPU_ADAM, TaskKind.DEVICE_ADAM)
+    if is_adam:
+        return Task(TaskId(0), kind, num_stepped=stepped, stepped_bytes=moved)
+    return Task(TaskId(0), kind, moved_bytes=moved)
+
+
+def _integers(values: Iterable[int]) -> IntArray:
+    return np.array(list(values), dtype=np.int64)

@@ -1,0 +1,245 @@
+"""The space of plans that the search looks through: which values each knob may take, every distinct plan once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Annotated, Any, Final
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt
+
+from ..shared.errors import PlanError
+from ..shared.files import FrozenModel
+from ..shared.layout import ALIGNMENT_BYTES, Layout, aligned, build_layout
+from ..shared.plan import Plan
+from ..shared.workload import Workload
+
+IntArray = npt.NDArray[np.int64]
+BoolArray = npt.NDArray[np.bool_]
+
+_BLOCK_FRACTIONS: Final = (0.25, 0.5, 1.0, 2.0)
+"""Chunk sizes in units of the largest block."""
+_WHOLE_MIB_FROM_BYTES: Final = 64 * 2**20
+"""Blocks from this size on get chunk sizes in whole MiB: rounding costs them nothing and reads well."""
+_MAX_CHUNKS: Final = 600
+"""A layout of more chunks makes a schedule of thousands of tasks, which only a large model on a slow search meets."""
+_DENSE_BUFFERS: Final = 8
+"""So many values of ``n_buffer`` above the fewest possible are all in the space; beyond, steps grow by a quarter."""
+
+
+def _as_values(value: Any) -> Any:
+    return (value,) if isinstance(value, int) else value
+
+
+_Positive = Annotated[tuple[PositiveInt, ...], BeforeValidator(_as_values), Field(min_length=1)]
+_NonNegative = Annotated[tuple[NonNegativeInt, ...], BeforeValidator(_as_values), Field(min_length=1)]
+
+
+class SearchSpace(FrozenModel):
+    """What each knob may be: None for everything sensible, one value, or several."""
+
+    chunk_bytes: _Positive | None = None
+    n_persist: _NonNegative | None = None
+    n_buffer: _NonNegative | None = None
+    prefetch_depth: _Positive = (1, 2, 3)
+    n_checkpoint: _NonNegative | None = None
+
+
+@dataclass(frozen=True)
+class LayoutGrid:
+    """All candidates that share a layout: residencies x prefetch depths x numbers of checkpointed blocks.
+
+    Shapes: R residencies, D prefetch depths, K numbers of checkpointed blocks.
+    """
+
+    layout: Layout
+    n_persist: IntArray
+    """(R,) ascending."""
+    n_buffer: IntArray
+    """(R,) ascending for each ``n_persist``."""
+    num_offloaded: IntArray
+    """(R,) chunks that are not persistent."""
+    prefetch_depth: IntArray
+    """(D,) ascending."""
+    n_checkpoint: IntArray
+    """(K,) ascending."""
+
+    @cached_property
+    def is_distinct(self) -> BoolArray:
+        """(R, D) whether the plan differs from those before it: without offloaded chunks no depth matters."""
+        is_distinct: BoolArray = (self.num_offloaded[:, None] > 0) | (np.arange(len(self.prefetch_depth)) == 0)
+        return is_distinct
+
+    @property
+    def num_candidates(self) -> int:
+        """Distinct plans of this layout."""
+        return int(self.is_distinct.sum()) * len(self.n_checkpoint)
+
+    def plan(self, workload: Workload, residency: int, depth: int, checkpoint: int) -> Plan:
+        """The plan at these indices."""
+        return Plan(
+            workload_id=workload.identity,
+            chunk_bytes=self.layout.chunk_bytes,
+            n_persist=int(self.n_persist[residency]),
+            n_buffer=int(self.n_buffer[residency]),
+            prefetch_depth=int(self.prefetch_depth[depth]),
+            n_checkpoint=int(self.n_checkpoint[checkpoint]),
+        )
+
+    def simplicity(self, residency: int, depth: int, checkpoint: int) -> tuple[int, ...]:
+        """Smaller is simpler.
+
+        Fewer recomputed blocks, less look-ahead, fewer offloaded chunks, fewer buffers, larger chunks.  No two distinct
+        plans of a space share it, so a choice by it depends on no order of enumeration.
+        """
+        return (
+            int(self.n_checkpoint[checkpoint]),
+            int(self.prefetch_depth[depth]),
+            int(self.num_offloaded[residency]),
+            int(self.n_buffer[residency]),
+            -self.layout.chunk_bytes,
+        )
+
+
+def enumerate_space(workload: Workload, space: SearchSpace | None = None) -> tuple[LayoutGrid, ...]:
+    """Every distinct plan of ``space``, grouped by layout; smallest chunks first.
+
+    Two plans are the same if they have the same layout, persistent chunks, buffers in use, modes and, where a chunk
+    is offloaded, prefetch depth.  Raises PlanError if no plan is left.
+    """
+    space = space or SearchSpace()
+    n_checkpoint = _checkpoint_counts(workload, space.n_checkpoint)
+    layouts = _layouts(workload, space.chunk_bytes)
+    # All layouts agree when every chunk is persistent: only the one with the largest chunks keeps that residency.
+    residencies = []
+    largest_has_persistent = False
+    for layout in reversed(layouts):
+        found = _residencies(layout, space, without_offload=not largest_has_persistent)
+        largest_has_persistent |= any(num_offloaded == 0 for _, _, num_offloaded in found)
+        residencies.append((layout, found))
+    grids = tuple(
+        LayoutGrid(
+            layout=layout,
+            n_persist=_column(found, 0),
+            n_buffer=_column(found, 1),
+            num_offloaded=_column(found, 2),
+            prefetch_depth=np.array(sorted(set(space.prefetch_depth)), dtype=np.int64),
+            n_checkpoint=np.array(n_checkpoint, dtype=np.int64),
+        )
+        for layout, found in reversed(residencies)
+        if found
+    )
+    if not grids:
+        raise _empty_space(layouts, space)
+    return grids
+
+
+def _column(rows: Sequence[tuple[int, int, int]], index: int) -> IntArray:
+    return np.array([row[index] for row in rows], dtype=np.int64)
+
+
+def _checkpoint_counts(workload: Workload, wanted: Sequence[int] | None) -> list[int]:
+    if wanted is None:
+        return list(range(workload.num_blocks + 1))
+    possible = sorted({count for count in wanted if count <= workload.num_blocks})
+    if not possible:
+        raise PlanError(
+            f"the space holds no plan: n_checkpoint is at least {min(wanted)} but the workload has "
+            f"{workload.num_blocks} blocks. Allow {workload.num_blocks} or fewer."
+        )
+    return possible
+
+
+# -- layouts ---------------------------------------------------------------------------------------------------------
+
+
+def chunk_sizes(workload: Workload) -> list[int]:
+    """Sensible values of ``chunk_bytes``: fractions and multiples of the largest block, ascending."""
+    block_bytes = [0] * workload.num_blocks
+    for parameter in workload.parameters:
+        if parameter.block is not None:
+            block_bytes[parameter.block] += aligned(parameter.size_bytes)
+    largest = max(block_bytes)
+    unit = 2**20 if largest >= _WHOLE_MIB_FROM_BYTES else ALIGNMENT_BYTES
+    return sorted({max(1, math.ceil(largest * fraction / unit)) * unit for fraction in _BLOCK_FRACTIONS})
+
+
+def _layouts(workload: Workload, wanted: Sequence[int] | None) -> list[Layout]:
+    """Distinct layouts, smallest chunks first; of equal ones that with the smallest ``chunk_bytes``."""
+    sizes = chunk_sizes(workload) if wanted is None else sorted(set(wanted))
+    distinct: dict[tuple[object, ...], Layout] = {}
+    for chunk_bytes in sizes:
+        layout = build_layout(workload.parameters, num_blocks=workload.num_blocks, chunk_bytes=chunk_bytes)
+        distinct.setdefault(tuple(chunk.parameters for chunk in layout.chunks), layout)
+    layouts = list(distinct.values())
+    if wanted is None:
+        small = [layout for layout in layouts if len(layout.chunks) - len(layout.unowned) <= _MAX_CHUNKS]
+        layouts = small or layouts[-1:]
+    return layouts
+
+
+# -- residencies -----------------------------------------------------------------------------------------------------
+
+
+def _residencies(layout: Layout, space: SearchSpace, *, without_offload: bool) -> list[tuple[int, int, int]]:
+    """Distinct (n_persist, n_buffer, number of offloaded chunks).  ``without_offload``: whether all persistent, too."""
+    found = []
+    for n_persist, fewest, num_offloaded in _persistent_prefixes(layout, space.n_persist):
+        if num_offloaded == 0 and not without_offload:
+            continue
+        for n_buffer in _buffer_counts(fewest, num_offloaded, space.n_buffer):
+            found.append((n_persist, n_buffer, num_offloaded))
+    return found
+
+
+def _persistent_prefixes(layout: Layout, wanted: Iterable[int] | None) -> list[tuple[int, int, int]]:
+    """Distinct persistent sets as (smallest n_persist, fewest buffers, number of offloaded chunks)."""
+    num_chunks = len(layout.chunks)
+    is_owned = np.array([bool(chunk.blocks) for chunk in layout.chunks], dtype=bool)
+    needs = np.zeros((layout.num_blocks, num_chunks), dtype=np.int64)
+    for block, chunks in enumerate(layout.chunks_of_block):
+        needs[block, list(chunks)] = 1
+    # needed_after[b, p]: chunks of block b at or after position p, those left when p chunks are persistent.
+    needed_after = np.zeros((layout.num_blocks, num_chunks + 1), dtype=np.int64)
+    needed_after[:, :num_chunks] = needs[:, ::-1].cumsum(axis=1)[:, ::-1]
+    fewest = needed_after.max(axis=0)
+    offloaded = np.append(is_owned[::-1].cumsum()[::-1], 0)
+    prefixes: dict[int, tuple[int, int, int]] = {}
+    candidates = range(num_chunks + 1) if wanted is None else sorted({p for p in wanted if p <= num_chunks})
+    for n_persist in candidates:
+        key = int(offloaded[n_persist])
+        prefixes.setdefault(key, (n_persist, int(fewest[n_persist]), key))
+    return list(prefixes.values())
+
+
+def _buffer_counts(fewest: int, num_offloaded: int, wanted: Iterable[int] | None) -> list[int]:
+    """Distinct values of ``n_buffer``: every small one, then in growing steps up to a buffer for every chunk."""
+    if wanted is not None:
+        distinct: dict[int, int] = {}
+        for n_buffer in sorted({n_buffer for n_buffer in wanted if n_buffer >= fewest}):
+            distinct.setdefault(min(n_buffer, num_offloaded), n_buffer)
+        return list(distinct.values())
+    counts = []
+    n_buffer = fewest
+    while n_buffer < num_offloaded:
+        counts.append(n_buffer)
+        n_buffer += max(1, (n_buffer - fewest - _DENSE_BUFFERS) // 4)
+    return [*counts, num_offloaded]
+
+
+def _empty_space(layouts: Sequence[Layout], space: SearchSpace) -> PlanError:
+    most_chunks = max(len(layout.chunks) for layout in layouts)
+    if space.n_persist is not None and min(space.n_persist) > most_chunks:
+        return PlanError(
+            f"the space holds no plan: n_persist is at least {min(space.n_persist)} but no layout has more than "
+            f"{most_chunks} chunks. Allow a smaller n_persist, or a smaller chunk_bytes."
+        )
+    needed = min(fewest for layout in layouts for _, fewest, _ in _persistent_prefixes(layout, space.n_persist))
+    return PlanError(
+        f"the space holds no plan: n_buffer is at most {max(space.n_buffer or (0,))} but the block with the most "
+        f"offloaded chunks needs {needed}. Allow n_buffer = {needed}, or a larger chunk_bytes."
+    )

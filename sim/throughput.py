@@ -1,0 +1,70 @@
+"""How much work several lanes can get done in a stretch of time at most, when they slow each other.
+
+[Note: Throughput bound]
+Let w be weights of the lanes, none negative, with
+
+    sum over l in S of w[l] * rate[l, S] <= 1        for every set S of lanes,
+
+where rate[l, S] is the progress per second of lane l while exactly the lanes S are active.  Take any stretch of time,
+and let t[S] be the seconds of it in which exactly S is active.  If work[l] is the seconds of lane l's tasks (as they
+take alone) that lie within the stretch, the progress that lane l makes there is at least work[l], and so
+
+    sum_l w[l] * work[l] <= sum_l w[l] * sum_{S with l} t[S] * rate[l, S]
+                          = sum_S t[S] * sum_{l in S} w[l] * rate[l, S] <= sum_S t[S] = length of the stretch.
+
+Every such w gives a lower bound of the length; the best one is a vertex of the polytope that these inequalities
+describe (linear programming duality: it is the optimum of the relaxation in which lanes may overlap at will).  There
+are four lanes, hence 15 sets and 4 signs, and the vertices are enumerated once per machine.
+"""
+
+from __future__ import annotations
+
+from itertools import combinations
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from ..shared.schedule import Lane
+from .contention import ContentionModel
+
+FloatArray = npt.NDArray[np.float64]
+BoolArray = npt.NDArray[np.bool_]
+
+_LANES: Final = tuple(Lane)
+_SLACK: Final = 1e-9
+"""Relative: vertices may violate a constraint by rounding, and are scaled back by what they do."""
+
+
+def throughput_weights(contention: ContentionModel) -> FloatArray:
+    """Weights (V, 4) of the lanes, in the order of ``Lane``: see [Note: Throughput bound].
+
+    For any work (..., 4), ``(work @ weights.T).max(-1)`` is a lower bound of the time that it takes.
+    """
+    sets = [lanes for size in range(1, len(_LANES) + 1) for lanes in combinations(range(len(_LANES)), size)]
+    rates = np.zeros((len(sets), len(_LANES)))
+    for row, lanes in enumerate(sets):
+        active = contention.rates(frozenset(_LANES[lane] for lane in lanes))
+        for lane in lanes:
+            rates[row, lane] = active[_LANES[lane]]
+    # A set whose rates another one matches or exceeds adds nothing, since weights are never negative.
+    rates = _undominated(np.unique(rates, axis=0))
+    left = np.concatenate([rates, -np.eye(len(_LANES))])
+    right = np.concatenate([np.ones(len(rates)), np.zeros(len(_LANES))])
+    picks = np.array(list(combinations(range(len(left)), len(_LANES))))
+    matrices = left[picks]
+    is_regular = np.abs(np.linalg.det(matrices)) > _SLACK
+    solutions = np.linalg.solve(matrices[is_regular], right[picks[is_regular]][..., None])[..., 0]
+    is_vertex = (solutions @ left.T <= right + _SLACK).all(axis=1)
+    vertices = np.maximum(solutions[is_vertex], 0.0)
+    vertices /= np.maximum(1.0, (vertices @ rates.T).max(axis=1, keepdims=True))
+    # Work is never negative, so only vertices that none exceeds in every weight can be best.
+    return _undominated(np.unique(vertices.round(12), axis=0) * (1 - _SLACK))
+
+
+def _undominated(rows: FloatArray) -> FloatArray:
+    """The distinct rows that no other one matches or exceeds in every entry."""
+    is_below: BoolArray = np.asarray(np.all(rows[:, None, :] <= rows[None, :, :], axis=2))
+    np.fill_diagonal(is_below, False)
+    undominated: FloatArray = rows[~np.any(is_below, axis=1)]
+    return undominated
