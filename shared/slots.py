@@ -39,9 +39,10 @@ def assign_slots(needed: Sequence[Sequence[ChunkId]], n_buffer: int) -> list[Res
     assignment = _Assignment(needed, n_buffer)
     for step, chunks in enumerate(needed):
         if len(chunks) > n_buffer:
+            most = max(map(len, needed))
             raise PlanError(
-                f"one block needs {len(chunks)} offloaded chunks at once but n_buffer is {n_buffer}. "
-                f"Raise n_buffer to {len(chunks)}, or chunk_bytes."
+                f"one block needs {most} offloaded chunks at once but n_buffer is {n_buffer}. "
+                f"Raise n_buffer to {most}, or chunk_bytes."
             )
         for chunk in chunks:
             assignment.use(chunk, step)
