@@ -65,21 +65,30 @@ def group_options(
 ) -> dict[int, Mapping[str, Any]]:
     """The options of every trainable parameter by ``id``, from torch's form of parameter groups.
 
-    None puts all into one group without options.  Raises PlanError if a parameter is in no group or in two.
+    None puts all into one group without options.  Raises PlanError if a trainable parameter is in no group, or any in
+    two, or one that is not the model's.
     """
-    names = {id(parameter): name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    every = {id(parameter): name for name, parameter in model.named_parameters()}
+    names = {id(parameter): every[id(parameter)] for parameter in model.parameters() if parameter.requires_grad}
     if parameter_groups is None:
         shared: Mapping[str, Any] = {}
         return dict.fromkeys(names, shared)
     options: dict[int, Mapping[str, Any]] = {}
     for group in parameter_groups:
-        if "params" not in group:
-            raise PlanError("a parameter group has no 'params'. Give groups as torch.optim takes them.")
+        if not isinstance(group, Mapping) or "params" not in group:
+            raise PlanError(
+                "a parameter group is no table with 'params'. Give a list of them: [{'params': [...], 'lr': ...}, ...]."
+            )
         chosen = {key: value for key, value in group.items() if key != "params"}
         members = group["params"]
         for parameter in [members] if isinstance(members, torch.Tensor) else members:
+            if id(parameter) not in every:
+                raise PlanError(
+                    "a parameter group holds something that is no parameter of the model. Take the groups from "
+                    "model.named_parameters() of the model itself."
+                )
             if id(parameter) in options:
-                raise PlanError(f"parameter {names.get(id(parameter), '?')} is in two parameter groups.")
+                raise PlanError(f"parameter {every[id(parameter)]} is in two parameter groups. Leave it in one.")
             options[id(parameter)] = chosen
     missing = [name for key, name in names.items() if key not in options]
     if missing:

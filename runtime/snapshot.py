@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -14,12 +16,18 @@ from torch import nn
 def left_as_found(model: nn.Module) -> Iterator[None]:
     """Run measurements on ``model`` in training mode and leave it as it was, whether or not they raise.
 
-    Gradients, buffers, training flags, ``use_cache`` and torch's random state are bit for bit what they were.
+    Gradients, buffers, training flags, ``use_cache`` and the states of the random generators of Python, numpy and torch
+    are bit for bit what they were.
     """
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    buffers = [
+        (module, name, buffer, buffer.detach().clone())
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    ]
     flags = [(module, module.training) for module in model.modules()]
-    random_state = torch.get_rng_state()
+    python_state, numpy_state, random_state = random.getstate(), np.random.get_state(), torch.get_rng_state()
     device_state = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else None
     for parameter, _ in gradients:
         parameter.grad = None
@@ -31,10 +39,13 @@ def left_as_found(model: nn.Module) -> Iterator[None]:
         for parameter, gradient in gradients:
             parameter.grad = gradient
         with torch.no_grad():
-            for buffer, value in buffers:
+            for module, name, buffer, value in buffers:
                 buffer.copy_(value)
+                module._buffers[name] = buffer
         for module, flag in flags:
             module.training = flag
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
         torch.set_rng_state(random_state)
         if device_state is not None:
             torch.cuda.set_rng_state_all(device_state)

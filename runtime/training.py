@@ -101,6 +101,11 @@ class Training:
         meter_every: int | None,
     ) -> None:
         _check_model(model, workload)
+        if isinstance(optimizer, torch.optim.Optimizer):
+            raise PlanError(
+                "optimizer is an optimizer already, but every chunk needs one of its own. Pass what makes one, such as "
+                "functools.partial(torch.optim.AdamW, lr=1e-4, fused=True), and groups as parameter_groups=."
+            )
         if meter_every is not None and meter_every < 1:
             raise PlanError(f"meter_every is {meter_every}; it must be positive.")
         layout = build_layout(workload.parameters, num_blocks=workload.num_blocks, chunk_bytes=plan.chunk_bytes)
@@ -115,6 +120,7 @@ class Training:
         self._metering = metering_of(device, meter_every)
         options = group_options(model, parameter_groups)
         blocks = find_blocks(model, [block.name for block in workload.blocks])
+        self._checkpointable = [m for m in model.modules() if hasattr(m, "gradient_checkpointing")]
         with ExitStack() as undo:
             undo.enter_context(without_cache(model))
             undo.callback(model.__dict__.pop, _MARKER, None)
@@ -143,7 +149,22 @@ class Training:
 
     def _hooks(self) -> list[Any]:
         enter = self.model.register_forward_pre_hook(self._enter_model, prepend=True, with_kwargs=True)
-        return [enter, *self._guard_gradients()]
+        return [enter, *self._guard_state(), *self._guard_gradients()]
+
+    def _guard_state(self) -> list[Any]:
+        """Stop before weights are read or written that are not there."""
+
+        def refuse(*_: Any) -> None:
+            raise ScheduleError(
+                "state_dict() or load_state_dict() while a plan is being carried out: offloaded chunks are not on the "
+                "device. Call close() first, and carry the plan out again afterwards."
+            )
+
+        handles: list[Any] = []
+        for module in self.model.modules():
+            handles.append(module.register_state_dict_pre_hook(refuse))  # type: ignore[no-untyped-call]
+            handles.append(module.register_load_state_dict_pre_hook(refuse))  # type: ignore[no-untyped-call]
+        return handles
 
     def _guard_gradients(self) -> list[Any]:
         """Stop before a gradient that arrives after its chunk's gradients have left could be lost."""
@@ -178,6 +199,11 @@ class Training:
             raise ScheduleError(
                 f"forward began before the last iteration was complete: {self._compute.next_task.name} was to come. "
                 f"Call loss.backward() and then step(), once each per forward."
+            )
+        if any(getattr(block, "gradient_checkpointing", False) is True for block in self._checkpointable):
+            raise ScheduleError(
+                "the model checkpoints activations itself. Call model.gradient_checkpointing_disable(): the plan "
+                "decides which blocks are checkpointed (n_checkpoint)."
             )
         self._placed.check_parameters()
         self._compute.begin_iteration(list(tensors_in((args, kwargs))))
