@@ -1,0 +1,64 @@
+"""Every plan trains bit for bit like the plain loop, and really moves what it says it moves."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from protwin.runtime import carry_out
+from protwin.shared.layout import build_layout
+from protwin.shared.plan import Plan
+from tests.runtime.models import SEED, Case, cases, differences
+from tests.strategies import plans
+
+
+def trained(case: Case, plan: Plan) -> tuple[list[float], list[str], dict[str, int]]:
+    """Losses, names of weights that differ from plain training's, and what was counted."""
+    model = case.build()
+    losses = []
+    with carry_out(
+        model, plan, case.workload, optimizer=case.make_optimizer, parameter_groups=case.groups(model)
+    ) as training:
+        torch.manual_seed(SEED)
+        for batch in case.batches:
+            loss = case.loss(model, batch)
+            loss.backward()
+            training.step()
+            losses.append(loss.item())
+    counted = {
+        "gathers": training.num_gathers,
+        "gathered bytes": training.bytes_host_to_device,
+        "gradient bytes": training.bytes_device_to_host,
+        "cpu adam": training.num_cpu_adam_steps,
+    }
+    return losses, differences(model, case.plain.weights[-1]), counted
+
+
+def check_counts(case: Case, plan: Plan, counted: dict[str, int]) -> None:
+    """Every offloaded chunk came at least once per step, and each trainable one left and was stepped once."""
+    workload = case.workload
+    layout = build_layout(workload.parameters, num_blocks=workload.num_blocks, chunk_bytes=plan.chunk_bytes)
+    offloaded = [chunk for chunk in layout.chunks[plan.n_persist :] if chunk.blocks]
+    trainable = [chunk for chunk in offloaded if chunk.is_trainable]
+    steps = len(case.batches)
+    members = [workload.parameters[placed.index] for chunk in trainable for placed in chunk.parameters]
+    has_gradient = [p for p in members if p.trainable and not p.name.endswith("unused")]
+    assert counted["cpu adam"] == steps * len(trainable)
+    assert counted["gradient bytes"] == steps * sum(p.size_bytes for p in has_gradient)
+    assert counted["gathers"] >= steps * len(offloaded)
+    assert counted["gathered bytes"] >= steps * sum(chunk.size_bytes for chunk in offloaded)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", cases())
+@settings(max_examples=5)
+@given(data=st.data())
+def test_random_plans_equal_the_plain_loop(name: str, data: st.DataObject) -> None:
+    case = cases()[name]
+    plan, _ = data.draw(plans(case.workload))
+    losses, different, counted = trained(case, plan)
+    assert losses == case.plain.losses
+    assert different == []
+    check_counts(case, plan, counted)
