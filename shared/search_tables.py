@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -13,6 +14,18 @@ from .report_words import format_share
 from .search_result import Certificate, PlanOutcome, SearchResult
 from .tables import record_tables
 from .units import format_bytes, format_seconds
+
+_COLUMNS: Final = (
+    "iteration",
+    "over\nbest",
+    "device\npeak",
+    "pinned\nhost",
+    "chunk_\nbytes",
+    "n_\npersist",
+    "n_\nbuffer",
+    "prefetch_\ndepth",
+    "n_\ncheckpoint",
+)
 
 
 def search_tables(result: SearchResult) -> RenderableType:
@@ -52,7 +65,7 @@ def _counts(certificate: Certificate) -> str:
         (certificate.num_bounded_by_time, "cannot be faster"),
         (certificate.num_infeasible_simulated, "compiled and found not to fit"),
         (certificate.num_simulated, "simulated"),
-        (certificate.num_undecided, "undecided"),
+        (certificate.num_undecided, "left undecided"),
     ]
     listed = ", ".join(f"{count:,} {words}" for count, words in counted if count)
     return f"{certificate.num_candidates:,} plan{plural} in the space: {listed}."
@@ -60,7 +73,7 @@ def _counts(certificate: Certificate) -> str:
 
 def _proof(result: SearchResult) -> str:
     if not result.certificate.is_certified:
-        return "The search ended early: nothing is proven about the plans left undecided."
+        return "The search was ended early; nothing is proven about the plans that it left undecided."
     if result.gap_frac == 0:
         return "No plan of the space is faster."
     return f"No plan of the space is more than {format_share(result.gap_frac)} faster."
@@ -76,18 +89,8 @@ def _outcome_table(title: str, outcomes: Sequence[PlanOutcome], result: SearchRe
         padding=(0, 1),
         header_style="dim",
     )
-    for name in (
-        "iteration",
-        "over best",
-        "device peak",
-        "pinned host",
-        "chunk_bytes",
-        "n_persist",
-        "n_buffer",
-        "prefetch_depth",
-        "n_checkpoint",
-    ):
-        table.add_column(name, justify="right", overflow="fold")
+    for heading in _COLUMNS:
+        table.add_column(heading, justify="right", no_wrap=True)
     for outcome in outcomes:
         plan = outcome.plan
         table.add_row(

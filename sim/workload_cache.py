@@ -19,6 +19,8 @@ from ..shared.files import Document
 from ..shared.workload import Workload
 
 _SOFTWARE: Final = ("protwin", "torch", "transformers")
+_MAX_ENTRIES: Final = 64
+"""Kept at most; a large model's entry takes some hundred kilobytes."""
 
 
 class CachedWorkload(Document):
@@ -68,9 +70,15 @@ def load_cached(folder: Path, key: str) -> Workload | None:
 
 
 def store_cached(folder: Path, key: str, workload: Workload) -> None:
-    """Keep ``workload`` under ``key``.  Raises FileError if the folder cannot be written."""
+    """Keep ``workload`` under ``key``, and no more than the newest entries.
+
+    Raises FileError if the folder cannot be written.
+    """
     entry = CachedWorkload(key=key, checksum=_checksum(workload), workload=workload)
     entry.save(folder / f"{key}.json")
+    entries = [(path.stat().st_mtime_ns, path) for path in folder.glob("*.json") if path.is_file()]
+    for _, path in sorted(entries, reverse=True)[_MAX_ENTRIES:]:
+        path.unlink(missing_ok=True)
 
 
 def _checksum(workload: Workload) -> str:

@@ -11,6 +11,7 @@ import pytest
 from protwin.shared.cli_root import COMMANDS
 from protwin.shared.compile import compile_schedule
 from protwin.shared.hardware import Hardware
+from protwin.shared.layout import build_layout
 from protwin.shared.machines import machine, machine_names
 from protwin.shared.memory_bound import guaranteed_device_peak
 from protwin.shared.plan import Plan
@@ -146,7 +147,8 @@ def test_the_plan_that_is_written_is_safe_and_fits(protwin: Protwin, workload: P
     assert plan == result.plan
     saved = Workload.load(workload)
     schedule = compile_schedule(plan, saved)
-    verify_schedule(schedule, saved)
+    layout = build_layout(saved.parameters, num_blocks=saved.num_blocks, chunk_bytes=plan.chunk_bytes)
+    verify_schedule(schedule, plan, saved, layout)
     assert guaranteed_device_peak(schedule).size_bytes <= budget_bytes
     assert result.device_budget_bytes == budget_bytes
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -114,6 +115,14 @@ def test_a_newer_entry_is_a_miss(tmp_path: Path) -> None:
 def test_a_folder_in_the_place_of_an_entry_is_a_miss(tmp_path: Path) -> None:
     (tmp_path / "key.json").mkdir()
     assert load_cached(tmp_path, "key") is None
+
+
+def test_only_the_newest_entries_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workload_cache, "_MAX_ENTRIES", 3)
+    for place, key in enumerate("abcde"):
+        store_cached(tmp_path, key, decoder_workload(1))
+        os.utime(tmp_path / f"{key}.json", ns=(place, place))
+    assert {path.stem for path in tmp_path.iterdir()} == {"c", "d", "e"}
 
 
 def test_a_folder_that_cannot_be_made_says_so(tmp_path: Path) -> None:
