@@ -60,6 +60,20 @@ class Case:
                 users[buffer].append(TaskId(place))
         return users
 
+    @cached_property
+    def homes(self) -> dict[tuple[Content, ChunkId | None], Buffer]:
+        """The static buffer for each content of each chunk."""
+        return {(buffer.content, buffer.chunk): buffer for buffer in self.schedule.buffers if buffer.is_static}
+
+    @cached_property
+    def gradients(self) -> dict[ChunkId | None, list[Buffer]]:
+        """The gradients of each chunk on the device."""
+        found: dict[ChunkId | None, list[Buffer]] = {}
+        for buffer in self.schedule.buffers:
+            if buffer.content is Content.GRADIENTS and not buffer.is_static:
+                found.setdefault(buffer.chunk, []).append(buffer)
+        return found
+
     def tasks_of(self, kind: TaskKind) -> list[Task]:
         """The tasks of one kind, in the order of the program."""
         return [task for task in self.schedule.tasks if task.kind is kind]

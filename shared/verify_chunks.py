@@ -73,10 +73,6 @@ def _shown(entries: Iterable[_Home]) -> str:
     return ", ".join(shown) or "nothing"
 
 
-def _home(case: Case, content: Content, chunk: ChunkId) -> Buffer:
-    return next(b for b in case.schedule.buffers if b.is_static and b.content is content and b.chunk == chunk)
-
-
 # -- copies and steps ------------------------------------------------------------------------------------------------
 
 
@@ -85,7 +81,7 @@ def _check_gather(case: Case, task: Task) -> None:
     chunk = _chunk(case, task)
     if chunk.id in case.persistent:
         reject(f"{task.name} gathers a persistent chunk")
-    _compare(task, task.reads, [_home(case, Content.PARAMETERS, chunk.id)], "reads")
+    _compare(task, task.reads, [case.homes[Content.PARAMETERS, chunk.id]], "reads")
     filled = [case.buffer(b) for b in task.writes]
     if len(filled) != 1 or not case.is_gathered(filled[0].id) or filled[0].chunk != chunk.id:
         reject(f"{task.name} does not fill one buffer for the parameters of chunk {chunk.id}")
@@ -101,12 +97,10 @@ def _check_gather(case: Case, task: Task) -> None:
 def _check_offload(case: Case, task: Task) -> None:
     """All gradients of the chunk to its staging buffer; then they go."""
     chunk = _chunk(case, task)
-    gradients = [
-        b for b in case.schedule.buffers if b.content is Content.GRADIENTS and b.chunk == chunk.id and not b.is_static
-    ]
+    gradients = case.gradients.get(chunk.id, [])
     _compare(task, task.reads, gradients, "reads")
     _compare(task, task.frees, gradients, "frees")
-    _compare(task, task.writes, [_home(case, Content.GRADIENTS, chunk.id)], "writes")
+    _compare(task, task.writes, [case.homes[Content.GRADIENTS, chunk.id]], "writes")
     _compare(task, task.allocates, [], "allocates")
     _check_amounts(task, moved_bytes=sum(chunk.gradient_bytes))
 
@@ -114,8 +108,8 @@ def _check_offload(case: Case, task: Task) -> None:
 def _check_cpu_adam(case: Case, task: Task) -> None:
     """From the staged gradients to the chunk's parameters and state on the host."""
     chunk = _chunk(case, task)
-    stepped = [_home(case, content, chunk.id) for content in (Content.PARAMETERS, Content.OPTIMIZER_STATE)]
-    _compare(task, task.reads, [*stepped, _home(case, Content.GRADIENTS, chunk.id)], "reads")
+    stepped = [case.homes[content, chunk.id] for content in (Content.PARAMETERS, Content.OPTIMIZER_STATE)]
+    _compare(task, task.reads, [*stepped, case.homes[Content.GRADIENTS, chunk.id]], "reads")
     _compare(task, task.writes, stepped, "writes")
     _compare(task, task.allocates, [], "allocates")
     _compare(task, task.frees, [], "frees")
