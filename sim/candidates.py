@@ -116,21 +116,20 @@ class Candidates:
         problem, layout = self._problem, self._problem.layouts[family.layout]
         grid = layout.grid
         rows = np.flatnonzero(grid.n_persist == family.n_persist)
-        num_depths = len(grid.prefetch_depth)
-        bounds_s = layout.time.iteration_s(
-            np.repeat(grid.n_persist[rows], num_depths),
-            np.repeat(grid.n_buffer[rows], num_depths),
-            np.tile(grid.prefetch_depth, len(rows)),
-        ).reshape(len(rows), num_depths, -1)
         peaks = layout.memory.peak_bytes(family.n_persist, grid.n_buffer[rows], grid.prefetch_depth)
         is_open = grid.is_distinct[rows][:, :, None] & family.may_fit
         fits = is_open & (peaks <= problem.device_budget_bytes)
         self.num_bounded_by_memory += int(np.count_nonzero(is_open & ~fits))
-        bounds_s = np.where(fits, bounds_s, np.inf)
-        for row, bound_s in zip(rows.tolist(), bounds_s, strict=True):
-            if np.isfinite(bound_s).any():
-                rest = _Rest(family.layout, row, bound_s)
-                self._push(float(bound_s.min()), _RESIDENCY, (family.layout, row), rest)
+        row, depth = np.nonzero(fits.any(axis=2))
+        bounds_s = np.full(fits.shape, np.inf)
+        bounds_s[row, depth] = layout.time.iteration_s(
+            grid.n_persist[rows[row]], grid.n_buffer[rows[row]], grid.prefetch_depth[depth]
+        )
+        bounds_s[~fits] = np.inf
+        for number in np.unique(row).tolist():
+            index, bound_s = int(rows[number]), bounds_s[number]
+            rest = _Rest(family.layout, index, bound_s)
+            self._push(float(bound_s.min()), _RESIDENCY, (family.layout, index), rest)
 
     def _add_plans(self, rest: _Rest) -> None:
         problem, layout = self._problem, self._problem.layouts[rest.layout]

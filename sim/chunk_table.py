@@ -59,13 +59,14 @@ class ChunkTable:
     def is_offloaded(self, n_persist: int | IntArray) -> BoolArray:
         """(..., C) whether a chunk is not persistent, for each entry of ``n_persist``."""
         first = np.asarray(n_persist)[..., None]
-        is_offloaded: BoolArray = self.is_owned & (np.arange(len(self.layout.chunks)) >= first)
+        is_offloaded: BoolArray = np.logical_and(self.is_owned, np.arange(len(self.layout.chunks)) >= first)
         return is_offloaded
 
     def static_device_bytes(self, n_persist: IntArray, resident_bytes: int) -> IntArray:
         """(R,) device bytes that are there for good."""
         home_bytes = self.size_bytes + self.state_bytes
-        return resident_bytes + home_bytes.sum() - self.offloaded_sum(home_bytes)[n_persist]
+        static_bytes: IntArray = resident_bytes + home_bytes.sum() - self.offloaded_sum(home_bytes)[n_persist]
+        return static_bytes
 
     def pinned_host_bytes(self, n_persist: IntArray) -> IntArray:
         """(R,) of offloaded chunks: parameters and the buffers that receive gradients."""

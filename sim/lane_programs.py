@@ -99,7 +99,8 @@ def gather_programs(residency: Residency, updates: UpdatePrograms, prefetch_dept
 def _gone_before(gone: IntArray, steps: IntArray) -> IntArray:
     """``gone`` by each step of the iteration before, counted from this one."""
     ended: IntArray = np.where(steps >= 0, gone[np.clip(steps, 0, len(gone) - 1)], 0)
-    return ended - gone[-1]
+    ended -= gone[-1]
+    return ended
 
 
 def _fused(seconds: FloatArray, first: IntArray, second: IntArray, joins: BoolArray) -> LaneProgram:

@@ -62,7 +62,8 @@ class MemoryBounds:
         at_ends = np.maximum(self._ends[:, 0], stepped + self._ends[:, 1:].max(axis=1))
         elsewhere = np.maximum(np.maximum(during_forward, at_turn), at_ends)
         peaks: IntArray = np.maximum(during_backward, elsewhere[:, None, :]).astype(np.int64)
-        return peaks + self._static[n_persist]
+        peaks += self._static[n_persist]
+        return peaks
 
     def _gradient_bytes(self, offloaded: BoolArray, depths: IntArray) -> IntArray:
         """(D, n) gradients of other blocks that may be there during each block's backward.

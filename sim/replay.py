@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
 from ..shared.schedule import Lane
 from .compute_table import ComputeTable, FloatArray
@@ -36,7 +35,7 @@ _WAITS_FOR: Final = np.array([[_H2D, _D2H], [_COMPUTE, _CPU_OPTIM], [_COMPUTE, _
 """The two lanes that tasks of each lane may wait for."""
 _UNROLLED: Final = MIN_ITERATIONS + 1
 """Iterations of every program: while the last lane completes the last of them, others have begun the next."""
-_NEVER: Final = 2**40
+_NEVER: Final = np.full((1, 2), 2**40)
 """A wait that is never over."""
 _SIMULTANEOUS: Final = 1 + 1e-12
 _FOREVER_S: Final = 1e300
@@ -76,7 +75,8 @@ def replay_s(plans: Sequence[ReplayPlan], compute: ComputeTable, contention: Con
     if not plans:
         return np.zeros(0)
     slowdowns = _slowdown_table(contention)
-    programs = _programs(plans, compute, slowest_offload=float(slowdowns[:, _D2H].max()))
+    builder = _Builder(compute, slowest_offload=float(slowdowns[:, _D2H].max()))
+    programs = builder.programs([builder.lanes(plan) for plan in plans])
     ends_s = _run(programs, slowdowns)
     lengths = programs.lengths
     begins = np.append(0, lengths.sum(axis=1).cumsum()[:-1])
@@ -103,71 +103,78 @@ def _periods_s(ends_s: FloatArray, begins: IntArray, last: IntArray) -> FloatArr
 # -- programs --------------------------------------------------------------------------------------------------------
 
 
-class _Store:
-    """Arrays laid end to end, each under a key and stored once."""
+@dataclass(frozen=True)
+class _Lane:
+    """Where a lane's program lies."""
 
-    def __init__(self) -> None:
-        self.arrays: list[npt.NDArray[np.generic]] = []
-        self.size = 0
-        self._places: dict[object, int] = {}
+    length: int
+    first_duration: int
+    first_wait: int
 
-    def add(self, values: npt.NDArray[np.generic]) -> int:
-        """Where ``values`` begin, which are stored."""
-        place = self.size
-        self.arrays.append(values)
-        self.size += len(values)
+
+class _Builder:
+    """Lays programs end to end; plans share the copies of a residency, and rows of the compute table."""
+
+    def __init__(self, compute: ComputeTable, slowest_offload: float) -> None:
+        self._compute = compute
+        self._slowest_offload = slowest_offload
+        self._durations: list[FloatArray] = []
+        self._waits: list[IntArray] = []
+        self._num_durations = self._num_waits = 0
+        self._updates: dict[int, tuple[UpdatePrograms, _Lane, _Lane]] = {}
+        self._gathers: dict[tuple[int, int], tuple[int, _Lane]] = {}
+        self._seconds: dict[tuple[int, float], int] = {}
+
+    def lanes(self, plan: ReplayPlan) -> tuple[_Lane, ...]:
+        """The programs of a plan, in the order of ``Lane``."""
+        residency, length = plan.residency, plan.residency.positions.length
+        key = id(residency)
+        if key not in self._updates:
+            updates = update_programs(residency, self._slowest_offload)
+            d2h, cpu = updates.d2h, updates.cpu_optim
+            d2h_lane = self._lane(d2h.durations_s, d2h.waits, (length, 0))
+            self._updates[key] = updates, d2h_lane, self._lane(cpu.durations_s, cpu.waits, (d2h_lane.length, 0))
+        updates, d2h_lane, cpu_lane = self._updates[key]
+        if (key, plan.prefetch_depth) not in self._gathers:
+            waits, h2d = gather_programs(residency, updates, plan.prefetch_depth)
+            h2d_lane = self._lane(h2d.durations_s, h2d.waits, (length, cpu_lane.length))
+            place = self._add_waits(waits, (h2d_lane.length, d2h_lane.length))
+            self._gathers[key, plan.prefetch_depth] = place, h2d_lane
+        first_wait, h2d_lane = self._gathers[key, plan.prefetch_depth]
+        row = (plan.checkpoint, residency.device_adam_s)
+        if row not in self._seconds:
+            self._seconds[row] = self._add_durations(np.append(self._compute.seconds[row[0], :-1], row[1]))
+        return _Lane(length, self._seconds[row], first_wait), h2d_lane, d2h_lane, cpu_lane
+
+    def programs(self, lanes: Sequence[tuple[_Lane, ...]]) -> _Programs:
+        """The programs of the plans with these lanes."""
+        return _Programs(
+            durations_s=np.concatenate([*self._durations, np.zeros(1)]),
+            waits=np.concatenate(self._waits),
+            first_duration=np.array([[lane.first_duration for lane in of_plan] for of_plan in lanes]),
+            first_wait=np.array([[lane.first_wait for lane in of_plan] for of_plan in lanes]),
+            lengths=np.array([[lane.length for lane in of_plan] for of_plan in lanes]),
+        )
+
+    def _lane(self, durations_s: FloatArray, waits: IntArray, lengths: tuple[int, int]) -> _Lane:
+        return _Lane(len(waits), self._add_durations(durations_s), self._add_waits(waits, lengths))
+
+    def _add_durations(self, durations_s: FloatArray) -> int:
+        place = self._num_durations
+        self._durations += [durations_s] * _UNROLLED
+        self._num_durations += len(durations_s) * _UNROLLED
         return place
 
-    def place(self, key: object, values: npt.NDArray[np.generic]) -> int:
-        """Where the array of ``key`` begins; ``values`` are stored if it is new."""
-        place = self._places.get(key)
-        if place is None:
-            place = self._places[key] = self.add(values)
+    def _add_waits(self, waits: IntArray, lengths: tuple[int, int]) -> int:
+        """Waits of every iteration, counted from the beginning; at the end one that is never over.
+
+        ``lengths``: of the two lanes that are waited for.
+        """
+        place = self._num_waits
+        self._waits += [waits + np.array(lengths) * iteration for iteration in range(_UNROLLED)]
+        self._waits.append(_NEVER)
+        self._num_waits += len(waits) * _UNROLLED + 1
         return place
-
-
-def _programs(plans: Sequence[ReplayPlan], compute: ComputeTable, slowest_offload: float) -> _Programs:
-    """The lanes' programs: many plans share the copies of a residency, or a row of the compute table."""
-    durations, waits = _Store(), _Store()
-    first_duration, first_wait, lengths = [], [], []
-    updates: dict[int, UpdatePrograms] = {}
-    lanes_of: dict[tuple[int, int], tuple[list[int], list[int], list[int]]] = {}
-    for plan in plans:
-        residency, depth = plan.residency, plan.prefetch_depth
-        key = (id(residency), depth)
-        if key not in lanes_of:
-            update = updates.get(key[0])
-            if update is None:
-                update = updates[key[0]] = update_programs(residency, slowest_offload)
-            compute_waits, gathers = gather_programs(residency, update, depth)
-            copies = (gathers, update.d2h, update.cpu_optim)
-            counts = [len(compute_waits), *(len(program.waits) for program in copies)]
-            all_waits = (compute_waits, *(program.waits for program in copies))
-            lanes_of[key] = (
-                counts,
-                [durations.add(np.tile(program.durations_s, _UNROLLED)) for program in copies],
-                [waits.add(_unrolled(lane, counts, number)) for number, lane in enumerate(all_waits)],
-            )
-        counts, copy_durations, lane_waits = lanes_of[key]
-        seconds_key = (plan.checkpoint, residency.device_adam_s)
-        seconds = np.append(compute.seconds[plan.checkpoint, :-1], residency.device_adam_s)
-        first_duration.append([durations.place(seconds_key, np.tile(seconds, _UNROLLED)), *copy_durations])
-        first_wait.append(lane_waits)
-        lengths.append(counts)
-    return _Programs(
-        durations_s=np.concatenate([*durations.arrays, np.zeros(1)], dtype=np.float64),
-        waits=np.concatenate(waits.arrays, dtype=np.int64),
-        first_duration=np.array(first_duration),
-        first_wait=np.array(first_wait),
-        lengths=np.array(lengths),
-    )
-
-
-def _unrolled(waits: IntArray, lengths: Sequence[int], lane: int) -> IntArray:
-    """(iterations * T + 1, 2) the waits of a lane, counted from the beginning; at the end one that is never over."""
-    per_iteration = np.array([lengths[source] for source in _WAITS_FOR[lane]])
-    iterations = np.arange(_UNROLLED)[:, None, None]
-    return np.concatenate([(waits + iterations * per_iteration).reshape(-1, 2), np.full((1, 2), _NEVER)])
 
 
 # -- time ------------------------------------------------------------------------------------------------------------

@@ -62,10 +62,12 @@ class TimeBounds:
         self._compute_s = self._until_s[-1] + table.device_adam_s[:, None]
         """(C + 1, K) of the whole iteration."""
 
+        by_first = np.argsort(table.first_block, kind="stable")
+        place = np.searchsorted(table.first_block[by_first], np.arange(num_blocks + 2))
+
         def by_block(seconds: FloatArray, counts: BoolArray) -> FloatArray:
             """(C + 1, n + 2) sums over the chunks whose first block lies before each block."""
-            member = np.arange(num_blocks + 1)[:, None] == table.first_block
-            return _prefix_sums((counts * seconds) @ member.T.astype(np.float64))
+            return _prefix_sums(counts[:, by_first] * seconds[by_first])[:, place]
 
         self._gather_s = by_block(table.gather_s, offloaded)
         self._offload_s = by_block(table.offload_s, stepped)
@@ -85,7 +87,7 @@ class TimeBounds:
         is_of_first = offloaded & (table.first_block == self._first[:, None])
         ids = np.arange(num_chunks)
         last_update = np.where(is_of_first & table.is_stepped, ids, num_chunks).min(axis=1, initial=num_chunks)
-        self._last_gathers_s = (is_of_first & (ids >= last_update[:, None])) @ table.gather_s
+        self._last_gathers_s = np.where(is_of_first & (ids >= last_update[:, None]), table.gather_s, 0.0).sum(axis=1)
         """(C + 1,) gathers for p, from the chunk on that CPU Adam steps last."""
 
     def iteration_s(self, n_persist: IntArray, n_buffer: IntArray, depths: IntArray) -> FloatArray:

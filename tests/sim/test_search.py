@@ -1,0 +1,465 @@
+"""The search against brute force over the simulator, and what it promises besides."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, replace
+from itertools import pairwise, product
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.strategies import DrawFn
+
+from protwin.shared.calibration import Calibration, Contention
+from protwin.shared.compile import compile_schedule
+from protwin.shared.errors import InfeasibleError, PlanError, WorkloadError
+from protwin.shared.hardware import DeviceKind, Hardware
+from protwin.shared.layout import build_layout
+from protwin.shared.memory_bound import guaranteed_device_peak
+from protwin.shared.plan import Plan
+from protwin.shared.schedule import Lane, Memory
+from protwin.shared.search_result import SearchResult
+from protwin.shared.verify import verify_schedule
+from protwin.shared.workload import DType, Parameter, Workload
+from protwin.sim import search_problem
+from protwin.sim.contention import ContentionModel
+from protwin.sim.costs import CostModel
+from protwin.sim.search import search
+from protwin.sim.search_problem import default_host_budget_bytes
+from protwin.sim.simulator import simulate_timing
+from protwin.sim.space import LayoutGrid, SearchSpace, chunk_sizes, enumerate_space
+from tests.sim.hand_made import MACHINE, Seconds, machine, workload
+from tests.strategies import calibrations, hardware, workloads
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the simulator says of one plan."""
+
+    plan: Plan
+    iteration_s: float
+    device_bytes: int
+    host_bytes: int
+
+
+@dataclass(frozen=True)
+class Case:
+    """A small space, and every plan of it simulated."""
+
+    workload: Workload
+    hardware: Hardware
+    calibration: Calibration | None
+    space: SearchSpace
+    outcomes: tuple[Outcome, ...]
+
+    def search(self, device_budget_bytes: int, tolerance_frac: float = 0.0) -> SearchResult:
+        return search(
+            self.workload,
+            self.hardware,
+            self.calibration,
+            device_budget_bytes=max(1, device_budget_bytes),
+            host_budget_bytes=max(outcome.host_bytes for outcome in self.outcomes),
+            space=self.space,
+            tolerance_frac=tolerance_frac,
+        )
+
+    def feasible(self, device_budget_bytes: int) -> list[Outcome]:
+        return [outcome for outcome in self.outcomes if outcome.device_bytes <= device_budget_bytes]
+
+
+def brute_force(
+    model: Workload, box: Hardware, calibration: Calibration | None, space: SearchSpace
+) -> tuple[Outcome, ...]:
+    """Every combination of knobs that the compiler takes, several of which are the same plan, simulated."""
+    costs = CostModel(box, calibration, use_measured=model.measured_on == box.name)
+    contention = ContentionModel.of(box, calibration)
+    assert space.chunk_bytes is not None
+    outcomes = []
+    for chunk_bytes in space.chunk_bytes:
+        layout = build_layout(model.parameters, num_blocks=model.num_blocks, chunk_bytes=chunk_bytes)
+        num_chunks = len(layout.chunks)
+        n_checkpoints = range(model.num_blocks + 1) if space.n_checkpoint is None else space.n_checkpoint
+        for n_persist, n_checkpoint, depth in product(range(num_chunks + 1), n_checkpoints, space.prefetch_depth):
+            least = layout.min_buffers(n_persist)
+            for n_buffer in range(least, max(least, num_chunks) + 1):
+                if n_checkpoint > model.num_blocks:
+                    continue
+                plan = Plan(
+                    workload_id=model.identity,
+                    chunk_bytes=chunk_bytes,
+                    n_persist=n_persist,
+                    n_buffer=n_buffer,
+                    prefetch_depth=depth,
+                    n_checkpoint=n_checkpoint,
+                )
+                schedule = compile_schedule(plan, model, layout)
+                timing = simulate_timing(schedule, costs.durations_s(schedule), contention)
+                outcomes.append(
+                    Outcome(
+                        plan,
+                        timing.iteration_s,
+                        guaranteed_device_peak(schedule).size_bytes,
+                        schedule.static_bytes(Memory.PINNED_HOST) + schedule.static_bytes(Memory.HOST),
+                    )
+                )
+    return tuple(outcomes)
+
+
+@st.composite
+def cases(draw: DrawFn) -> Case:
+    """Up to three blocks, two chunk sizes and two depths, on any machine; time passes in every one of them."""
+    model = draw(workloads(max_blocks=3))
+    box, calibration = draw(hardware()), draw(st.none() | calibrations())
+    if draw(st.booleans()):
+        box = box.model_copy(update={"name": model.measured_on})
+        calibration = calibration and calibration.model_copy(update={"hardware_name": model.measured_on})
+    space = SearchSpace(
+        chunk_bytes=tuple(draw(st.sets(st.sampled_from((512, 2048, 4096, 100_000)), min_size=1, max_size=2))),
+        prefetch_depth=tuple(draw(st.sets(st.integers(1, 3), min_size=1, max_size=2))),
+        n_checkpoint=tuple({0, draw(st.integers(0, model.num_blocks))}),
+    )
+    return Case(model, box, calibration, space, brute_force(model, box, calibration, space))
+
+
+# -- against brute force ---------------------------------------------------------------------------------------------
+
+
+@given(cases(), st.floats(0, 1))
+@settings(max_examples=40)
+def test_without_tolerance_the_search_finds_what_brute_force_finds(found: Case, share: float) -> None:
+    peaks = sorted({outcome.device_bytes for outcome in found.outcomes})
+    budget_bytes = peaks[round(share * (len(peaks) - 1))]
+    feasible = found.feasible(budget_bytes)
+    best_s = min(outcome.iteration_s for outcome in feasible)
+    if best_s == 0:
+        with pytest.raises(WorkloadError, match="takes time"):
+            found.search(budget_bytes)
+        return
+    result = found.search(budget_bytes)
+    assert result.prediction.iteration_s == best_s
+    chosen = next(outcome for outcome in found.outcomes if outcome.plan == result.plan)
+    assert (chosen.iteration_s, chosen.device_bytes <= budget_bytes) == (best_s, True)
+    equals = [outcome.plan for outcome in feasible if outcome.iteration_s == best_s]
+    assert result.plan.n_checkpoint == min(plan.n_checkpoint for plan in equals)
+    assert result.gap_frac <= 1e-4
+
+
+@given(cases(), st.floats(0, 1), st.sampled_from((0.005, 0.05, 0.5)))
+@settings(max_examples=25)
+def test_the_certificate_is_true(found: Case, share: float, tolerance_frac: float) -> None:
+    peaks = sorted({outcome.device_bytes for outcome in found.outcomes})
+    budget_bytes = peaks[round(share * (len(peaks) - 1))]
+    best_s = min(outcome.iteration_s for outcome in found.feasible(budget_bytes))
+    if best_s == 0:
+        return
+    result = found.search(budget_bytes, tolerance_frac)
+    certificate = result.certificate
+    assert certificate.is_certified
+    assert certificate.shortest_possible_s <= best_s
+    assert certificate.best_iteration_s * (1 - tolerance_frac) <= best_s
+    assert result.prediction.iteration_s <= certificate.best_iteration_s * (1 + tolerance_frac)
+    assert result.prediction.iteration_s * (1 - result.gap_frac) <= best_s * (1 + 1e-12)
+    known = {outcome.plan: outcome for outcome in found.outcomes}
+    for outcome in (*result.alternatives, *result.pareto):
+        truth = known[outcome.plan]
+        assert outcome.iteration_s == pytest.approx(truth.iteration_s, rel=1e-5)
+        assert outcome.guaranteed_peak_device_bytes == truth.device_bytes <= budget_bytes
+        assert outcome.pinned_host_bytes + outcome.host_bytes == truth.host_bytes
+
+
+@given(cases())
+@settings(max_examples=15)
+def test_more_memory_is_never_slower(found: Case) -> None:
+    if max(outcome.iteration_s for outcome in found.outcomes) == 0:
+        return
+    peaks = sorted({outcome.device_bytes for outcome in found.outcomes})
+    times_s = []
+    for budget_bytes in peaks[:: max(1, len(peaks) // 6)]:
+        if min(outcome.iteration_s for outcome in found.feasible(budget_bytes)) > 0:
+            times_s.append(found.search(budget_bytes).prediction.iteration_s)
+    assert times_s == sorted(times_s, reverse=True)
+
+
+@given(cases(), st.floats(0, 1))
+@settings(max_examples=15)
+def test_below_the_smallest_peak_nothing_fits_and_the_message_names_what_would(found: Case, share: float) -> None:
+    least = min(outcome.device_bytes for outcome in found.outcomes)
+    if least == 0 or max(outcome.iteration_s for outcome in found.outcomes) == 0:
+        return
+    budget_bytes = max(1, int(share * (least - 1)))
+    if budget_bytes >= least:
+        return
+    with pytest.raises(InfeasibleError) as raised:
+        found.search(budget_bytes)
+    named = re.search(r"Raise the device budget to (\d+) bytes", str(raised.value))
+    assert named is not None
+    assert int(named[1]) == least
+
+
+# -- what it promises ------------------------------------------------------------------------------------------------
+
+
+def _copy(result: SearchResult) -> SearchResult:
+    return SearchResult.from_mapping(json.loads(result.to_json()), origin="memory")
+
+
+def test_the_result_is_a_document_and_the_same_each_time() -> None:
+    model, box = workload(num_blocks=4), machine(cpu_adam_s=3.0)
+    result = search(model, box)
+    assert _copy(result) == result
+    assert search(model, box).to_json() == result.to_json()
+
+
+@given(workloads(max_blocks=4), hardware(), st.floats(0.3, 1))
+@settings(max_examples=25)
+def test_the_plan_is_safe_within_the_budget(model: Workload, box: Hardware, share: float) -> None:
+    budget_bytes = max(1, int(box.device.usable_bytes * share))
+    try:
+        result = search(model, box, device_budget_bytes=budget_bytes)
+    except (InfeasibleError, WorkloadError):
+        return
+    layout = build_layout(model.parameters, num_blocks=model.num_blocks, chunk_bytes=result.plan.chunk_bytes)
+    schedule = compile_schedule(result.plan, model, layout)
+    verify_schedule(schedule, result.plan, model, layout, device_limit_bytes=budget_bytes)
+    host_bytes = schedule.static_bytes(Memory.PINNED_HOST) + schedule.static_bytes(Memory.HOST)
+    assert host_bytes <= default_host_budget_bytes(box, budget_bytes)
+    assert result.prediction.guaranteed_peak_device_bytes <= budget_bytes
+
+
+def _shuffled(grid: LayoutGrid, random: np.random.Generator) -> LayoutGrid:
+    rows = random.permutation(len(grid.n_persist))
+    return replace(
+        grid, n_persist=grid.n_persist[rows], n_buffer=grid.n_buffer[rows], num_offloaded=grid.num_offloaded[rows]
+    )
+
+
+@pytest.mark.parametrize("tolerance_frac", [0.0, 0.005, 0.1])
+@pytest.mark.parametrize("seed", range(5))
+def test_the_result_does_not_depend_on_the_order_of_enumeration(
+    monkeypatch: pytest.MonkeyPatch, seed: int, tolerance_frac: float
+) -> None:
+    # Chunks of one block, two and half a dozen; no tie between plans is broken by anything but simplicity.
+    model = workload(num_blocks=6)
+    box = machine(cpu_adam_s=0.5, gather_s=0.25, offload_s=0.25)
+    budget_bytes = 9000
+    space = SearchSpace(chunk_bytes=(256, 512, 1536))
+
+    def run() -> SearchResult:
+        return search(model, box, space=space, device_budget_bytes=budget_bytes, tolerance_frac=tolerance_frac)
+
+    expected = run()
+    random = np.random.default_rng(seed)
+
+    def enumerate_in_disorder(model: Workload, space: SearchSpace | None = None) -> tuple[LayoutGrid, ...]:
+        grids = enumerate_space(model, space)
+        return tuple(_shuffled(grids[place], random) for place in random.permutation(len(grids)))
+
+    monkeypatch.setattr(search_problem, "enumerate_space", enumerate_in_disorder)
+    assert run().to_json() == expected.to_json()
+
+
+# -- near-ties -------------------------------------------------------------------------------------------------------
+
+
+def test_of_equally_fast_plans_the_simplest_counts() -> None:
+    # CPU Adam is free and copies take no time, so that nothing is slower than anything else.
+    model = workload(num_blocks=4, seconds=Seconds(recompute=0.0))
+    box = machine(gather_s=1e-9, offload_s=1e-9, cpu_adam_s=1e-9)
+    result = search(model, box, tolerance_frac=0.01, space=SearchSpace(chunk_bytes=256, n_persist=0))
+    assert (result.plan.n_checkpoint, result.plan.prefetch_depth, result.plan.n_buffer) == (0, 1, 1)
+
+
+def test_within_the_tolerance_the_simpler_plan_counts() -> None:
+    # Keeping every block takes more memory than there is; with four buffers fewer gathers are left in backward, and
+    # the iteration is a little shorter than with fewer.
+    model = workload(num_blocks=6)
+    box = machine(gather_s=0.05, offload_s=0.01, cpu_adam_s=0.01)
+    space = SearchSpace(chunk_bytes=256, n_persist=0, n_checkpoint=0)
+    fastest = search(model, box, space=space, tolerance_frac=0.0)
+    simple = search(model, box, space=space, tolerance_frac=0.05)
+    assert simple.prediction.iteration_s <= fastest.prediction.iteration_s * 1.05
+    assert (simple.plan.prefetch_depth, simple.plan.n_buffer) < (fastest.plan.prefetch_depth, fastest.plan.n_buffer)
+
+
+# -- limits ----------------------------------------------------------------------------------------------------------
+
+
+def test_too_little_host_memory_is_named_and_the_named_budget_is_enough() -> None:
+    model, box = workload(num_blocks=4), machine()
+    space = SearchSpace(n_persist=0, chunk_bytes=256)
+    with pytest.raises(InfeasibleError, match="of host memory for offloaded parameters") as raised:
+        search(model, box, host_budget_bytes=100, space=space)
+    named = re.search(r"Raise the host budget to (\d+) bytes", str(raised.value))
+    assert named is not None
+    needed = int(named[1])
+    assert needed == 4 * (256 + 256 + 64 * 8)
+    search(model, box, host_budget_bytes=needed, space=space)
+    with pytest.raises(InfeasibleError):
+        search(model, box, host_budget_bytes=needed - 1, space=space)
+
+
+def test_two_limits_that_bind_together_are_both_named() -> None:
+    model, box = workload(num_blocks=4), machine()
+    space = SearchSpace(chunk_bytes=256)
+    roomy = search(model, box, space=SearchSpace(chunk_bytes=256, n_persist=0, n_buffer=1, n_checkpoint=4))
+    device_bytes = roomy.prediction.guaranteed_peak_device_bytes
+    with pytest.raises(InfeasibleError, match="together") as raised:
+        search(model, box, device_budget_bytes=device_bytes, host_budget_bytes=600, space=space)
+    named = re.search(r"Raise the host budget to (\d+) bytes, or the device budget to (\d+)", str(raised.value))
+    assert named is not None
+    host_needed, device_needed = int(named[1]), int(named[2])
+    search(model, box, device_budget_bytes=device_bytes, host_budget_bytes=host_needed, space=space)
+    search(model, box, device_budget_bytes=device_needed, host_budget_bytes=600, space=space)
+
+
+@pytest.mark.parametrize(
+    ("device_budget_bytes", "host_budget_bytes", "tolerance_frac", "max_replays"),
+    [
+        (0, None, 0.0, None),
+        (-5, None, 0.0, None),
+        (None, -1, 0.0, None),
+        (None, None, 1.0, None),
+        (None, None, float("nan"), None),
+        (None, None, 0.0, 0),
+    ],
+)
+def test_impossible_arguments_are_refused(
+    device_budget_bytes: int | None, host_budget_bytes: int | None, tolerance_frac: float, max_replays: int | None
+) -> None:
+    with pytest.raises(PlanError, match="must be at least"):
+        search(
+            workload(),
+            machine(),
+            device_budget_bytes=device_budget_bytes,
+            host_budget_bytes=host_budget_bytes,
+            tolerance_frac=tolerance_frac,
+            max_replays=max_replays,
+        )
+
+
+def test_the_device_takes_its_share_of_the_hosts_memory_where_the_cpu_is_the_device() -> None:
+    box = machine(kind=DeviceKind.CPU)
+    assert default_host_budget_bytes(box, 10**8) == 10**9 - 10**8 - 10**8
+    assert default_host_budget_bytes(machine(), 10**8) == 10**9 - 10**8
+    assert default_host_budget_bytes(box, 2 * 10**9) == 0
+
+
+def test_a_capped_search_says_that_it_proves_nothing() -> None:
+    contention = Contention(lanes=(Lane.COMPUTE, Lane.CPU_OPTIM, Lane.H2D, Lane.D2H), slowdowns=(2.0, 3.0, 2.5, 2.5))
+    calibration = Calibration(hardware_name=MACHINE, machine=MACHINE, contention=(contention,))
+    model = workload(num_blocks=8)
+    box = machine(gather_s=1.5, offload_s=1.5, cpu_adam_s=1.5)
+    capped = search(model, box, calibration, tolerance_frac=0.0, max_replays=1)
+    assert not capped.certificate.is_certified
+    assert capped.certificate.num_undecided > 0
+    assert search(model, box, calibration, tolerance_frac=0.0).certificate.is_certified
+
+
+def test_progress_ends_with_every_plan_decided() -> None:
+    told: list[tuple[int, int]] = []
+    result = search(workload(num_blocks=4), machine(), on_progress=lambda done, total: told.append((done, total)))
+    num_candidates = result.certificate.num_candidates
+    assert told[-1] == (num_candidates, num_candidates)
+    assert all(0 <= done <= total for done, total in told)
+
+
+# -- the space -------------------------------------------------------------------------------------------------------
+
+
+def _identity(plan: Plan, model: Workload) -> tuple[object, ...]:
+    """What a plan comes to, whatever its knobs say."""
+    layout = build_layout(model.parameters, num_blocks=model.num_blocks, chunk_bytes=plan.chunk_bytes)
+    persistent = layout.persistent(plan.n_persist)
+    num_offloaded = len(layout.chunks) - len(persistent)
+    if num_offloaded == 0:
+        return (plan.n_checkpoint,)
+    chunks = tuple(chunk.parameters for chunk in layout.chunks)
+    return chunks, persistent, min(plan.n_buffer, num_offloaded), plan.prefetch_depth, plan.n_checkpoint
+
+
+def _plans(model: Workload, space: SearchSpace | None = None) -> list[Plan]:
+    found = []
+    for grid in enumerate_space(model, space):
+        for residency, depth in np.argwhere(grid.is_distinct).tolist():
+            found += [grid.plan(model, residency, depth, k) for k in range(len(grid.n_checkpoint))]
+    return found
+
+
+@given(workloads(max_blocks=4))
+@settings(max_examples=25)
+def test_the_space_holds_every_plan_once_and_each_compiles(model: Workload) -> None:
+    found = _plans(model)
+    assert sum(grid.num_candidates for grid in enumerate_space(model)) == len(found)
+    identities = [_identity(plan, model) for plan in found]
+    assert len(set(identities)) == len(identities)
+    for plan in found[:: max(1, len(found) // 40)]:
+        compile_schedule(plan, model)
+    # Small models have few chunks, and no value of a knob is left out.
+    persistent_sets = {(identity[0], identity[1]) for identity in identities if len(identity) > 1}
+    for chunk_bytes in chunk_sizes(model):
+        layout = build_layout(model.parameters, num_blocks=model.num_blocks, chunk_bytes=chunk_bytes)
+        chunks = tuple(chunk.parameters for chunk in layout.chunks)
+        for n_persist in range(len(layout.chunks) + 1):
+            persistent = layout.persistent(n_persist)
+            assert len(persistent) == len(layout.chunks) or (chunks, persistent) in persistent_sets
+
+
+@given(workloads(max_blocks=4))
+@settings(max_examples=25)
+def test_no_two_plans_are_equally_simple(model: Workload) -> None:
+    keys = [
+        grid.simplicity(residency, depth, checkpoint)
+        for grid in enumerate_space(model)
+        for residency, depth in np.argwhere(grid.is_distinct).tolist()
+        for checkpoint in range(len(grid.n_checkpoint))
+    ]
+    assert len(set(keys)) == len(keys)
+
+
+def test_many_buffers_come_in_growing_steps() -> None:
+    (grid,) = enumerate_space(workload(num_blocks=200), SearchSpace(chunk_bytes=256, n_persist=0, n_checkpoint=0))
+    counts = grid.n_buffer.tolist()
+    assert counts[:9] == list(range(1, 10))
+    assert counts[-1] == 200
+    assert len(counts) < 40
+    assert all(following <= 1.5 * count for count, following in pairwise(counts[1:]))
+
+
+def test_sizes_of_chunks_follow_the_largest_block() -> None:
+    assert chunk_sizes(workload(num_blocks=2)) == [256, 512]
+    big = workload(num_blocks=1)
+    weight = Parameter(name="w", shape=(100 * 2**20 + 64,), dtype=DType.FLOAT32, block=0)
+    big = big.model_copy(update={"parameters": (weight,)})
+    assert chunk_sizes(big) == [101 * 2**20, 201 * 2**20, 401 * 2**20, 801 * 2**20]
+
+
+def test_knobs_can_be_fixed() -> None:
+    space = SearchSpace(chunk_bytes=256, n_persist=1, n_buffer=2, prefetch_depth=2, n_checkpoint=3)
+    result = search(workload(num_blocks=4), machine(), space=space)
+    assert result.certificate.num_candidates == 1
+    knobs = result.plan.model_dump(exclude={"workload_id", "activation_modes"})
+    assert knobs == {"chunk_bytes": 256, "n_persist": 1, "n_buffer": 2, "prefetch_depth": 2, "n_checkpoint": 3}
+
+
+@pytest.mark.parametrize(
+    ("space", "message"),
+    [
+        (SearchSpace(n_checkpoint=(9, 12)), "n_checkpoint is at least 9 but the workload has 4 blocks"),
+        (SearchSpace(n_persist=50), "n_persist is at least 50 but no layout has more than 4 chunks"),
+        (SearchSpace(chunk_bytes=1024, n_persist=0, n_buffer=0), "n_buffer is at most 0 but .* needs 1"),
+    ],
+)
+def test_an_empty_space_says_which_knob_empties_it(space: SearchSpace, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        search(workload(num_blocks=4), machine(), space=space)
+
+
+def test_a_model_without_parameters_in_its_blocks_has_plans_too() -> None:
+    model = workload(num_blocks=2)
+    bare = model.model_copy(update={"parameters": (Parameter(name="w", shape=(64,), dtype=DType.FLOAT32),)})
+    result = search(bare, machine())
+    assert result.certificate.num_candidates == 3
+    assert result.plan.n_buffer == 0
