@@ -87,6 +87,23 @@ def test_compiled_schedules_pass_and_faulty_ones_do_not(case: PlannedWorkload, s
         assert not is_accepted(fault.make(), case), fault
 
 
+@settings(max_examples=60)
+@given(planned_workloads(max_blocks=3), SEEDS)
+def test_garbage_is_rejected_without_a_crash(case: PlannedWorkload, seed: int) -> None:
+    """Several faults on top of each other; the verifier may raise nothing but ScheduleError."""
+    schedule = compiled(case)
+    generator = random.Random(seed)
+    families = (faults.changed_task_fields, faults.changed_buffer_fields, faults.dropped_dependencies)
+    for _ in range(4):
+        try:
+            found = list(generator.choice(families)(schedule))
+        except IndexError:
+            return  # so damaged that the faults of what is left cannot even be named
+        if found:
+            schedule = generator.choice(found).make()
+            is_accepted(schedule, case)
+
+
 @pytest.mark.slow
 @settings(max_examples=100)
 @given(planned_workloads())
