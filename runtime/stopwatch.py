@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 from torch import nn
@@ -45,23 +45,35 @@ def time_sections(
     batch: Batch,
     loss: Loss | None,
     blocks: Sequence[NamedBlock],
-    mode: ActivationMode,
+    modes: Iterable[ActivationMode],
     repeats: int,
     on_iteration: Callable[[], None],
+) -> dict[ActivationMode, dict[PhaseKey, float]]:
+    """Median seconds of every section over ``repeats`` iterations in each mode, the first ones thrown away.
+
+    Modes take turns, iteration by iteration: a slow moment of a shared machine must not make one look dearer.
+    """
+    runs: dict[ActivationMode, list[dict[PhaseKey, float]]] = {mode: [] for mode in modes}
+    for _ in range(WARM_UP_ITERATIONS + repeats):
+        for mode, found in runs.items():
+            found.append(_time_once(model, batch, loss, blocks, mode))
+            on_iteration()
+    medians = {}
+    for mode, found in runs.items():
+        counted = found[WARM_UP_ITERATIONS:]
+        medians[mode] = {key: statistics.median(run[key] for run in counted) for key in counted[0]}
+    return medians
+
+
+def _time_once(
+    model: nn.Module, batch: Batch, loss: Loss | None, blocks: Sequence[NamedBlock], mode: ActivationMode
 ) -> dict[PhaseKey, float]:
-    """Median seconds of every section over ``repeats`` iterations, the first ones thrown away."""
-    runs: list[dict[PhaseKey, float]] = []
     stopwatch = _Stopwatch()
     walker = SectionWalker(model, blocks, [mode] * len(blocks), stopwatch)
     try:
-        for _ in range(WARM_UP_ITERATIONS + repeats):
-            stopwatch.seconds = {}
-            loss_of(model, batch, loss).backward()  # type: ignore[no-untyped-call]
-            for parameter in model.parameters():
-                parameter.grad = None
-            runs.append(stopwatch.seconds)
-            on_iteration()
+        loss_of(model, batch, loss).backward()  # type: ignore[no-untyped-call]
     finally:
         walker.remove()
-    counted = runs[WARM_UP_ITERATIONS:]
-    return {key: statistics.median(run[key] for run in counted) for key in counted[0]}
+        for parameter in model.parameters():
+            parameter.grad = None
+    return stopwatch.seconds

@@ -93,10 +93,7 @@ def _profile_real(
         }
         seconds: dict[ActivationMode, dict[PhaseKey, float]] = {mode: {} for mode in ActivationMode}
         if repeats > 0:
-            seconds = {
-                mode: time_sections(model, batch, loss, blocks, mode, repeats, progress.advance)
-                for mode in ActivationMode
-            }
+            seconds = time_sections(model, batch, loss, blocks, ActivationMode, repeats, progress.advance)
     return Assembly(len(blocks), observed, seconds, is_real=True), list(range(len(blocks)))
 
 
