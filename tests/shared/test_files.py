@@ -299,13 +299,16 @@ def test_a_reader_never_sees_half_a_file(tmp_path: Path, monkeypatch: pytest.Mon
     path = tmp_path / "plan.json"
     path.write_text("old")
     seen: list[str] = []
-    for step in ("fsync", "replace"):
 
-        def looked(*arguments: Any, take: Callable[..., None] = getattr(os, step)) -> None:
+    def looking(step: Callable[..., None]) -> Callable[..., None]:
+        def look_and_go_on(*arguments: Any) -> None:
             seen.append(path.read_text())
-            take(*arguments)
+            step(*arguments)
 
-        monkeypatch.setattr(os, step, looked)
+        return look_and_go_on
+
+    monkeypatch.setattr(os, "fsync", looking(os.fsync))
+    monkeypatch.setattr(os, "replace", looking(os.replace))
     write_atomically(path, "new")
     assert seen == ["old", "old"]
     assert path.read_text() == "new"
