@@ -16,7 +16,7 @@ import torch
 
 from ..shared.errors import HardwareError
 from ..shared.units import format_bytes, format_rate
-from .identity import machine_name
+from .identity import device_description
 from .ledger import MemoryLedger
 
 
@@ -116,7 +116,7 @@ class CpuDevice(TrainingDevice):
     @property
     def description(self) -> str:
         """The machine that stands in for a device."""
-        return machine_name()
+        return device_description(self.torch_device)
 
     @property
     def emulated(self) -> tuple[str, ...]:
@@ -211,7 +211,7 @@ class CudaDevice(TrainingDevice):
     @property
     def description(self) -> str:
         """The GPU and the machine that it sits in."""
-        return f"{torch.cuda.get_device_name(self.torch_device)} in {machine_name()}"
+        return device_description(self.torch_device)
 
     def host_buffer(self, size_bytes: int) -> torch.Tensor:
         """Page-locked memory."""

@@ -46,6 +46,11 @@ def machine_name() -> str:
     return f"{processor}, {num_cores()} cores, {host_memory_bytes() / 2**30:.0f} GiB"
 
 
+def device_description(device: torch.device) -> str:
+    """What measurements on ``device`` are filed under: the machine, and the accelerator in it."""
+    return machine_name() if device.type == "cpu" else f"{torch.cuda.get_device_name(device)} in {machine_name()}"
+
+
 def num_cores() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)

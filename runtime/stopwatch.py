@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
+import torch
 from torch import nn
 
 from ..shared.plan import ActivationMode
@@ -23,21 +24,28 @@ WARM_UP_ITERATIONS: Final = 2
 class _Stopwatch:
     """Seconds of every section of one iteration."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
         self.seconds: dict[PhaseKey, float] = {}
+        self._device = device
         self._current: PhaseKey | None = None
         self._since = 0.0
 
     def begin(self, kind: TaskKind, section: Section) -> None:
-        now = time.perf_counter()
+        now = self._now()
         if self._current is not None:
             self.seconds[self._current] = now - self._since
-        self._current, self._since = (kind, section), time.perf_counter()
+        self._current, self._since = (kind, section), self._now()
 
     def end_backward(self) -> None:
         if self._current is not None:
-            self.seconds[self._current] = time.perf_counter() - self._since
+            self.seconds[self._current] = self._now() - self._since
         self._current = None
+
+    def _now(self) -> float:
+        """The time when everything so far is done: an accelerator runs behind the thread that launches."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()
 
 
 def time_sections(
@@ -68,7 +76,7 @@ def time_sections(
 def _time_once(
     model: nn.Module, batch: Batch, loss: Loss | None, blocks: Sequence[NamedBlock], mode: ActivationMode
 ) -> dict[PhaseKey, float]:
-    stopwatch = _Stopwatch()
+    stopwatch = _Stopwatch(next(model.parameters()).device)
     walker = SectionWalker(model, blocks, [mode] * len(blocks), stopwatch)
     try:
         loss_of(model, batch, loss).backward()  # type: ignore[no-untyped-call]

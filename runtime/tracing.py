@@ -19,7 +19,7 @@ from ..shared.workload import Block, DType, Workload
 from .batches import Batch, Loss, batch_shapes, batch_tensors, count_samples_and_tokens
 from .blocks import NamedBlock, find_blocks
 from .fake import fake_batch, fake_model, keep_representatives
-from .identity import machine_name, model_hash, software_versions
+from .identity import device_description, model_hash, software_versions
 from .observing import PhaseKey, observe_sections
 from .parameters import compute_dtype, describe_parameters
 from .profiles import Assembly
@@ -72,7 +72,7 @@ def trace(
         prologue_backward=assembly.phase(keep, TaskKind.BACKWARD, Part.PROLOGUE),
         resident_bytes=_resident_bytes(model, batch),
         traced_with="real" if assembly.is_real else "fake",
-        measured_on=machine_name() if assembly.is_timed else None,
+        measured_on=device_description(next(model.parameters()).device) if assembly.is_timed else None,
         software=software_versions(),
     )
 
