@@ -1,26 +1,39 @@
 """Lower bounds of the iteration time, for many plans at once.
 
 [Note: Time bounds]
-All bounds measure one period of the steady state at fixed places of the compute lane, cut it into stretches, and count
-in each stretch the work that the schedule forces into it, whatever the timing.  [Note: Throughput bound] in
-``sim/throughput.py`` turns the work of a stretch into a time, contention included.
+All bounds measure one period of the steady state at one place of the compute lane, cut it into stretches, and count in
+each stretch the work that the schedule forces into it, whatever the timing.  [Note: Throughput bound] in
+``sim/throughput.py`` turns the work of a stretch into a time, contention included, and the times add up.
 
 *Whole period.*  Every lane does all of its work once.
 
-*Cycle of the first update.*  Let p be the first block that owns an offloaded chunk with something to step.  CPU Adam
-steps its chunks last, and its forward waits for their gathers: so the forward of p, of every iteration, starts after
-all of CPU Adam of the previous one, and there the period is measured.  Cut it where the backward of some block j ends:
+For the others let p be the first block that owns an offloaded chunk with something to step, or, where nothing is
+stepped, any offloaded chunk; t the last block whose forward waits for a gather; d the prefetch depth; and j any block
+from p on.  A gather starts after the end of the step d + 1 before its own, so all gathers from some step on lie in a
+stretch that begins with that end.  Gradients have left before the step d + 1 after their own begins.
 
-1. From the forward of p to the end of the backward of j lie the compute tasks between; gathers for later steps whose
-   window opens in the stretch (p + depth + 1 on); chunks that did not survive the turn ([Note: Survivors] in
-   ``sim/memory_bounds.py``) and are gathered again by then; and gradients that some backward in it waits for.
-2. From there to the end of CPU Adam lie the backwards down to p; all gradients of blocks up to j, their copies and
-   CPU Adam; and gathers whose window opens later.  Also, one of these copies comes before all that CPU Adam.
+*Through CPU Adam.*  CPU Adam steps the chunks of p last, and the forward of p waits for their gathers: so it starts, in
+every iteration, after all of CPU Adam of the previous one.
+
+1. From the start of the forward of p to the end of the backward of j.
+2. From there to the end of CPU Adam: the backwards down to p; all gradients of blocks up to j, their copies and CPU
+   Adam.  One of these copies comes before all that CPU Adam.
 3. Then the chunks of p are gathered, one after the other.
 
 CPU Adam and copies of blocks after j may fall in either of the first two stretches.  They count in both at the lesser
-of their two weights: for weights v and w of the two stretches, v . work1 + w . work2 + min(v, w) . floating work is a
+of their two weights: for weights v and w of the stretches, v . work1 + w . work2 + min(v, w) . floating work is a
 lower bound, since whatever share of it falls in a stretch weighs at least min(v, w) there.
+
+*Through compute.*  Let q = p - d - 1, if that is a block: all gathers begin after its forward, all gradients have left
+before its backward.  (Otherwise the period is measured at the start of the forward of p, as above, and what its
+updates do after its backward is counted in the last stretch.)
+
+1. From the end of the forward of q to the end of the backward of j.
+2. From there to the start of the backward of q.
+3. From there on: the compute tasks that are left.
+
+In both ways the first stretch may be cut once more where the forward of t starts, after the last of the first gathers.
+Chunks that do not survive the turn ([Note: Survivors] in ``sim/memory_bounds.py``) are gathered again in backward.
 
 More buffers, less prefetching ahead and fewer persistent chunks can only add to the work that is counted, so the bound
 of the plan with the most buffers and the deepest prefetch holds for every plan with the same persistent chunks.
@@ -33,118 +46,106 @@ from typing import Final
 import numpy as np
 
 from .chunk_table import ChunkTable
-from .compute_table import ComputeTable, FloatArray, Positions
-from .space import BoolArray, IntArray
+from .compute_table import ComputeTable, FloatArray
+from .space import IntArray
+from .work_sums import WorkRows, WorkSums
 
-_NUM_CUTS: Final = 5
+_NUM_CUTS: Final = 4
 """Values of j that are tried, from p to the last block with an update.  Any number is admissible."""
 _BOUND_FRAC: Final = 1 - 1e-5
 """Covers what the simulator tolerates as periodic, and rounding."""
+_NONE: Final = np.zeros(1)
 
 
 class TimeBounds:
     """Bounds for the plans of one layout.
 
-    Shapes: R plans, J cuts, V weights, K numbers of checkpointed blocks, C chunks, n blocks; tables by ``n_persist``
-    have C + 1 rows.
+    Shapes: R plans, J cuts, V weights, K numbers of checkpointed blocks.
     """
 
     def __init__(self, table: ChunkTable, compute: ComputeTable, weights: FloatArray) -> None:
         self._weights = weights
-        num_chunks, num_blocks = len(table.size_bytes), table.layout.num_blocks
-        self._num_blocks = num_blocks
-        self._positions = Positions(num_blocks)
-        offloaded = table.is_offloaded(np.arange(num_chunks + 1))
-        stepped = offloaded & table.is_stepped
-        self._num_offloaded = offloaded.sum(axis=1)
-        self._until_s = np.concatenate([np.zeros((1, len(compute.seconds))), compute.seconds.cumsum(axis=1).T])
-        """(L + 1, K) seconds of compute before each position."""
-        self._compute_s = self._until_s[-1] + table.device_adam_s[:, None]
-        """(C + 1, K) of the whole iteration."""
-
-        by_first = np.argsort(table.first_block, kind="stable")
-        place = np.searchsorted(table.first_block[by_first], np.arange(num_blocks + 2))
-
-        def by_block(seconds: FloatArray, counts: BoolArray) -> FloatArray:
-            """(C + 1, n + 2) sums over the chunks whose first block lies before each block."""
-            return _prefix_sums(counts[:, by_first] * seconds[by_first])[:, place]
-
-        self._gather_s = by_block(table.gather_s, offloaded)
-        self._offload_s = by_block(table.offload_s, stepped)
-        self._adam_s = by_block(table.cpu_adam_s, stepped)
-        self._first_offload_s = np.where(stepped, table.offload_s, np.inf).min(axis=1, initial=np.inf)
-        # Chunks in the order in which they fail to survive the turn; of those that end together the quickest first.
-        order = np.lexsort((table.gather_s, table.last_block))
-        self._again_s = _prefix_sums(offloaded[:, order] * table.gather_s[order])
-        """(C + 1, C + 1) seconds to gather the first so many in that order."""
-        self._rank = np.cumsum(offloaded[:, order], axis=1)
-        self._place_of_block = np.searchsorted(table.last_block[order], np.arange(num_blocks + 1))
-        """(n + 1,) how many chunks, in that order, end before each block."""
-
-        self._first = np.where(stepped, table.first_block, num_blocks).min(axis=1, initial=num_blocks)
-        """(C + 1,) p, or n if nothing offloaded is stepped."""
-        self._last = np.where(stepped, table.first_block, -1).max(axis=1, initial=-1)
-        is_of_first = offloaded & (table.first_block == self._first[:, None])
-        ids = np.arange(num_chunks)
-        last_update = np.where(is_of_first & table.is_stepped, ids, num_chunks).min(axis=1, initial=num_chunks)
-        self._last_gathers_s = np.where(is_of_first & (ids >= last_update[:, None]), table.gather_s, 0.0).sum(axis=1)
-        """(C + 1,) gathers for p, from the chunk on that CPU Adam steps last."""
+        self._sums = WorkSums(table, compute)
 
     def iteration_s(self, n_persist: IntArray, n_buffer: IntArray, depths: IntArray) -> FloatArray:
         """(R, K) bounds of the plans with these knobs, each (R,)."""
-        num_missing = np.maximum(self._num_offloaded[n_persist] - n_buffer, 0)
-        place = (self._rank[n_persist] < num_missing[:, None]).sum(axis=1) + (num_missing > 0)
-        again_s = self._again_s[n_persist, place]
-        copies = self._work(
-            self._gather_s[n_persist, -1] + again_s, self._offload_s[n_persist, -1], self._adam_s[n_persist, -1]
-        )
-        bound: FloatArray = (self._compute_s[n_persist][:, None, :] * self._weights[:, :1] + copies[:, :, None]).max(
-            axis=1
-        )
-        has_update = self._first[n_persist] < self._num_blocks
-        if has_update.any():
-            cycle = self._cycle_s(n_persist[has_update], depths[has_update], again_s[has_update])
-            bound[has_update] = np.maximum(bound[has_update], cycle)
+        sums = self._sums
+        again_s = sums.again(n_persist, n_buffer)
+        copies = (sums.gather_s[n_persist, -1] + again_s, sums.offload_s[n_persist, -1], sums.adam_s[n_persist, -1])
+        bound: FloatArray = self._weigh(sums.compute_s[n_persist], *copies).max(axis=1)
+        is_cycle = sums.first[n_persist] < sums.num_blocks
+        if is_cycle.any():
+            rows = WorkRows(sums, n_persist[is_cycle, None], again_s[is_cycle, None])
+            cycle = _Cycle(rows, depths[is_cycle, None])
+            through = np.maximum(self._through_adam(cycle), self._through_compute(cycle))
+            bound[is_cycle] = np.maximum(bound[is_cycle], through)
         bound *= _BOUND_FRAC
         return bound
 
-    def _work(self, h2d_s: FloatArray, d2h_s: FloatArray, cpu_s: FloatArray) -> FloatArray:
-        """(..., V) weighted work of the lanes other than compute."""
-        work: FloatArray = np.stack([h2d_s, d2h_s, cpu_s], axis=-1) @ self._weights[:, 1:].T
-        return work
+    def _weigh(self, compute_s: FloatArray, h2d_s: FloatArray, d2h_s: FloatArray, cpu_s: FloatArray) -> FloatArray:
+        """(..., V, K) weighted work of a stretch: compute (..., K), the other lanes (...)."""
+        others = np.stack(np.broadcast_arrays(h2d_s, d2h_s, cpu_s), axis=-1) @ self._weights[:, 1:].T
+        weighed: FloatArray = self._weights[:, :1] * compute_s[..., None, :] + others[..., None]
+        return weighed
 
-    def _cycle_s(self, n_persist: IntArray, depths: IntArray, again_s: FloatArray) -> FloatArray:
-        """(R, K) the cycle of the first update, for plans that have one."""
-        first, last = self._first[n_persist], self._last[n_persist]
-        cuts = np.rint(first[:, None] + (last - first)[:, None] * np.linspace(0, 1, _NUM_CUTS)).astype(np.int64)
-        row, depth, again = n_persist[:, None], depths[:, None], again_s[:, None]
-        end = self._num_blocks + 1
-        begin_s = self._until_s[1 + first][:, None]
-        cut_s = self._until_s[self._positions.backward(cuts) + 1]
-        end_s = self._until_s[self._positions.backward(first) + 1][:, None]
+    def _first_stretch(self, cycle: _Cycle, start: IntArray, step: IntArray) -> tuple[FloatArray, FloatArray]:
+        """Weighted work (R, J, V, K), and the least time (R, J, K), from ``start`` to the backward of every cut.
 
-        ahead_s = self._gather_s[row, -1] - self._gather_s[row, np.minimum(first[:, None] + depth + 1, end)]
-        again_before_s = np.maximum(again - self._again_s[row, self._place_of_block[cuts]], 0)
-        again_after_s = np.minimum(again, self._again_s[row, self._place_of_block[np.maximum(cuts - depth, 0)]])
-        all_offload_s, all_adam_s = self._offload_s[row, -1], self._adam_s[row, -1]
-        offload_before_s = all_offload_s - self._offload_s[row, np.minimum(cuts + depth + 1, end)]
-        offload_after_s = self._offload_s[row, cuts + 1]
-        adam_after_s = self._adam_s[row, cuts + 1]
+        ``start``: compute position; ``step``: gathers from this step on lie in the stretch.
+        """
+        rows, cuts = cycle.rows, cycle.cuts
+        stop = cycle.backward(cuts) + 1
+        awaited_s = rows.offloads_s(cuts + cycle.depth + 1)
+        gathers_s = rows.gathers_s(step)
+        whole = self._weigh(
+            rows.compute_s(start, stop), gathers_s + cycle.gathers_again_s(step, cuts), awaited_s, _NONE
+        )
+        turn = np.maximum(1 + cycle.last_gathered, start)
+        until_turn = self._weigh(rows.compute_s(start, turn), gathers_s, _NONE, _NONE).max(axis=2)
+        again_s = cycle.gathers_again_s(cycle.last_gathered + cycle.depth + 1, cuts)
+        from_turn = self._weigh(rows.compute_s(turn, stop), again_s, awaited_s, _NONE).max(axis=2)
+        return whole, np.maximum(whole.max(axis=2), until_turn + from_turn)
 
-        weight = self._weights[:, 0, None]
-        before = self._work(ahead_s + again_before_s, offload_before_s, np.zeros_like(adam_after_s))[..., None]
-        before = before + weight * (cut_s - begin_s)[:, :, None, :]
-        after = self._work(again_after_s, offload_after_s, adam_after_s)[..., None]
-        after = after + weight * (end_s - cut_s)[:, :, None, :]
-        serial_s = self._first_offload_s[n_persist, None] + adam_after_s
-        cycle: FloatArray = (before.max(axis=2) + np.maximum(after.max(axis=2), serial_s[:, :, None])).max(axis=1)
+    def _through_adam(self, cycle: _Cycle) -> FloatArray:
+        """(R, K) the way through CPU Adam."""
+        rows, cuts, p = cycle.rows, cycle.cuts, cycle.first
+        first, first_s = self._first_stretch(cycle, 1 + p, p + cycle.depth + 1)
+        adam_s, offload_s = rows.adam_s(p, cuts + 1), rows.offloads_s(p, cuts + 1)
+        later_s = rows.gathers_again_s(p, cuts - cycle.depth)
+        second = self._weigh(
+            rows.compute_s(cycle.backward(cuts) + 1, cycle.backward(p) + 1), later_s, offload_s, adam_s
+        )
+        serial_s = cycle.shortest_offload_s + adam_s
+        found = (first_s + np.maximum(second.max(axis=2), serial_s[..., None])).max(axis=1)
         # The first cut, at the backward of p, leaves the most between the two stretches.
-        floating = np.stack([all_offload_s - offload_before_s - offload_after_s, all_adam_s - adam_after_s], axis=-1)
-        cycle = np.maximum(cycle, self._with_floating(before[:, 0], after[:, 0], floating[:, 0]))
-        cycle += self._last_gathers_s[n_persist, None]
-        return cycle
+        awaited_s = rows.offloads_s(cuts + cycle.depth + 1)
+        floating = np.stack([rows.offloads_s(cuts + 1) - awaited_s, rows.adam_s(cuts + 1)], axis=-1)
+        floated = self._with_floating(first[:, 0], second[:, 0], floating[:, 0])
+        bound: FloatArray = np.maximum(found, floated) + cycle.last_gathers_s
+        return bound
 
-    def _with_floating(self, before: FloatArray, after: FloatArray, floating: FloatArray) -> FloatArray:
+    def _through_compute(self, cycle: _Cycle) -> FloatArray:
+        """(R, K) the way through compute."""
+        rows, cuts, p, depth = cycle.rows, cycle.cuts, cycle.first, cycle.depth
+        q = p - depth - 1
+        is_block = q >= 0
+        start = np.where(is_block, 2 + q, 1 + p)
+        stop = np.where(is_block, cycle.backward(q) - 1, cycle.backward(p) + 1)
+        least = np.where(is_block, p, p + depth + 1)
+        """Gathers and gradients of blocks from here on lie between the two."""
+        _, first_s = self._first_stretch(cycle, start, least)
+        offload_s = rows.offloads_s(least, cuts + 1)
+        later_s = rows.gathers_again_s(p, cuts - depth)
+        second_s = self._weigh(rows.compute_s(cycle.backward(cuts) + 1, stop), later_s, offload_s, _NONE).max(axis=2)
+        rest_s = rows.sums.compute_s[rows.row] - rows.compute_s(start, stop)
+        own = [np.where(is_block, 0.0, work(p, p + 1)) for work in (rows.offloads_s, rows.adam_s)]
+        tail_s = np.where(is_block, 0.0, cycle.last_gathers_s)
+        serial_s = np.where(is_block, 0.0, cycle.shortest_offload_s) + own[1] + tail_s
+        third_s = np.maximum(self._weigh(rest_s, tail_s, *own).max(axis=2), serial_s[..., None])
+        bound: FloatArray = (first_s + second_s + third_s).max(axis=1)
+        return bound
+
+    def _with_floating(self, first: FloatArray, second: FloatArray, floating: FloatArray) -> FloatArray:
         """(R, K) bounds with work that may fall in either stretch, (R, 2) of D2H and CPU_OPTIM.
 
         Of all pairs of weights those are tried that are best for one of the two stretches as it is.
@@ -154,7 +155,7 @@ class TimeBounds:
         """(V, V, R)"""
         rows = np.arange(len(floating))[:, None]
         totals = []
-        for one, other in ((before, after), (after, before)):
+        for one, other in ((first, second), (second, first)):
             best = one.argmax(axis=1)
             chosen_s = np.take_along_axis(one, best[:, None, :], axis=1)
             totals.append((chosen_s + other + np.moveaxis(shared[best, :, rows], 2, 1)).max(axis=1))
@@ -162,6 +163,27 @@ class TimeBounds:
         return found
 
 
-def _prefix_sums(values: FloatArray) -> FloatArray:
-    """Sums of the first so many values of each row."""
-    return np.concatenate([np.zeros((len(values), 1)), values.cumsum(axis=1)], axis=1)
+class _Cycle:
+    """The places of [Note: Time bounds] for plans that offload something; all (R, 1) but the cuts, (R, J)."""
+
+    def __init__(self, rows: WorkRows, depth: IntArray) -> None:
+        sums = rows.sums
+        self.rows = rows
+        self.depth = depth
+        self.first = sums.first[rows.row]
+        span = sums.last[rows.row] - self.first
+        self.cuts = np.rint(self.first + span * np.linspace(0, 1, _NUM_CUTS)).astype(np.int64)
+        self.last_gathered = sums.last_gathered[rows.row]
+        self.last_gathers_s = sums.last_gathers_s[rows.row]
+        self.shortest_offload_s = sums.shortest_offload_s[rows.row]
+
+    def backward(self, block: IntArray) -> IntArray:
+        """The compute position of a block's backward."""
+        return self.rows.sums.positions.backward(block)
+
+    def gathers_again_s(self, step: IntArray, block: IntArray) -> FloatArray:
+        """Gathers in backward for steps from ``step`` on, that have ended before the backward of ``block`` starts.
+
+        The step of a gather in backward is 2n - 1 less the chunk's last block.
+        """
+        return self.rows.gathers_again_s(block, 2 * self.rows.sums.num_blocks - step)

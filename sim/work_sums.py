@@ -1,0 +1,120 @@
+"""Seconds of work between two points of an iteration, for many plans at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from .chunk_table import ChunkTable
+from .compute_table import ComputeTable, FloatArray, Positions
+from .space import BoolArray, IntArray
+
+
+class WorkSums:
+    """Sums over the chunks of one layout, by ``n_persist``.
+
+    Shapes: C chunks, n blocks, K numbers of checkpointed blocks, L compute positions.
+    """
+
+    def __init__(self, table: ChunkTable, compute: ComputeTable) -> None:
+        num_chunks, num_blocks = len(table.size_bytes), table.layout.num_blocks
+        self.num_blocks = num_blocks
+        self.positions = Positions(num_blocks)
+        offloaded = table.is_offloaded(np.arange(num_chunks + 1))
+        stepped = np.logical_and(offloaded, table.is_stepped)
+        self.num_offloaded: IntArray = offloaded.sum(axis=1)
+        self.until_s = np.concatenate([np.zeros((1, len(compute.seconds))), compute.seconds.cumsum(axis=1).T])
+        """(L + 1, K) seconds of compute before each position, without device Adam."""
+        self.compute_s: FloatArray = self.until_s[-1] + table.device_adam_s[:, None]
+        """(C + 1, K) of the whole iteration."""
+
+        by_first = np.argsort(table.first_block, kind="stable")
+        place = np.searchsorted(table.first_block[by_first], np.arange(num_blocks + 2))
+
+        def by_block(seconds: FloatArray, counts: BoolArray) -> FloatArray:
+            """(C + 1, n + 2) sums over the chunks whose first block lies before each block."""
+            return _prefix_sums(counts[:, by_first] * seconds[by_first])[:, place]
+
+        self.gather_s = by_block(table.gather_s, offloaded)
+        self.offload_s = by_block(table.offload_s, stepped)
+        self.adam_s = by_block(table.cpu_adam_s, stepped)
+        shortest_s = np.where(stepped, table.offload_s, np.inf).min(axis=1, initial=np.inf)
+        self.shortest_offload_s: FloatArray = np.where(np.isfinite(shortest_s), shortest_s, 0.0)
+        """(C + 1,) the shortest copy of an update's gradients."""
+
+        # Chunks in the order in which they fail to survive the turn; of those that end together the quickest first.
+        order = np.lexsort((table.gather_s, table.last_block))
+        self.again_s = _prefix_sums(offloaded[:, order] * table.gather_s[order])
+        """(C + 1, C + 1) seconds to gather the first so many in that order."""
+        self.rank = np.cumsum(offloaded[:, order], axis=1)
+        self.place_of_block = np.searchsorted(table.last_block[order], np.arange(num_blocks + 1))
+        """(n + 1,) how many chunks, in that order, end before each block."""
+
+        anchors: BoolArray = np.where(stepped.any(axis=1, keepdims=True), stepped, offloaded)
+        self.first: IntArray = np.where(anchors, table.first_block, num_blocks).min(axis=1, initial=num_blocks)
+        """(C + 1,) the first block with an update or, where there is none, with an offloaded chunk; n if neither."""
+        self.last: IntArray = np.where(anchors, table.first_block, -1).max(axis=1, initial=-1)
+        self.last_gathered: IntArray = np.where(offloaded, table.first_block, -1).max(axis=1, initial=-1)
+        """(C + 1,) the last block whose forward waits for a gather."""
+        is_of_first = np.logical_and(offloaded, table.first_block == self.first[:, None])
+        ids = np.arange(num_chunks)
+        last_update = np.where(is_of_first & table.is_stepped, ids, num_chunks).min(axis=1, initial=num_chunks)
+        is_after = np.logical_and(is_of_first, ids >= last_update[:, None])
+        self.last_gathers_s: FloatArray = np.where(is_after, table.gather_s, 0.0).sum(axis=1)
+        """(C + 1,) gathers for the first block with an update, from the chunk on that CPU Adam steps last."""
+
+    def again(self, n_persist: IntArray, n_buffer: IntArray) -> FloatArray:
+        """(R,) least seconds of gathers in backward: of the chunks that do not survive the turn."""
+        num_missing = np.maximum(self.num_offloaded[n_persist] - n_buffer, 0)
+        place = (self.rank[n_persist] < num_missing[:, None]).sum(axis=1) + (num_missing > 0)
+        seconds: FloatArray = self.again_s[n_persist, place]
+        return seconds
+
+
+@dataclass(frozen=True)
+class WorkRows:
+    """Queries for R plans; blocks are (R, 1) or (R, J), and may lie outside the model.  All give (R, 1) or (R, J)."""
+
+    sums: WorkSums
+    row: IntArray
+    """(R, 1) ``n_persist``."""
+    again_s: FloatArray
+    """(R, 1) ``WorkSums.again``."""
+
+    def compute_s(self, start: IntArray, stop: IntArray) -> FloatArray:
+        """(R, J, K) seconds of the compute positions from ``start`` to before ``stop``."""
+        seconds: FloatArray = self.sums.until_s[stop] - self.sums.until_s[start]
+        return seconds
+
+    def gathers_s(self, first: IntArray, stop: IntArray | None = None) -> FloatArray:
+        """First gathers of the chunks whose first block is ``first`` or later, and before ``stop``."""
+        return self._between(self.sums.gather_s, first, stop)
+
+    def offloads_s(self, first: IntArray, stop: IntArray | None = None) -> FloatArray:
+        """Copies of the gradients of these chunks."""
+        return self._between(self.sums.offload_s, first, stop)
+
+    def adam_s(self, first: IntArray, stop: IntArray | None = None) -> FloatArray:
+        """CPU Adam of these chunks."""
+        return self._between(self.sums.adam_s, first, stop)
+
+    def gathers_again_s(self, first: IntArray, stop: IntArray) -> FloatArray:
+        """Gathers in backward of the chunks whose last block is ``first`` or later, and before ``stop``."""
+        sums, top = self.sums, self.sums.num_blocks
+        before = sums.again_s[self.row, sums.place_of_block[np.clip(first, 0, top)]]
+        until = sums.again_s[self.row, sums.place_of_block[np.clip(stop, 0, top)]]
+        seconds: FloatArray = np.maximum(np.minimum(until, self.again_s) - np.minimum(before, self.again_s), 0.0)
+        return seconds
+
+    def _between(self, prefix_s: FloatArray, first: IntArray, stop: IntArray | None) -> FloatArray:
+        top = self.sums.num_blocks + 1
+        before: FloatArray = prefix_s[self.row, np.clip(first, 0, top)]
+        until: FloatArray = prefix_s[self.row, np.clip(top if stop is None else stop, 0, top)]
+        seconds: FloatArray = np.maximum(until - before, 0.0)
+        return seconds
+
+
+def _prefix_sums(values: FloatArray) -> FloatArray:
+    """Sums of the first so many values of each row."""
+    return np.concatenate([np.zeros((len(values), 1)), values.cumsum(axis=1)], axis=1)
