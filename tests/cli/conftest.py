@@ -10,27 +10,40 @@ from pathlib import Path
 
 import pytest
 
+from protwin.shared.cli import main
+
 Protwin = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
 @pytest.fixture
-def environment(tmp_path: Path) -> dict[str, str]:
-    """An environment of its own: empty cache, plain text of a fixed width, no network."""
-    cache = tmp_path / "cache"
-    return os.environ | {
+def work(tmp_path: Path) -> Path:
+    """The folder that commands run in."""
+    folder = tmp_path / "work"
+    folder.mkdir()
+    return folder
+
+
+@pytest.fixture
+def variables(tmp_path: Path) -> dict[str, str]:
+    """What sets a command apart from the machine: empty cache, plain text of a fixed width, no network."""
+    return {
         "COLUMNS": "120",
         "HF_HUB_OFFLINE": "1",
         "NO_COLOR": "1",
-        "XDG_CACHE_HOME": str(cache),
+        "XDG_CACHE_HOME": str(tmp_path / "cache"),
     }
 
 
 @pytest.fixture
-def protwin(tmp_path: Path, environment: dict[str, str]) -> Protwin:
-    """Run the installed ``protwin`` in an empty folder; gives exit code, output and errors."""
+def environment(variables: dict[str, str]) -> dict[str, str]:
+    """The environment of a process that a test starts."""
+    return os.environ | variables
+
+
+@pytest.fixture
+def protwin(work: Path, environment: dict[str, str]) -> Protwin:
+    """Run the installed ``protwin`` as a process in ``work``; gives exit code, output and errors."""
     script = Path(sys.executable).with_name("protwin")
-    work = tmp_path / "work"
-    work.mkdir()
 
     def run(*arguments: str | Path, **variables: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
@@ -43,5 +56,25 @@ def protwin(tmp_path: Path, environment: dict[str, str]) -> Protwin:
             timeout=300,
             check=False,
         )
+
+    return run
+
+
+@pytest.fixture
+def protwin_here(
+    work: Path, variables: dict[str, str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Protwin:
+    """The same within this process, for the many cases that would otherwise only start Python."""
+    monkeypatch.chdir(work)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+
+    def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+        monkeypatch.setattr(sys, "argv", ["protwin", *map(str, arguments)])
+        capfd.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main()
+        output, errors = capfd.readouterr()
+        return subprocess.CompletedProcess(arguments, int(ended.value.code or 0), output, errors)
 
     return run

@@ -24,9 +24,8 @@ SIMULATE = ("simulate", "--plan", "plan.json", "--model", "workload.json", "--ha
 
 
 @pytest.fixture
-def folder(tmp_path: Path, protwin: Protwin) -> Path:
+def folder(work: Path) -> Path:
     """The folder that the command runs in, with one good file of each kind."""
-    work = tmp_path / "work"
     workload = decoder()
     workload.save(work / "workload.json")
     plan = Plan(workload_id=workload.identity, chunk_bytes=2**26, n_persist=2, n_buffer=4)
@@ -73,34 +72,56 @@ def test_good_input_is_good(protwin: Protwin, folder: Path) -> None:
         assert result.returncode == 0, result.stderr
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        replaced(SEARCH, "workload.json", "llama-3-8"),
+        replaced(SEARCH, "rtx-3090", "rtx3090"),
+        replaced(SEARCH, "workload.json", "missing.json"),
+        replaced(SIMULATE, "plan.json", "workload.json"),
+        (*SEARCH, "--device-budget=20MiB"),
+        (*SEARCH, "--batch-size=0"),
+        ("hardware", "show", "rtx-3090", "--set", "device.memory_bytes=nan"),
+    ],
+    ids=["model", "machine", "file", "kind", "budget", "number", "figure"],
+)
+def test_the_console_script_refuses_as_this_process_does(
+    protwin: Protwin, protwin_here: Protwin, folder: Path, arguments: tuple[str, ...]
+) -> None:
+    """One of each sort through the real script; the other tests save themselves the start of Python."""
+    assert refusal(protwin, folder, arguments) == refusal(protwin_here, folder, arguments)
+
+
 # -- names -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("typed", "nearest"), [("llama-3-8", "llama-3-8b"), ("Llama3-8B", "llama-3-8b"), ("gpt2xl", "gpt2-xl")]
 )
-def test_an_unknown_model_gets_the_nearest_names(protwin: Protwin, folder: Path, typed: str, nearest: str) -> None:
-    assert nearest in refusal(protwin, folder, replaced(SEARCH, "workload.json", typed))
+def test_an_unknown_model_gets_the_nearest_names(protwin_here: Protwin, folder: Path, typed: str, nearest: str) -> None:
+    assert nearest in refusal(protwin_here, folder, replaced(SEARCH, "workload.json", typed))
 
 
 @pytest.mark.parametrize(
     ("typed", "nearest"), [("rtx3090", "rtx-3090"), ("h100", "h100-80gb"), ("a100-80", "a100-80gb")]
 )
-def test_an_unknown_machine_gets_the_nearest_names(protwin: Protwin, folder: Path, typed: str, nearest: str) -> None:
-    assert nearest in refusal(protwin, folder, replaced(SEARCH, "rtx-3090", typed))
-    assert nearest in refusal(protwin, folder, ("hardware", "show", typed))
+def test_an_unknown_machine_gets_the_nearest_names(
+    protwin_here: Protwin, folder: Path, typed: str, nearest: str
+) -> None:
+    assert nearest in refusal(protwin_here, folder, replaced(SEARCH, "rtx-3090", typed))
+    assert nearest in refusal(protwin_here, folder, ("hardware", "show", typed))
 
 
 # -- numbers ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("size", ["0", "-5", "nan", "inf", "-1GiB", "12XB", "", "0.1", "1e400"])
-def test_a_size_must_be_one(protwin: Protwin, folder: Path, size: str) -> None:
-    refusal(protwin, folder, (*SEARCH, f"--device-budget={size}"))
+def test_a_size_must_be_one(protwin_here: Protwin, folder: Path, size: str) -> None:
+    refusal(protwin_here, folder, (*SEARCH, f"--device-budget={size}"))
 
 
-def test_a_chunk_size_must_be_one(protwin: Protwin, folder: Path) -> None:
-    refusal(protwin, folder, (*SEARCH, "--chunk-bytes=-1MiB"))
+def test_a_chunk_size_must_be_one(protwin_here: Protwin, folder: Path) -> None:
+    refusal(protwin_here, folder, (*SEARCH, "--chunk-bytes=-1MiB"))
 
 
 @pytest.mark.parametrize(
@@ -119,8 +140,8 @@ def test_a_chunk_size_must_be_one(protwin: Protwin, folder: Path) -> None:
         "--no-such-option",
     ],
 )
-def test_a_number_must_be_one(protwin: Protwin, folder: Path, option: str) -> None:
-    assert option.split("=")[0] in refusal(protwin, folder, (*SEARCH, option))
+def test_a_number_must_be_one(protwin_here: Protwin, folder: Path, option: str) -> None:
+    assert option.split("=")[0] in refusal(protwin_here, folder, (*SEARCH, option))
 
 
 @pytest.mark.parametrize(
@@ -138,14 +159,14 @@ def test_a_number_must_be_one(protwin: Protwin, folder: Path, option: str) -> No
         ("host.num_cores", "0"),
     ],
 )
-def test_a_figure_of_a_machine_must_be_possible(protwin: Protwin, folder: Path, field: str, value: str) -> None:
-    message = refusal(protwin, folder, ("hardware", "show", "rtx-3090", "--set", f"{field}={value}"))
+def test_a_figure_of_a_machine_must_be_possible(protwin_here: Protwin, folder: Path, field: str, value: str) -> None:
+    message = refusal(protwin_here, folder, ("hardware", "show", "rtx-3090", "--set", f"{field}={value}"))
     assert field in message
 
 
 @pytest.mark.parametrize("assignment", ["device.memory_byte=1GiB", "devise.memory_bytes=1GiB", "device", "=1", ""])
-def test_a_change_must_name_a_field(protwin: Protwin, folder: Path, assignment: str) -> None:
-    refusal(protwin, folder, ("hardware", "show", "rtx-3090", "--set", assignment))
+def test_a_change_must_name_a_field(protwin_here: Protwin, folder: Path, assignment: str) -> None:
+    refusal(protwin_here, folder, ("hardware", "show", "rtx-3090", "--set", assignment))
 
 
 @pytest.mark.parametrize(
@@ -167,36 +188,36 @@ def test_a_change_must_name_a_field(protwin: Protwin, folder: Path, assignment: 
         ("[device]", "[gadget]"),
     ],
 )
-def test_a_machine_file_must_make_sense(protwin: Protwin, folder: Path, old: str, new: str) -> None:
+def test_a_machine_file_must_make_sense(protwin_here: Protwin, folder: Path, old: str, new: str) -> None:
     path = folder / "machine.toml"
     text = path.read_text()
     assert old in text
     path.write_text(text.replace(old, new))
-    assert "machine.toml" in refusal(protwin, folder, replaced(SEARCH, "rtx-3090", "machine.toml"))
+    assert "machine.toml" in refusal(protwin_here, folder, replaced(SEARCH, "rtx-3090", "machine.toml"))
 
 
 # -- budgets ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_budget_too_small_names_limit_shortfall_and_closest_plan(protwin: Protwin, folder: Path) -> None:
-    message = refusal(protwin, folder, (*SEARCH, "--device-budget", "20MiB"))
+def test_a_budget_too_small_names_limit_shortfall_and_closest_plan(protwin_here: Protwin, folder: Path) -> None:
+    message = refusal(protwin_here, folder, (*SEARCH, "--device-budget", "20MiB"))
     assert "20 MiB" in message
     assert "device" in message
     for knob in ("n_persist", "n_buffer", "n_checkpoint"):
         assert knob in message
 
 
-def test_too_little_host_memory_is_named(protwin: Protwin, folder: Path) -> None:
+def test_too_little_host_memory_is_named(protwin_here: Protwin, folder: Path) -> None:
     few = ("--set", "host.memory_bytes=256MiB", "--device-budget", "600MiB")
-    assert "host" in refusal(protwin, folder, (*SEARCH, *few))
+    assert "host" in refusal(protwin_here, folder, (*SEARCH, *few))
 
 
 # -- plans -----------------------------------------------------------------------------------------------------------
 
 
-def test_the_plan_of_another_workload_is_refused(protwin: Protwin, folder: Path) -> None:
+def test_the_plan_of_another_workload_is_refused(protwin_here: Protwin, folder: Path) -> None:
     decoder(num_blocks=3, model_name="other").save(folder / "workload.json")
-    message = refusal(protwin, folder, SIMULATE)
+    message = refusal(protwin_here, folder, SIMULATE)
     assert "belongs to" in message
     assert decoder().identity in message
 
@@ -217,10 +238,10 @@ def test_the_plan_of_another_workload_is_refused(protwin: Protwin, folder: Path)
         ("no_such_knob", 1),
     ],
 )
-def test_a_plan_must_fit_its_workload(protwin: Protwin, folder: Path, knob: str, value: object) -> None:
+def test_a_plan_must_fit_its_workload(protwin_here: Protwin, folder: Path, knob: str, value: object) -> None:
     path = folder / "plan.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {knob: value}))
-    assert knob in refusal(protwin, folder, SIMULATE)
+    assert knob in refusal(protwin_here, folder, SIMULATE)
 
 
 # -- files -----------------------------------------------------------------------------------------------------------
@@ -255,65 +276,65 @@ DAMAGED = {
         *(pytest.param("calibration.json", DAMAGED[case], id=f"calibration-{case}") for case in ("bare", "missing")),
     ],
 )
-def test_damaged_files_are_refused(protwin: Protwin, folder: Path, name: str, content: bytes | None) -> None:
+def test_damaged_files_are_refused(protwin_here: Protwin, folder: Path, name: str, content: bytes | None) -> None:
     path = folder / name
     path.unlink()
     if content is not None:
         path.write_bytes(content)
-    assert name in refusal(protwin, folder, KINDS[name])
+    assert name in refusal(protwin_here, folder, KINDS[name])
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_cut_files_are_refused(protwin: Protwin, folder: Path, name: str) -> None:
+def test_cut_files_are_refused(protwin_here: Protwin, folder: Path, name: str) -> None:
     path = folder / name
     text = path.read_text()
     path.write_text(text[: len(text) // 2])
-    assert "damaged" in refusal(protwin, folder, KINDS[name])
+    assert "damaged" in refusal(protwin_here, folder, KINDS[name])
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_newer_files_are_refused(protwin: Protwin, folder: Path, name: str) -> None:
+def test_newer_files_are_refused(protwin_here: Protwin, folder: Path, name: str) -> None:
     path = folder / name
     path.write_text(json.dumps(json.loads(path.read_text()) | {"schema_version": 99}))
-    message = refusal(protwin, folder, KINDS[name])
+    message = refusal(protwin_here, folder, KINDS[name])
     assert "99" in message
     assert "Update protwin" in message
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_files_of_another_kind_are_refused(protwin: Protwin, folder: Path, name: str) -> None:
+def test_files_of_another_kind_are_refused(protwin_here: Protwin, folder: Path, name: str) -> None:
     foreign = "workload.json" if name == "plan.json" else "plan.json"
     (folder / name).write_bytes((folder / foreign).read_bytes())
-    assert name in refusal(protwin, folder, KINDS[name])
+    assert name in refusal(protwin_here, folder, KINDS[name])
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_a_folder_is_no_file(protwin: Protwin, folder: Path, name: str) -> None:
+def test_a_folder_is_no_file(protwin_here: Protwin, folder: Path, name: str) -> None:
     (folder / name).unlink()
     (folder / name).mkdir()
-    assert name in refusal(protwin, folder, KINDS[name])
+    assert name in refusal(protwin_here, folder, KINDS[name])
 
 
 @pytest.mark.parametrize(
     ("field", "value"),
     [("num_tokens", 0), ("num_tokens", -1), ("blocks", []), ("resident_bytes", -1), ("resident_bytes", float("nan"))],
 )
-def test_a_workload_must_make_sense(protwin: Protwin, folder: Path, field: str, value: object) -> None:
+def test_a_workload_must_make_sense(protwin_here: Protwin, folder: Path, field: str, value: object) -> None:
     path = folder / "workload.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {field: value}))
-    assert field.removesuffix("s") in refusal(protwin, folder, SEARCH)
+    assert field.removesuffix("s") in refusal(protwin_here, folder, SEARCH)
 
 
-def test_the_calibration_of_another_machine_is_refused(protwin: Protwin, folder: Path) -> None:
+def test_the_calibration_of_another_machine_is_refused(protwin_here: Protwin, folder: Path) -> None:
     Calibration(hardware_name="h100-80gb", machine="a machine").save(folder / "calibration.json")
-    assert "h100-80gb" in refusal(protwin, folder, (*SEARCH, "--calibration", "calibration.json"))
+    assert "h100-80gb" in refusal(protwin_here, folder, (*SEARCH, "--calibration", "calibration.json"))
 
 
 # -- models ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_configuration_needs_a_shape(protwin: Protwin, folder: Path) -> None:
-    message = refusal(protwin, folder, replaced(SEARCH, "workload.json", "gpt2"))
+def test_a_configuration_needs_a_shape(protwin_here: Protwin, folder: Path) -> None:
+    message = refusal(protwin_here, folder, replaced(SEARCH, "workload.json", "gpt2"))
     assert "--batch-size" in message
     assert "--sequence-length" in message
 
@@ -321,18 +342,18 @@ def test_a_configuration_needs_a_shape(protwin: Protwin, folder: Path) -> None:
 @pytest.mark.parametrize(
     "option", ["--batch-size=3", "--sequence-length=1024", "--dtype=float32"], ids=["batch", "length", "dtype"]
 )
-def test_a_saved_workload_has_one_shape(protwin: Protwin, folder: Path, option: str) -> None:
-    assert option.split("=")[0] in refusal(protwin, folder, (*SEARCH, option))
+def test_a_saved_workload_has_one_shape(protwin_here: Protwin, folder: Path, option: str) -> None:
+    assert option.split("=")[0] in refusal(protwin_here, folder, (*SEARCH, option))
 
 
 @pytest.mark.parametrize(
     "content",
     ["{}", '{"model_type": 3}', '{"model_type": "gpt2", "n_layer": 0}', '{"model_type": "gpt2", "n_embd": -8}'],
 )
-def test_a_configuration_must_describe_a_model(protwin: Protwin, folder: Path, content: str) -> None:
+def test_a_configuration_must_describe_a_model(protwin_here: Protwin, folder: Path, content: str) -> None:
     (folder / "config.json").write_text(content)
     shape = ("--batch-size", "1", "--sequence-length", "8")
-    refusal(protwin, folder, (*replaced(SEARCH, "workload.json", "config.json"), *shape))
+    refusal(protwin_here, folder, (*replaced(SEARCH, "workload.json", "config.json"), *shape))
 
 
 @pytest.mark.slow
@@ -346,34 +367,34 @@ def test_a_configuration_must_describe_a_model(protwin: Protwin, folder: Path, c
     ],
     ids=["family", "heads", "length", "dtype"],
 )
-def test_what_the_model_refuses_is_told(protwin: Protwin, folder: Path, content: str, option: str) -> None:
+def test_what_the_model_refuses_is_told(protwin_here: Protwin, folder: Path, content: str, option: str) -> None:
     (folder / "config.json").write_text(content)
     arguments = replaced(SEARCH, "workload.json", "config.json")
-    refusal(protwin, folder, (*arguments, "--batch-size=1", "--sequence-length=8", option))
+    refusal(protwin_here, folder, (*arguments, "--batch-size=1", "--sequence-length=8", option))
 
 
 # -- output ----------------------------------------------------------------------------------------------------------
 
 
-def test_output_that_cannot_be_written_is_refused(protwin: Protwin, folder: Path) -> None:
-    assert "plan.json" in refusal(protwin, folder, replaced(SEARCH, "out/plan.json", "machine.toml/plan.json"))
+def test_output_that_cannot_be_written_is_refused(protwin_here: Protwin, folder: Path) -> None:
+    assert "plan.json" in refusal(protwin_here, folder, replaced(SEARCH, "out/plan.json", "machine.toml/plan.json"))
 
 
-def test_a_folder_is_no_output(protwin: Protwin, folder: Path) -> None:
+def test_a_folder_is_no_output(protwin_here: Protwin, folder: Path) -> None:
     (folder / "out").mkdir()
-    assert "out" in refusal(protwin, folder, replaced(SEARCH, "out/plan.json", "out"))
+    assert "out" in refusal(protwin_here, folder, replaced(SEARCH, "out/plan.json", "out"))
 
 
-def test_a_refusal_leaves_the_old_output_alone(protwin: Protwin, folder: Path) -> None:
+def test_a_refusal_leaves_the_old_output_alone(protwin_here: Protwin, folder: Path) -> None:
     (folder / "out").mkdir()
     (folder / "out" / "plan.json").write_text("an older plan")
-    refusal(protwin, folder, (*SEARCH, "--device-budget", "20MiB"))
+    refusal(protwin_here, folder, (*SEARCH, "--device-budget", "20MiB"))
     assert (folder / "out" / "plan.json").read_text() == "an older plan"
 
 
-def test_output_is_checked_before_the_work(protwin: Protwin, folder: Path) -> None:
+def test_output_is_checked_before_the_work(protwin_here: Protwin, folder: Path) -> None:
     (folder / "workload.json").write_text("damaged")
-    assert "is a folder" in refusal(protwin, folder, replaced(SEARCH, "out/plan.json", "."))
+    assert "is a folder" in refusal(protwin_here, folder, replaced(SEARCH, "out/plan.json", "."))
 
 
 # -- interruption ----------------------------------------------------------------------------------------------------

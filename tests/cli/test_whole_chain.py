@@ -30,8 +30,7 @@ MODEL = {
 
 
 @pytest.mark.slow
-def test_a_model_goes_through_every_command(protwin: Protwin, tmp_path: Path) -> None:
-    work = tmp_path / "work"
+def test_a_model_goes_through_every_command(protwin: Protwin, work: Path) -> None:
     (work / "config.json").write_text(json.dumps(MODEL))
     shape = ("--batch-size", "2", "--sequence-length", "32")
     searched = ("--model", "workload.json", "--hardware", "machine.toml", "--calibration", "calibration.json")

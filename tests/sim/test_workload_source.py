@@ -1,0 +1,168 @@
+"""From what a user calls a model to its workload."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from protwin.shared.errors import CatalogueError, FileError, ProtwinError, WorkloadError
+from protwin.shared.plan import Plan
+from protwin.shared.workload import Workload
+from protwin.sim import workload_source
+from protwin.sim.workload_source import resolve_workload
+from tests.shared.laid_out import decoder_workload
+
+CONFIGURATION = {"model_type": "gpt2", "n_layer": 2, "n_head": 2, "n_embd": 64, "vocab_size": 128, "n_positions": 64}
+Ask = Callable[..., Workload]
+
+
+class Tracer:
+    """Stands for the tracer, which needs torch; notes what it is asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[dict[str, Any]] = []
+
+    def __call__(self, configuration: dict[str, Any], **shape: Any) -> Workload:
+        self.asked.append({"configuration": configuration} | shape)
+        return decoder_workload(configuration["n_layer"], model_name=shape["name"])
+
+
+@pytest.fixture
+def tracer(monkeypatch: pytest.MonkeyPatch) -> Tracer:
+    planted = Tracer()
+    monkeypatch.setattr(workload_source, "extension", lambda group, name: planted)
+    return planted
+
+
+@pytest.fixture
+def warnings() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def ask(tmp_path: Path, tracer: Tracer, warnings: list[str]) -> Ask:
+    """``resolve_workload`` with a cache, for a batch of 1 x 8."""
+
+    def resolve(model: str | Path, **changes: Any) -> Workload:
+        asked: dict[str, Any] = {"batch_size": 1, "sequence_length": 8, "dtype": None, "cache": tmp_path / "cache"}
+        return resolve_workload(str(model), **(asked | changes), warn=warnings.append)
+
+    return resolve
+
+
+@pytest.fixture
+def configuration(tmp_path: Path) -> Path:
+    path = tmp_path / "small" / "config.json"
+    path.parent.mkdir()
+    path.write_text(json.dumps(CONFIGURATION))
+    return path
+
+
+def test_a_configuration_is_traced_once_for_each_shape(ask: Ask, configuration: Path, tracer: Tracer) -> None:
+    first = ask(configuration)
+    assert tracer.asked == [
+        {"configuration": CONFIGURATION, "name": "small", "batch_size": 1, "sequence_length": 8, "dtype": None}
+    ]
+    assert ask(configuration) == first
+    assert len(tracer.asked) == 1
+    for change in ({"batch_size": 2}, {"sequence_length": 16}, {"dtype": "bfloat16"}):
+        ask(configuration, **change)
+        assert tracer.asked[-1] == tracer.asked[0] | change
+    assert len(tracer.asked) == 4
+
+
+def test_another_configuration_of_the_same_name_is_traced(ask: Ask, configuration: Path, tracer: Tracer) -> None:
+    ask(configuration)
+    configuration.write_text(json.dumps(CONFIGURATION | {"n_layer": 3}))
+    assert ask(configuration).num_blocks == 3
+    assert len(tracer.asked) == 2
+
+
+def test_without_a_cache_nothing_is_kept(ask: Ask, configuration: Path, tracer: Tracer, tmp_path: Path) -> None:
+    ask(configuration, cache=None)
+    ask(configuration, cache=None)
+    assert len(tracer.asked) == 2
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_damaged_entry_is_traced_anew(ask: Ask, configuration: Path, tracer: Tracer, tmp_path: Path) -> None:
+    first = ask(configuration)
+    (entry,) = (tmp_path / "cache").iterdir()
+    entry.write_text(entry.read_text().replace("1024", "1025"))
+    assert ask(configuration) == first
+    assert len(tracer.asked) == 2
+    assert ask(configuration) == first
+    assert len(tracer.asked) == 2, "the entry was mended"
+
+
+def test_a_cache_that_cannot_be_written_is_a_warning(
+    ask: Ask, configuration: Path, warnings: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    assert ask(configuration, cache=tmp_path / "file").model_name == "small"
+    (warning,) = warnings
+    assert warning.startswith("the traced workload is not kept: ")
+
+
+def test_a_name_of_the_catalogue_is_traced_from_its_configuration(tracer: Tracer, ask: Ask) -> None:
+    ask("gpt2")
+    assert tracer.asked[0]["name"] == "gpt2"
+    assert tracer.asked[0]["configuration"]["n_layer"] == 12
+
+
+def test_a_name_of_the_catalogue_goes_before_a_file(
+    ask: Ask, tracer: Tracer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "gpt2").write_text("a file that happens to be called so")
+    ask("gpt2")
+    assert tracer.asked[0]["name"] == "gpt2"
+
+
+def test_a_saved_workload_is_read(ask: Ask, tracer: Tracer, tmp_path: Path) -> None:
+    saved = decoder_workload(3)
+    saved.save(tmp_path / "workload.json")
+    shape = {"batch_size": None, "sequence_length": None}
+    assert ask(tmp_path / "workload.json", **shape) == saved
+    same = {"batch_size": saved.num_samples, "sequence_length": saved.num_tokens // saved.num_samples}
+    assert ask(tmp_path / "workload.json", **same, dtype=str(saved.compute_dtype)) == saved
+    assert tracer.asked == []
+
+
+@pytest.mark.parametrize("change", [{"batch_size": 5}, {"sequence_length": 7}, {"dtype": "float16"}])
+def test_a_saved_workload_has_one_shape(ask: Ask, tmp_path: Path, change: dict[str, Any]) -> None:
+    decoder_workload(3).save(tmp_path / "workload.json")
+    with pytest.raises(WorkloadError, match=f"--{next(iter(change)).replace('_', '-')}"):
+        ask(tmp_path / "workload.json", **({"batch_size": None, "sequence_length": None} | change))
+
+
+@pytest.mark.parametrize("missing", ["batch_size", "sequence_length"])
+def test_a_configuration_needs_a_shape(ask: Ask, missing: str) -> None:
+    with pytest.raises(WorkloadError, match="fixes no batch"):
+        ask("gpt2", **{missing: None})
+
+
+def test_what_is_no_model_is_refused(ask: Ask, tmp_path: Path) -> None:
+    Plan(workload_id="w", chunk_bytes=1, n_persist=0, n_buffer=1).save(tmp_path / "plan.json")
+    with pytest.raises(FileError, match="is a plan file"):
+        ask(tmp_path / "plan.json")
+    with pytest.raises(FileError, match="does not exist"):
+        ask(tmp_path / "missing.json")
+    with pytest.raises(CatalogueError, match="gpt2"):
+        ask("gpt-2")
+
+
+def test_what_the_tracer_refuses_is_not_kept(
+    ask: Ask, configuration: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def refuse(*arguments: Any, **shape: Any) -> Workload:
+        raise WorkloadError("no such family.")
+
+    monkeypatch.setattr(workload_source, "extension", lambda group, name: refuse)
+    with pytest.raises(ProtwinError, match="no such family"):
+        ask(configuration)
+    assert not (tmp_path / "cache").exists()
