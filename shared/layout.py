@@ -26,6 +26,8 @@ Matrix kernels choose code paths by alignment; with less than an allocator's own
 from those of plain training.
 """
 _FLOAT32_BYTES: Final = 4
+STEP_COUNT_BYTES: Final = 4
+"""Adam counts the steps of every parameter in a float32 scalar of its own."""
 
 
 def aligned(size_bytes: int) -> int:
@@ -69,7 +71,7 @@ class Chunk:
     num_trainable: int
     """Scalars that the optimizer steps."""
     state_bytes: int
-    """Optimizer state: moments, and float32 masters where parameters are narrower."""
+    """Optimizer state: moments, counts of steps, and float32 masters where parameters are narrower."""
 
     @property
     def is_trainable(self) -> bool:
@@ -203,7 +205,10 @@ class _Packing:
                 gradient_bytes=tuple(sum(p.size_bytes for p in trainable if p.block == owner) for owner in owners),
                 staging_bytes=sum(aligned(p.size_bytes) for p in trainable),
                 num_trainable=sum(p.num_elements for p in trainable),
-                state_bytes=sum(p.num_elements * (moment_bytes(p.dtype) + master_bytes(p.dtype)) for p in trainable),
+                state_bytes=sum(
+                    p.num_elements * (moment_bytes(p.dtype) + master_bytes(p.dtype)) + STEP_COUNT_BYTES
+                    for p in trainable
+                ),
             )
         )
         self._open = []

@@ -153,9 +153,9 @@ def test_sums_over_parameters(drawn: tuple[list[Parameter], int], chunk_bytes: i
         assert chunk.staging_bytes == sum(map(padded, trained))
         assert chunk.num_trainable == sum(p.shape[0] * p.shape[1] for p in trained)
         assert chunk.is_trainable == any(p.size_bytes for p in trained)
-        # Two moments: float32, or float64 beside float64; a float32 master beside bfloat16.
+        # Two moments: float32, or float64 beside float64; a float32 master beside bfloat16; a count of steps.
         per_element = {DType.FLOAT32: 8, DType.FLOAT64: 16, DType.BFLOAT16: 12}
-        assert chunk.state_bytes == sum(p.shape[0] * p.shape[1] * per_element[p.dtype] for p in trained)
+        assert chunk.state_bytes == sum(p.shape[0] * p.shape[1] * per_element[p.dtype] + 4 for p in trained)
 
 
 def test_moments_and_masters_by_type() -> None:
