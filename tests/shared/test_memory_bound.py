@@ -91,15 +91,15 @@ def test_what_is_alive_adds_up_to_it(case: PlannedWorkload) -> None:
 
 
 def test_everything_persistent_and_kept() -> None:
-    """At the last forward: all parameters and moments, what three forwards left, what the epilogue makes."""
+    """At the last forward: all parameters and optimizer state, what three forwards left, what the epilogue makes."""
     model = chain(3)
     knobs = plan(model, n_persist=3, n_buffer=0)
     peak = guaranteed_device_peak(compile_schedule(knobs, model))
     parameters_bytes = 3 * 4_096
-    moments_bytes = 3 * 8_000
+    state_bytes = 3 * 8_004
     saved_bytes = 3 * (OUTPUT_BYTES + SAVED_BYTES) + OUTPUT_BYTES
     # The epilogue's backward starts with what its forward left, and peaks 1 000 bytes above it.
-    assert peak.size_bytes == 64 + parameters_bytes + moments_bytes + saved_bytes + 3_000 + 1_000
+    assert peak.size_bytes == 64 + parameters_bytes + state_bytes + saved_bytes + 3_000 + 1_000
     assert peak.transient_bytes == 1_000
 
 
