@@ -106,7 +106,8 @@ def show(result: Fidelity, console: Console) -> None:
     """Print one model's table and summary."""
     table = Table(title=f"{result.model} on {result.machine}", title_justify="left")
     table.add_column("plan")
-    for heading in ("predicted", "measured", "error", "noise", "predicted peak", "measured peak", "error", "never above"):
+    headings = ("predicted", "measured", "error", "noise", "predicted peak", "measured peak", "error", "never above")
+    for heading in headings:
         table.add_column(heading, justify="right")
     for plan in result.plans:
         table.add_row(

@@ -44,7 +44,7 @@ def calibrate_command(
     seed: Annotated[int, typer.Option("--seed", help="Seed of random weights and of the batch.")] = 0,
     workload_output: Annotated[
         Path | None,
-        typer.Option("--workload-output", metavar="FILE", dir_okay=False, help="Write the timed workload to this file."),
+        typer.Option("--workload-output", metavar="FILE", dir_okay=False, help="Write the timed workload here."),
     ] = None,
     output: OutputPath = None,
     as_json: JsonFlag = False,

@@ -154,7 +154,8 @@ def run_demo(folder: Path, console: Console) -> dict[str, Any]:
     result.plan.save(folder / "plan.json")
     predicted.save(folder / "predicted.json")
     measured.save(folder / "measured.json")
-    write_atomically(folder / "losses.json", json.dumps({"planned": losses, "plain": reference.losses}, indent=1) + "\n")
+    both = {"planned": losses, "plain": reference.losses}
+    write_atomically(folder / "losses.json", json.dumps(both, indent=1) + "\n")
     write_atomically(folder / "timeline.json", chrome_trace(records, schedule=schedule))
     write_atomically(folder / "comparison.json", json.dumps(comparison, indent=1) + "\n")
     write_atomically(

@@ -32,7 +32,7 @@ _SPREAD: Final = 4.0
 """Largest over smallest modelled seconds from which an intercept can be told from a slope."""
 _FEWEST_FOR_INTERCEPT: Final = 4
 _LOWEST: Final = 0.02
-_HIGHEST: Final = 50.0
+_HIGHEST: Final = 20.0
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,8 @@ def fit_calibration(
 ) -> Calibration:
     """The calibration that makes the simulator agree best with ``pairs``, task by task.
 
-    Raises CalibrationError without pairs, for records that were not measured, or if a kind's factor is absurd, which
-    means that the hardware describes another machine.
+    Raises CalibrationError without pairs, for records that were not measured, or if tasks of a kind are far faster
+    than the hardware's description allows, which means that it describes another machine.
     """
     if not pairs:
         raise CalibrationError("there are no measured records to fit to. Run at least one plan.")
@@ -113,11 +113,14 @@ def _regress(kind: TaskKind, modelled: np.ndarray, measured: np.ndarray) -> tupl
         # An intercept explains what a task costs besides its work; one that explains the work itself is noise.
         if bent > slope / 2:
             slope, overhead_s = float(bent), float(intercept_s)
-    if not _LOWEST < slope < _HIGHEST:
+    if slope < _LOWEST:
         raise CalibrationError(
-            f"{kind} took {slope:.3g} times what the hardware's description says. It describes another machine, or the "
-            f"machine was busy: probe it again (protwin hardware probe)."
+            f"{kind} took {slope:.3g} times what the hardware's description says. It describes another machine: probe "
+            f"this one (protwin hardware probe)."
         )
+    if slope > _HIGHEST:
+        # Far beyond the model: tasks so short that they cost what starting them costs.
+        slope, overhead_s = 1.0, max(0.0, float(np.median(y - x)))
     residual = y - overhead_s - slope * x
     degrees = max(1, len(x) - 1)
     relative_std = float(np.sqrt((residual @ residual) / degrees / (x @ x)) / slope)

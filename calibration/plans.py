@@ -16,11 +16,21 @@ def bootstrap_plans(workload: Workload) -> tuple[Plan, ...]:
     offloaded = [chunk.id for chunk in layout.chunks if chunk.blocks]
     half = offloaded[len(offloaded) // 2] if offloaded else 0
     blocks = workload.num_blocks
-    common = {"workload_id": workload.identity, "chunk_bytes": chunk_bytes}
+
+    def plan(n_persist: int, n_buffer: int, n_checkpoint: int, prefetch_depth: int) -> Plan:
+        return Plan(
+            workload_id=workload.identity,
+            chunk_bytes=chunk_bytes,
+            n_persist=n_persist,
+            n_buffer=n_buffer,
+            n_checkpoint=n_checkpoint,
+            prefetch_depth=prefetch_depth,
+        )
+
     return (
-        Plan(**common, n_persist=len(layout.chunks), n_buffer=0, n_checkpoint=0),
-        Plan(**common, n_persist=half, n_buffer=_buffers(layout.min_buffers(half), 1), n_checkpoint=blocks // 2),
-        Plan(**common, n_persist=0, n_buffer=_buffers(layout.min_buffers(0), 1), n_checkpoint=blocks, prefetch_depth=2),
+        plan(len(layout.chunks), 0, 0, 1),
+        plan(half, _buffers(layout.min_buffers(half), 1), blocks // 2, 1),
+        plan(0, _buffers(layout.min_buffers(0), 1), blocks, 2),
     )
 
 

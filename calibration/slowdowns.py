@@ -50,7 +50,7 @@ def measure_slowdowns(
     }
     share_s = seconds / (rounds * len(_SETS))
     times: dict[frozenset[Lane], dict[Lane, list[float]]] = {s: {lane: [] for lane in s} for s in _SETS}
-    workers = {lane: WorkerLane(lane, device) for lane in Lane if lane is not Lane.COMPUTE}
+    workers: dict[Lane, WorkerLane] = {lane: WorkerLane(lane, device) for lane in Lane if lane is not Lane.COMPUTE}
     try:
         for turn in range(rounds):
             for place, lanes in enumerate(_SETS):
@@ -124,7 +124,10 @@ def _trimmed_mean(values: list[float]) -> float:
 
 def _perceptron_work(target: torch.device) -> Callable[[], None]:
     model = torch.nn.Sequential(
-        torch.nn.Linear(_WIDTH, 4 * _WIDTH), torch.nn.GELU(), torch.nn.Linear(4 * _WIDTH, _WIDTH), torch.nn.LayerNorm(_WIDTH)
+        torch.nn.Linear(_WIDTH, 4 * _WIDTH),
+        torch.nn.GELU(),
+        torch.nn.Linear(4 * _WIDTH, _WIDTH),
+        torch.nn.LayerNorm(_WIDTH),
     ).to(target)
     rows = torch.randn(_ROWS, _WIDTH, device=target)
 

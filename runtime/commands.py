@@ -10,7 +10,7 @@ import typer
 
 from ..shared.cli_options import DeviceBudget, DTypeName, JsonFlag, OutputPath, command_app, examples
 from ..shared.cli_output import show
-from ..shared.errors import WorkloadError
+from ..shared.errors import PlanError, WorkloadError
 from ..shared.files import write_atomically
 from ..shared.models import load_model_configuration
 from ..shared.plan import Plan
@@ -116,6 +116,9 @@ def run_command(
     """
     chosen, traced = Plan.load(plan), Workload.load(workload)
     described = load_model_configuration(model)
+    wants_record = as_json or output is not None or timeline is not None
+    if wants_record and steps < MIN_RECORDED_STEPS:
+        raise PlanError(f"--steps {steps} is too few for a record, which needs {MIN_RECORDED_STEPS}. Raise it.")
     samples = traced.num_samples
     length = traced.num_tokens // samples
 
@@ -130,7 +133,6 @@ def run_command(
     batches = byte_batches(content, batch_size=samples, sequence_length=length, num_batches=steps, seed=seed)
     built = _real_model(described.config, described.name, str(traced.compute_dtype), seed)
     device = _device(device_budget_bytes, host_to_device, device_to_host)
-    built.to(device.torch_device)
     make_optimizer = partial(torch.optim.AdamW, lr=learning_rate, fused=True)
     losses: list[float] = []
     with (
@@ -145,7 +147,7 @@ def run_command(
             report(len(losses), steps)
         if not as_json:
             typer.echo(f"loss {losses[0]:.4f} -> {losses[-1]:.4f} over {steps} steps")
-        if steps < MIN_RECORDED_STEPS and output is None and timeline is None and not as_json:
+        if steps < MIN_RECORDED_STEPS:
             typer.echo(f"{steps} steps are too few for a record; {MIN_RECORDED_STEPS} or more give one")
             return
         record = training.record()
