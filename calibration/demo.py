@@ -126,9 +126,7 @@ def run_demo(folder: Path, console: Console) -> dict[str, Any]:
         reference = train_plainly(plain, batches, make_optimizer, on_step=lambda: report(next(steps), _STEPS))
 
     predicted = result.prediction
-    difference = max(
-        (a - b).abs().max().item() for a, b in zip(planned.parameters(), plain.parameters(), strict=True)
-    )
+    difference = max((a - b).abs().max().item() for a, b in zip(planned.parameters(), plain.parameters(), strict=True))
     comparison = {
         "predicted_iteration_s": predicted.iteration_s,
         "measured_iteration_s": measured.iteration_s,
