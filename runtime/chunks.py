@@ -45,6 +45,7 @@ class DeviceChunk:
         self._home = None if is_persistent else device.host_buffer(chunk.size_bytes)
         self._staging = device.host_buffer(chunk.staging_bytes) if not is_persistent and chunk.is_trainable else None
         self._specs = tuple(specs)
+        self._origins = tuple(parameter.device for parameter in parameters)
         self.masters: list[torch.Tensor] = []
         """Host weights of trainable parameters that CPU Adam steps, in order; float32."""
         self.targets: list[torch.Tensor | None] = []
@@ -138,11 +139,11 @@ class DeviceChunk:
     # -- leaving -----------------------------------------------------------------------------------------------------
 
     def move_out(self) -> None:
-        """Give every parameter a tensor of its own again, on the device, with its current value."""
+        """Give every parameter a tensor of its own again, where it came from, with its current value."""
         source = self._flat if self._home is None else self._home
-        for placed, parameter in zip(self.chunk.parameters, self.parameters, strict=True):
+        for placed, parameter, origin in zip(self.chunk.parameters, self.parameters, self._origins, strict=True):
             value = _view(source, placed.offset_bytes, parameter)
-            parameter.data = value.to(self._device.torch_device, copy=True)
+            parameter.data = value.to(origin, copy=True)
         if self.is_resident:
             self.release()
         self._home = self._staging = None
