@@ -21,7 +21,7 @@ import numpy as np
 from .compute_table import FloatArray
 from .residency import Residency, residency
 from .search_problem import SearchProblem
-from .space import BoolArray
+from .space import BoolArray, IntArray
 
 _FAMILY: Final = 0
 _RESIDENCY: Final = 1
@@ -52,13 +52,36 @@ class _Family:
 
 
 @dataclass(frozen=True)
-class _Rest:
+class _Residency:
     """The plans of one residency that a bound of their peak leaves."""
 
     layout: int
-    residency: int
+    row: int
     bound_s: FloatArray
     """(D, K), infinite for plans that do not fit or are not distinct."""
+
+
+class _Plans:
+    """The plans of one residency that fit, best bound first, then simplest."""
+
+    def __init__(self, layout: int, row: int, resident: Residency, bound_s: FloatArray, peaks: IntArray) -> None:
+        self.layout = layout
+        self.row = row
+        self.residency = resident
+        depth, checkpoint = np.isfinite(bound_s).nonzero()
+        order = np.lexsort((depth, checkpoint, bound_s[depth, checkpoint]))
+        depth, checkpoint = depth[order], checkpoint[order]
+        self.left = list(
+            zip(
+                bound_s[depth, checkpoint].tolist(),
+                depth.tolist(),
+                checkpoint.tolist(),
+                peaks[depth, checkpoint].tolist(),
+                strict=True,
+            )
+        )
+        """(bound, depth, checkpoint, peak), the next plan last."""
+        self.left.reverse()
 
 
 class Candidates:
@@ -68,7 +91,7 @@ class Candidates:
         self._problem = problem
         self.num_bounded_by_memory = 0
         self._ticket = count()
-        self._heap: list[tuple[float, int, tuple[int, ...], int, _Family | _Rest | Candidate]] = []
+        self._heap: list[tuple[float, int, tuple[int, ...], int, _Family | _Residency | _Plans]] = []
         for layout in range(len(problem.layouts)):
             self._add_families(layout)
         heapify(self._heap)
@@ -82,14 +105,14 @@ class Candidates:
         """The plans with lower bounds below ``limit_s``, best first; they leave the queue."""
         while self._heap and self._heap[0][0] < limit_s:
             entry = heappop(self._heap)[-1]
-            if isinstance(entry, Candidate):
-                yield entry
-            elif isinstance(entry, _Rest):
+            if isinstance(entry, _Plans):
+                yield self._take(entry)
+            elif isinstance(entry, _Residency):
                 self._add_plans(entry)
             else:
                 self._add_residencies(entry)
 
-    def _push(self, bound_s: float, level: int, key: tuple[int, ...], entry: _Family | _Rest | Candidate) -> None:
+    def _push(self, bound_s: float, level: int, key: tuple[int, ...], entry: _Family | _Residency | _Plans) -> None:
         heappush(self._heap, (bound_s, level, key, next(self._ticket), entry))
 
     def _add_families(self, index: int) -> None:
@@ -128,24 +151,28 @@ class Candidates:
         bounds_s[~fits] = np.inf
         for number in np.unique(row).tolist():
             index, bound_s = int(rows[number]), bounds_s[number]
-            rest = _Rest(family.layout, index, bound_s)
-            self._push(float(bound_s.min()), _RESIDENCY, (family.layout, index), rest)
+            found = _Residency(family.layout, index, bound_s)
+            self._push(float(bound_s.min()), _RESIDENCY, (family.layout, index), found)
 
-    def _add_plans(self, rest: _Rest) -> None:
-        problem, layout = self._problem, self._problem.layouts[rest.layout]
-        grid, row = layout.grid, rest.residency
+    def _add_plans(self, found: _Residency) -> None:
+        problem, layout = self._problem, self._problem.layouts[found.layout]
+        grid, row = layout.grid, found.row
         resident = residency(layout.table, int(grid.n_persist[row]), int(grid.n_buffer[row]))
         peaks = resident.peak_bytes(problem.compute, grid.prefetch_depth, problem.workload.resident_bytes)
-        is_open = np.isfinite(rest.bound_s)
-        fits = is_open & (peaks <= problem.device_budget_bytes)
-        self.num_bounded_by_memory += int(np.count_nonzero(is_open & ~fits))
-        for depth, checkpoint in np.argwhere(fits).tolist():
-            candidate = Candidate(
-                layout=rest.layout,
-                index=(row, depth, checkpoint),
-                simplicity=grid.simplicity(row, depth, checkpoint),
-                residency=resident,
-                bound_s=float(rest.bound_s[depth, checkpoint]),
-                peak_bytes=int(peaks[depth, checkpoint]),
-            )
-            self._push(candidate.bound_s, _PLAN, candidate.simplicity, candidate)
+        fits = peaks <= problem.device_budget_bytes
+        self.num_bounded_by_memory += int(np.count_nonzero(np.isfinite(found.bound_s) & ~fits))
+        self._queue(_Plans(found.layout, row, resident, np.where(fits, found.bound_s, np.inf), peaks))
+
+    def _queue(self, plans: _Plans) -> None:
+        if plans.left:
+            bound_s, depth, checkpoint, _ = plans.left[-1]
+            simplicity = self._problem.layouts[plans.layout].grid.simplicity(plans.row, depth, checkpoint)
+            self._push(bound_s, _PLAN, simplicity, plans)
+
+    def _take(self, plans: _Plans) -> Candidate:
+        """The next plan of a residency; the others go back into the queue."""
+        bound_s, depth, checkpoint, peak_bytes = plans.left.pop()
+        self._queue(plans)
+        simplicity = self._problem.layouts[plans.layout].grid.simplicity(plans.row, depth, checkpoint)
+        index = (plans.row, depth, checkpoint)
+        return Candidate(plans.layout, index, simplicity, plans.residency, bound_s, peak_bytes)

@@ -8,7 +8,7 @@ from functools import cache, cached_property
 
 import numpy as np
 
-from ..shared.compile import stepped_bytes
+from ..shared.compile_updates import stepped_bytes
 from ..shared.layout import Layout
 from ..shared.schedule import Task, TaskId, TaskKind
 from ..shared.workload import Workload
@@ -115,7 +115,7 @@ def chunk_table(workload: Workload, layout: Layout, costs: CostModel) -> ChunkTa
         is_owned=np.array([bool(chunk.blocks) for chunk in chunks], dtype=np.bool_),
         is_stepped=is_stepped,
         size_bytes=_integers(chunk.size_bytes for chunk in chunks),
-        state_bytes=_integers(chunk.state_bytes for chunk in chunks),
+        state_bytes=_integers(chunk.state_bytes if chunk.is_trainable else 0 for chunk in chunks),
         staging_bytes=_integers(chunk.staging_bytes if chunk.is_trainable else 0 for chunk in chunks),
         first_block=_integers(chunk.blocks[0] if chunk.blocks else layout.num_blocks for chunk in chunks),
         last_block=_integers(chunk.blocks[-1] if chunk.blocks else layout.num_blocks for chunk in chunks),

@@ -41,19 +41,45 @@ class LaneProgram:
 
 
 @dataclass(frozen=True)
-class UpdatePrograms:
-    """The lanes that carry updates; the same for every prefetch depth."""
+class CopyPrograms:
+    """All lanes but compute, of the plans with one residency.  Shapes: D prefetch depths, L compute positions."""
 
+    compute_waits: IntArray
+    """(D, L, 2) waits of the compute lane."""
+    h2d: tuple[LaneProgram, ...]
+    """One per depth."""
     d2h: LaneProgram
     cpu_optim: LaneProgram
-    gone_by_step: IntArray
-    """(2n,) tasks of D2H that have ended when the gradients of each step, and of those before, have left."""
-    gather_wait: IntArray
-    """(G,) tasks of CPU_OPTIM, in the iteration before, that each gather waits for; ``NOTHING`` for none."""
 
 
-def update_programs(residency: Residency, slowest_offload: float) -> UpdatePrograms:
-    """``slowest_offload``: the largest slowdown of the D2H lane."""
+def copy_programs(residency: Residency, depths: IntArray, slowest_offload: float) -> CopyPrograms:
+    """The programs for every depth.  ``slowest_offload``: the largest slowdown of the D2H lane."""
+    d2h, cpu_optim, gone_by_step, adam_wait = _updates(residency, slowest_offload)
+    positions = residency.positions
+    opened = residency.gather_wait(depths)
+    joins = _met_before(opened) & (_same_as_before(residency.gather_step) & _met_before(residency.gather_update))
+    numbers = np.zeros((len(depths), opened.shape[1] + 1), dtype=np.int64)
+    np.cumsum(~joins, axis=1, out=numbers[:, 1:])
+    steps = np.arange(len(gone_by_step))
+    begins = positions.step_begin(steps)
+    waits = np.full((len(depths), positions.length, 2), NOTHING)
+    waits[:, begins, 0] = numbers[:, np.searchsorted(residency.gather_step, steps, side="right")]
+    # A step waits for the gradients of the step d + 1 before it: of this iteration, or of the one before.
+    filled = steps - depths[:, None] - 1
+    before = filled + len(steps)
+    gone_before = np.where(before >= 0, gone_by_step[np.maximum(np.minimum(before, steps[-1]), 0)], 0)
+    waits[:, begins, 1] = np.where(filled >= 0, gone_by_step[np.maximum(filled, 0)], gone_before - gone_by_step[-1])
+    gather_s = residency.table.gather_s[residency.gather_chunk]
+    h2d = tuple(_fused(gather_s, opened[row], adam_wait, joins[row]) for row in range(len(depths)))
+    return CopyPrograms(waits, h2d, d2h, cpu_optim)
+
+
+def _updates(residency: Residency, slowest_offload: float) -> tuple[LaneProgram, LaneProgram, IntArray, IntArray]:
+    """D2H, CPU_OPTIM, and what other lanes wait for on them.
+
+    (2n,) tasks of D2H that have ended when the gradients of each step, and of those before, have left; and (G,) tasks
+    of CPU_OPTIM, in the iteration before, that each gather waits for.
+    """
     table, updates = residency.table, residency.update_chunk
     num_steps = 2 * table.layout.num_blocks
     offload_s, adam_s = table.offload_s[updates], table.cpu_adam_s[updates]
@@ -67,54 +93,30 @@ def update_programs(residency: Residency, slowest_offload: float) -> UpdateProgr
 
     offload_number, adam_number = (np.append(0, np.cumsum(~joins)) for joins in (joins_offload, joins_adam))
     update_step = num_steps - 1 - table.first_block[updates]
+    gone_by_step = offload_number[np.searchsorted(update_step, np.arange(num_steps), side="right")]
+    waited = residency.gather_update
+    adam_wait = np.where(waited > 0, adam_number[waited] - adam_number[-1], NOTHING)
     nothing = np.full(len(updates), NOTHING)
-    return UpdatePrograms(
-        d2h=_fused(offload_s, residency.update_ready, nothing, joins_offload),
-        cpu_optim=_fused(adam_s, offload_number[1:], nothing, joins_adam),
-        gone_by_step=offload_number[np.searchsorted(update_step, np.arange(num_steps), side="right")],
-        gather_wait=np.where(
-            residency.gather_update > 0, adam_number[residency.gather_update] - adam_number[-1], NOTHING
-        ),
+    return (
+        _fused(offload_s, residency.update_ready, nothing, joins_offload),
+        _fused(adam_s, offload_number[1:], nothing, joins_adam),
+        gone_by_step,
+        adam_wait,
     )
-
-
-def gather_programs(residency: Residency, updates: UpdatePrograms, prefetch_depth: int) -> tuple[IntArray, LaneProgram]:
-    """The waits of the compute lane, (L, 2), and the program of H2D."""
-    positions = residency.positions
-    opened = residency.gather_wait(np.array([prefetch_depth]))[0]
-    joins = _same_as_before(residency.gather_step) & _met_before(opened) & _met_before(residency.gather_update)
-    gather_number = np.append(0, np.cumsum(~joins))
-    steps = np.arange(2 * residency.table.layout.num_blocks)
-    begins = positions.step_begin(steps)
-    filled = steps - prefetch_depth - 1
-    waits = np.full((positions.length, 2), NOTHING)
-    waits[begins, 0] = gather_number[np.searchsorted(residency.gather_step, steps, side="right")]
-    # A step that is more than the depth into the iteration waits for gradients of this one, else of the one before.
-    gone = updates.gone_by_step
-    waits[begins, 1] = np.where(filled >= 0, gone[np.maximum(filled, 0)], _gone_before(gone, filled + len(steps)))
-    program = _fused(residency.table.gather_s[residency.gather_chunk], opened, updates.gather_wait, joins)
-    return waits, program
-
-
-def _gone_before(gone: IntArray, steps: IntArray) -> IntArray:
-    """``gone`` by each step of the iteration before, counted from this one."""
-    ended: IntArray = np.where(steps >= 0, gone[np.clip(steps, 0, len(gone) - 1)], 0)
-    ended -= gone[-1]
-    return ended
 
 
 def _fused(seconds: FloatArray, first: IntArray, second: IntArray, joins: BoolArray) -> LaneProgram:
     """The lane whose tasks join the one before them where ``joins`` says so."""
-    begins = np.flatnonzero(~joins)
+    begins = (~joins).nonzero()[0]
     if not len(begins):
         return LaneProgram(seconds, np.zeros((0, 2), dtype=np.int64))
     return LaneProgram(np.add.reduceat(seconds, begins), np.stack([first[begins], second[begins]], axis=1))
 
 
 def _met_before(waits: IntArray) -> BoolArray:
-    """Whether an earlier task of the lane has already waited for as much."""
-    met = np.zeros(len(waits), dtype=np.bool_)
-    met[1:] = waits[1:] <= np.maximum.accumulate(waits)[:-1]
+    """Whether an earlier task of the lane, along the last axis, has already waited for as much."""
+    met = np.zeros(waits.shape, dtype=np.bool_)
+    met[..., 1:] = waits[..., 1:] <= np.maximum.accumulate(waits, axis=-1)[..., :-1]
     return met
 
 

@@ -19,7 +19,7 @@ import numpy as np
 from ..shared.schedule import Lane
 from .compute_table import ComputeTable, FloatArray
 from .contention import ContentionModel
-from .lane_programs import UpdatePrograms, gather_programs, update_programs
+from .lane_programs import CopyPrograms, LaneProgram, copy_programs
 from .residency import Residency
 from .simulator import MIN_ITERATIONS
 from .space import BoolArray, IntArray
@@ -49,7 +49,8 @@ class ReplayPlan:
     """One plan to replay."""
 
     residency: Residency
-    prefetch_depth: int
+    depth: int
+    """Index into the replayer's prefetch depths."""
     checkpoint: int
     """Row of the compute table."""
 
@@ -70,17 +71,33 @@ class _Programs:
     """(J, 4) tasks of one iteration."""
 
 
-def replay_s(plans: Sequence[ReplayPlan], compute: ComputeTable, contention: ContentionModel) -> FloatArray:
-    """(J,) the period of every plan, NaN where it is not periodic after ``MIN_ITERATIONS`` iterations."""
-    if not plans:
-        return np.zeros(0)
-    slowdowns = _slowdown_table(contention)
-    builder = _Builder(compute, slowest_offload=float(slowdowns[:, _D2H].max()))
-    programs = builder.programs([builder.lanes(plan) for plan in plans])
-    ends_s = _run(programs, slowdowns)
-    lengths = programs.lengths
-    begins = np.append(0, lengths.sum(axis=1).cumsum()[:-1])
-    return _periods_s(ends_s, begins, begins + lengths[:, _COMPUTE] - 1)
+class Replayer:
+    """Replays plans of one workload on one machine; what it has learnt of a residency it keeps."""
+
+    def __init__(self, compute: ComputeTable, contention: ContentionModel, depths: IntArray) -> None:
+        self._compute = compute
+        self._depths = depths
+        self._slowdowns = _slowdown_table(contention)
+        self._known: dict[int, tuple[Residency, CopyPrograms]] = {}
+        """By ``id``; the residency itself keeps its id from being reused."""
+
+    def periods_s(self, plans: Sequence[ReplayPlan]) -> FloatArray:
+        """(J,) the period of every plan, NaN where it is not periodic after ``MIN_ITERATIONS`` iterations."""
+        if not plans:
+            return np.zeros(0)
+        builder = _Builder(self._compute)
+        programs = builder.programs([builder.lanes(plan, self._copies(plan.residency)) for plan in plans])
+        ends_s = _run(programs, self._slowdowns)
+        lengths = programs.lengths
+        begins = np.append(0, lengths.sum(axis=1).cumsum()[:-1])
+        return _periods_s(ends_s, begins, begins + lengths[:, _COMPUTE] - 1)
+
+    def _copies(self, residency: Residency) -> CopyPrograms:
+        known = self._known.get(id(residency))
+        if known is None:
+            slowest_offload = float(self._slowdowns[:, _D2H].max())
+            known = self._known[id(residency)] = (residency, copy_programs(residency, self._depths, slowest_offload))
+        return known[1]
 
 
 def _periods_s(ends_s: FloatArray, begins: IntArray, last: IntArray) -> FloatArray:
@@ -115,33 +132,28 @@ class _Lane:
 class _Builder:
     """Lays programs end to end; plans share the copies of a residency, and rows of the compute table."""
 
-    def __init__(self, compute: ComputeTable, slowest_offload: float) -> None:
+    def __init__(self, compute: ComputeTable) -> None:
         self._compute = compute
-        self._slowest_offload = slowest_offload
         self._durations: list[FloatArray] = []
         self._waits: list[IntArray] = []
         self._num_durations = self._num_waits = 0
-        self._updates: dict[int, tuple[UpdatePrograms, _Lane, _Lane]] = {}
+        self._updates: dict[int, tuple[_Lane, _Lane]] = {}
         self._gathers: dict[tuple[int, int], tuple[int, _Lane]] = {}
         self._seconds: dict[tuple[int, float], int] = {}
 
-    def lanes(self, plan: ReplayPlan) -> tuple[_Lane, ...]:
+    def lanes(self, plan: ReplayPlan, copies: CopyPrograms) -> tuple[_Lane, ...]:
         """The programs of a plan, in the order of ``Lane``."""
-        residency, length = plan.residency, plan.residency.positions.length
-        key = id(residency)
+        key, length = id(plan.residency), copies.compute_waits.shape[1]
         if key not in self._updates:
-            updates = update_programs(residency, self._slowest_offload)
-            d2h, cpu = updates.d2h, updates.cpu_optim
-            d2h_lane = self._lane(d2h.durations_s, d2h.waits, (length, 0))
-            self._updates[key] = updates, d2h_lane, self._lane(cpu.durations_s, cpu.waits, (d2h_lane.length, 0))
-        updates, d2h_lane, cpu_lane = self._updates[key]
-        if (key, plan.prefetch_depth) not in self._gathers:
-            waits, h2d = gather_programs(residency, updates, plan.prefetch_depth)
-            h2d_lane = self._lane(h2d.durations_s, h2d.waits, (length, cpu_lane.length))
-            place = self._add_waits(waits, (h2d_lane.length, d2h_lane.length))
-            self._gathers[key, plan.prefetch_depth] = place, h2d_lane
-        first_wait, h2d_lane = self._gathers[key, plan.prefetch_depth]
-        row = (plan.checkpoint, residency.device_adam_s)
+            d2h_lane = self._lane(copies.d2h, (length, 0))
+            self._updates[key] = d2h_lane, self._lane(copies.cpu_optim, (d2h_lane.length, 0))
+        d2h_lane, cpu_lane = self._updates[key]
+        if (key, plan.depth) not in self._gathers:
+            h2d_lane = self._lane(copies.h2d[plan.depth], (length, cpu_lane.length))
+            place = self._add_waits(copies.compute_waits[plan.depth], (h2d_lane.length, d2h_lane.length))
+            self._gathers[key, plan.depth] = place, h2d_lane
+        first_wait, h2d_lane = self._gathers[key, plan.depth]
+        row = (plan.checkpoint, plan.residency.device_adam_s)
         if row not in self._seconds:
             self._seconds[row] = self._add_durations(np.append(self._compute.seconds[row[0], :-1], row[1]))
         return _Lane(length, self._seconds[row], first_wait), h2d_lane, d2h_lane, cpu_lane
@@ -156,8 +168,9 @@ class _Builder:
             lengths=np.array([[lane.length for lane in of_plan] for of_plan in lanes]),
         )
 
-    def _lane(self, durations_s: FloatArray, waits: IntArray, lengths: tuple[int, int]) -> _Lane:
-        return _Lane(len(waits), self._add_durations(durations_s), self._add_waits(waits, lengths))
+    def _lane(self, program: LaneProgram, lengths: tuple[int, int]) -> _Lane:
+        place = self._add_durations(program.durations_s)
+        return _Lane(len(program.waits), place, self._add_waits(program.waits, lengths))
 
     def _add_durations(self, durations_s: FloatArray) -> int:
         place = self._num_durations
@@ -171,7 +184,10 @@ class _Builder:
         ``lengths``: of the two lanes that are waited for.
         """
         place = self._num_waits
-        self._waits += [waits + np.array(lengths) * iteration for iteration in range(_UNROLLED)]
+        per_iteration = np.array(lengths)
+        for _ in range(_UNROLLED):
+            self._waits.append(waits)
+            waits = waits + per_iteration
         self._waits.append(_NEVER)
         self._num_waits += len(waits) * _UNROLLED + 1
         return place

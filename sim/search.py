@@ -31,7 +31,7 @@ from ..shared.workload import Workload
 from .candidates import Candidate, Candidates
 from .infeasible import explain_infeasible
 from .prediction import predicted_record
-from .replay import REPLAY_FRAC, ReplayPlan, replay_s
+from .replay import REPLAY_FRAC, Replayer, ReplayPlan
 from .search_problem import SearchProblem, search_problem
 from .simulator import simulate_timing
 from .space import SearchSpace
@@ -131,6 +131,7 @@ class _Hunt:
         self.max_replays = max_replays
         self.on_progress = on_progress
         self.candidates = Candidates(problem)
+        self.replayer = Replayer(problem.compute, problem.contention, problem.layouts[0].grid.prefetch_depth)
         self.replayed: list[_Replayed] = []
         """In their order."""
         self.simulated: list[_Simulated] = []
@@ -161,9 +162,8 @@ class _Hunt:
         return max(0, min(size, self.max_replays - num_replays))
 
     def _replay(self, batch: list[Candidate]) -> None:
-        depths = [self.problem.layouts[c.layout].grid.prefetch_depth[c.index[1]] for c in batch]
-        plans = [ReplayPlan(c.residency, int(d), c.index[2]) for c, d in zip(batch, depths, strict=True)]
-        periods_s = replay_s(plans, self.problem.compute, self.problem.contention)
+        plans = [ReplayPlan(candidate.residency, *candidate.index[1:]) for candidate in batch]
+        periods_s = self.replayer.periods_s(plans)
         for candidate, period_s in zip(batch, periods_s.tolist(), strict=True):
             bound_s = candidate.bound_s if np.isnan(period_s) else max(candidate.bound_s, period_s * REPLAY_FRAC)
             self.replayed.append(_Replayed(candidate, period_s, bound_s))

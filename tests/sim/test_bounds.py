@@ -25,7 +25,7 @@ from protwin.sim.compute_table import ComputeTable, compute_table
 from protwin.sim.contention import ContentionModel
 from protwin.sim.costs import CostModel
 from protwin.sim.memory_bounds import MemoryBounds
-from protwin.sim.replay import REPLAY_FRAC, ReplayPlan, replay_s
+from protwin.sim.replay import REPLAY_FRAC, Replayer, ReplayPlan
 from protwin.sim.residency import residency
 from protwin.sim.simulator import simulate_timing
 from protwin.sim.throughput import throughput_weights
@@ -77,8 +77,8 @@ class Case:
 
     def replayed_s(self) -> float:
         found = residency(self.chunks, self.plan.n_persist, self.plan.n_buffer)
-        row = ReplayPlan(found, self.plan.prefetch_depth, self.plan.n_checkpoint)
-        return float(replay_s([row], self.compute, self.contention)[0])
+        replayer = Replayer(self.compute, self.contention, np.array([self.plan.prefetch_depth]))
+        return float(replayer.periods_s([ReplayPlan(found, 0, self.plan.n_checkpoint)])[0])
 
 
 def case(model: Workload, chosen: Plan, layout: Layout, costs: CostModel, contention: ContentionModel) -> Case:
@@ -230,9 +230,11 @@ def test_plans_that_are_replayed_together_do_not_disturb_each_other(data: st.Dat
     for _ in range(5):
         chosen, layout = data.draw(plans(found.workload))
         chunks = chunk_table(found.workload, layout, found.costs)
-        rows.append(ReplayPlan(residency(chunks, chosen.n_persist, chosen.n_buffer), chosen.prefetch_depth, 0))
-    together = replay_s(rows, found.compute, found.contention)
-    alone = [replay_s([row], found.compute, found.contention)[0] for row in rows]
+        found_residency = residency(chunks, chosen.n_persist, chosen.n_buffer)
+        rows.append(ReplayPlan(found_residency, chosen.prefetch_depth - 1, 0))
+    depths = np.arange(1, 5)
+    together = Replayer(found.compute, found.contention, depths).periods_s(rows)
+    alone = [Replayer(found.compute, found.contention, depths).periods_s([row])[0] for row in rows]
     np.testing.assert_array_equal(together, alone)
 
 
@@ -250,10 +252,10 @@ def test_tasks_are_fused_only_where_nobody_can_tell(monkeypatch: pytest.MonkeyPa
     quick = replace(found, costs=CostModel(machine(offload_s=0.5), use_measured=True))
     quick = case(quick.workload, quick.plan, quick.layout, quick.costs, quick.contention)
     row = residency(quick.chunks, 0, 4)
-    fused = lane_programs.update_programs(row, slowest_offload=1.0)
+    fused = lane_programs.copy_programs(row, np.array([1]), slowest_offload=1.0)
     assert len(fused.cpu_optim.durations_s) == 1 < len(row.update_chunk)
     assert quick.replayed_s() == pytest.approx(quick.simulated_s())
     # The wrong variant fuses CPU Adam although the next chunk's gradients may still be on their way.
-    original = lane_programs.update_programs
-    monkeypatch.setattr(replay, "update_programs", lambda row, slowest_offload: original(row, 0.0))
+    original = lane_programs.copy_programs
+    monkeypatch.setattr(replay, "copy_programs", lambda row, depths, slowest_offload: original(row, depths, 0.0))
     assert found.replayed_s() < found.simulated_s() * (1 - 1e-3)
