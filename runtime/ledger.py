@@ -46,6 +46,8 @@ class MemoryLedger:
         self.peak_bytes = 0
         self.samples: list[tuple[float, int]] | None = None
         """(time, level) at every change while a curve is being recorded."""
+        self.before_operation: Callable[[], None] | None = None
+        """Called before each watched operation."""
         self.on_operation: Callable[[Any, tuple[Any, ...], dict[str, Any], Any], None] | None = None
         """Called after each watched operation with (operator, args, kwargs, result)."""
         self.doing = "setting up"
@@ -246,6 +248,8 @@ class _WatchingMode(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if self._ledger is not None and self._ledger.before_operation is not None:
+            self._ledger.before_operation()
         result = func(*args, **kwargs)
         if self._ledger is not None:
             self._ledger.watch_result(func, args, kwargs, result)

@@ -59,25 +59,39 @@ class Observation:
 
 
 class _Observer:
-    """Splits a metered iteration into sections."""
+    """Splits a metered iteration into sections.
+
+    A section's memory ends, and the next one's begins, with the next operation after the announcement: what the caller
+    of a block holds until the block has returned, its input above all, goes with the block.
+    """
 
     def __init__(self, ledger: MemoryLedger) -> None:
         self._ledger = ledger
         self.sections: dict[PhaseKey, Observation] = {}
         self._current: Observation | None = None
+        self._next: PhaseKey | None = None
+        ledger.before_operation = self._settle
         ledger.on_operation = self._operation
 
     def begin(self, kind: TaskKind, section: Section) -> None:
-        self._end()
-        self._current = self.sections[kind, section] = Observation(self._ledger.watched_bytes)
+        self._settle()
+        self._next = kind, section
 
     def end_backward(self) -> None:
+        self._settle()
         self._end()
 
     def restart(self) -> None:
         """Forget what was seen: the next iteration counts."""
         self.sections.clear()
-        self._current = None
+        self._current = self._next = None
+
+    def _settle(self) -> None:
+        """Begin the section that was announced."""
+        key, self._next = self._next, None
+        if key is not None:
+            self._end()
+            self._current = self.sections[key] = Observation(self._ledger.watched_bytes)
 
     def _end(self) -> None:
         current, self._current = self._current, None

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from ..shared.plan import ActivationMode
-from ..shared.schedule import Section, TaskKind
+from ..shared.schedule import Part, Section, TaskKind
 from ..shared.workload import BlockId, BlockProfile, Phase
 from .observing import Observation, PhaseKey
 
@@ -38,6 +38,16 @@ class Assembly:
             curve=observation.curve(),
             measured_s=self._seconds[mode].get((kind, section)),
         )
+
+    def outer_phase(self, kind: TaskKind, section: Part) -> Phase:
+        """A phase outside the blocks, for any mixture of activation modes.
+
+        What the blocks were given (masks, positions, the first block's input) ends with the forward if no block saves
+        it, and with the backward of the checkpointed blocks otherwise; the phase that frees less holds for all.
+        """
+        keep, again = (self.phase(mode, kind, section) for mode in (ActivationMode.KEEP, ActivationMode.CHECKPOINT))
+        larger = max(keep, again, key=lambda phase: (phase.net_bytes, phase.peak_bytes))
+        return larger.model_copy(update={"measured_s": keep.measured_s})
 
     def profiles(self) -> tuple[tuple[BlockProfile, ...], list[int]]:
         """Distinct profiles and the profile of each block; equal blocks share the median of their times."""

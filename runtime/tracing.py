@@ -55,7 +55,6 @@ def trace(
     profiles, profile_of_traced = assembly.profiles()
     profile_of = [profile_of_traced[traced] for traced in stands_for]
     parameters = describe_parameters(model, named)
-    keep = ActivationMode.KEEP
     return Workload(
         model_name=name or getattr(getattr(model, "config", None), "name_or_path", "") or type(model).__name__,
         model_hash=model_hash(model),
@@ -66,10 +65,10 @@ def trace(
         parameters=parameters,
         blocks=tuple(Block(name=b.name, profile=p) for b, p in zip(named, profile_of, strict=True)),
         profiles=profiles,
-        prologue_forward=assembly.phase(keep, TaskKind.FORWARD, Part.PROLOGUE),
-        epilogue_forward=assembly.phase(keep, TaskKind.FORWARD, Part.EPILOGUE),
-        epilogue_backward=assembly.phase(keep, TaskKind.BACKWARD, Part.EPILOGUE),
-        prologue_backward=assembly.phase(keep, TaskKind.BACKWARD, Part.PROLOGUE),
+        prologue_forward=assembly.outer_phase(TaskKind.FORWARD, Part.PROLOGUE),
+        epilogue_forward=assembly.outer_phase(TaskKind.FORWARD, Part.EPILOGUE),
+        epilogue_backward=assembly.outer_phase(TaskKind.BACKWARD, Part.EPILOGUE),
+        prologue_backward=assembly.outer_phase(TaskKind.BACKWARD, Part.PROLOGUE),
         resident_bytes=_resident_bytes(model, batch),
         traced_with="real" if assembly.is_real else "fake",
         measured_on=device_description(next(model.parameters()).device) if assembly.is_timed else None,

@@ -22,6 +22,7 @@ from ..shared.record import Record
 from ..shared.verify import verify_schedule
 from ..shared.workload import Workload
 from .blocks import find_blocks
+from .buffers import buffers_on
 from .compute_lane import ComputeLane
 from .devices import CpuDevice, CudaDevice, TrainingDevice
 from .identity import model_hash
@@ -125,7 +126,7 @@ class Training:
             undo.enter_context(without_cache(model))
             undo.callback(model.__dict__.pop, _MARKER, None)
             model.__dict__[_MARKER] = self
-            _move_buffers(model, device.torch_device)
+            undo.enter_context(buffers_on(device.torch_device, model))
             if device.ledger is not None:
                 device.ledger.adopt(model.buffers())
             self._placed = PlacedModel(
@@ -302,15 +303,6 @@ class Training:
         if error is not None:
             self._compute.failed(error)
         self.close()
-
-
-def _move_buffers(model: nn.Module, device: torch.device) -> None:
-    """Module buffers live on the device all the time; parameters are placed chunk by chunk, since together they may
-    not fit."""
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.device != device:
-                module._buffers[name] = buffer.to(device)
 
 
 _MARKER: Final = "_protwin_training"
