@@ -362,8 +362,11 @@ def test_the_device_takes_its_share_of_the_hosts_memory_where_the_cpu_is_the_dev
 def test_a_capped_search_says_that_it_proves_nothing() -> None:
     contention = Contention(lanes=(Lane.COMPUTE, Lane.CPU_OPTIM, Lane.H2D, Lane.D2H), slowdowns=(2.0, 3.0, 2.5, 2.5))
     calibration = Calibration(hardware_name=MACHINE, machine=MACHINE, contention=(contention,))
-    model = workload(num_blocks=8)
-    box = machine(gather_s=1.5, offload_s=1.5, cpu_adam_s=1.5)
+    seconds = Seconds(
+        forward=0.3, recompute=0.3, backward=0.6, prologue=0.1, epilogue_forward=0.1, epilogue_backward=0.1
+    )
+    model = workload(8, seconds)
+    box = machine(gather_s=0.9, offload_s=0.9, cpu_adam_s=0.9)
     capped = search(model, box, calibration, tolerance_frac=0.0, max_replays=1)
     assert not capped.certificate.is_certified
     assert capped.certificate.num_undecided > 0
