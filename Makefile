@@ -4,6 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt
 
+# One test process per core, each with one thread: teams of threads that outnumber the cores wait for each other.
+WORKERS ?= auto
+
 # The stamp is written when the installation is complete, and holds the folder that it was made for: without a stamp,
 # or in a folder that was moved, the environment is made anew.
 STAMP := $(VENV)/complete
@@ -21,7 +24,7 @@ demo: $(STAMP) ## Search a plan, carry it out, lay prediction and reality over e
 
 .PHONY: test
 test: $(STAMP) ## Run the tests (ARGS="-k name" for some of them)
-	$(BIN)/python -m pytest $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) $(ARGS)
 
 .PHONY: check
 check: $(STAMP) ## Lint, format, types and imports
