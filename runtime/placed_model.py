@@ -12,6 +12,7 @@ from ..shared.errors import ScheduleError
 from ..shared.layout import Layout
 from ..shared.workload import Workload
 from .chunks import DeviceChunk
+from .device_steps import DeviceStep, narrow_steps
 from .devices import TrainingDevice
 from .optimizer import ChunkOptimizer, MakeOptimizer
 
@@ -38,7 +39,7 @@ class PlacedModel:
         self._device = device
         self.chunks: list[DeviceChunk] = []
         self._host_optimizers: dict[int, ChunkOptimizer] = {}
-        self._device_optimizers: list[tuple[ChunkOptimizer, list[nn.Parameter]]] = []
+        self._device_steps: list[DeviceStep] = []
         self._noted_gradients: list[tuple[nn.Parameter, torch.Tensor | None, int]] = []
         parameters = dict(model.named_parameters(remove_duplicate=False))
         persistent = layout.persistent(n_persist)
@@ -66,26 +67,22 @@ class PlacedModel:
             return
         wide = [p for p in chunk.trainable if p.element_size() >= 4]
         if wide:
-            self._device_optimizers.append((ChunkOptimizer(wide, wide, options, make_optimizer), wide))
+            self._device_steps.append(DeviceStep(ChunkOptimizer(wide, wide, options, make_optimizer), wide))
         for parameter in (p for p in chunk.trainable if p.element_size() < 4):
-            # One optimizer per narrow parameter, so that only one gradient at a time is widened.
             master = parameter.detach().float()
             if self._device.ledger is not None:
                 self._device.ledger.adopt([master])
-            stepper = ChunkOptimizer([master], [parameter], options, make_optimizer, targets=[parameter.detach()])
-            self._device_optimizers.append((stepper, [parameter]))
+            self._device_steps += narrow_steps(parameter, master, options, make_optimizer)
 
     # -- stepping ----------------------------------------------------------------------------------------------------
 
     def step_on_device(self) -> None:
         """Step the persistent chunks with the gradients that their parameters hold, and drop these."""
-        for stepper, parameters in self._device_optimizers:
-            stepper.step([parameter.grad for parameter in parameters])
-            for parameter in parameters:
-                parameter.grad = None
+        for step in self._device_steps:
+            step.run()
         if self._device.ledger is not None:
-            for stepper, _ in self._device_optimizers:
-                self._device.ledger.adopt(stepper.state_tensors())
+            for step in self._device_steps:
+                self._device.ledger.adopt(step.optimizer.state_tensors())
 
     def step_on_host(self, chunk: DeviceChunk, present: Sequence[bool]) -> None:
         """Step an offloaded chunk with its staged gradients; ``present`` says for which parameters there was one."""
@@ -101,7 +98,7 @@ class PlacedModel:
 
     def set_learning_rate(self, learning_rate: float) -> None:
         """Set the rate of every parameter group."""
-        for stepper in (*self._host_optimizers.values(), *(stepper for stepper, _ in self._device_optimizers)):
+        for stepper in (*self._host_optimizers.values(), *(step.optimizer for step in self._device_steps)):
             for group in stepper.optimizer.param_groups:
                 group["lr"] = learning_rate
 
@@ -115,7 +112,7 @@ class PlacedModel:
     def note_gradients(self) -> None:
         """Remember the gradients that wait for device Adam while those of other chunks have left already."""
         if self._host_optimizers:
-            waiting = (parameter for _, parameters in self._device_optimizers for parameter in parameters)
+            waiting = (parameter for step in self._device_steps for parameter in step.parameters)
             self._noted_gradients = [(p, p.grad, p.grad._version if p.grad is not None else 0) for p in waiting]
 
     def check_gradients(self) -> None:
@@ -138,4 +135,4 @@ class PlacedModel:
                 chunk.move_out()
         self.chunks.clear()
         self._host_optimizers.clear()
-        self._device_optimizers.clear()
+        self._device_steps.clear()

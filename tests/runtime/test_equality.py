@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from protwin.runtime import carry_out
-from protwin.shared.layout import build_layout
+from protwin.runtime import carry_out, device_steps
+from protwin.shared.layout import Layout, build_layout
 from protwin.shared.plan import Plan
 from tests.runtime.models import SEED, Case, cases, differences
 from tests.strategies import plans
+
+
+def first(drawn: tuple[Plan, Layout]) -> Plan:
+    return drawn[0]
 
 
 def trained(case: Case, plan: Plan) -> tuple[list[float], list[str], dict[str, int]]:
@@ -53,12 +57,24 @@ def check_counts(case: Case, plan: Plan, counted: dict[str, int]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", cases())
-@settings(max_examples=5)
+@settings(max_examples=5, phases=[Phase.explicit, Phase.generate])
 @given(data=st.data())
 def test_random_plans_equal_the_plain_loop(name: str, data: st.DataObject) -> None:
     case = cases()[name]
-    plan, _ = data.draw(plans(case.workload))
+    plan = data.draw(plans(case.workload).map(first))
     losses, different, counted = trained(case, plan)
     assert losses == case.plain.losses
     assert different == []
     check_counts(case, plan, counted)
+
+
+def test_narrow_parameters_stepped_in_pieces_equal_the_plain_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pieces of 1 000 scalars, so that the parameters of a small model have several, the last one shorter."""
+    monkeypatch.setattr(device_steps, "PIECE_SCALARS", 1_000)
+    case = cases()["llama in bfloat16"]
+    assert any(parameter.num_elements > 1_000 for parameter in case.workload.parameters)
+    plan = Plan(workload_id=case.workload.identity, chunk_bytes=2**20, n_persist=3, n_buffer=0)
+    losses, different, counted = trained(case, plan)
+    assert losses == case.plain.losses
+    assert different == []
+    assert counted["gathers"] == 0
