@@ -139,16 +139,17 @@ class Candidates:
         problem, layout = self._problem, self._problem.layouts[family.layout]
         grid = layout.grid
         rows = np.flatnonzero(grid.n_persist == family.n_persist)
-        peaks = layout.memory.peak_bytes(family.n_persist, grid.n_buffer[rows], grid.prefetch_depth)
-        is_open = grid.is_distinct[rows][:, :, None] & family.may_fit
+        columns = np.flatnonzero(family.may_fit)
+        peaks = layout.memory.peak_bytes(family.n_persist, grid.n_buffer[rows], grid.prefetch_depth, columns)
+        is_open = grid.is_distinct[rows][:, :, None]
         fits = is_open & (peaks <= problem.device_budget_bytes)
         self.num_bounded_by_memory += int(np.count_nonzero(is_open & ~fits))
         row, depth = np.nonzero(fits.any(axis=2))
-        bounds_s = np.full(fits.shape, np.inf)
-        bounds_s[row, depth] = layout.time.iteration_s(
-            grid.n_persist[rows[row]], grid.n_buffer[rows[row]], grid.prefetch_depth[depth]
+        bounds_s = np.full((*fits.shape[:2], len(family.may_fit)), np.inf)
+        found_s = layout.time.iteration_s(
+            grid.n_persist[rows[row]], grid.n_buffer[rows[row]], grid.prefetch_depth[depth], columns
         )
-        bounds_s[~fits] = np.inf
+        bounds_s[row[:, None], depth[:, None], columns] = np.where(fits[row, depth], found_s, np.inf)
         for number in np.unique(row).tolist():
             index, bound_s = int(rows[number]), bounds_s[number]
             found = _Residency(family.layout, index, bound_s)

@@ -40,9 +40,15 @@ class MemoryBounds:
         for block, chunks in enumerate(table.layout.chunks_of_block):
             self._needs[block, list(chunks)] = True
 
-    def peak_bytes(self, n_persist: int, n_buffer: IntArray, depths: IntArray) -> IntArray:
-        """(R, D, K) bytes that the guaranteed peak does not fall below, for the plans with ``n_persist``."""
+    def peak_bytes(
+        self, n_persist: int, n_buffer: IntArray, depths: IntArray, checkpoints: IntArray | None = None
+    ) -> IntArray:
+        """(R, D, K) bytes that the guaranteed peak does not fall below, for the plans with ``n_persist``.
+
+        ``checkpoints``: (K,) the rows of the compute table that are asked for; all of them if None.
+        """
         table, blocks = self._table, np.arange(self._needs.shape[0])
+        asked = np.arange(len(self._turn)) if checkpoints is None else checkpoints
         offloaded = table.is_offloaded(n_persist)
         # Ranks by last block; of chunks that end together the smallest are taken to survive.
         order = np.lexsort((-table.size_bytes, table.last_block))
@@ -55,11 +61,12 @@ class MemoryBounds:
         # Survivors that are there at each block, and its own chunks where they do not survive; (R, n).
         held = survives @ ((is_live & ~is_needed) * sizes).T + is_needed @ sizes
         gradients = self._gradient_bytes(offloaded, depths)
-        during_forward = (held[:, None, :] + self._forward).max(axis=2)
-        during_backward = (held[:, None, None, :] + (gradients[:, None, :] + self._backward)).max(axis=3)
-        at_turn = (survives @ sizes)[:, None] + self._turn
+        during_forward = (held[:, None, :] + self._forward[asked]).max(axis=2)
+        during_backward = (held[:, None, None, :] + (gradients[:, None, :] + self._backward[asked])).max(axis=3)
+        at_turn = (survives @ sizes)[:, None] + self._turn[asked]
         stepped = np.where(offloaded[table.gradient_chunk], 0, table.gradient_bytes).sum()
-        at_ends = np.maximum(self._ends[:, 0], stepped + self._ends[:, 1:].max(axis=1))
+        ends = self._ends[asked]
+        at_ends = np.maximum(ends[:, 0], stepped + ends[:, 1:].max(axis=1))
         elsewhere = np.maximum(np.maximum(during_forward, at_turn), at_ends)
         peaks: IntArray = np.maximum(during_backward, elsewhere[:, None, :]).astype(np.int64)
         peaks += self._static[n_persist]

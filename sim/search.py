@@ -37,9 +37,11 @@ from .simulator import simulate_timing
 from .space import SearchSpace
 from .timing import Timing
 
-_FIRST_BATCH: Final = 64
 _BATCH: Final = 512
-"""Plans replayed at once; the first batch is there to find a good plan early."""
+"""Plans replayed at once."""
+_FIRST_RESIDENCIES: Final = 64
+"""The first batch is there to find a good plan early, and ends with the plans of so many residencies: each residency
+costs more than many of its plans."""
 _NUM_ALTERNATIVES: Final = 4
 _PARETO_SAVING_FRAC: Final = 0.01
 
@@ -145,21 +147,28 @@ class _Hunt:
 
     def run(self) -> None:
         """Simulate until no bound is left below the limit, then settle near-ties."""
-        size, num_replays = _FIRST_BATCH, 0
-        while batch := list(islice(self.candidates.below(self.limit_s), self._affordable(size, num_replays))):
+        num_replays = 0
+        while batch := self._batch(num_replays):
             self._replay(batch)
             num_replays += len(batch)
             while self.replayed and self.replayed[0].bound_s < self.limit_s:
                 self._simulate(self.replayed.pop(0).candidate)
             self._report()
-            size = _BATCH
         self._settle_near_ties()
 
-    def _affordable(self, size: int, num_replays: int) -> int:
-        """How many plans of a batch the cap leaves; while nothing was found that fits, there is none."""
-        if self.max_replays is None or self.best is None:
-            return size
-        return max(0, min(size, self.max_replays - num_replays))
+    def _batch(self, num_replays: int) -> list[Candidate]:
+        """The plans to replay next; the cap counts once something was found that fits."""
+        size = _BATCH
+        if self.max_replays is not None and self.best is not None:
+            size = max(0, min(size, self.max_replays - num_replays))
+        batch: list[Candidate] = []
+        residencies: set[int] = set()
+        for candidate in islice(self.candidates.below(self.limit_s), size):
+            batch.append(candidate)
+            residencies.add(id(candidate.residency))
+            if self.best is None and len(residencies) == _FIRST_RESIDENCIES:
+                break
+        return batch
 
     def _replay(self, batch: list[Candidate]) -> None:
         plans = [ReplayPlan(candidate.residency, *candidate.index[1:]) for candidate in batch]

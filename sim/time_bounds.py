@@ -67,15 +67,21 @@ class TimeBounds:
         self._weights = weights
         self._sums = WorkSums(table, compute)
 
-    def iteration_s(self, n_persist: IntArray, n_buffer: IntArray, depths: IntArray) -> FloatArray:
-        """(R, K) bounds of the plans with these knobs, each (R,)."""
+    def iteration_s(
+        self, n_persist: IntArray, n_buffer: IntArray, depths: IntArray, checkpoints: IntArray | None = None
+    ) -> FloatArray:
+        """(R, K) bounds of the plans with these knobs, each (R,).
+
+        ``checkpoints``: (K,) the rows of the compute table that are asked for; all of them if None.
+        """
         sums = self._sums
+        columns = np.arange(sums.compute_s.shape[1]) if checkpoints is None else checkpoints
         again_s = sums.again(n_persist, n_buffer)
         copies = (sums.gather_s[n_persist, -1] + again_s, sums.offload_s[n_persist, -1], sums.adam_s[n_persist, -1])
-        bound: FloatArray = self._weigh(sums.compute_s[n_persist], *copies).max(axis=1)
+        bound: FloatArray = self._weigh(sums.compute_s[n_persist[:, None], columns], *copies).max(axis=1)
         is_cycle = sums.first[n_persist] < sums.num_blocks
         if is_cycle.any():
-            rows = WorkRows(sums, n_persist[is_cycle, None], again_s[is_cycle, None])
+            rows = WorkRows(sums, n_persist[is_cycle, None], again_s[is_cycle, None], columns)
             cycle = _Cycle(rows, depths[is_cycle, None])
             through = np.maximum(self._through_adam(cycle), self._through_compute(cycle))
             bound[is_cycle] = np.maximum(bound[is_cycle], through)
@@ -137,7 +143,7 @@ class TimeBounds:
         offload_s = rows.offloads_s(least, cuts + 1)
         later_s = rows.gathers_again_s(p, cuts - depth)
         second_s = self._weigh(rows.compute_s(cycle.backward(cuts) + 1, stop), later_s, offload_s, _NONE).max(axis=2)
-        rest_s = rows.sums.compute_s[rows.row] - rows.compute_s(start, stop)
+        rest_s = rows.iteration_s - rows.compute_s(start, stop)
         own = [np.where(is_block, 0.0, work(p, p + 1)) for work in (rows.offloads_s, rows.adam_s)]
         tail_s = np.where(is_block, 0.0, cycle.last_gathers_s)
         serial_s = np.where(is_block, 0.0, cycle.shortest_offload_s) + own[1] + tail_s

@@ -81,10 +81,19 @@ class WorkRows:
     """(R, 1) ``n_persist``."""
     again_s: FloatArray
     """(R, 1) ``WorkSums.again``."""
+    columns: IntArray
+    """(K,) the numbers of checkpointed blocks that are asked for, as indices."""
+
+    @property
+    def iteration_s(self) -> FloatArray:
+        """(R, 1, K) seconds of all compute."""
+        seconds: FloatArray = self.sums.compute_s[self.row[..., None], self.columns]
+        return seconds
 
     def compute_s(self, start: IntArray, stop: IntArray) -> FloatArray:
         """(R, J, K) seconds of the compute positions from ``start`` to before ``stop``."""
-        seconds: FloatArray = self.sums.until_s[stop] - self.sums.until_s[start]
+        until_s = self.sums.until_s[:, self.columns]
+        seconds: FloatArray = until_s[stop] - until_s[start]
         return seconds
 
     def gathers_s(self, first: IntArray, stop: IntArray | None = None) -> FloatArray:
