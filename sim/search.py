@@ -157,9 +157,9 @@ class _Hunt:
         self._settle_near_ties()
 
     def _batch(self, num_replays: int) -> list[Candidate]:
-        """The plans to replay next; the cap counts once something was found that fits."""
+        """The plans to replay next; a cap ends the search only once something was found that fits."""
         size = _BATCH
-        if self.max_replays is not None and self.best is not None:
+        if self.max_replays is not None and (self.best is not None or num_replays < self.max_replays):
             size = max(0, min(size, self.max_replays - num_replays))
         batch: list[Candidate] = []
         residencies: set[int] = set()
