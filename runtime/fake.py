@@ -21,17 +21,28 @@ from .batches import Batch
 from .blocks import NamedBlock, find_blocks
 
 _UNMASKED_ATTENTION: Final = "protwin_unmasked_sdpa"
-_REPRESENTATIVES: Final = 4
-"""Blocks traced for a row of equal ones: the first, two from within, which must agree, and the last."""
+_REPRESENTATIVES: Final = 3
+"""Blocks traced for a row of equal ones: the first, one from within, and the last, whose neighbours differ."""
 
 
 def fake_model(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
     """A copy of a model on the meta device whose parameters and buffers are fake tensors on the CPU."""
     twin = copy.deepcopy(model)
     _use_unmasked_attention(twin)
+    made: dict[int, Any] = {}
     with mode:
-        twin._apply(lambda t: torch.empty(t.shape, dtype=t.dtype, device="cpu"))  # type: ignore[no-untyped-call]
+        # By hand, since nn.Module's own way of replacing tensors would untie tied parameters.
+        for module in twin.modules():
+            for tensors in (module._parameters, module._buffers):
+                for name, tensor in tensors.items():
+                    if tensor is not None:
+                        tensors[name] = made.setdefault(id(tensor), _faked(tensor))
     return twin
+
+
+def _faked(tensor: torch.Tensor) -> torch.Tensor:
+    empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+    return nn.Parameter(empty, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
 
 
 def fake_batch(batch: Batch, mode: FakeTensorMode) -> Batch:

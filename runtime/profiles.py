@@ -61,11 +61,6 @@ class Assembly:
         order = list(members)
         return tuple(_merge(members[key]) for key in order), [order.index(key) for key in keys]
 
-    def agree(self, first: int, second: int) -> bool:
-        """Whether two blocks do the same."""
-        _, profile_of = self.profiles()
-        return profile_of[first] == profile_of[second]
-
     def _profile(self, index: int) -> BlockProfile:
         keep, again = ActivationMode.KEEP, ActivationMode.CHECKPOINT
         section = BlockId(index)

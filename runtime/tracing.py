@@ -103,28 +103,21 @@ def _profile_fake(
     names: str | Sequence[str] | None,
     on_progress: Callable[[int, int], None] | None,
 ) -> tuple[Assembly, list[int]]:
-    """Observe representatives of equal blocks; all blocks if two representatives from within the row differ."""
-    for is_shortened in (True, False):
-        mode = FakeTensorMode()
-        twin, twin_batch = fake_model(model, mode), fake_batch(batch, mode)
-        blocks = find_blocks(twin, names)
+    """Observe the model with fake tensors, representatives in place of a row of equal blocks."""
+    mode = FakeTensorMode()
+    twin, twin_batch = fake_model(model, mode), fake_batch(batch, mode)
+    blocks = find_blocks(twin, names)
+    stands_for = keep_representatives(twin, blocks)
+    if stands_for is None:
         stands_for = list(range(len(blocks)))
-        if is_shortened:
-            representatives = keep_representatives(twin, blocks)
-            if representatives is None:
-                continue
-            stands_for = representatives
-            blocks = find_blocks(twin, blocks[0].name.rpartition(".")[0])
-        progress = _Progress(len(ActivationMode), on_progress)
-        with mode, left_as_found(twin):
-            observed = {
-                m: observe_sections(twin, twin_batch, loss, blocks, m, progress.advance, passes=1)
-                for m in ActivationMode
-            }
-        assembly = Assembly(len(blocks), observed, {m: {} for m in ActivationMode}, is_real=False)
-        if not is_shortened or assembly.agree(1, 2):
-            break
-    return assembly, stands_for
+    else:
+        blocks = find_blocks(twin, blocks[0].name.rpartition(".")[0])
+    progress = _Progress(len(ActivationMode), on_progress)
+    with mode, left_as_found(twin):
+        observed = {
+            m: observe_sections(twin, twin_batch, loss, blocks, m, progress.advance, passes=1) for m in ActivationMode
+        }
+    return Assembly(len(blocks), observed, {m: {} for m in ActivationMode}, is_real=False), stands_for
 
 
 def _check_model(model: nn.Module) -> None:
