@@ -82,6 +82,8 @@ def _flops(
     """
     if operation_class is OperationClass.ATTENTION:
         return _attention_flops(name, args, kwargs)
+    if name == "_grouped_mm":
+        return _grouped_flops(args[0], args[1])
     formula = flop_registry.get(operator.overloadpacket)
     if formula is not None:
         return int(formula(*args, **kwargs, out_val=result))
@@ -89,6 +91,12 @@ def _flops(
         shared = args[0].shape[-1] if isinstance(args[0], torch.Tensor) and args[0].dim() else 1
         return 2 * int(shared) * sum(t.numel() for t in outputs[:1])
     return sum(t.numel() for t in outputs[:1])
+
+
+def _grouped_flops(first: torch.Tensor, second: torch.Tensor) -> int:
+    """A product of groups: each row of the first factor, or each group's, meets the columns of one group."""
+    groups = first.shape[0] if first.dim() == second.dim() == 3 else 1
+    return 2 * groups * first.shape[-2] * first.shape[-1] * second.shape[-1]
 
 
 def _attention_flops(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:

@@ -19,6 +19,7 @@ from ..shared.workload import Block, DType, Workload
 from .batches import Batch, Loss, batch_shapes, batch_tensors, count_samples_and_tokens
 from .blocks import NamedBlock, find_blocks
 from .fake import fake_batch, fake_model, keep_representatives
+from .fake_products import FakeGroupedProducts
 from .identity import device_description, model_hash, software_versions
 from .observing import PhaseKey, observe_sections
 from .parameters import compute_dtype, describe_parameters
@@ -113,7 +114,7 @@ def _profile_fake(
     else:
         blocks = find_blocks(twin, blocks[0].name.rpartition(".")[0])
     progress = _Progress(len(ActivationMode), on_progress)
-    with mode, left_as_found(twin):
+    with mode, FakeGroupedProducts(), left_as_found(twin):
         observed = {
             m: observe_sections(twin, twin_batch, loss, blocks, m, progress.advance, passes=1) for m in ActivationMode
         }
