@@ -106,7 +106,8 @@ def show(result: Fidelity, console: Console) -> None:
     """Print one model's table and summary."""
     table = Table(title=f"{result.model} on {result.machine}", title_justify="left")
     table.add_column("plan")
-    headings = ("predicted", "measured", "error", "noise", "predicted peak", "measured peak", "error", "never above")
+    headings = ("predicted", "measured", "error", "drift", "error of the model", "predicted peak", "measured peak")
+    headings += ("error", "never above")
     for heading in headings:
         table.add_column(heading, justify="right")
     for plan in result.plans:
@@ -114,8 +115,9 @@ def show(result: Fidelity, console: Console) -> None:
             plan.name,
             format_seconds(plan.predicted_iteration_s),
             format_seconds(plan.measured_iteration_s),
+            f"{plan.raw_iteration_error_frac:+.1%}",
+            f"{plan.drift:.2f}",
             f"{plan.iteration_error_frac:+.1%}",
-            f"{plan.iteration_noise_frac:.1%}",
             format_bytes(plan.predicted_peak_bytes),
             format_bytes(plan.measured_peak_bytes),
             f"{plan.peak_error_frac:+.2%}",
@@ -125,8 +127,8 @@ def show(result: Fidelity, console: Console) -> None:
     noise = statistics.median(plan.iteration_noise_frac for plan in result.plans)
     console.print(
         f"peak error: mean {result.mean_peak_error_frac:.2%}, worst {result.worst_peak_error_frac:.2%}; iteration "
-        f"error: mean {result.mean_iteration_error_frac:.1%}, worst {result.worst_iteration_error_frac:.1%} (median "
-        f"noise {noise:.1%}); rank correlation {result.rank_correlation:.3f}; the search's pick is "
+        f"error: mean {result.mean_iteration_error_frac:.1%}, worst {result.worst_iteration_error_frac:.1%}, with the "
+        f"machine's drift {result.mean_raw_iteration_error_frac:.1%} (median noise {noise:.1%}); rank correlation {result.rank_correlation:.3f}; the search's pick is "
         f"{result.search_regret_frac:+.1%} of the best measured plan within {format_bytes(result.budget_bytes)}"
     )
 
