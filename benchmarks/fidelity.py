@@ -128,8 +128,9 @@ def show(result: Fidelity, console: Console) -> None:
     console.print(
         f"peak error: mean {result.mean_peak_error_frac:.2%}, worst {result.worst_peak_error_frac:.2%}; iteration "
         f"error: mean {result.mean_iteration_error_frac:.1%}, worst {result.worst_iteration_error_frac:.1%}, with the "
-        f"machine's drift {result.mean_raw_iteration_error_frac:.1%} (median noise {noise:.1%}); rank correlation {result.rank_correlation:.3f}; the search's pick is "
-        f"{result.search_regret_frac:+.1%} of the best measured plan within {format_bytes(result.budget_bytes)}"
+        f"machine's drift {result.mean_raw_iteration_error_frac:.1%} (median noise {noise:.1%}); rank correlation "
+        f"{result.rank_correlation:.3f}; the search's pick is {result.search_regret_frac:+.1%} of the best "
+        f"measured plan within {format_bytes(result.budget_bytes)}"
     )
 
 

@@ -26,6 +26,8 @@ _COLUMNS: Final = (
     "prefetch_\ndepth",
     "n_\ncheckpoint",
 )
+_MOST_ROWS: Final = 8
+"""Rows of a front that a person reads; the JSON has them all."""
 
 
 def search_tables(result: SearchResult) -> RenderableType:
@@ -39,8 +41,22 @@ def search_tables(result: SearchResult) -> RenderableType:
     if result.alternatives:
         parts += [Text(""), _outcome_table("Next best plans", result.alternatives, result)]
     if len(result.pareto) > 1:
-        parts += [Text(""), _outcome_table("Time against device memory", result.pareto, result)]
+        parts += [Text(""), _outcome_table("Time against device memory", _spread(result.pareto), result)]
     return Group(*parts)
+
+
+def _spread(front: Sequence[PlanOutcome]) -> list[PlanOutcome]:
+    """At most ``_MOST_ROWS`` plans of a front: both ends, and between them the nearest to even steps of memory."""
+    if len(front) <= _MOST_ROWS:
+        return list(front)
+    ordered = sorted(front, key=lambda outcome: outcome.guaranteed_peak_device_bytes, reverse=True)
+    most, least = ordered[0].guaranteed_peak_device_bytes, ordered[-1].guaranteed_peak_device_bytes
+    chosen: dict[int, PlanOutcome] = {}
+    for step in range(_MOST_ROWS):
+        wanted = most - (most - least) * step / (_MOST_ROWS - 1)
+        place = min(range(len(ordered)), key=lambda i: (abs(ordered[i].guaranteed_peak_device_bytes - wanted), i))
+        chosen[place] = ordered[place]
+    return [chosen[place] for place in sorted(chosen)]
 
 
 def budget_sentence(result: SearchResult) -> str:
