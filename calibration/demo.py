@@ -136,7 +136,7 @@ def run_demo(folder: Path, console: Console) -> dict[str, Any]:
     with _stage(console, f"{_STEPS} plain steps without a budget"), progress_bar("training") as report:
         plain = copy.deepcopy(model)
         steps = iter(range(1, _STEPS + 1))
-        reference = train_plainly(plain, batches, make_optimizer, on_step=lambda: report(next(steps), _STEPS))
+        plain_run = train_plainly(plain, batches, make_optimizer, on_step=lambda: report(next(steps), _STEPS))
 
     predicted = result.prediction
     difference = max((a - b).abs().max().item() for a, b in zip(planned.parameters(), plain.parameters(), strict=True))
@@ -150,7 +150,7 @@ def run_demo(folder: Path, console: Console) -> dict[str, Any]:
         "peak_error_frac": predicted.peak_device_bytes / training.peak_device_bytes - 1,
         "plain_peak_device_bytes": need,
         "device_budget_bytes": budget_bytes,
-        "losses_identical": tuple(losses) == reference.losses,
+        "losses_identical": tuple(losses) == plain_run.losses,
         "max_abs_weight_difference": difference,
         "bytes_host_to_device": training.bytes_host_to_device,
         "bytes_device_to_host": training.bytes_device_to_host,
@@ -165,7 +165,7 @@ def run_demo(folder: Path, console: Console) -> dict[str, Any]:
     result.plan.save(folder / "plan.json")
     predicted.save(folder / "predicted.json")
     measured.save(folder / "measured.json")
-    both = {"planned": losses, "plain": reference.losses}
+    both = {"planned": losses, "plain": plain_run.losses}
     write_atomically(folder / "losses.json", json.dumps(both, indent=1) + "\n")
     write_atomically(folder / "timeline.json", chrome_trace(records, schedule=schedule))
     write_atomically(folder / "comparison.json", json.dumps(comparison, indent=1) + "\n")
@@ -176,7 +176,7 @@ def run_demo(folder: Path, console: Console) -> dict[str, Any]:
             predicted=predicted,
             measured=measured,
             budget_bytes=budget_bytes,
-            losses={"plain": reference.losses, "planned": losses},
+            losses={"plain": plain_run.losses, "planned": losses},
             plain_peak_bytes=need,
             comparison=laid_over,
             schedule=schedule,
@@ -184,7 +184,7 @@ def run_demo(folder: Path, console: Console) -> dict[str, Any]:
         ),
     )
     console.print(comparison_tables(laid_over))
-    _print_summary(console, comparison, statistics.median(reference.seconds[3:]))
+    _print_summary(console, comparison, statistics.median(plain_run.seconds[3:]))
     console.print(f"{time.perf_counter() - started:.0f} s in all. Files: {folder}/ (open report.html)")
     return comparison
 
