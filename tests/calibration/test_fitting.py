@@ -1,0 +1,167 @@
+"""Fitting finds the factors that a machine was given.
+
+The machine is the simulator under a calibration that the test chose, so that the truth is known; that the simulator
+resembles real machines is another question, which ``make bench-fidelity`` answers.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from protwin.calibration.fitting import Pair, fit_calibration
+from protwin.calibration.plans import bootstrap_plans, spanning_plans
+from protwin.shared.calibration import Calibration, Contention, Factor
+from protwin.shared.compile import compile_schedule
+from protwin.shared.errors import CalibrationError
+from protwin.shared.hardware import Device, DeviceKind, Hardware, Host, Link
+from protwin.shared.layout import build_layout
+from protwin.shared.record import Origin
+from protwin.shared.schedule import Lane, TaskKind
+from protwin.shared.verify import verify_schedule
+from protwin.shared.workload import Block, BlockProfile, DType, Parameter, Phase, Workload
+from protwin.sim import simulate
+
+MACHINE = Hardware(
+    name="a machine",
+    device=Device(
+        name="cpu",
+        kind=DeviceKind.CPU,
+        memory_bytes=2**34,
+        memory_bandwidth_bytes_per_s=1e10,
+        peak_flop_per_s={DType.FLOAT32: 1e11},
+        vector_flop_per_s=1e10,
+        launch_overhead_s=1e-6,
+    ),
+    host=Host(name="host", num_cores=2, memory_bytes=2**35, memory_bandwidth_bytes_per_s=1e10),
+    host_to_device=Link(name="in", latency_s=1e-5, bandwidth_bytes_per_s=1e9),
+    device_to_host=Link(name="out", latency_s=1e-5, bandwidth_bytes_per_s=1e9),
+)
+TRUTH = {
+    TaskKind.FORWARD: 1.3,
+    TaskKind.RECOMPUTE: 1.1,
+    TaskKind.BACKWARD: 0.8,
+    TaskKind.GATHER: 2.0,
+    TaskKind.GRADIENT_OFFLOAD: 1.5,
+    TaskKind.CPU_ADAM: 0.6,
+    TaskKind.DEVICE_ADAM: 0.9,
+}
+SLOW = (
+    Contention(lanes=(Lane.COMPUTE, Lane.H2D), slowdowns=(1.4, 1.6)),
+    Contention(lanes=(Lane.COMPUTE, Lane.D2H), slowdowns=(1.3, 1.7)),
+    Contention(lanes=(Lane.COMPUTE, Lane.CPU_OPTIM), slowdowns=(1.5, 1.9)),
+)
+
+
+def a_workload(num_blocks: int = 8) -> Workload:
+    """Blocks of 1 MB that take 10 ms forward and 20 ms backward."""
+    parameters = [Parameter(name="embedding", shape=(1000, 10), dtype=DType.FLOAT32)]
+    for block in range(num_blocks):
+        parameters += [
+            Parameter(name=f"{block}.{k}", shape=(500, 250), dtype=DType.FLOAT32, block=block) for k in range(2)
+        ]
+
+    def phase(net_bytes: int, seconds: float) -> Phase:
+        return Phase(net_bytes=net_bytes, curve=((1.0, max(net_bytes, 100_000)),), measured_s=seconds)
+
+    gradients = 2 * 500 * 250 * 4
+    profile = BlockProfile(
+        output_bytes=1000,
+        forward=phase(51_000, 0.010),
+        backward=phase(gradients - 51_000, 0.020),
+        checkpoint_forward=phase(1000, 0.010),
+        recompute=phase(50_000, 0.009),
+        checkpoint_backward=phase(gradients - 51_000, 0.020),
+    )
+    return Workload(
+        model_name="eight blocks",
+        model_hash="0",
+        batch_shapes={"x": (1, 8)},
+        num_samples=1,
+        num_tokens=8,
+        compute_dtype=DType.FLOAT32,
+        parameters=tuple(parameters),
+        blocks=tuple(Block(name=f"block {i}", profile=0) for i in range(num_blocks)),
+        profiles=(profile,),
+        prologue_forward=phase(1000, 0.0005),
+        epilogue_forward=phase(3000, 0.004),
+        epilogue_backward=phase(-3000, 0.006),
+        prologue_backward=phase(-1000, 0.0007),
+        traced_with="real",
+        measured_on=MACHINE.name,
+    )
+
+
+def runs_of(workload: Workload, truth: Calibration) -> list[Pair]:
+    """The bootstrap plans, as a machine that behaves like ``truth`` would record them."""
+    records = [simulate(plan, workload, MACHINE, truth) for plan in bootstrap_plans(workload)]
+    return [Pair(workload, record.model_copy(update={"origin": Origin.MEASURED})) for record in records]
+
+
+def fitted(pairs: list[Pair], contention: tuple[Contention, ...]) -> Calibration:
+    """What the pairs tell, given how lanes slow each other."""
+    return fit_calibration(pairs, MACHINE, contention=contention, machine="here", software={})
+
+
+def true_calibration() -> Calibration:
+    """The machine's secret."""
+    factors = {kind: Factor(value=value) for kind, value in TRUTH.items()}
+    return Calibration(hardware_name=MACHINE.name, machine="here", factors=factors, contention=SLOW)
+
+
+def largest_error(found: Calibration) -> float:
+    """Of all factors, relative to the truth."""
+    return max(abs(found.factor(kind) / value - 1) for kind, value in TRUTH.items())
+
+
+def test_the_factors_come_back() -> None:
+    """Within 2 % for every kind, though measured tasks are slowed by other lanes."""
+    assert largest_error(fitted(runs_of(a_workload(), true_calibration()), SLOW)) < 0.02
+
+
+def test_a_fit_that_ignores_contention_is_wrong() -> None:
+    """The wrong variant: it takes slowdown by other lanes for the task's own cost."""
+    alone = tuple(entry.model_copy(update={"slowdowns": (1.0, 1.0)}) for entry in SLOW)
+    assert largest_error(fitted(runs_of(a_workload(), true_calibration()), alone)) > 0.05
+
+
+def test_predictions_under_the_fit_are_the_machine() -> None:
+    """Iteration times of plans that nothing was fitted to, within 1 %."""
+    workload = a_workload()
+    found = fitted(runs_of(workload, true_calibration()), SLOW)
+    plans = spanning_plans(workload)
+    assert len(plans) >= 12
+    for plan in plans.values():
+        truth_s = simulate(plan, workload, MACHINE, true_calibration()).iteration_s
+        assert simulate(plan, workload, MACHINE, found).iteration_s == pytest.approx(truth_s, rel=0.01)
+
+
+def test_no_plan_is_fitted_to_and_judged_by() -> None:
+    """The plans that judge a calibration are none of those that it was fitted to, and all can be carried out."""
+    workload = a_workload()
+    judging, fitting = spanning_plans(workload).values(), bootstrap_plans(workload)
+    assert not set(judging) & set(fitting)
+    for plan in (*judging, *fitting):
+        layout = build_layout(workload.parameters, num_blocks=workload.num_blocks, chunk_bytes=plan.chunk_bytes)
+        verify_schedule(compile_schedule(plan, workload, layout), plan, workload, layout)
+
+
+def test_a_prediction_is_no_measurement() -> None:
+    """Fitting to simulated records would confirm whatever the simulator says."""
+    workload = a_workload()
+    record = simulate(bootstrap_plans(workload)[0], workload, MACHINE)
+    with pytest.raises(CalibrationError, match="predicted record"):
+        fitted([Pair(workload, record)], ())
+
+
+def test_nothing_to_fit_to() -> None:
+    """No pairs, no calibration."""
+    with pytest.raises(CalibrationError, match="no measured records"):
+        fitted([], ())
+
+
+def test_another_machines_figures_are_refused() -> None:
+    """Tasks a thousand times faster than described: the description is of another machine."""
+    factors = {kind: Factor(value=1e-3) for kind in TaskKind}
+    fast = Calibration(hardware_name=MACHINE.name, machine="here", factors=factors)
+    with pytest.raises(CalibrationError, match="another machine"):
+        fitted(runs_of(a_workload(), fast), ())
