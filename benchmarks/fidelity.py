@@ -26,6 +26,7 @@ from protwin.runtime.configurations import build_model
 from protwin.runtime.devices import CpuDevice
 from protwin.runtime.probe import probe_hardware
 from protwin.runtime.text import byte_batches, python_reference
+from protwin.runtime.threads import leave_a_core_for_lanes
 from protwin.runtime.tracing import trace
 from protwin.shared.files import write_atomically
 from protwin.shared.progress import progress_bar
@@ -54,7 +55,8 @@ def main() -> None:
     parser.add_argument("--keep", action="store_true", help="keep the result in benchmarks/results/")
     parser.add_argument("--only", choices=["llama", "gpt2"], help="one model instead of both")
     options = parser.parse_args()
-    console = Console(highlight=False, width=150)
+    console = Console(highlight=False, width=170)
+    leave_a_core_for_lanes()
     results = []
     subjects: dict[str, tuple[dict[str, Any], int, int, Callable[[], CpuDevice]]] = {
         "llama": (CONFIGURATION, 4, 128, CpuDevice),

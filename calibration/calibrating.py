@@ -17,6 +17,7 @@ from ..runtime.identity import machine_name, software_versions
 from ..runtime.optimizer import MakeOptimizer
 from ..runtime.snapshot import left_as_found
 from ..runtime.text import byte_batches, python_reference
+from ..runtime.threads import leave_a_core_for_lanes
 from ..runtime.tracing import trace
 from ..runtime.training import carry_out, default_optimizer
 from ..shared.calibration import Calibration, Contention
@@ -126,6 +127,7 @@ def calibrate_configuration(
             f"{hardware.name} is not this machine ({machine_name()}), so factors measured here would say nothing "
             f"about it. Describe this one: protwin hardware probe --output machine.toml"
         )
+    leave_a_core_for_lanes()
     torch.manual_seed(seed)
     model = build_model(configuration, name, training_dtype(configuration, dtype), device="cpu")
     batch = next(

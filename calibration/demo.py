@@ -29,6 +29,7 @@ from ..runtime.ledger import CpuOutOfMemoryError, MemoryLedger
 from ..runtime.plain import train_plainly
 from ..runtime.probe import probe_hardware
 from ..runtime.text import byte_batches, python_reference
+from ..runtime.threads import leave_a_core_for_lanes
 from ..runtime.tracing import trace
 from ..runtime.training import carry_out
 from ..shared.calibration import Calibration
@@ -82,6 +83,7 @@ def main() -> None:
 def run_demo(folder: Path, console: Console) -> dict[str, Any]:
     """The whole demo; gives what ``comparison.json`` holds."""
     started = time.perf_counter()
+    leave_a_core_for_lanes()
     text = python_reference()
     batches = list(
         byte_batches(text, batch_size=_BATCH_SIZE, sequence_length=_SEQUENCE_LENGTH, num_batches=_STEPS, seed=_SEED)

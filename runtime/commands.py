@@ -187,7 +187,9 @@ def _real_model(configuration: dict[str, Any], name: str, dtype: str | None, see
 
     from .configurations import build_model, training_dtype
     from .identity import host_memory_bytes
+    from .threads import leave_a_core_for_lanes
 
+    leave_a_core_for_lanes()
     chosen = training_dtype(configuration, dtype)
     twin = build_model(configuration, name, chosen)
     need_bytes = sum(p.numel() * (p.element_size() + 12) for p in twin.parameters())
