@@ -166,7 +166,7 @@ def test_the_peak_by_hand() -> None:
     assert curve.peak_at == "backward 1"
     assert curve.alive_at_peak == (
         Holding(content=Content.PARAMETERS, size_bytes=512),
-        Holding(content=Content.OPTIMIZER_STATE, size_bytes=1024),
+        Holding(content=Content.OPTIMIZER_STATE, size_bytes=1032),
         Holding(content=Content.ACTIVATIONS, size_bytes=2000),
         Holding(content=Content.OUTPUT, size_bytes=200),
         Holding(content=Content.INCOMING_GRADIENT, size_bytes=100),
