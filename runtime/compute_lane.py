@@ -55,8 +55,8 @@ class ComputeLane:
         return IterationLog(iteration, spans=dict(self._lanes.submit(iteration)))
 
     @property
-    def next_task(self) -> Task:
-        """What the schedule expects to begin next."""
+    def task_at_hand(self) -> Task:
+        """The task that runs, or else the one that the schedule expects to begin next."""
         return self._schedule.tasks[self._program[self._place]]
 
     @property
@@ -87,7 +87,7 @@ class ComputeLane:
         """The walker's announcement that backward is over."""
         try:
             self._finish_running()
-            self._placed.note_gradients()
+            self._placed.watch_gradients()
         except BaseException as error:
             self.failed(error)
             raise
@@ -95,7 +95,6 @@ class ComputeLane:
     def step_on_device(self) -> IterationLog:
         """Step the persistent chunks, end the iteration and queue the one after next; gives the iteration's log."""
         try:
-            self._placed.check_gradients()
             self._run_on(TaskKind.DEVICE_ADAM, None)
             with torch.profiler.record_function("protwin::device_adam"):
                 self._placed.step_on_device()
@@ -123,7 +122,7 @@ class ComputeLane:
         """The running task ends; the one of ``kind`` and ``section`` begins when what it waits for has ended."""
         try:
             self._finish_running()
-            task = self.next_task
+            task = self.task_at_hand
             if (task.kind, task.section) != (kind, section):
                 where = f" {section}" if section is not None else ""
                 raise ScheduleError(f"the model begins {kind}{where} where the schedule expects {task.name}.")

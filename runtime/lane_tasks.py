@@ -118,12 +118,12 @@ class LaneTasks:
         key = (iteration, chunk.chunk.id)
         with torch.profiler.record_function(f"protwin::gradient_offload chunk {chunk.chunk.id}"):
             gradients = self._outgoing.pop(key)
-            leaving = [gradient for gradient in gradients if gradient is not None]
-            size_bytes = storage_bytes(leaving)
-            leaving.clear()
-            present = chunk.stage_gradients(gradients)
-            if self._device.ledger is not None:
-                self._device.ledger.free(size_bytes)
+            size_bytes = storage_bytes(gradients)
+            try:
+                present = chunk.stage_gradients(gradients)
+            finally:
+                gradients.clear()
+                self._free(size_bytes)
         self._present[key] = present
         self.bytes_device_to_host += chunk.moved_gradient_bytes(present)
 
@@ -143,6 +143,12 @@ class LaneTasks:
             mark.fail(Cancelled("training has stopped"))
         for lane in self._lanes.values():
             lane.close()
+        for gradients in self._outgoing.values():
+            self._free(storage_bytes(gradients))
         self._marks.clear()
         self._outgoing.clear()
         self._present.clear()
+
+    def _free(self, size_bytes: int) -> None:
+        if self._device.ledger is not None:
+            self._device.ledger.free(size_bytes)

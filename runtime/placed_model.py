@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..shared.errors import ScheduleError
 from ..shared.layout import Layout
 from ..shared.workload import Workload
 from .chunks import DeviceChunk
 from .device_steps import DeviceStep, narrow_steps
 from .devices import TrainingDevice
+from .gradient_watch import GradientWatch
 from .optimizer import ChunkOptimizer, MakeOptimizer
 
 
@@ -40,7 +40,7 @@ class PlacedModel:
         self.chunks: list[DeviceChunk] = []
         self._host_optimizers: dict[int, ChunkOptimizer] = {}
         self._device_steps: list[DeviceStep] = []
-        self._noted_gradients: list[tuple[nn.Parameter, torch.Tensor | None, int]] = []
+        self._watch = GradientWatch(device.ledger)
         parameters = dict(model.named_parameters(remove_duplicate=False))
         persistent = layout.persistent(n_persist)
         try:
@@ -77,7 +77,12 @@ class PlacedModel:
     # -- stepping ----------------------------------------------------------------------------------------------------
 
     def step_on_device(self) -> None:
-        """Step the persistent chunks with the gradients that their parameters hold, and drop these."""
+        """Step the persistent chunks with the gradients that their parameters hold, and drop these.
+
+        Raises ScheduleError, with nothing stepped, if these were changed since ``watch_gradients``.
+        """
+        self._watch.check()
+        self._watch.end()
         for step in self._device_steps:
             step.run()
         if self._device.ledger is not None:
@@ -91,7 +96,7 @@ class PlacedModel:
 
     def drop_gradients(self) -> None:
         """Drop what gradients are left: nothing steps them, and they must not survive into the next iteration."""
-        self._noted_gradients.clear()
+        self._watch.end()
         for chunk in self.chunks:
             for parameter in chunk.parameters:
                 parameter.grad = None
@@ -109,21 +114,10 @@ class PlacedModel:
         for chunk in self.chunks:
             chunk.check_parameters()
 
-    def note_gradients(self) -> None:
-        """Remember the gradients that wait for device Adam while those of other chunks have left already."""
+    def watch_gradients(self) -> None:
+        """Note the gradients that wait for device Adam, if those of other chunks have left already."""
         if self._host_optimizers:
-            waiting = (parameter for step in self._device_steps for parameter in step.parameters)
-            self._noted_gradients = [(p, p.grad, p.grad._version if p.grad is not None else 0) for p in waiting]
-
-    def check_gradients(self) -> None:
-        """Raise ScheduleError if gradients were changed after backward: the change would miss those that have left."""
-        for parameter, gradient, version in self._noted_gradients:
-            if parameter.grad is not gradient or (gradient is not None and gradient._version != version):
-                raise ScheduleError(
-                    "gradients were changed between backward() and step(), by clipping, unscaling or zero_grad() "
-                    "perhaps, but those of offloaded chunks have been consumed by then. Leave them alone, or keep "
-                    "every chunk persistent (n_persist)."
-                )
+            self._watch.begin(parameter for step in self._device_steps for parameter in step.parameters)
 
     # -- leaving -----------------------------------------------------------------------------------------------------
 

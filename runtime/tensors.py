@@ -24,7 +24,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
             yield from tensors_in(getattr(value, field.name, None))
 
 
-def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
+def storage_bytes(tensors: Iterable[torch.Tensor | None]) -> int:
     """Bytes of the storages of ``tensors``, each storage once."""
-    storages = (tensor.untyped_storage() for tensor in tensors)
+    storages = (tensor.untyped_storage() for tensor in tensors if tensor is not None)
     return sum({storage._cdata: storage.nbytes() for storage in storages}.values())

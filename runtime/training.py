@@ -25,6 +25,7 @@ from .blocks import find_blocks
 from .buffers import buffers_on
 from .compute_lane import ComputeLane
 from .devices import CpuDevice, CudaDevice, TrainingDevice
+from .guards import refusing_access
 from .identity import model_hash
 from .lane_tasks import LaneTasks
 from .metering import metering_of
@@ -139,6 +140,7 @@ class Training:
                 device=device,
             )
             undo.callback(self._placed.move_out)
+            undo.enter_context(refusing_access(model))
             self._lanes = LaneTasks(self.schedule, self._placed, device)
             undo.callback(self._lanes.close)
             self._compute = ComputeLane(self.schedule, self._placed, self._lanes, self._metering, device)
@@ -151,22 +153,7 @@ class Training:
 
     def _hooks(self) -> list[Any]:
         enter = self.model.register_forward_pre_hook(self._enter_model, prepend=True, with_kwargs=True)
-        return [enter, *self._guard_state(), *self._guard_gradients()]
-
-    def _guard_state(self) -> list[Any]:
-        """Stop before weights are read or written that are not there."""
-
-        def refuse(*_: Any) -> None:
-            raise ScheduleError(
-                "state_dict() or load_state_dict() while a plan is being carried out: offloaded chunks are not on the "
-                "device. Call close() first, and carry the plan out again afterwards."
-            )
-
-        handles: list[Any] = []
-        for module in self.model.modules():
-            handles.append(module.register_state_dict_pre_hook(refuse))  # type: ignore[no-untyped-call]
-            handles.append(module.register_load_state_dict_pre_hook(refuse))  # type: ignore[no-untyped-call]
-        return handles
+        return [enter, *self._guard_gradients()]
 
     def _guard_gradients(self) -> list[Any]:
         """Stop before a gradient that arrives after its chunk's gradients have left could be lost."""
@@ -199,7 +186,7 @@ class Training:
         self._check_usable()
         if not self._compute.is_between_iterations:
             raise ScheduleError(
-                f"forward began before the last iteration was complete: {self._compute.next_task.name} was to come. "
+                f"forward began before the last iteration was complete: it is at {self._compute.task_at_hand.name}. "
                 f"Call loss.backward() and then step(), once each per forward."
             )
         if any(getattr(block, "gradient_checkpointing", False) is True for block in self._checkpointable):
@@ -216,12 +203,12 @@ class Training:
         Raises ScheduleError without a completed backward, and whatever a lane raised.
         """
         self._check_usable()
-        expected = self._compute.next_task
         if self._compute.is_between_iterations:
             raise ScheduleError("step() without a forward. Call the model and loss.backward() first.")
         if not self._compute.is_backward_done:
             raise ScheduleError(
-                f"step() before backward has ended: {expected.name} was to come. Call loss.backward() first."
+                f"step() before backward has ended: the iteration is at {self._compute.task_at_hand.name}. Call "
+                f"loss.backward() first."
             )
         self._recorder.logs.append(self._compute.step_on_device())
         del self._recorder.logs[:-_KEPT_LOGS]
