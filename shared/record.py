@@ -94,9 +94,9 @@ class Record(Document):
     iteration_s: PositiveFloat
     """Period of the steady state."""
     iteration_noise_frac: NonNegativeFloat = 0.0
-    """Median absolute deviation of the iteration time over its median; 0 for a prediction without a calibration."""
+    """Median absolute deviation of iterations from ``iteration_s`` over it; 0 for a prediction without a calibration."""
     num_iterations: PositiveInt = 1
-    """Iterations that the figures are medians of."""
+    """Timed iterations; times are means over the typical half of them."""
     forward_s: NonNegativeFloat
     backward_s: NonNegativeFloat
     optimizer_s: NonNegativeFloat
