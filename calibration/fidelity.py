@@ -2,8 +2,8 @@
 
 A shared machine is now faster and now slower, and a calibration of one minute does not hold for the next.  What is
 asked for here is the error of the model, not the drift of the machine: so the plans that the calibration is fitted to
-and the plans that it is judged by are run in turn, in several rounds in random order, and what counts of every plan
-are its typical rounds (see [Note: Typical iterations]).
+and the plans that it is judged by all train side by side, each on a copy of the model, a few iterations of one plan
+after a few of another, in random order.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ import copy
 import random
 import statistics
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import repeat
 from typing import Final
 
 from scipy.stats import spearmanr
 from torch import nn
 
-from ..runtime.batches import Batch
+from ..runtime.batches import Batch, loss_of
 from ..runtime.devices import TrainingDevice
 from ..runtime.identity import software_versions
 from ..runtime.optimizer import MakeOptimizer
-from ..runtime.recording import middle_half
+from ..runtime.training import Training, carry_out
 from ..shared.calibration import Calibration, Contention
 from ..shared.compile import compile_schedule
 from ..shared.files import FrozenModel
@@ -34,7 +34,6 @@ from ..shared.record import Record
 from ..shared.workload import Workload
 from ..sim.search import search
 from ..sim.simulator import simulate
-from .calibrating import run_plan
 from .fitting import Pair, fit_calibration
 from .plans import bootstrap_plans, spanning_plans
 from .slowdowns import measure_slowdowns
@@ -51,7 +50,7 @@ class PlanFidelity(FrozenModel):
     predicted_iteration_s: float
     measured_iteration_s: float
     iteration_noise_frac: float
-    """Standard deviation of its rounds over their mean."""
+    """Of the record: how iterations of this plan scatter."""
     predicted_peak_bytes: int
     measured_peak_bytes: int
     guaranteed_peak_bytes: int
@@ -101,62 +100,78 @@ class Subject:
 def measure_fidelity(
     subject: Subject,
     *,
-    rounds: int = 5,
-    steps: int = 8,
+    rounds: int = 8,
+    steps: int = 3,
     seed: int = 0,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> tuple[Fidelity, tuple[Record, ...]]:
     """Predict and measure the spanning plans and the search's pick; none of them is fitted to.
 
-    Gives the typical records beside the judgement.  The first round, of the fitted plans alone, finds the pick.
+    In each of ``rounds`` every plan runs ``steps`` iterations that count.  The first ones, of the fitted plans alone,
+    find the pick.  Gives all Records beside the judgement.
     """
     contention = measure_slowdowns(subject.make_device())
     fitted = {f"fitted {place}": plan for place, plan in enumerate(bootstrap_plans(subject.workload))}
     judged = spanning_plans(subject.workload)
-    total = rounds * (len(fitted) + len(judged) + 1) + len(fitted)
+    total = rounds * (len(fitted) + len(judged) + 1)
     needs = {name: _guaranteed_bytes(plan, subject.workload) for name, plan in judged.items()}
     budget_bytes = (min(needs.values()) + max(needs.values())) // 2
-    records: dict[str, list[Record]] = {name: [] for name in (*fitted, *judged, _PICK)}
-
-    def run(name: str, plan: Plan) -> None:
-        records[name].append(_run(subject, plan, steps))
-        if on_progress is not None:
-            on_progress(sum(map(len, records.values())), total)
-
-    for name, plan in fitted.items():
-        run(name, plan)
-    first = _fit(subject, [records[name][0] for name in fitted], contention)
-    judged[_PICK] = search(subject.workload, subject.hardware, first, device_budget_bytes=budget_bytes).plan
-    needs[_PICK] = _guaranteed_bytes(judged[_PICK], subject.workload)
-    order = [*fitted.items(), *judged.items()]
-    for turn in range(rounds):
-        random.Random(seed + turn).shuffle(order)
-        for name, plan in order:
-            run(name, plan)
-    typical = {name: _typical(of_plan) for name, of_plan in records.items()}
-    calibration = _fit(subject, [record for name in fitted for record in typical[name]], contention)
+    with ExitStack() as undo:
+        trainings = {name: _begin(subject, plan, undo) for name, plan in fitted.items()}
+        for training in trainings.values():
+            _burst(subject, training, 2 * steps)
+        first = _fit(subject, [training.record() for training in trainings.values()], contention)
+        judged[_PICK] = search(subject.workload, subject.hardware, first, device_budget_bytes=budget_bytes).plan
+        needs[_PICK] = _guaranteed_bytes(judged[_PICK], subject.workload)
+        trainings |= {name: _begin(subject, plan, undo) for name, plan in judged.items()}
+        order = list(trainings.values())
+        for turn in range(rounds):
+            random.Random(seed + turn).shuffle(order)
+            for place, training in enumerate(order):
+                _burst(subject, training, steps)
+                if on_progress is not None:
+                    on_progress(turn * len(order) + place + 1, total)
+        records = {name: training.record() for name, training in trainings.items()}
+    calibration = _fit(subject, [records[name] for name in fitted], contention)
     found = []
     for name, plan in judged.items():
         predicted = simulate(plan, subject.workload, subject.hardware, calibration)
-        times = [record.iteration_s for record in records[name]]
         found.append(
             PlanFidelity(
                 name=name,
                 plan=plan,
                 predicted_iteration_s=predicted.iteration_s,
-                measured_iteration_s=statistics.fmean(record.iteration_s for record in typical[name]),
-                iteration_noise_frac=statistics.pstdev(times) / statistics.fmean(times),
+                measured_iteration_s=records[name].iteration_s,
+                iteration_noise_frac=records[name].iteration_noise_frac,
                 predicted_peak_bytes=predicted.peak_device_bytes,
-                measured_peak_bytes=max(record.peak_device_bytes for record in records[name]),
+                measured_peak_bytes=records[name].peak_device_bytes,
                 guaranteed_peak_bytes=needs[name],
             )
         )
-    kept = tuple(record for of_plan in typical.values() for record in of_plan)
-    return _summary(subject, calibration, tuple(found), budget_bytes), kept
+    return _summary(subject, calibration, tuple(found), budget_bytes), tuple(records.values())
 
 
-def _typical(records: Sequence[Record]) -> list[Record]:
-    return [records[place] for place in middle_half([record.iteration_s for record in records])]
+def _begin(subject: Subject, plan: Plan, undo: ExitStack) -> Training:
+    """A training past its warm-up, which ``undo`` ends."""
+    training = undo.enter_context(
+        carry_out(
+            copy.deepcopy(subject.model),
+            plan,
+            subject.workload,
+            optimizer=subject.make_optimizer,
+            device=subject.make_device(),
+        )
+    )
+    _burst(subject, training, _WARM_UP)
+    return training
+
+
+def _burst(subject: Subject, training: Training, steps: int) -> None:
+    """Iterations of which ``steps`` count: the first finds idle lanes, and the last but closes the one before."""
+    for _ in range(steps + 2):
+        loss_of(training.model, subject.batch, None).backward()  # type: ignore[no-untyped-call]
+        training.step()
+    training.synchronize()
 
 
 def _fit(subject: Subject, records: Sequence[Record], contention: Sequence[Contention]) -> Calibration:
@@ -166,18 +181,6 @@ def _fit(subject: Subject, records: Sequence[Record], contention: Sequence[Conte
         contention=contention,
         machine=subject.make_device().description,
         software=software_versions(),
-    )
-
-
-def _run(subject: Subject, plan: Plan, steps: int) -> Record:
-    return run_plan(
-        copy.deepcopy(subject.model),
-        plan,
-        subject.workload,
-        repeat(subject.batch, _WARM_UP + steps + 1),
-        optimizer=subject.make_optimizer,
-        device=subject.make_device(),
-        hardware_name=subject.hardware.name,
     )
 
 

@@ -25,6 +25,7 @@ from .identity import software_versions
 
 _WARM_UP: Final = 3
 _MAX_CURVE_POINTS: Final = 2000
+_KEPT_LOGS: Final = 200
 
 
 @dataclass
@@ -45,6 +46,7 @@ class IterationLog:
     started: Any = None
     spans: dict[TaskId, Any] = field(default_factory=dict)
     is_metered: bool = False
+    follows_pause: bool = False
     memory: MeteredMemory | None = None
     moved_to_host_bytes: int = 0
 
@@ -58,6 +60,17 @@ class Recorder:
         self._workload = workload
         self._device = device
         self.logs: list[IterationLog] = []
+        self._interrupted = -1
+
+    def interrupt(self, iteration: int) -> None:
+        """Training pauses before ``iteration``: what lies on either side of the pause is no steady state."""
+        self._interrupted = iteration
+
+    def add(self, log: IterationLog) -> None:
+        """Keep the log of a completed iteration; of the oldest ones, none."""
+        log.follows_pause = log.index == self._interrupted
+        self.logs.append(log)
+        del self.logs[:-_KEPT_LOGS]
 
     def record(self, *, hardware_name: str = "") -> Record:
         """The Record of the iterations so far: means over the typical ones after the first three that nobody metered.
@@ -67,7 +80,8 @@ class Recorder:
         timed = [
             (log, following)
             for log, following in zip(self.logs, self.logs[1:], strict=False)
-            if log.index >= _WARM_UP and not log.is_metered and not following.is_metered
+            if log.index >= _WARM_UP and not (log.follows_pause or following.follows_pause)
+            if not (log.is_metered or following.is_metered)
         ]
         if not timed:
             raise ProtwinError(

@@ -36,8 +36,6 @@ from .snapshot import without_cache
 from .tensors import tensors_in
 from .walk import SectionWalker
 
-_KEPT_LOGS: Final = 200
-
 
 def default_optimizer(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     """Fused AdamW with torch's default options."""
@@ -210,8 +208,16 @@ class Training:
                 f"step() before backward has ended: the iteration is at {self._compute.task_at_hand.name}. Call "
                 f"loss.backward() first."
             )
-        self._recorder.logs.append(self._compute.step_on_device())
-        del self._recorder.logs[:-_KEPT_LOGS]
+        self._recorder.add(self._compute.step_on_device())
+
+    def synchronize(self) -> None:
+        """Wait until every task of the completed iterations has ended.  Raises what one of them raised.
+
+        The next iteration starts with idle lanes, so a Record counts neither it nor the one before.
+        """
+        self._check_usable()
+        self._lanes.drain(before=self._compute.iteration)
+        self._recorder.interrupt(self._compute.iteration)
 
     def set_learning_rate(self, learning_rate: float) -> None:
         """Set the rate of every group, from the next step on.  Raises PlanError unless finite and not negative."""
@@ -220,7 +226,7 @@ class Training:
         self._check_usable()
         if not self._compute.is_between_iterations:
             raise ScheduleError("the learning rate can change between step() and the next forward alone.")
-        self._lanes.drain(before=self._compute.iteration)
+        self.synchronize()
         self._placed.set_learning_rate(learning_rate)
 
     # -- asking ------------------------------------------------------------------------------------------------------
