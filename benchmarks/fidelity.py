@@ -50,7 +50,7 @@ SLOW_LINKS = {"host_to_device_bytes_per_s": 2e9, "device_to_host_bytes_per_s": 1
 def main() -> None:
     """Run both models and print their tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=8, help="times that every plan has its turn (8)")
+    parser.add_argument("--rounds", type=int, default=10, help="times that every plan has its turn (10)")
     parser.add_argument("--records", type=Path, help="leave the measured Records in this folder")
     parser.add_argument("--keep", action="store_true", help="keep the result in benchmarks/results/")
     parser.add_argument("--only", choices=["llama", "gpt2"], help="one model instead of both")

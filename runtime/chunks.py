@@ -16,6 +16,7 @@ from torch import nn
 
 from ..shared.errors import ScheduleError
 from ..shared.layout import Chunk, aligned, master_bytes
+from ..shared.schedule import Content
 from ..shared.workload import DType, Parameter
 from .devices import TrainingDevice
 
@@ -38,7 +39,7 @@ class DeviceChunk:
         self.is_persistent = is_persistent
         self._device = device
         if is_persistent and device.ledger is not None:
-            device.ledger.allocate(chunk.size_bytes, f"chunk {chunk.id}")
+            device.ledger.allocate(chunk.size_bytes, f"chunk {chunk.id}", Content.PARAMETERS)
         self._flat = torch.empty(chunk.size_bytes, dtype=torch.uint8, device=device.torch_device)
         if device.ledger is not None:
             device.ledger.ignore([self._flat])
@@ -101,7 +102,7 @@ class DeviceChunk:
         """Bring the chunk's home to the device.  Raises the device's out-of-memory error if it does not fit."""
         assert self._home is not None
         if self._device.ledger is not None:
-            self._device.ledger.allocate(self.chunk.size_bytes, f"chunk {self.chunk.id}")
+            self._device.ledger.allocate(self.chunk.size_bytes, f"chunk {self.chunk.id}", Content.PARAMETERS)
         self._flat.untyped_storage().resize_(self.chunk.size_bytes)
         self._device.copy(self._flat, self._home, to_device=True)
 
@@ -110,7 +111,7 @@ class DeviceChunk:
         self._device.keep_for_current_stream(self._flat)
         self._flat.untyped_storage().resize_(0)
         if self._device.ledger is not None:
-            self._device.ledger.free(self.chunk.size_bytes)
+            self._device.ledger.free(self.chunk.size_bytes, Content.PARAMETERS)
 
     # -- gradients ---------------------------------------------------------------------------------------------------
 

@@ -155,7 +155,7 @@ class ComputeLane:
             assert offload.chunk is not None
             leaving += self._lanes.send_gradients(self._placed.chunks[offload.chunk], self.iteration)
             self._left.add(offload.chunk)
-        self._metering.end_task(task, leaving)
+        self._metering.end_task(task, leaving, self._placed.gradients)
         self._lanes.mark(self.iteration, task.id).set(self._device.record_event())
         self._running = None
         self._place += 1

@@ -11,7 +11,7 @@ from functools import partial
 
 import torch
 
-from ..shared.schedule import Lane, Schedule, Task, TaskId, TaskKind
+from ..shared.schedule import Content, Lane, Schedule, Task, TaskId, TaskKind
 from .chunks import DeviceChunk
 from .devices import TrainingDevice
 from .lanes import Cancelled, Mark, Span, WorkerLane
@@ -151,4 +151,4 @@ class LaneTasks:
 
     def _free(self, size_bytes: int) -> None:
         if self._device.ledger is not None:
-            self._device.ledger.free(size_bytes)
+            self._device.ledger.free(size_bytes, Content.GRADIENTS)

@@ -20,6 +20,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from ..shared.errors import DeviceOutOfMemoryError
+from ..shared.schedule import Content
 from ..shared.units import format_bytes
 from .tensors import tensors_in
 
@@ -44,6 +45,10 @@ class MemoryLedger:
         self.claim_bytes = 0
         """What the running task may hold beyond named allocations while nobody watches (Note: Claims)."""
         self.peak_bytes = 0
+        self.alive: dict[Content | None, int] = {}
+        """Bytes alive by what they hold, as far as it was said; None: what operations made."""
+        self.alive_at_peak: dict[Content | None, int] = {}
+        """``alive`` when the level reached its peak, while a curve is being recorded."""
         self.samples: list[tuple[float, int]] | None = None
         """(time, level) at every change while a curve is being recorded."""
         self.before_operation: Callable[[], None] | None = None
@@ -72,6 +77,7 @@ class MemoryLedger:
         """Forget the peak; it becomes the present level."""
         with self._lock:
             self.peak_bytes = self.level_bytes
+            self.alive_at_peak = dict(self.alive)
 
     def reset_watched_peak(self) -> None:
         """Forget the peak of watched bytes; it becomes their present level."""
@@ -87,23 +93,33 @@ class MemoryLedger:
 
     # -- named allocations -------------------------------------------------------------------------------------------
 
-    def allocate(self, size_bytes: int, name: str) -> None:
+    def allocate(self, size_bytes: int, name: str, content: Content | None = None) -> None:
         """Count an allocation by the runtime itself.  Raises CpuOutOfMemoryError beyond the budget."""
         with self._lock:
             self._enforce(size_bytes, name)
-            self.named_bytes += size_bytes
-            self._changed()
+            self._count_named(size_bytes, content)
 
-    def free(self, size_bytes: int) -> None:
+    def free(self, size_bytes: int, content: Content | None = None) -> None:
         """Count the end of a named allocation."""
         with self._lock:
-            self.named_bytes -= size_bytes
-            self._changed()
+            self._count_named(-size_bytes, content)
 
-    def adopt(self, tensors: Iterable[torch.Tensor]) -> int:
+    def adopt(self, tensors: Iterable[torch.Tensor], content: Content | None = None) -> int:
         """Count tensors that exist already (parameters, buffers, optimizer state, the batch).  Returns new bytes."""
         with self._lock:
-            return sum(self._register(tensor.untyped_storage(), _own_bytes(tensor)) for tensor in tensors)
+            return sum(
+                self._register(tensor.untyped_storage(), _own_bytes(tensor), content=content) for tensor in tensors
+            )
+
+    def label(self, tensors: Iterable[torch.Tensor], content: Content) -> None:
+        """Say what watched storages hold."""
+        with self._lock:
+            for tensor in tensors:
+                known = self._watched.get(tensor.untyped_storage()._cdata)
+                if known is not None and known.content is not content:
+                    self._hold(-known.size_bytes, known.content)
+                    self._hold(known.size_bytes, content)
+                    known.content = content
 
     def ignore(self, tensors: Iterable[torch.Tensor]) -> None:
         """Know these tensors' storages without counting them: named allocations, host memory."""
@@ -111,7 +127,7 @@ class MemoryLedger:
             for tensor in tensors:
                 self._register(tensor.untyped_storage(), 0)
 
-    def make_named(self, tensors: Iterable[torch.Tensor]) -> None:
+    def make_named(self, tensors: Iterable[torch.Tensor], content: Content | None = None) -> None:
         """Count the storages of ``tensors`` as named allocations from now on, whether or not they were watched.
 
         Whoever holds them frees ``tensors.storage_bytes`` of them.
@@ -122,8 +138,10 @@ class MemoryLedger:
                 known = self._watched.get(key)
                 if known is not None:
                     self.watched_bytes -= known.size_bytes
+                    self._hold(-known.size_bytes, known.content)
                     known.size_bytes, known.is_whole = 0, False
                 self.named_bytes += storage.nbytes()
+                self._hold(storage.nbytes(), content)
             self._changed()
 
     # -- watching ----------------------------------------------------------------------------------------------------
@@ -171,14 +189,20 @@ class MemoryLedger:
             self.on_operation(operator, args, kwargs, result)
 
     def _register(
-        self, storage: torch.UntypedStorage, size_bytes: int, operator: Hashable = None, *, is_whole: bool = False
+        self,
+        storage: torch.UntypedStorage,
+        size_bytes: int,
+        operator: Hashable = None,
+        *,
+        is_whole: bool = False,
+        content: Content | None = None,
     ) -> int:
         key = storage._cdata
         if key in self._watched:
             return 0
         self._enforce(size_bytes, str(operator) if operator is not None else "a tensor")
-        self._watched[key] = _Watched(size_bytes, is_whole, weakref.ref(storage, lambda _: self._forget(key)))
-        self._count(size_bytes)
+        self._watched[key] = _Watched(size_bytes, is_whole, weakref.ref(storage, lambda _: self._forget(key)), content)
+        self._count(size_bytes, content)
         return size_bytes
 
     def _resize(self, storage: torch.UntypedStorage, known: _Watched, operator: Hashable) -> None:
@@ -186,21 +210,32 @@ class MemoryLedger:
             more_bytes = storage.nbytes() - known.size_bytes
             self._enforce(more_bytes, str(operator))
             known.size_bytes += more_bytes
-            self._count(more_bytes)
+            self._count(more_bytes, known.content)
 
     def _forget(self, key: int) -> None:
         with self._lock:
             entry = self._watched.pop(key, None)
             if entry is not None:
-                self._count(-entry.size_bytes)
+                self._count(-entry.size_bytes, entry.content)
 
-    def _count(self, more_bytes: int) -> None:
+    def _hold(self, more_bytes: int, content: Content | None) -> None:
+        self.alive[content] = self.alive.get(content, 0) + more_bytes
+
+    def _count_named(self, more_bytes: int, content: Content | None) -> None:
+        self.named_bytes += more_bytes
+        self._hold(more_bytes, content)
+        self._changed()
+
+    def _count(self, more_bytes: int, content: Content | None) -> None:
         self.watched_bytes += more_bytes
+        self._hold(more_bytes, content)
         self.watched_peak_bytes = max(self.watched_peak_bytes, self.watched_bytes)
         self._changed()
 
     def _changed(self) -> None:
         level = self.level_bytes
+        if self.samples is not None and level > self.peak_bytes:
+            self.alive_at_peak = dict(self.alive)
         self.peak_bytes = max(self.peak_bytes, level)
         if self.samples is not None:
             self.samples.append((time.perf_counter(), level))
@@ -228,6 +263,7 @@ class _Watched:
     """Whether these are all of its bytes, so that a change of its size counts."""
     storage: weakref.ref[Any]
     """Tells when it is gone."""
+    content: Content | None
 
 
 class _WatchingMode(TorchDispatchMode):

@@ -11,17 +11,19 @@ begins the claim is what was left of it, since chunks may be gathered into what 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import torch
 
-from ..shared.schedule import Task, TaskId
+from ..shared.record import Holding
+from ..shared.schedule import Content, Task, TaskId
 from .devices import TrainingDevice
 from .ledger import MemoryLedger
 from .recording import MeteredMemory
 
+ListGradients = Callable[[], Iterable[torch.Tensor]]
 _METERED_ITERATIONS: Final = 3
 """Iterations that are watched for every new shape of the model's inputs."""
 
@@ -41,8 +43,11 @@ class Metering(ABC):
         """A compute task begins.  Raises the device's out-of-memory error if its claim does not fit."""
 
     @abstractmethod
-    def end_task(self, task: Task, leaving: Sequence[torch.Tensor]) -> None:
-        """The running compute task has ended, and ``leaving``, its gradients, are on their way to the host."""
+    def end_task(self, task: Task, leaving: Sequence[torch.Tensor], staying: ListGradients) -> None:
+        """The running compute task has ended.
+
+        Gradients ``leaving`` are on their way to the host; ``staying()`` are those that wait on the device.
+        """
 
     @abstractmethod
     def end_iteration(self) -> MeteredMemory | None:
@@ -80,8 +85,9 @@ class LedgerMetering(Metering):
         self._claims: dict[Hashable, dict[TaskId, _Claim]] = {}
         self._shapes: Hashable = None
         self._is_watching = False
-        self._tasks: list[tuple[int, str]] = []
-        """(number of samples before it began, name) of every task of the watched iteration."""
+        self._tasks: list[tuple[int, str, int]] = []
+        """(number of samples before it began, name, bytes that earlier operations left it) of every task of the
+        watched iteration."""
 
     def begin_iteration(self, iteration: int, inputs: Sequence[torch.Tensor]) -> bool:
         """Start watching if the shapes are new, or it is time."""
@@ -96,7 +102,7 @@ class LedgerMetering(Metering):
         self._ledger.claim(0)
         self._ledger.samples = []
         self._ledger.start_metering()
-        self._ledger.adopt(inputs)
+        self._ledger.adopt(inputs, Content.RESIDENT)
         self._ledger.reset_peak()
         return True
 
@@ -104,24 +110,25 @@ class LedgerMetering(Metering):
         """Watched: begin a stretch.  Otherwise: claim what the task held when it was watched."""
         self._ledger.doing = f"running {task.name}"
         if self._is_watching:
-            self._tasks.append((len(self._ledger.samples or ()), task.name))
+            self._tasks.append((len(self._ledger.samples or ()), task.name, self._ledger.alive.get(None, 0)))
             self._ledger.reset_watched_peak()
         else:
             self._ledger.claim(self._claim_of(task).during_bytes)
 
-    def end_task(self, task: Task, leaving: Sequence[torch.Tensor]) -> None:
+    def end_task(self, task: Task, leaving: Sequence[torch.Tensor], staying: ListGradients) -> None:
         """Watched: what the task held beyond named allocations is its claim from now on.
 
         Leaving gradients become named allocations, which their offload frees: how long they stay differs from one
         iteration to the next.
         """
         if self._is_watching:
-            self._ledger.make_named(leaving)
+            self._ledger.make_named(leaving, Content.GRADIENTS)
+            self._ledger.label(staying(), Content.GRADIENTS)
             claim = _Claim(self._ledger.watched_peak_bytes, self._ledger.watched_bytes)
             self._claims.setdefault(self._shapes, {})[task.id] = claim
         else:
             self._ledger.claim(self._claim_of(task).after_bytes)
-            self._ledger.make_named(leaving)
+            self._ledger.make_named(leaving, Content.GRADIENTS)
 
     def _claim_of(self, task: Task) -> _Claim:
         return self._claims.get(self._shapes, {}).get(task.id, _Claim(0, 0))
@@ -135,7 +142,7 @@ class LedgerMetering(Metering):
         self.peak_bytes = max(self.peak_bytes, peak_bytes)
         self.stop()
         self._ledger.claim(self._ledger.watched_bytes)
-        return MeteredMemory(samples, peak_bytes, self._task_at_peak(samples), ())
+        return MeteredMemory(samples, peak_bytes, *self._at_peak(samples))
 
     def stop(self) -> None:
         """Take the ledger off the thread's operations."""
@@ -143,11 +150,20 @@ class LedgerMetering(Metering):
         self._ledger.stop_metering()
         self._ledger.samples = None
 
-    def _task_at_peak(self, samples: Sequence[tuple[float, int]]) -> str:
+    def _at_peak(self, samples: Sequence[tuple[float, int]]) -> tuple[str, tuple[Holding, ...]]:
+        """The task that ran at the peak, and what was alive: of what operations made, what earlier ones had left."""
         if not samples or not self._tasks:
-            return ""
+            return "", ()
         place = max(range(len(samples)), key=lambda index: samples[index][1])
-        return next((name for begun, name in reversed(self._tasks) if begun <= place), self._tasks[0][1])
+        at = next((task for task in reversed(self._tasks) if task[0] <= place), self._tasks[0])
+        alive = dict(self._ledger.alive_at_peak)
+        made_bytes = alive.pop(None, 0)
+        left_bytes = min(made_bytes, at[2])
+        alive[Content.ACTIVATIONS] = left_bytes
+        holdings = [Holding(content=c, size_bytes=alive[c]) for c in Content if alive.get(c, 0) > 0]
+        if made_bytes > left_bytes:
+            holdings.append(Holding(content=None, size_bytes=made_bytes - left_bytes))
+        return at[1], tuple(holdings)
 
 
 class AllocatorMetering(Metering):
@@ -164,7 +180,7 @@ class AllocatorMetering(Metering):
     def begin_task(self, task: Task) -> None:
         """Nothing to do: the allocator enforces its own limit."""
 
-    def end_task(self, task: Task, leaving: Sequence[torch.Tensor]) -> None:
+    def end_task(self, task: Task, leaving: Sequence[torch.Tensor], staying: ListGradients) -> None:
         """Nothing to do."""
 
     def end_iteration(self) -> MeteredMemory | None:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ..shared.layout import Layout
+from ..shared.schedule import Content
 from ..shared.workload import Workload
 from .chunks import DeviceChunk
 from .device_steps import DeviceStep, narrow_steps
@@ -71,7 +72,7 @@ class PlacedModel:
         for parameter in (p for p in chunk.trainable if p.element_size() < 4):
             master = parameter.detach().float()
             if self._device.ledger is not None:
-                self._device.ledger.adopt([master])
+                self._device.ledger.adopt([master], Content.OPTIMIZER_STATE)
             self._device_steps += narrow_steps(parameter, master, options, make_optimizer)
 
     # -- stepping ----------------------------------------------------------------------------------------------------
@@ -87,12 +88,16 @@ class PlacedModel:
             step.run()
         if self._device.ledger is not None:
             for step in self._device_steps:
-                self._device.ledger.adopt(step.optimizer.state_tensors())
+                self._device.ledger.adopt(step.optimizer.state_tensors(), Content.OPTIMIZER_STATE)
 
     def step_on_host(self, chunk: DeviceChunk, present: Sequence[bool]) -> None:
         """Step an offloaded chunk with its staged gradients; ``present`` says for which parameters there was one."""
         gradients = [staged if there else None for staged, there in zip(chunk.staged, present, strict=True)]
         self._host_optimizers[chunk.chunk.id].step(gradients)
+
+    def gradients(self) -> list[torch.Tensor]:
+        """The gradients that parameters hold now."""
+        return [p.grad for chunk in self.chunks for p in chunk.trainable if p.grad is not None]
 
     def drop_gradients(self) -> None:
         """Drop what gradients are left: nothing steps them, and they must not survive into the next iteration."""

@@ -26,6 +26,7 @@ from .identity import software_versions
 _WARM_UP: Final = 3
 _MAX_CURVE_POINTS: Final = 2000
 _KEPT_LOGS: Final = 200
+"""Iterations whose times are kept."""
 
 
 @dataclass
@@ -72,15 +73,18 @@ class Recorder:
         self.logs.append(log)
         del self.logs[:-_KEPT_LOGS]
 
-    def record(self, *, hardware_name: str = "") -> Record:
-        """The Record of the iterations so far: means over the typical ones after the first three that nobody metered.
+    def record(self, *, hardware_name: str = "", since: int = 0, until: int | None = None) -> Record:
+        """The Record of the iterations from ``since`` on and before ``until``.
+
+        Times are means over the typical ones after the very first three, of those that nobody metered.
 
         Raises ProtwinError if there are fewer than two such iterations in a row.
         """
         timed = [
             (log, following)
             for log, following in zip(self.logs, self.logs[1:], strict=False)
-            if log.index >= _WARM_UP and not (log.follows_pause or following.follows_pause)
+            if max(_WARM_UP, since) <= log.index and (until is None or log.index < until)
+            if not (log.follows_pause or following.follows_pause)
             if not (log.is_metered or following.is_metered)
         ]
         if not timed:

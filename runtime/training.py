@@ -19,6 +19,7 @@ from ..shared.errors import PlanError, ScheduleError
 from ..shared.layout import build_layout
 from ..shared.plan import Plan
 from ..shared.record import Record
+from ..shared.schedule import Content
 from ..shared.verify import verify_schedule
 from ..shared.workload import Workload
 from .blocks import find_blocks
@@ -127,7 +128,7 @@ class Training:
             model.__dict__[_MARKER] = self
             undo.enter_context(buffers_on(device.torch_device, model))
             if device.ledger is not None:
-                device.ledger.adopt(model.buffers())
+                device.ledger.adopt(model.buffers(), Content.RESIDENT)
             self._placed = PlacedModel(
                 model,
                 workload,
@@ -261,9 +262,12 @@ class Training:
         """Chunks stepped by CPU Adam so far."""
         return self._lanes.num_cpu_adam_steps
 
-    def record(self, *, hardware_name: str = "") -> Record:
-        """The measured Record of the iterations so far.  Raises ProtwinError if there are too few of them."""
-        return self._recorder.record(hardware_name=hardware_name)
+    def record(self, *, hardware_name: str = "", since: int = 0, until: int | None = None) -> Record:
+        """The measured Record of the iterations from number ``since`` on and before ``until``, of the last 200.
+
+        Raises ProtwinError if there are too few of them.
+        """
+        return self._recorder.record(hardware_name=hardware_name, since=since, until=until)
 
     # -- ending ------------------------------------------------------------------------------------------------------
 

@@ -33,7 +33,7 @@ class TaskTiming(FrozenModel):
     start_s: float
     end_s: float
     duration_s: NonNegativeFloat
-    """Seconds it took; of a measured record the median over iterations, so it may differ from end minus start."""
+    """Seconds it took."""
 
 
 class Holding(FrozenModel):
@@ -94,7 +94,7 @@ class Record(Document):
     iteration_s: PositiveFloat
     """Period of the steady state."""
     iteration_noise_frac: NonNegativeFloat = 0.0
-    """Median absolute deviation of iterations from ``iteration_s`` over it; 0 for a prediction without a calibration."""
+    """Median absolute deviation of iterations from ``iteration_s``, over it; 0 for a prediction that is not calibrated."""
     num_iterations: PositiveInt = 1
     """Timed iterations; times are means over the typical half of them."""
     forward_s: NonNegativeFloat
