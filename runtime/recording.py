@@ -10,12 +10,13 @@ iterations, ordered by duration (an interquartile mean).  Tasks then add up to t
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 from ..shared.errors import ProtwinError
 from ..shared.memory_bound import guaranteed_device_peak
+from ..shared.phase_times import phase_times_s
 from ..shared.plan import Plan
 from ..shared.record import Holding, LaneUse, MemoryCurve, Origin, Record, TaskTiming
 from ..shared.schedule import Content, Lane, Memory, Schedule, Task, TaskId, TaskKind
@@ -98,9 +99,7 @@ class Recorder:
         iteration_s = statistics.fmean(periods[place] for place in typical)
         noise = statistics.median(abs(period - iteration_s) for period in periods) / iteration_s
         timings = self._timings([timed[place][0] for place in typical])
-        ends = {timing.task: timing.end_s for timing in timings}
-        forward_end = self._last_end(ends, TaskKind.FORWARD)
-        backward_end = self._last_end(ends, TaskKind.BACKWARD)
+        forward_s, backward_s = phase_times_s(self._schedule, [timing.end_s for timing in timings])
         return Record(
             origin=Origin.MEASURED,
             plan=self._plan,
@@ -110,14 +109,14 @@ class Recorder:
             machine=self._device.description,
             software=software_versions(),
             emulated=self._device.emulated,
-            num_samples=self._workload.num_samples,
-            num_tokens=self._workload.num_tokens,
+            num_samples=self._workload.num_samples * self._plan.micro_batches,
+            num_tokens=self._workload.num_tokens * self._plan.micro_batches,
             iteration_s=iteration_s,
             iteration_noise_frac=noise,
             num_iterations=len(timed),
-            forward_s=forward_end,
-            backward_s=max(0.0, backward_end - forward_end),
-            optimizer_s=max(0.0, iteration_s - backward_end),
+            forward_s=forward_s,
+            backward_s=backward_s,
+            optimizer_s=max(0.0, iteration_s - forward_s - backward_s),
             tasks=timings,
             lanes=self._lanes(timings),
             memory=self._memory(),
@@ -149,9 +148,6 @@ class Recorder:
                 )
             )
         return tuple(timings)
-
-    def _last_end(self, ends: Mapping[int, float], kind: TaskKind) -> float:
-        return max(ends[task.id] for task in self._schedule.tasks if task.kind is kind)
 
     def _lanes(self, timings: Sequence[TaskTiming]) -> tuple[LaneUse, ...]:
         by_lane: dict[Lane, list[Task]] = {lane: [] for lane in Lane}

@@ -8,6 +8,7 @@ timed without the ledger; fake tensors (a model on the meta device) have no time
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Final
 
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -26,6 +27,9 @@ from .parameters import compute_dtype, describe_parameters
 from .profiles import Assembly
 from .snapshot import left_as_found
 from .stopwatch import WARM_UP_ITERATIONS, time_sections
+
+TRACED_MODES: Final = (ActivationMode.KEEP, ActivationMode.CHECKPOINT)
+"""SWAP computes what KEEP does; how much of it can travel is counted along with it."""
 
 
 def trace(
@@ -85,15 +89,15 @@ def _profile_real(
     repeats: int,
     on_progress: Callable[[int, int], None] | None,
 ) -> tuple[Assembly, list[int]]:
-    progress = _Progress(len(ActivationMode) * (2 + (repeats + WARM_UP_ITERATIONS if repeats else 0)), on_progress)
+    progress = _Progress(len(TRACED_MODES) * (2 + (repeats + WARM_UP_ITERATIONS if repeats else 0)), on_progress)
     with left_as_found(model):
         observed = {
             mode: observe_sections(model, batch, loss, blocks, mode, progress.advance, passes=2)
-            for mode in ActivationMode
+            for mode in TRACED_MODES
         }
-        seconds: dict[ActivationMode, dict[PhaseKey, float]] = {mode: {} for mode in ActivationMode}
+        seconds: dict[ActivationMode, dict[PhaseKey, float]] = {mode: {} for mode in TRACED_MODES}
         if repeats > 0:
-            seconds = time_sections(model, batch, loss, blocks, ActivationMode, repeats, progress.advance)
+            seconds = time_sections(model, batch, loss, blocks, TRACED_MODES, repeats, progress.advance)
     return Assembly(len(blocks), observed, seconds, is_real=True), list(range(len(blocks)))
 
 
@@ -113,12 +117,12 @@ def _profile_fake(
         stands_for = list(range(len(blocks)))
     else:
         blocks = find_blocks(twin, blocks[0].name.rpartition(".")[0])
-    progress = _Progress(len(ActivationMode), on_progress)
+    progress = _Progress(len(TRACED_MODES), on_progress)
     with mode, FakeGroupedProducts(), left_as_found(twin):
         observed = {
-            m: observe_sections(twin, twin_batch, loss, blocks, m, progress.advance, passes=1) for m in ActivationMode
+            m: observe_sections(twin, twin_batch, loss, blocks, m, progress.advance, passes=1) for m in TRACED_MODES
         }
-    return Assembly(len(blocks), observed, {m: {} for m in ActivationMode}, is_real=False), stands_for
+    return Assembly(len(blocks), observed, {m: {} for m in TRACED_MODES}, is_real=False), stands_for
 
 
 def _check_model(model: nn.Module) -> None:

@@ -2,16 +2,21 @@
 
 [Note: Steps]
 A *step* is one block's forward, or one block's backward with its recomputation: the stretches of the compute lane that
-need chunks.  An iteration of n blocks has 2n steps, forward ones first.  The policies are written in steps:
+need chunks.  A micro-batch of n blocks has 2n steps, forward ones first, and an iteration has those of all its
+micro-batches.  The policies are written in steps:
 
 - A chunk is gathered for the step that first needs it, not before the step ``prefetch_depth`` earlier has begun.
 - A chunk is freed when the last step that uses its stay ends (``slots.assign_slots``).
 - The gradients of a chunk leave when its last backward step has ended, and have left before the step
   ``prefetch_depth + 1`` later begins: that bounds the gradients that wait on the device.
-- CPU Adam steps a chunk as soon as its gradients have arrived; the chunk's next gather waits for that.
+- Gradients of later micro-batches are added on the host to those that have arrived before.
+- CPU Adam steps a chunk as soon as its last gradients have arrived; the chunk's next gather waits for that.  Where the
+  norm of all gradients is limited, it waits for the norm, and that for all gradients.
 - Gradients of persistent chunks stay until device Adam, which ends the iteration.
+- What a block in mode SWAP saved leaves when its forward has ended, and comes back like a chunk: not before the step
+  ``prefetch_depth`` before its backward has begun.
 
-``compile_gathers`` and ``compile_updates`` hold these policies.
+``compile_gathers``, ``compile_updates`` and ``compile_swaps`` hold these policies.
 
 [Note: Memory of compute tasks]
 A phase's curve already contains what the task allocates and frees while it runs, so the buffers of a compute task
@@ -24,12 +29,13 @@ from __future__ import annotations
 
 from .compile_activations import Activations
 from .compile_gathers import Gathers, allocate_homes
+from .compile_swaps import Swaps
 from .compile_updates import Updates, stepped_bytes
 from .layout import Layout, build_layout, check_layout
 from .plan import ActivationMode, Plan
 from .program import Program
-from .schedule import Content, Memory, Part, Schedule, TaskKind
-from .workload import BlockId, Workload, check_plan
+from .schedule import BufferId, Content, Memory, Part, Schedule, TaskId, TaskKind
+from .workload import BlockId, Phase, Workload, check_plan
 
 __all__ = ["check_plan", "compile_schedule", "stepped_bytes"]
 
@@ -58,21 +64,26 @@ class _Compiler:
         persistent = layout.persistent(plan.n_persist)
         self.program = Program()
         self.program.buffer(Content.RESIDENT, Memory.DEVICE, workload.resident_bytes, is_static=True)
-        homes = allocate_homes(self.program, layout, persistent)
+        homes = allocate_homes(self.program, layout, persistent, micro_batches=plan.micro_batches)
         self.gathers = Gathers(self.program, plan, layout, homes, persistent)
         self.updates = Updates(self.program, plan, workload.parameters, layout, homes, persistent)
         self.activations = Activations(self.program)
+        self.swaps = Swaps(self.program, plan, workload, self.modes)
 
     def run(self) -> Schedule:
-        self._prologue_forward()
-        for block in range(self.num_blocks):
-            self._forward(BlockId(block), step=block)
-        self._epilogue()
-        for block in reversed(range(self.num_blocks)):
-            self._backward(BlockId(block), step=2 * self.num_blocks - 1 - block)
-        self._prologue_backward()
-        assert self.activations.incoming is not None
-        self.updates.device_adam(self.activations.incoming)
+        for micro_batch in range(self.plan.micro_batches):
+            self.program.micro_batch = micro_batch
+            first_step = 2 * self.num_blocks * micro_batch
+            self._prologue_forward()
+            for block in range(self.num_blocks):
+                self._forward(BlockId(block), step=first_step + block)
+            self._epilogue()
+            for block in reversed(range(self.num_blocks)):
+                self._backward(BlockId(block), step=first_step + 2 * self.num_blocks - 1 - block)
+            end = self._prologue_backward()
+        self.program.micro_batch = 0
+        self.updates.limit_norm(self.activations.left_over, after=end)
+        self.updates.device_adam(self.activations.left_over)
         self.gathers.link_previous_iteration(self.updates.adam_of)
         self.updates.link_previous_iteration()
         return Schedule(
@@ -82,6 +93,7 @@ class _Compiler:
             num_slots=self.plan.n_buffer,
             num_blocks=self.num_blocks,
             prefetch_depth=self.plan.prefetch_depth,
+            micro_batches=self.plan.micro_batches,
         )
 
     # -- forward -----------------------------------------------------------------------------------------------------
@@ -98,16 +110,25 @@ class _Compiler:
         )
 
     def _forward(self, block: BlockId, *, step: int) -> None:
-        gathers = self.gathers.begin(step)
+        wait = (*self.gathers.begin(step), *self.swaps.gone_before(step))
+        if self.program.micro_batch:
+            wait += self.updates.gone_before(step)
         profile = self.workload.profile_of(block)
         mode = self.modes[block]
         phase = profile.forward_in(mode)
         self.activations.run_phase(phase)
         reads = (*self.gathers.parameters(block), self.activations.input_of(block))
-        if mode is ActivationMode.KEEP:
+        swapped: list[BufferId] = []
+        if mode is not ActivationMode.CHECKPOINT:
+            swapped = self.swaps.save(block) if mode is ActivationMode.SWAP else []
             made = [
                 self.activations.make_output(block, profile.output_bytes),
-                self.activations.save(block, phase.net_bytes - profile.output_bytes),
+                self.activations.save(
+                    block,
+                    phase.net_bytes - profile.output_bytes,
+                    swapped_bytes=sum(self.program.buffers[buffer].size_bytes for buffer in swapped),
+                ),
+                *swapped,
             ]
         else:
             # Whatever a checkpointed forward leaves beside its output (the random generator's state) goes with it.
@@ -115,13 +136,14 @@ class _Compiler:
         task = self.program.task(
             TaskKind.FORWARD,
             section=block,
-            after=gathers,
+            after=wait,
             makes=made,
             frees=self.gathers.released_by(step),
             reads=reads,
             phase=phase,
         )
         self.program.end_step(task, task)
+        self.swaps.offload(block, swapped, step=step)
 
     def _epilogue(self) -> None:
         """Forward and backward of the part after the last block; they follow each other."""
@@ -136,7 +158,11 @@ class _Compiler:
         self.program.task(
             TaskKind.BACKWARD,
             section=Part.EPILOGUE,
-            makes=(self.activations.hand_over(Part.EPILOGUE, backward, drops=(saved, last)),),
+            makes=(
+                self.activations.hand_over(
+                    Part.EPILOGUE, backward, drops=(saved, last), gradient_bytes=self._added_bytes(backward)
+                ),
+            ),
             frees=(saved, last),
             reads=(*parameters, saved, last),
             phase=backward,
@@ -145,7 +171,13 @@ class _Compiler:
     # -- backward ----------------------------------------------------------------------------------------------------
 
     def _backward(self, block: BlockId, *, step: int) -> None:
-        wait = (*self.gathers.begin(step), *self.updates.gone_before(step))
+        fetches, swapped = self.swaps.fetch(block, step=step) if self.modes[block] is ActivationMode.SWAP else ([], [])
+        wait = (
+            *self.gathers.begin(step),
+            *fetches,
+            *self.updates.gone_before(step),
+            *self.swaps.gone_before(step),
+        )
         profile = self.workload.profile_of(block)
         parameters, before = self.gathers.parameters(block), self.activations.input_of(block)
         recompute = None
@@ -165,29 +197,42 @@ class _Compiler:
         assert handed is not None
         # The first block's input is the prologue's output, which the prologue's backward needs.
         drops = (saved, before) if block > 0 else (saved,)
-        gradients, gradient_bytes = self.updates.make_gradients(block)
-        incoming = self.activations.hand_over(block, phase, drops=drops, gradient_bytes=gradient_bytes)
+        gradients, added, gradient_bytes = self.updates.make_gradients(block)
+        incoming = self.activations.hand_over(
+            block, phase, drops=drops, gradient_bytes=max(gradient_bytes, self._added_bytes(phase))
+        )
         end = self.program.task(
             TaskKind.BACKWARD,
             section=block,
             after=wait,
             makes=(incoming, *gradients),
-            frees=(*drops, handed, *self.gathers.released_by(step)),
-            reads=(*parameters, before, saved, handed),
+            frees=(*drops, *swapped, handed, *self.gathers.released_by(step)),
+            reads=(*parameters, before, saved, *swapped, handed, *added),
+            updates=added,
             phase=phase,
         )
         self.program.end_step(end if recompute is None else recompute, end)
         self.updates.end_backward(block, step=step)
 
-    def _prologue_backward(self) -> None:
+    def _added_bytes(self, phase: Phase) -> int:
+        """Gradients that a backward adds to those of earlier micro-batches, where its phase left new ones."""
+        return phase.gradient_bytes if self.program.micro_batch else 0
+
+    def _prologue_backward(self) -> TaskId:
         handed, output = self.activations.incoming, self.activations.output_of(Part.PROLOGUE)
         assert handed is not None
         phase = self.workload.prologue_backward
-        self.program.task(
+        made = self.activations.hand_over(
+            Part.PROLOGUE, phase, drops=(output,), gradient_bytes=self._added_bytes(phase)
+        )
+        added = self.activations.left_over[:1]
+        self.activations.end_micro_batch()
+        return self.program.task(
             TaskKind.BACKWARD,
             section=Part.PROLOGUE,
-            makes=(self.activations.hand_over(Part.PROLOGUE, phase, drops=(output,)),),
+            makes=(made,),
             frees=(output, handed),
-            reads=(*self.gathers.unowned_parameters(), output, handed),
+            reads=(*self.gathers.unowned_parameters(), output, handed, *added),
+            updates=added,
             phase=phase,
         )

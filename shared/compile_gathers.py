@@ -21,14 +21,17 @@ class Homes:
     state: Mapping[ChunkId, BufferId]
     """Of trainable chunks."""
     staging: Mapping[ChunkId, BufferId]
-    """Of offloaded trainable chunks: where their gradients arrive."""
+    """Of offloaded trainable chunks: where their gradients arrive, and where those of later micro-batches are added."""
+    arrivals: Mapping[ChunkId, BufferId]
+    """Where the gradients of later micro-batches arrive, if there are any."""
 
 
-def allocate_homes(program: Program, layout: Layout, persistent: frozenset[ChunkId]) -> Homes:
+def allocate_homes(program: Program, layout: Layout, persistent: frozenset[ChunkId], *, micro_batches: int) -> Homes:
     """Add the static buffers of all chunks."""
     parameters: dict[ChunkId, BufferId] = {}
     state: dict[ChunkId, BufferId] = {}
     staging: dict[ChunkId, BufferId] = {}
+    arrivals: dict[ChunkId, BufferId] = {}
     for chunk in layout.chunks:
         is_persistent = chunk.id in persistent
         place = Memory.DEVICE if is_persistent else Memory.PINNED_HOST
@@ -41,11 +44,16 @@ def allocate_homes(program: Program, layout: Layout, persistent: frozenset[Chunk
         state[chunk.id] = program.buffer(
             Content.OPTIMIZER_STATE, place, chunk.state_bytes, chunk=chunk.id, is_static=True
         )
-        if not is_persistent:
-            staging[chunk.id] = program.buffer(
-                Content.GRADIENTS, Memory.PINNED_HOST, chunk.staging_bytes, chunk=chunk.id, is_static=True
+        if is_persistent:
+            continue
+        staging[chunk.id] = program.buffer(
+            Content.GRADIENTS, Memory.PINNED_HOST, chunk.staging_bytes, chunk=chunk.id, is_static=True
+        )
+        if micro_batches > 1:
+            arrivals[chunk.id] = program.buffer(
+                Content.ARRIVING_GRADIENTS, Memory.PINNED_HOST, chunk.staging_bytes, chunk=chunk.id, is_static=True
             )
-    return Homes(parameters, state, staging)
+    return Homes(parameters, state, staging, arrivals)
 
 
 class Gathers:
@@ -59,7 +67,7 @@ class Gathers:
         self.layout = layout
         self.homes = homes
         needed = [[c for c in chunks if c not in persistent] for chunks in layout.chunks_of_block]
-        self.stays = assign_slots(needed + needed[::-1], plan.n_buffer)
+        self.stays = assign_slots((needed + needed[::-1]) * plan.micro_batches, plan.n_buffer)
         self._begins: dict[int, list[int]] = {}
         self._ends: dict[int, list[int]] = {}
         for index, stay in enumerate(self.stays):

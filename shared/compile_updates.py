@@ -47,21 +47,33 @@ class Updates:
         """CPU Adam of every offloaded trainable chunk."""
         self._gradients: dict[ChunkId, list[BufferId]] = {chunk.id: [] for chunk in layout.chunks}
         self._offloads_of_step: dict[int, list[TaskId]] = {}
+        self._arrived: dict[ChunkId, TaskId] = {}
+        """The latest task that brought gradients of a chunk into its staging buffer."""
+        self.max_gradient_norm = plan.max_gradient_norm
+        self.last_micro_batch = plan.micro_batches - 1
+        self._norm: tuple[TaskId, ...] = ()
 
-    def make_gradients(self, block: BlockId) -> tuple[list[BufferId], int]:
-        """New buffers for the gradients of the block in each of its chunks, and their bytes together."""
-        made, total = [], 0
+    def make_gradients(self, block: BlockId) -> tuple[list[BufferId], list[BufferId], int]:
+        """New buffers for the gradients of the block in each of its chunks, those that it adds to, and all its bytes.
+
+        Gradients of persistent chunks stay from one micro-batch to the next, which adds to them.
+        """
+        made: list[BufferId] = []
+        added: list[BufferId] = []
+        total = 0
         for chunk_id in self.layout.chunks_of_block[block]:
             chunk = self.layout.chunks[chunk_id]
             size_bytes = chunk.gradient_bytes[chunk.blocks.index(block)]
-            if size_bytes:
+            total += size_bytes
+            if size_bytes and self.program.micro_batch and chunk_id in self.persistent:
+                added += [b for b in self._gradients[chunk_id] if self.program.buffers[b].section == block]
+            elif size_bytes:
                 buffer = self.program.buffer(
                     Content.GRADIENTS, Memory.DEVICE, size_bytes, chunk=chunk_id, section=block
                 )
                 self._gradients[chunk_id].append(buffer)
                 made.append(buffer)
-                total += size_bytes
-        return made, total
+        return made, added, total
 
     def gone_before(self, step: int) -> tuple[TaskId, ...]:
         """The offloads that must have ended before ``step`` begins, of those that this iteration began."""
@@ -77,30 +89,74 @@ class Updates:
                 )
 
     def _offload(self, chunk: Chunk, *, after: TaskId) -> TaskId:
-        """The copy of a chunk's gradients to the host, followed by its CPU Adam; returns the copy."""
+        """The copy of a chunk's gradients to the host, and what follows it there; returns the copy."""
         gradients = tuple(self._gradients[chunk.id])
-        staging, stepped = self.homes.staging[chunk.id], (self.homes.state[chunk.id], self.homes.parameters[chunk.id])
-        offload = self.program.task(
+        self._gradients[chunk.id].clear()
+        staging = self.homes.staging[chunk.id]
+        is_first = self.program.micro_batch == 0
+        waits = [after]
+        if self.program.micro_batch > 1:
+            # The arrivals of the micro-batch before must have been added.
+            waits.append(self._arrived[chunk.id])
+        offload = self._arrived[chunk.id] = self.program.task(
             TaskKind.GRADIENT_OFFLOAD,
             chunk=chunk.id,
-            after=(after,),
+            after=waits,
             frees=gradients,
             reads=gradients,
-            updates=(staging,),
+            updates=(staging if is_first else self.homes.arrivals[chunk.id],),
             moved_bytes=sum(chunk.gradient_bytes),
         )
+        if not is_first:
+            arrivals = self.homes.arrivals[chunk.id]
+            self._arrived[chunk.id] = self.program.task(
+                TaskKind.GRADIENT_ACCUMULATE,
+                chunk=chunk.id,
+                after=(offload,),
+                reads=(arrivals, staging),
+                updates=(staging,),
+                stepped_bytes=3 * sum(chunk.gradient_bytes),
+            )
+        if self.program.micro_batch == self.last_micro_batch and self.max_gradient_norm is None:
+            self._cpu_adam(chunk, after=self._arrived[chunk.id])
+        return offload
+
+    def _cpu_adam(self, chunk: Chunk, *, after: TaskId) -> None:
+        stepped = (self.homes.state[chunk.id], self.homes.parameters[chunk.id])
         self.adam_of[chunk.id] = self.program.task(
             TaskKind.CPU_ADAM,
             chunk=chunk.id,
-            after=(offload,),
-            reads=(staging, *stepped),
+            after=(after,),
+            reads=(self.homes.staging[chunk.id], *stepped),
             updates=stepped,
             num_stepped=chunk.num_trainable,
-            stepped_bytes=stepped_bytes(chunk, self.parameters),
+            stepped_bytes=stepped_bytes(chunk, self.parameters) + self._scaling_bytes(chunk),
         )
-        return offload
 
-    def device_adam(self, left_over: BufferId) -> None:
+    def _scaling_bytes(self, chunk: Chunk) -> int:
+        """Traffic of scaling a chunk's gradients down to the limit of their norm: in and out."""
+        return 0 if self.max_gradient_norm is None else 2 * sum(chunk.gradient_bytes)
+
+    def limit_norm(self, left_over: Sequence[BufferId], *, after: TaskId) -> None:
+        """If there is a limit: the norm of all gradients, and CPU Adam of every offloaded chunk after it.
+
+        Adam takes the chunks in the order in which the next iteration needs them.
+        """
+        if self.max_gradient_norm is None:
+            return
+        staged = sorted(self._arrived)
+        waiting = [b for chunk in self.layout.chunks if chunk.id in self.persistent for b in self._gradients[chunk.id]]
+        norm = self.program.task(
+            TaskKind.GRADIENT_NORM,
+            after=(after, *self._arrived.values()),
+            reads=(*(self.homes.staging[chunk] for chunk in staged), *left_over, *waiting),
+            stepped_bytes=sum(sum(self.layout.chunks[chunk].gradient_bytes) for chunk in staged),
+        )
+        self._norm = (norm,)
+        for chunk_id in staged:
+            self._cpu_adam(self.layout.chunks[chunk_id], after=norm)
+
+    def device_adam(self, left_over: Sequence[BufferId]) -> None:
         """Step the persistent chunks; ``left_over`` are the gradients outside every block."""
         chunks = [c for c in self.layout.chunks if c.id in self.persistent and c.is_trainable]
         gradients = tuple(buffer for chunk in chunks for buffer in self._gradients[chunk.id])
@@ -110,11 +166,12 @@ class Updates:
         )
         self.program.task(
             TaskKind.DEVICE_ADAM,
-            frees=(left_over, *gradients),
-            reads=(left_over, *gradients, *stepped),
+            after=self._norm,
+            frees=(*left_over, *gradients),
+            reads=(*left_over, *gradients, *stepped),
             updates=stepped,
             num_stepped=sum(chunk.num_trainable for chunk in chunks),
-            stepped_bytes=sum(stepped_bytes(chunk, self.parameters) for chunk in chunks),
+            stepped_bytes=sum(stepped_bytes(chunk, self.parameters) + self._scaling_bytes(chunk) for chunk in chunks),
         )
 
     def link_previous_iteration(self) -> None:

@@ -6,6 +6,9 @@ task that waits for their copy starts; both ends are read off the happens-before
 a largest possible level, and so has the pause before it, in which gradients that it waits for are still there beside
 chunks that were gathered since the task before it ended.  The largest of these bounds the device's memory for every
 timing.
+
+What a block swaps is on the device twice in an iteration, on its way out and when it has come back.  The two may reach
+for the same compute task, but never at once: the way back begins when the way out has ended.  They count once.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .order import HappensBefore, Occurrence
-from .schedule import BufferId, Lane, Memory, Schedule, Task, TaskId
+from .schedule import BufferId, Content, Lane, Memory, Schedule, Section, Task, TaskId
 
 _COMPUTE = tuple(Lane).index(Lane.COMPUTE)
 _MIDDLE = 1
@@ -41,7 +44,8 @@ def guaranteed_device_peak(schedule: Schedule, order: HappensBefore | None = Non
     start, stop = _MIDDLE * len(compute), (_MIDDLE + 1) * len(compute)
     static_bytes = schedule.static_bytes(Memory.DEVICE)
     running, pausing = [0] * (stop - start + 1), [0] * (stop - start + 1)
-    intervals: list[tuple[int, int, int, BufferId]] = []
+    intervals: list[tuple[int, int, int, int, BufferId]] = []
+    gone_out: dict[tuple[int, int, Section | None], tuple[int, int]] = {}
     allocating, freeing = _lifetimes(schedule)
     for buffer in schedule.buffers:
         if buffer.is_static or buffer.memory is not Memory.DEVICE:
@@ -52,11 +56,18 @@ def guaranteed_device_peak(schedule: Schedule, order: HappensBefore | None = Non
             last = _last_position(order, freed_by, iteration, compute)
             last_pause = min(last if freed_by.lane is Lane.COMPUTE else last + 1, stop - 1)
             last = min(last, stop - 1)
-            for change, end in ((running, last), (pausing, last_pause)):
-                if first <= end:
-                    change[first - start] += buffer.size_bytes
+            first_pause = first
+            if buffer.content is Content.SWAPPED:
+                trip = (iteration, buffer.micro_batch, buffer.section)
+                if freed_by.lane is not Lane.COMPUTE:
+                    gone_out[trip] = (last, last_pause)
+                else:
+                    first, first_pause = (max(first, end + 1) for end in gone_out[trip])
+            for change, begin, end in ((running, first, last), (pausing, first_pause, last_pause)):
+                if begin <= end:
+                    change[begin - start] += buffer.size_bytes
                     change[end - start + 1] -= buffer.size_bytes
-            intervals.append((first, last, last_pause, buffer.id))
+            intervals.append((first, last, first_pause, last_pause, buffer.id))
     best, is_pause = GuaranteedPeak(-1, compute[0], (), 0), False
     level = pause_level = static_bytes
     for offset, task_id in enumerate(compute):
@@ -70,7 +81,9 @@ def guaranteed_device_peak(schedule: Schedule, order: HappensBefore | None = Non
             best, is_pause = GuaranteedPeak(pause_level, task_id, (), 0), True
     position = start + compute.index(best.task)
     alive = [b.id for b in schedule.buffers if b.is_static and b.memory is Memory.DEVICE]
-    alive += [b for first, last, last_pause, b in intervals if first <= position <= (last_pause if is_pause else last)]
+    for first, last, first_pause, last_pause, buffer_id in intervals:
+        if (first_pause <= position <= last_pause) if is_pause else (first <= position <= last):
+            alive.append(buffer_id)
     return GuaranteedPeak(best.size_bytes, best.task, tuple(alive), best.transient_bytes)
 
 

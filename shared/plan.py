@@ -7,7 +7,7 @@ from enum import StrEnum
 from functools import cached_property
 from typing import ClassVar, Self
 
-from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from .errors import PlanError
 from .files import Document
@@ -20,6 +20,8 @@ class ActivationMode(StrEnum):
     """They stay on the device."""
     CHECKPOINT = "checkpoint"
     """Only the block's input stays; the rest is recomputed in backward."""
+    SWAP = "swap"
+    """What the block itself made and saved goes to the host and comes back; its input stays."""
 
 
 class Plan(Document):
@@ -40,17 +42,23 @@ class Plan(Document):
     """Device places for the other chunks."""
     prefetch_depth: PositiveInt = 1
     """How many blocks ahead of the running one chunks may be gathered, and how many behind it gradients may lag."""
+    n_swap: NonNegativeInt = 0
+    """Blocks in mode SWAP, the first ones (``place_activation_modes``)."""
     n_checkpoint: NonNegativeInt = 0
-    """Blocks in mode CHECKPOINT, interleaved (``place_activation_modes``)."""
+    """Blocks in mode CHECKPOINT, interleaved among the others (``place_activation_modes``)."""
     activation_modes: tuple[ActivationMode, ...] | None = Field(default=None)
-    """One mode per block, instead of ``n_checkpoint`` and its placement rule."""
+    """One mode per block, instead of ``n_swap``, ``n_checkpoint`` and their placement rule."""
+    micro_batches: PositiveInt = 1
+    """Forwards and backwards per step, each on a batch of the workload's shape; their gradients add up."""
+    max_gradient_norm: PositiveFloat | None = None
+    """Limit of the norm of all gradients together; None for no limit.  CPU Adam then waits for the last gradient."""
 
     @model_validator(mode="after")
     def _modes_agree(self) -> Self:
-        if self.activation_modes is not None and self.n_checkpoint != self.activation_modes.count(
-            ActivationMode.CHECKPOINT
-        ):
-            raise ValueError("n_checkpoint differs from the number of CHECKPOINT entries in activation_modes")
+        if self.activation_modes is not None:
+            for name, mode in (("n_swap", ActivationMode.SWAP), ("n_checkpoint", ActivationMode.CHECKPOINT)):
+                if getattr(self, name) != self.activation_modes.count(mode):
+                    raise ValueError(f"{name} differs from the number of {mode.name} entries in activation_modes")
         return self
 
     @cached_property
@@ -66,18 +74,21 @@ class Plan(Document):
                     f"activation_modes names {len(self.activation_modes)} blocks but the workload has {num_blocks}."
                 )
             return self.activation_modes
-        return place_activation_modes(num_blocks, n_checkpoint=self.n_checkpoint)
+        return place_activation_modes(num_blocks, n_checkpoint=self.n_checkpoint, n_swap=self.n_swap)
 
 
-def place_activation_modes(num_blocks: int, *, n_checkpoint: int) -> tuple[ActivationMode, ...]:
-    """Checkpointed blocks spread evenly, centred: block ``((2k + 1) * num_blocks) // (2 * n_checkpoint)``.
+def place_activation_modes(num_blocks: int, *, n_checkpoint: int, n_swap: int = 0) -> tuple[ActivationMode, ...]:
+    """The first ``n_swap`` blocks swap: their way back is the longest, so that the copies have most time.
 
-    Source of the rule: ProTrain (arXiv 2406.08334), section on interleaved block management.
-    Raises PlanError if ``n_checkpoint`` exceeds ``num_blocks``.
+    Among the other n, checkpointed blocks are spread evenly and centred: ``((2k + 1) * n) // (2 * n_checkpoint)``.
+    Source of the rules: ProTrain (arXiv 2406.08334), section on interleaved block management.
+    Raises PlanError if the two exceed ``num_blocks``.
     """
-    if n_checkpoint > num_blocks:
-        raise PlanError(f"n_checkpoint is {n_checkpoint} but the workload has {num_blocks} blocks. Lower it.")
-    modes = [ActivationMode.KEEP] * num_blocks
+    if n_checkpoint + n_swap > num_blocks:
+        swapped = f" and n_swap is {n_swap}" if n_swap else ""
+        raise PlanError(f"n_checkpoint is {n_checkpoint}{swapped} but the workload has {num_blocks} blocks. Lower it.")
+    others = num_blocks - n_swap
+    modes = [ActivationMode.SWAP] * n_swap + [ActivationMode.KEEP] * others
     for k in range(n_checkpoint):
-        modes[((2 * k + 1) * num_blocks) // (2 * n_checkpoint)] = ActivationMode.CHECKPOINT
+        modes[n_swap + ((2 * k + 1) * others) // (2 * n_checkpoint)] = ActivationMode.CHECKPOINT
     return tuple(modes)

@@ -20,6 +20,8 @@ class Program:
         """The first compute task of every step."""
         self.step_end: list[TaskId] = []
         """The last compute task of every step."""
+        self.micro_batch = 0
+        """The one that tasks and buffers are added for."""
 
     def buffer(
         self,
@@ -34,7 +36,10 @@ class Program:
     ) -> BufferId:
         """Add a buffer."""
         buffer_id = BufferId(len(self.buffers))
-        self.buffers.append(Buffer(buffer_id, content, memory, size_bytes, chunk, section, slot, is_static))
+        micro_batch = 0 if is_static else self.micro_batch
+        self.buffers.append(
+            Buffer(buffer_id, content, memory, size_bytes, chunk, section, micro_batch, slot, is_static)
+        )
         return buffer_id
 
     def task(
@@ -62,6 +67,7 @@ class Program:
                 kind,
                 section=section,
                 chunk=chunk,
+                micro_batch=self.micro_batch,
                 after=ascending(after),
                 allocates=made,
                 frees=tuple(frees),

@@ -21,6 +21,10 @@ KIND_COLOURS: Final[dict[TaskKind, str]] = {
     TaskKind.BACKWARD: "orange",
     TaskKind.GATHER: "green",
     TaskKind.GRADIENT_OFFLOAD: "red",
+    TaskKind.GRADIENT_ACCUMULATE: "pink",
+    TaskKind.GRADIENT_NORM: "grey",
+    TaskKind.ACTIVATION_OFFLOAD: "brown",
+    TaskKind.ACTIVATION_FETCH: "teal",
     TaskKind.CPU_ADAM: "gold",
     TaskKind.DEVICE_ADAM: "purple",
 }

@@ -18,6 +18,10 @@ KIND_NAMES: Final[dict[TaskKind, str]] = {
     TaskKind.BACKWARD: "backward",
     TaskKind.GATHER: "gather",
     TaskKind.GRADIENT_OFFLOAD: "gradient offload",
+    TaskKind.GRADIENT_ACCUMULATE: "adding gradients up",
+    TaskKind.GRADIENT_NORM: "gradient norm",
+    TaskKind.ACTIVATION_OFFLOAD: "activation offload",
+    TaskKind.ACTIVATION_FETCH: "activation fetch",
     TaskKind.CPU_ADAM: "CPU Adam",
     TaskKind.DEVICE_ADAM: "device Adam",
 }
@@ -30,8 +34,10 @@ LANE_NAMES: Final[dict[Lane, str]] = {
 CONTENT_NAMES: Final[dict[Content | None, str]] = {
     Content.PARAMETERS: "parameters",
     Content.GRADIENTS: "gradients",
+    Content.ARRIVING_GRADIENTS: "arriving gradients",
     Content.OPTIMIZER_STATE: "optimizer state",
     Content.ACTIVATIONS: "saved activations",
+    Content.SWAPPED: "swapped activations",
     Content.OUTPUT: "block outputs",
     Content.INCOMING_GRADIENT: "incoming gradient",
     Content.RESIDENT: "module buffers and batch",
@@ -92,6 +98,14 @@ def knobs(plan: Plan, *, num_blocks: int | None = None) -> tuple[Knob, ...]:
         Knob("prefetch_depth", str(plan.prefetch_depth), "blocks ahead that chunks are gathered"),
         Knob("n_checkpoint", f"{plan.n_checkpoint}{of_blocks}", "blocks whose activations are recomputed"),
     ]
+    if plan.n_swap:
+        shown.append(
+            Knob("n_swap", f"{plan.n_swap}{of_blocks}", "blocks whose activations travel to the host and back")
+        )
+    if plan.micro_batches > 1:
+        shown.append(Knob("micro_batches", str(plan.micro_batches), "forwards and backwards per step"))
+    if plan.max_gradient_norm is not None:
+        shown.append(Knob("max_gradient_norm", f"{plan.max_gradient_norm:g}", "limit of the norm of all gradients"))
     if plan.activation_modes is not None:
         runs = [(mode, len(list(group))) for mode, group in groupby(plan.activation_modes)]
         modes = ", ".join(f"{mode} × {count}" for mode, count in runs)
@@ -100,8 +114,8 @@ def knobs(plan: Plan, *, num_blocks: int | None = None) -> tuple[Knob, ...]:
 
 
 def num_blocks(record: Record) -> int:
-    """Blocks of the record's model: its forward tasks without prologue and epilogue."""
-    subjects = (subject_of(timing) for timing in record.tasks if timing.kind is TaskKind.FORWARD)
+    """Blocks of the record's model: those that its forward tasks name, without prologue and epilogue."""
+    subjects = {subject_of(timing) for timing in record.tasks if timing.kind is TaskKind.FORWARD}
     return sum(subject is not None and subject[1].isdecimal() for subject in subjects)
 
 

@@ -43,6 +43,14 @@ class TaskKind(StrEnum):
     """Copy a chunk's parameters to the device."""
     GRADIENT_OFFLOAD = "gradient_offload"
     """Copy a chunk's gradients to the host."""
+    GRADIENT_ACCUMULATE = "gradient_accumulate"
+    """Add a micro-batch's gradients of a chunk to those of earlier ones, on the host."""
+    ACTIVATION_OFFLOAD = "activation_offload"
+    """Copy what a block saved to the host."""
+    ACTIVATION_FETCH = "activation_fetch"
+    """Copy it back."""
+    GRADIENT_NORM = "gradient_norm"
+    """The norm of all gradients together, wherever they are."""
     CPU_ADAM = "cpu_adam"
     DEVICE_ADAM = "device_adam"
     """Step every persistent chunk; ends the iteration even where there is nothing to step."""
@@ -55,6 +63,10 @@ LANE_OF: dict[TaskKind, Lane] = {
     TaskKind.DEVICE_ADAM: Lane.COMPUTE,
     TaskKind.GATHER: Lane.H2D,
     TaskKind.GRADIENT_OFFLOAD: Lane.D2H,
+    TaskKind.GRADIENT_ACCUMULATE: Lane.CPU_OPTIM,
+    TaskKind.ACTIVATION_OFFLOAD: Lane.D2H,
+    TaskKind.ACTIVATION_FETCH: Lane.H2D,
+    TaskKind.GRADIENT_NORM: Lane.CPU_OPTIM,
     TaskKind.CPU_ADAM: Lane.CPU_OPTIM,
 }
 
@@ -84,9 +96,13 @@ class Content(StrEnum):
 
     PARAMETERS = "parameters"
     GRADIENTS = "gradients"
+    ARRIVING_GRADIENTS = "arriving_gradients"
+    """A chunk's gradients of a later micro-batch, on the host, to be added to those of earlier ones."""
     OPTIMIZER_STATE = "optimizer_state"
     ACTIVATIONS = "activations"
     """Tensors saved for a section's backward."""
+    SWAPPED = "swapped"
+    """Those of them that travel to the host and back."""
     OUTPUT = "output"
     """A section's output, which the next section reads in forward and, saved, in backward."""
     INCOMING_GRADIENT = "incoming_gradient"
@@ -105,6 +121,7 @@ class Buffer:
     size_bytes: int
     chunk: ChunkId | None = None
     section: Section | None = None
+    micro_batch: int = 0
     slot: int | None = None
     """The device place that a gathered chunk occupies; buffers of one slot never live at the same time."""
     is_static: bool = False
@@ -119,6 +136,7 @@ class Task:
     kind: TaskKind
     section: Section | None = None
     chunk: ChunkId | None = None
+    micro_batch: int = 0
     after: tuple[TaskId, ...] = ()
     """Tasks of this iteration that must have ended before it starts."""
     after_previous: tuple[TaskId, ...] = ()
@@ -134,7 +152,7 @@ class Task:
     num_stepped: int = 0
     """Scalars that an Adam task steps."""
     stepped_bytes: int = 0
-    """Bytes of memory that an Adam task reads and writes."""
+    """Bytes of memory that a task of Adam, of adding gradients up or of their norm reads and writes."""
 
     @property
     def lane(self) -> Lane:
@@ -143,10 +161,11 @@ class Task:
 
     @property
     def name(self) -> str:
-        """``forward 3``, ``gather chunk 7``; unique together with the id."""
+        """``forward 3``, ``gather chunk 7``, ``backward 3 of micro-batch 1``; unique together with the id."""
+        of = f" of micro-batch {self.micro_batch}" if self.micro_batch else ""
         if self.chunk is not None:
-            return f"{self.kind} chunk {self.chunk}"
-        return f"{self.kind} {self.section}" if self.section is not None else str(self.kind)
+            return f"{self.kind} chunk {self.chunk}{of}"
+        return f"{self.kind} {self.section}{of}" if self.section is not None else f"{self.kind}{of}"
 
 
 @dataclass(frozen=True)
@@ -161,6 +180,7 @@ class Schedule:
     num_slots: int
     num_blocks: int
     prefetch_depth: int
+    micro_batches: int = 1
 
     @cached_property
     def lanes(self) -> dict[Lane, tuple[TaskId, ...]]:

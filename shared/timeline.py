@@ -60,7 +60,7 @@ def check_schedule(record: Record, schedule: Schedule | None, *, label: str) -> 
 
 def subject_of(timing: TaskTiming) -> tuple[str, str] | None:
     """``("chunk", "7")`` or ``("section", "epilogue")`` as the task's name has it; None for a task without either."""
-    rest = timing.name.removeprefix(str(timing.kind)).strip()
+    rest = timing.name.removeprefix(str(timing.kind)).partition(" of micro-batch ")[0].strip()
     if not rest or rest == timing.name:
         return None
     return ("chunk", rest.removeprefix("chunk ")) if rest.startswith("chunk ") else ("section", rest)

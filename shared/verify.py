@@ -16,7 +16,7 @@ from .plan import Plan
 from .schedule import Memory, Schedule
 from .units import format_bytes
 from .verify_case import Case, check_form
-from .verify_chunks import check_chunks
+from .verify_chunks import check_chunks, check_swaps
 from .verify_order import check_order
 from .verify_sections import check_sections
 from .workload import Workload, check_plan
@@ -40,7 +40,8 @@ def verify_schedule(
     Checked: the compute lane runs the model's sections in order, each on the buffers that it needs and no others;
     lanes cannot deadlock; every buffer has its size and place, is allocated before it is used and freed after its
     last use, once; every read sees the write that it is meant to see; compute has its chunks resident and current;
-    every trainable chunk is stepped once by one Adam, after all of its gradients; buffers of one slot never overlap;
+    every trainable chunk is stepped once by one Adam, after all of its gradients (under a limit of their norm, after
+    all gradients); buffers of one slot never overlap;
     gathers and gradients keep to the prefetch window; the memory that no timing can exceed stays under the limits.
     ``host_limit_bytes`` bounds pinned and pageable host memory together.
 
@@ -52,6 +53,7 @@ def verify_schedule(
     check_form(case)
     check_sections(case)
     check_chunks(case)
+    check_swaps(case)
     try:
         order = HappensBefore(schedule, _ITERATIONS)
     except OrderError as error:

@@ -11,7 +11,7 @@ from .errors import ScheduleError
 from .layout import ChunkId, Layout
 from .plan import ActivationMode, Plan
 from .schedule import Buffer, BufferId, Content, Schedule, Task, TaskId, TaskKind
-from .workload import Workload
+from .workload import BlockId, Workload
 
 
 @dataclass(frozen=True)
@@ -66,13 +66,23 @@ class Case:
         return {(buffer.content, buffer.chunk): buffer for buffer in self.schedule.buffers if buffer.is_static}
 
     @cached_property
-    def gradients(self) -> dict[ChunkId | None, list[Buffer]]:
-        """The gradients of each chunk on the device."""
-        found: dict[ChunkId | None, list[Buffer]] = {}
+    def gradients(self) -> dict[tuple[ChunkId | None, int], list[Buffer]]:
+        """The gradients of each chunk on the device, by micro-batch."""
+        found: dict[tuple[ChunkId | None, int], list[Buffer]] = {}
         for buffer in self.schedule.buffers:
             if buffer.content is Content.GRADIENTS and not buffer.is_static:
-                found.setdefault(buffer.chunk, []).append(buffer)
+                found.setdefault((buffer.chunk, buffer.micro_batch), []).append(buffer)
         return found
+
+    @cached_property
+    def swapping(self) -> dict[BlockId, int]:
+        """Blocks in mode SWAP that have anything to swap, with its bytes."""
+        sizes = {BlockId(b): self.workload.profile_of(b).swappable_bytes for b in range(self.workload.num_blocks)}
+        return {b: size for b, size in sizes.items() if size and self.modes[b] is ActivationMode.SWAP}
+
+    def freed_by(self, kind: TaskKind) -> list[BufferId]:
+        """What the tasks of one kind free."""
+        return [buffer for task in self.tasks_of(kind) for buffer in task.frees]
 
     def tasks_of(self, kind: TaskKind) -> list[Task]:
         """The tasks of one kind, in the order of the program."""
@@ -100,16 +110,21 @@ def reject(fact: str) -> NoReturn:
 def check_form(case: Case) -> None:
     """Ids are places, names exist, the program lists what is waited for first, buffers come and go once."""
     schedule = case.schedule
-    stated = (schedule.plan_id, schedule.num_slots, schedule.num_blocks, schedule.prefetch_depth)
-    asked = (case.plan.identity, case.plan.n_buffer, case.workload.num_blocks, case.plan.prefetch_depth)
-    for name, found, expected in zip(
-        ("plan_id", "num_slots", "num_blocks", "prefetch_depth"), stated, asked, strict=True
+    plan = case.plan
+    for name, found, expected in (
+        ("plan_id", schedule.plan_id, plan.identity),
+        ("num_slots", schedule.num_slots, plan.n_buffer),
+        ("num_blocks", schedule.num_blocks, case.workload.num_blocks),
+        ("prefetch_depth", schedule.prefetch_depth, plan.prefetch_depth),
+        ("micro_batches", schedule.micro_batches, plan.micro_batches),
     ):
         if found != expected:
             reject(f"its {name} is {found}, that of the plan is {expected}")
     for place, buffer in enumerate(schedule.buffers):
         if buffer.id != place:
             reject(f"buffer {buffer.id} stands at place {place}")
+        if not 0 <= buffer.micro_batch < plan.micro_batches:
+            reject(f"buffer {buffer.id} names micro-batch {buffer.micro_batch} of {plan.micro_batches}")
         if buffer.size_bytes < 0:
             reject(f"buffer {buffer.id} has {buffer.size_bytes} bytes")
         if buffer.chunk is not None and not 0 <= buffer.chunk < len(case.layout.chunks):
@@ -117,6 +132,8 @@ def check_form(case: Case) -> None:
     for place, task in enumerate(schedule.tasks):
         if task.id != place:
             reject(f"task {task.id} stands at place {place}")
+        if not 0 <= task.micro_batch < plan.micro_batches:
+            reject(f"{task.name} names micro-batch {task.micro_batch} of {plan.micro_batches}")
         _check_names(case, task)
     _check_coming_and_going(case)
 

@@ -6,12 +6,12 @@ from collections import Counter
 from collections.abc import Iterable
 
 from .layout import Chunk, ChunkId
-from .schedule import Buffer, BufferId, Content, Lane, Memory, Task, TaskKind
+from .schedule import Buffer, BufferId, Content, Lane, Memory, Section, Task, TaskKind
 from .verify_case import Case, reject
 from .workload import DType
 
-_Home = tuple[Content, Memory, ChunkId | None, int]
-"""A static buffer: what it holds, where, of which chunk, in how many bytes."""
+_Home = tuple[Content, Memory, ChunkId | None, Section | None, int]
+"""A static buffer: what it holds, where, of which chunk or section, in how many bytes."""
 
 
 def check_chunks(case: Case) -> None:
@@ -20,21 +20,16 @@ def check_chunks(case: Case) -> None:
     for buffer in case.schedule.buffers:
         if not buffer.is_static and buffer.memory is not Memory.DEVICE:
             reject(f"buffer {buffer.id} ({buffer.content}) comes and goes in {buffer.memory} memory")
+        micro_batch = 0 if buffer.is_static else case.schedule.tasks[case.allocating[buffer.id]].micro_batch
+        if buffer.micro_batch != micro_batch:
+            reject(f"buffer {buffer.id} ({buffer.content}) is of micro-batch {buffer.micro_batch}, not {micro_batch}")
         if case.is_gathered(buffer.id) != (buffer.slot is not None):
             reject(f"buffer {buffer.id} ({buffer.content}) has slot {buffer.slot}")
         if buffer.slot is not None and not 0 <= buffer.slot < case.plan.n_buffer:
             reject(f"buffer {buffer.id} has slot {buffer.slot} of {case.plan.n_buffer}")
     for task in case.tasks_of(TaskKind.GATHER):
         _check_gather(case, task)
-    updated = [chunk.id for chunk in case.layout.chunks if chunk.is_trainable and chunk.id not in case.persistent]
-    for kind in (TaskKind.GRADIENT_OFFLOAD, TaskKind.CPU_ADAM):
-        found = [task.chunk for task in case.tasks_of(kind)]
-        if sorted(found, key=str) != sorted(updated, key=str):
-            reject(f"tasks of kind {kind} serve chunks {found}; offloaded and trainable are {updated}")
-    for task in case.tasks_of(TaskKind.GRADIENT_OFFLOAD):
-        _check_offload(case, task)
-    for task in case.tasks_of(TaskKind.CPU_ADAM):
-        _check_cpu_adam(case, task)
+    _check_updates(case)
     for task in case.schedule.tasks:
         if task.kind is TaskKind.DEVICE_ADAM:
             _check_device_adam(case, task)
@@ -42,34 +37,64 @@ def check_chunks(case: Case) -> None:
             _check_amounts(task)
 
 
+def _updated(case: Case) -> list[ChunkId]:
+    return [chunk.id for chunk in case.layout.chunks if chunk.is_trainable and chunk.id not in case.persistent]
+
+
+def _check_updates(case: Case) -> None:
+    """Gradients of offloaded chunks leave once per micro-batch and are added up; one CPU Adam steps each chunk."""
+    later = range(1, case.plan.micro_batches)
+    # It belongs to the micro-batch whose gradients it waited for last; after the norm of all of them, to none.
+    last = case.plan.micro_batches - 1 if case.plan.max_gradient_norm is None else 0
+    for kind, micro_batches, check in (
+        (TaskKind.GRADIENT_OFFLOAD, range(case.plan.micro_batches), _check_offload),
+        (TaskKind.GRADIENT_ACCUMULATE, later, _check_accumulate),
+        (TaskKind.CPU_ADAM, (last,), _check_cpu_adam),
+    ):
+        found = sorted((str(task.chunk), task.micro_batch) for task in case.tasks_of(kind))
+        expected = sorted((str(chunk), micro_batch) for chunk in _updated(case) for micro_batch in micro_batches)
+        if found != expected:
+            reject(f"tasks of kind {kind} serve (chunk, micro-batch) {found}, not {expected}")
+        for task in case.tasks_of(kind):
+            check(case, task)
+    norms = case.tasks_of(TaskKind.GRADIENT_NORM)
+    if len(norms) != (0 if case.plan.max_gradient_norm is None else 1):
+        reject(f"it takes the norm of the gradients {len(norms)} times")
+    for task in norms:
+        _check_norm(case, task)
+
+
 # -- homes -----------------------------------------------------------------------------------------------------------
 
 
 def _check_static(case: Case) -> None:
     """What is there for good is what the layout says, each once, in its memory and with its size."""
-    expected: Counter[_Home] = Counter([(Content.RESIDENT, Memory.DEVICE, None, case.workload.resident_bytes)])
+    expected: Counter[_Home] = Counter([(Content.RESIDENT, Memory.DEVICE, None, None, case.workload.resident_bytes)])
+    for block, size_bytes in case.swapping.items():
+        expected[Content.SWAPPED, Memory.PINNED_HOST, None, block, size_bytes] += 1
     for chunk in case.layout.chunks:
         is_persistent = chunk.id in case.persistent
         place = Memory.DEVICE if is_persistent else Memory.PINNED_HOST
-        homes: list[_Home] = [(Content.PARAMETERS, place, chunk.id, chunk.size_bytes)]
+        homes: list[_Home] = [(Content.PARAMETERS, place, chunk.id, None, chunk.size_bytes)]
         if chunk.is_trainable:
             place = Memory.DEVICE if is_persistent else Memory.HOST
-            homes.append((Content.OPTIMIZER_STATE, place, chunk.id, chunk.state_bytes))
+            homes.append((Content.OPTIMIZER_STATE, place, chunk.id, None, chunk.state_bytes))
+            staged = [Content.GRADIENTS, *([Content.ARRIVING_GRADIENTS] if case.plan.micro_batches > 1 else [])]
             if not is_persistent:
-                homes.append((Content.GRADIENTS, Memory.PINNED_HOST, chunk.id, chunk.staging_bytes))
+                homes += [(content, Memory.PINNED_HOST, chunk.id, None, chunk.staging_bytes) for content in staged]
         expected.update(homes)
     static = [buffer for buffer in case.schedule.buffers if buffer.is_static]
-    found: Counter[_Home] = Counter((b.content, b.memory, b.chunk, b.size_bytes) for b in static)
+    found: Counter[_Home] = Counter((b.content, b.memory, b.chunk, b.section, b.size_bytes) for b in static)
     if found != expected:
         missing, extra = list((expected - found).keys()), list((found - expected).keys())
         reject(f"it has the static buffers {_shown(extra)} too much and {_shown(missing)} too little")
-    for buffer in static:
-        if buffer.section is not None:
-            reject(f"static buffer {buffer.id} belongs to section {buffer.section}")
 
 
 def _shown(entries: Iterable[_Home]) -> str:
-    shown = [f"{content} of chunk {chunk} in {memory} ({size} B)" for content, memory, chunk, size in entries]
+    shown = [
+        f"{content} of {f'block {section}' if chunk is None else f'chunk {chunk}'} in {memory} ({size} B)"
+        for content, memory, chunk, section, size in entries
+    ]
     return ", ".join(shown) or "nothing"
 
 
@@ -89,20 +114,47 @@ def _check_gather(case: Case, task: Task) -> None:
         reject(f"{task.name} fills {filled[0].size_bytes} bytes, the chunk has {chunk.size_bytes}")
     _compare(task, task.allocates, filled, "allocates")
     _compare(task, task.frees, [], "frees")
-    if not case.readers[filled[0].id]:
+    readers = case.readers[filled[0].id]
+    if not readers:
         reject(f"{task.name} is gathered for nobody")
+    if task.micro_batch != case.schedule.tasks[readers[0]].micro_batch:
+        reject(f"{task.name} is gathered for {case.name(readers[0])}")
     _check_amounts(task, moved_bytes=chunk.size_bytes)
 
 
 def _check_offload(case: Case, task: Task) -> None:
-    """All gradients of the chunk to its staging buffer; then they go."""
+    """All gradients of the chunk to its staging buffer, those of later micro-batches beside it; then they go."""
     chunk = _chunk(case, task)
-    gradients = case.gradients.get(chunk.id, [])
+    gradients = case.gradients.get((chunk.id, task.micro_batch), [])
+    content = Content.ARRIVING_GRADIENTS if task.micro_batch else Content.GRADIENTS
     _compare(task, task.reads, gradients, "reads")
     _compare(task, task.frees, gradients, "frees")
-    _compare(task, task.writes, [case.homes[Content.GRADIENTS, chunk.id]], "writes")
+    _compare(task, task.writes, [case.homes[content, chunk.id]], "writes")
     _compare(task, task.allocates, [], "allocates")
     _check_amounts(task, moved_bytes=sum(chunk.gradient_bytes))
+
+
+def _check_accumulate(case: Case, task: Task) -> None:
+    """What has arrived is added to what is staged: two reads, one write."""
+    chunk = _chunk(case, task)
+    staged = case.homes[Content.GRADIENTS, chunk.id]
+    _compare(task, task.reads, [staged, case.homes[Content.ARRIVING_GRADIENTS, chunk.id]], "reads")
+    _compare(task, task.writes, [staged], "writes")
+    _compare(task, task.allocates, [], "allocates")
+    _compare(task, task.frees, [], "frees")
+    _check_amounts(task, stepped_bytes=3 * sum(chunk.gradient_bytes))
+
+
+def _check_norm(case: Case, task: Task) -> None:
+    """It reads every gradient: staged, waiting on the device, or outside every block."""
+    if task.chunk is not None or task.section is not None or task.phase is not None or task.micro_batch:
+        reject(f"{task.name} names a chunk, a section, a phase or a micro-batch")
+    left = [case.buffer(b) for b in case.freed_by(TaskKind.DEVICE_ADAM)]
+    _compare(task, task.reads, [*(case.homes[Content.GRADIENTS, c] for c in _updated(case)), *left], "reads")
+    _compare(task, task.writes, [], "writes")
+    _compare(task, task.allocates, [], "allocates")
+    _compare(task, task.frees, [], "frees")
+    _check_amounts(task, stepped_bytes=sum(sum(case.layout.chunks[c].gradient_bytes) for c in _updated(case)))
 
 
 def _check_cpu_adam(case: Case, task: Task) -> None:
@@ -131,6 +183,42 @@ def _chunk(case: Case, task: Task) -> Chunk:
     return case.layout.chunks[task.chunk]
 
 
+def check_swaps(case: Case) -> None:
+    """Raise ScheduleError unless what a block swaps goes out once and comes back once per micro-batch, whole."""
+    expected = sorted((str(block), micro) for block in case.swapping for micro in range(case.plan.micro_batches))
+    for kind in (TaskKind.ACTIVATION_OFFLOAD, TaskKind.ACTIVATION_FETCH):
+        found = sorted((str(task.section), task.micro_batch) for task in case.tasks_of(kind))
+        if found != expected:
+            reject(f"tasks of kind {kind} serve (block, micro-batch) {found}, not {expected}")
+        for task in case.tasks_of(kind):
+            _check_swap(case, task)
+
+
+def _check_swap(case: Case, task: Task) -> None:
+    """Between the block's home for them and one buffer on the device, which goes or comes with the copy."""
+    if task.chunk is not None or task.phase is not None:
+        reject(f"{task.name} has a chunk or a phase")
+    homes = [
+        b for b in case.schedule.buffers if b.is_static and (b.content, b.section) == (Content.SWAPPED, task.section)
+    ]
+    is_leaving = task.kind is TaskKind.ACTIVATION_OFFLOAD
+    moved = [case.buffer(b) for b in (task.reads if is_leaving else task.writes)]
+    if len(moved) != 1 or (moved[0].content, moved[0].section, moved[0].micro_batch, moved[0].is_static) != (
+        Content.SWAPPED,
+        task.section,
+        task.micro_batch,
+        False,
+    ):
+        reject(f"{task.name} does not move one device buffer of what block {task.section} swaps")
+    if moved[0].size_bytes != homes[0].size_bytes:
+        reject(f"{task.name} moves {moved[0].size_bytes} bytes, the block swaps {homes[0].size_bytes}")
+    _compare(task, task.reads, moved if is_leaving else homes, "reads")
+    _compare(task, task.writes, homes if is_leaving else moved, "writes")
+    _compare(task, task.allocates, [] if is_leaving else moved, "allocates")
+    _compare(task, task.frees, moved if is_leaving else [], "frees")
+    _check_amounts(task, moved_bytes=homes[0].size_bytes)
+
+
 def _compare(task: Task, found: Iterable[BufferId], expected: Iterable[Buffer], verb: str) -> None:
     if sorted(found) != sorted(buffer.id for buffer in expected):
         reject(f"{task.name} {verb} buffers {sorted(found)}, not {sorted(buffer.id for buffer in expected)}")
@@ -146,14 +234,19 @@ def _check_amounts(task: Task, *, moved_bytes: int = 0, num_stepped: int = 0, st
 
 
 def _stepped_bytes(case: Case, chunks: Iterable[Chunk]) -> int:
-    """Adam reads and writes two moments and the weights, float32 or wider, reads gradients, writes narrow weights."""
+    """Adam reads and writes two moments and the weights, float32 or wider, reads gradients, writes narrow weights.
+
+    Under a limit of their norm, gradients are read and written once more to be scaled.
+    """
     by_dtype: Counter[DType] = Counter()
+    is_scaled = case.plan.max_gradient_norm is not None
     for chunk in chunks:
         for placed in chunk.parameters:
             parameter = case.workload.parameters[placed.index]
             if parameter.trainable:
                 by_dtype[parameter.dtype] += parameter.num_elements
     return sum(
-        count * (2 * 3 * max(4, dtype.item_bytes) + dtype.item_bytes * (1 if dtype.item_bytes >= 4 else 2))
+        count
+        * (2 * 3 * max(4, dtype.item_bytes) + dtype.item_bytes * ((1 if dtype.item_bytes >= 4 else 2) + 2 * is_scaled))
         for dtype, count in by_dtype.items()
     )

@@ -6,11 +6,13 @@ from collections.abc import Callable
 from itertools import pairwise
 
 from .order import HappensBefore, Occurrence
-from .schedule import Buffer, BufferId, Content, Part, TaskId, TaskKind
+from .schedule import Buffer, BufferId, Lane, Part, Task, TaskId, TaskKind
 from .verify_case import Case, reject
 
 _EXAMINED = 1
 """The first iteration has no previous one; the second is like all that follow."""
+
+_AT_THE_END = 2**62
 
 Before = Callable[[TaskId, TaskId, int], bool]
 """Whether the first task surely ends before the second starts, so many iterations later."""
@@ -31,6 +33,7 @@ def check_order(case: Case, order: HappensBefore) -> None:
     steps = _steps(case)
     _check_gathers(case, before, steps)
     _check_gradients(case, before, steps)
+    _check_swaps(case, before, steps)
 
 
 def _check_lifetime(case: Case, before: Before, buffer: Buffer) -> None:
@@ -43,26 +46,39 @@ def _check_lifetime(case: Case, before: Before, buffer: Buffer) -> None:
             reject(f"{case.name(user)} may use {what} before {case.name(allocating)} allocates it")
         if user != freeing and not before(user, freeing, 0):
             reject(f"{case.name(freeing)} may free {what} while {case.name(user)} uses it")
-    if writers != [allocating]:
-        reject(f"{what} is written by {[case.name(w) for w in writers]}, not by {case.name(allocating)} alone")
+    if writers[:1] != [allocating]:
+        reject(f"{what} is not written by {case.name(allocating)}, which allocates it")
+    for writer in writers[1:]:
+        for user in sorted({*writers, *readers} - {writer}):
+            first, second = sorted((writer, user))
+            if not before(first, second, 0):
+                reject(f"{case.name(first)} and {case.name(second)} race on {what}")
     if not before(freeing, allocating, 1):
         reject(f"{what} may be allocated again before {case.name(freeing)} frees it")
 
 
 def _check_updates(case: Case, before: Before, buffer_id: BufferId) -> None:
-    """Nothing touches a static buffer while it is written, and everyone sees the version that is meant.
-
-    Parameters are read before this iteration's Adam writes them, staged gradients after they have been copied.
-    """
-    is_read_first = case.buffer(buffer_id).content is Content.PARAMETERS
+    """Nothing touches a static buffer while it is written, and everyone sees the version that is meant."""
     for writer in case.writers[buffer_id]:
         for other in sorted({*case.writers[buffer_id], *case.readers[buffer_id]}):
             names = f"{case.name(other)} and {case.name(writer)}"
-            first, second = (other, writer) if is_read_first else (writer, other)
+            first, second = sorted((writer, other), key=lambda user: _turn(case.schedule.tasks[user]))
             if other != writer and not before(first, second, 0):
                 reject(f"{case.name(first)} may run after {case.name(second)} has touched buffer {buffer_id}")
             if not (before(other, writer, 1) and before(writer, other, 1)):
                 reject(f"{names} of successive iterations race on buffer {buffer_id}")
+
+
+def _turn(task: Task) -> tuple[int, int]:
+    """Whose turn it is at a static buffer: micro-batch by micro-batch out, added or back, then the norm, then Adam.
+
+    Parameters are read, by gathers and on the device, before this iteration's Adam writes them.
+    """
+    if task.kind in (TaskKind.CPU_ADAM, TaskKind.DEVICE_ADAM):
+        return _AT_THE_END, 1
+    if task.kind is TaskKind.GRADIENT_NORM:
+        return _AT_THE_END, 0
+    return task.micro_batch, task.kind in (TaskKind.GRADIENT_ACCUMULATE, TaskKind.ACTIVATION_FETCH)
 
 
 def _check_slots(case: Case, before: Before, order: HappensBefore) -> None:
@@ -96,13 +112,29 @@ def _check_gathers(case: Case, before: Before, steps: list[list[TaskId]]) -> Non
 def _check_gradients(case: Case, before: Before, steps: list[list[TaskId]]) -> None:
     """Gradients on their way are gone ``prefetch_depth + 1`` steps after their chunk's last backward."""
     num_steps = len(steps)
+    steps_each = num_steps // case.plan.micro_batches
     for offload in case.tasks_of(TaskKind.GRADIENT_OFFLOAD):
         assert offload.chunk is not None
-        last_step = num_steps - 1 - min(case.layout.chunks[offload.chunk].blocks)
+        last_step = steps_each * (offload.micro_batch + 1) - 1 - min(case.layout.chunks[offload.chunk].blocks)
         distance, step = divmod(last_step + case.plan.prefetch_depth + 1, num_steps)
         # Beyond the next iteration the chunk's own next gather, which waits for its Adam, is the tighter bound.
         if distance <= 1 and not before(offload.id, steps[step][0], distance):
             reject(f"the gradients of chunk {offload.chunk} may wait too long for {offload.name}")
+
+
+def _check_swaps(case: Case, before: Before, steps: list[list[TaskId]]) -> None:
+    """What is swapped is gone ``prefetch_depth + 1`` steps after its forward, and comes back no sooner than a chunk."""
+    step_of = {task: step for step, tasks in enumerate(steps) for task in tasks}
+    depth = case.plan.prefetch_depth
+    for task in case.tasks_of(TaskKind.ACTIVATION_OFFLOAD):
+        later = step_of[case.allocating[task.reads[0]]] + depth + 1
+        # Beyond this iteration the copy back, which waits for this one, is the tighter bound.
+        if later < len(steps) and not before(task.id, steps[later][0], 0):
+            reject(f"what block {task.section} swaps may wait too long for {task.name}")
+    for task in case.tasks_of(TaskKind.ACTIVATION_FETCH):
+        limit = min(step_of[user] for user in case.readers[task.writes[0]]) - depth - 1
+        if limit >= 0 and not before(steps[limit][-1], task.id, 0):
+            reject(f"{task.name} may run more than {depth} blocks ahead")
 
 
 def _steps(case: Case) -> list[list[TaskId]]:
@@ -110,7 +142,7 @@ def _steps(case: Case) -> list[list[TaskId]]:
     steps: list[list[TaskId]] = []
     is_open = False
     for task in case.schedule.tasks:
-        if task.section is None or isinstance(task.section, Part):
+        if task.lane is not Lane.COMPUTE or task.section is None or isinstance(task.section, Part):
             continue
         if is_open:
             steps[-1].append(task.id)

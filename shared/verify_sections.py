@@ -1,7 +1,8 @@
 """What every compute task runs on, makes and drops.
 
-Buffers are named here by what they hold: content, chunk and section.  Within one iteration such a name is unique,
-save for gathered parameters, of which ``verify_order`` shows that the one that is read is there.
+Buffers are named here by what they hold: content, chunk, section and micro-batch.  Within one iteration such a name is
+unique, save for gathered parameters and swapped activations, of which ``verify_order`` shows that the one that is read
+is there.
 """
 
 from __future__ import annotations
@@ -11,11 +12,11 @@ from dataclasses import dataclass, field
 
 from .layout import ChunkId
 from .plan import ActivationMode
-from .schedule import BufferId, Content, Lane, Memory, Part, Section, Task, TaskKind
+from .schedule import Buffer, BufferId, Content, Lane, Memory, Part, Section, Task, TaskKind
 from .verify_case import Case, reject
 from .workload import BlockId, Phase
 
-Name = tuple[Content, ChunkId | None, Section | None]
+Name = tuple[Content, ChunkId | None, Section | None, int]
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,7 @@ class _Expected:
 
     kind: TaskKind
     section: Section | None
+    micro_batch: int
     phase: Phase | None
     reads: set[Name]
     makes: dict[Name, int] = field(default_factory=dict)
@@ -56,6 +58,8 @@ def _shown(section: Section | None) -> str:
 def _check_entry(case: Case, task: Task, entry: _Expected) -> None:
     if task.chunk is not None:
         reject(f"{task.name} is a compute task and names a chunk")
+    if task.micro_batch != entry.micro_batch:
+        reject(f"{task.name} is of micro-batch {task.micro_batch}, not {entry.micro_batch}")
     if task.phase is not entry.phase and task.phase != entry.phase:
         reject(f"{task.name} has another phase than the workload gives it")
     for buffer_id in (*task.reads, *task.writes, *task.allocates, *task.frees):
@@ -70,14 +74,19 @@ def _check_entry(case: Case, task: Task, entry: _Expected) -> None:
         reject(f"{task.name} frees a gathered chunk that it does not use")
     for buffer_id in task.allocates:
         buffer = case.buffer(buffer_id)
-        size_bytes = entry.makes[buffer.content, buffer.chunk, buffer.section]
+        size_bytes = entry.makes[_name(buffer)]
         if buffer.size_bytes != size_bytes:
             reject(f"{task.name} allocates {buffer.size_bytes} bytes of {buffer.content}, not {size_bytes}")
 
 
 def _names(case: Case, buffers: Iterable[BufferId]) -> list[Name]:
-    found = (case.buffer(buffer) for buffer in buffers)
-    return [(buffer.content, buffer.chunk, buffer.section) for buffer in found]
+    return [_name(case.buffer(buffer)) for buffer in buffers]
+
+
+def _name(buffer: Buffer) -> Name:
+    # A chunk may be gathered for one micro-batch and still be there for the next.
+    micro_batch = 0 if buffer.content is Content.PARAMETERS else buffer.micro_batch
+    return (buffer.content, buffer.chunk, buffer.section, micro_batch)
 
 
 def _compare(task: Task, verb: str, found: list[Name], expected: set[Name]) -> None:
@@ -88,117 +97,164 @@ def _compare(task: Task, verb: str, found: list[Name], expected: set[Name]) -> N
 
 
 def _describe(name: Name) -> str:
-    content, chunk, section = name
+    content, chunk, section, micro_batch = name
     where = [f"chunk {chunk}"] if chunk is not None else []
-    return " ".join([content, *where, *([] if section is None else [f"section {section}"])])
+    where += [f"section {section}"] if section is not None else []
+    return " ".join([content, *where, *([f"of micro-batch {micro_batch}"] if micro_batch else [])])
 
 
 class _Walk:
     """Goes through the compute lane and keeps the books of what is alive.
 
     The level of activations is known from the phases' net bytes.  What a backward leaves behind beyond saved
-    activations, outputs and the gradients of its block must lie in its INCOMING_GRADIENT buffer.
+    activations, outputs and the gradients of its block must lie in its INCOMING_GRADIENT buffer.  What is swapped
+    counts as alive from forward to backward, since phases do not know of it.
     """
 
     def __init__(self, case: Case) -> None:
         self.case = case
         self.blocks = [BlockId(block) for block in range(case.workload.num_blocks)]
         self.sections: list[Section] = [Part.PROLOGUE, *self.blocks, Part.EPILOGUE]
+        self.micro_batch = 0
         self.level_bytes = 0
         self.alive: dict[Name, int] = {}
 
     def entries(self) -> Iterator[_Expected]:
-        yield from (self._forward(section) for section in self.sections)
-        for section in reversed(self.sections):
-            if self._mode(section) is ActivationMode.CHECKPOINT:
-                yield self._recompute(section)
-            yield self._backward(section)
+        for micro_batch in range(self.case.plan.micro_batches):
+            self.micro_batch = micro_batch
+            yield from (self._forward(section) for section in self.sections)
+            for section in reversed(self.sections):
+                if self._mode(section) is ActivationMode.CHECKPOINT:
+                    yield self._recompute(section)
+                yield self._backward(section)
+        self.micro_batch = 0
         yield self._device_adam()
+
+    def _expect(
+        self, kind: TaskKind, section: Section, phase: Phase, reads: set[Name], makes: dict[Name, int]
+    ) -> _Expected:
+        self.level_bytes += phase.net_bytes
+        self.alive |= makes
+        return _Expected(kind, section, self.micro_batch, phase, reads, makes)
+
+    def _called(self, content: Content, section: Section) -> Name:
+        return (content, None, section, self.micro_batch)
 
     def _mode(self, section: Section) -> ActivationMode:
         return ActivationMode.KEEP if isinstance(section, Part) else self.case.modes[section]
 
+    def _swapped(self, section: Section) -> dict[Name, int]:
+        size_bytes = 0 if isinstance(section, Part) else self.case.swapping.get(section, 0)
+        return {self._called(Content.SWAPPED, section): size_bytes} if size_bytes else {}
+
     def _parameters(self, section: Section) -> set[Name]:
         layout = self.case.layout
         chunks = layout.unowned if isinstance(section, Part) else layout.chunks_of_block[section]
-        return {(Content.PARAMETERS, chunk, None) for chunk in chunks}
+        return {(Content.PARAMETERS, chunk, None, 0) for chunk in chunks}
 
     def _input(self, section: Section) -> set[Name]:
         if section is Part.PROLOGUE:
             return set()
-        return {(Content.OUTPUT, None, self.sections[self.sections.index(section) - 1])}
+        return {self._called(Content.OUTPUT, self.sections[self.sections.index(section) - 1])}
 
     def _forward(self, section: Section) -> _Expected:
         workload = self.case.workload
-        makes: dict[Name, int] = {}
+        output, saved = self._called(Content.OUTPUT, section), self._called(Content.ACTIVATIONS, section)
         if section is Part.PROLOGUE:
             phase = workload.prologue_forward
-            makes[Content.OUTPUT, None, section] = max(0, phase.net_bytes)
+            makes = {output: max(0, phase.net_bytes)}
         elif section is Part.EPILOGUE:
             phase = workload.epilogue_forward
-            makes[Content.ACTIVATIONS, None, section] = max(0, phase.net_bytes)
+            makes = {saved: max(0, phase.net_bytes)}
         else:
             profile = workload.profile_of(section)
             phase = profile.forward_in(self._mode(section))
-            if self._mode(section) is ActivationMode.KEEP:
-                makes[Content.OUTPUT, None, section] = profile.output_bytes
-                makes[Content.ACTIVATIONS, None, section] = max(0, phase.net_bytes - profile.output_bytes)
+            if self._mode(section) is ActivationMode.CHECKPOINT:
+                makes = {output: max(profile.output_bytes, phase.net_bytes)}
             else:
-                makes[Content.OUTPUT, None, section] = max(profile.output_bytes, phase.net_bytes)
-        self.level_bytes += phase.net_bytes
-        self.alive |= makes
-        return _Expected(TaskKind.FORWARD, section, phase, self._parameters(section) | self._input(section), makes)
+                swapped = self._swapped(section)
+                saved_bytes = phase.net_bytes - profile.output_bytes - sum(swapped.values())
+                makes = {output: profile.output_bytes, saved: max(0, saved_bytes)} | swapped
+        return self._expect(TaskKind.FORWARD, section, phase, self._parameters(section) | self._input(section), makes)
 
     def _recompute(self, section: Section) -> _Expected:
         assert not isinstance(section, Part)
         phase = self.case.workload.profile_of(section).recompute
-        makes: dict[Name, int] = {(Content.ACTIVATIONS, None, section): max(0, phase.net_bytes)}
-        self.level_bytes += phase.net_bytes
-        self.alive |= makes
-        return _Expected(TaskKind.RECOMPUTE, section, phase, self._parameters(section) | self._input(section), makes)
+        makes = {self._called(Content.ACTIVATIONS, section): max(0, phase.net_bytes)}
+        return self._expect(TaskKind.RECOMPUTE, section, phase, self._parameters(section) | self._input(section), makes)
 
     def _backward(self, section: Section) -> _Expected:
         workload = self.case.workload
+        output = self._called(Content.OUTPUT, Part.PROLOGUE)
+        saved = {self._called(Content.ACTIVATIONS, section)}
         gradients: dict[Name, int] = {}
+        own_bytes = 0
         if section is Part.PROLOGUE:
             phase = workload.prologue_backward
-            consumed: set[Name] = {(Content.OUTPUT, None, section)}
+            consumed = {output}
             drops = set(consumed)
         elif section is Part.EPILOGUE:
             phase = workload.epilogue_backward
-            consumed = {(Content.ACTIVATIONS, None, section)} | self._input(section)
+            consumed = saved | self._input(section)
             drops = set(consumed)
         else:
             phase = workload.profile_of(section).backward_in(self._mode(section))
-            gradients = self._gradients(section)
-            consumed = {(Content.ACTIVATIONS, None, section)} | self._input(section)
+            gradients, own_bytes = self._gradients(section)
+            consumed = saved | self._input(section) | self._swapped(section).keys()
             # The first block's input is the prologue's output, which the prologue's own backward drops.
-            drops = consumed - {(Content.OUTPUT, None, Part.PROLOGUE)}
+            drops = consumed - {output}
         if section is not Part.EPILOGUE:
-            incoming: Name = (Content.INCOMING_GRADIENT, None, self.sections[self.sections.index(section) + 1])
+            incoming = self._called(Content.INCOMING_GRADIENT, self.sections[self.sections.index(section) + 1])
             consumed = consumed | {incoming}
             drops = drops | {incoming}
-        self.level_bytes += phase.net_bytes - sum(gradients.values())
+        if self.micro_batch:
+            # Gradients are there already: what the phase would leave of them is added to these.
+            own_bytes = max(own_bytes, phase.gradient_bytes)
+        self.level_bytes += phase.net_bytes - own_bytes
         for name in drops:
             del self.alive[name]
-        handed: Name = (Content.INCOMING_GRADIENT, None, section)
+        handed = self._called(Content.INCOMING_GRADIENT, section)
         size_bytes = max(0, self.level_bytes - sum(self.alive.values()))
         self.alive[handed] = size_bytes
-        reads = self._parameters(section) | consumed
-        return _Expected(TaskKind.BACKWARD, section, phase, reads, {handed: size_bytes} | gradients, drops=drops)
+        makes = {handed: size_bytes} | gradients
+        updates = self._added_to(section)
+        reads = self._parameters(section) | consumed | updates
+        return _Expected(TaskKind.BACKWARD, section, self.micro_batch, phase, reads, makes, updates, drops)
 
-    def _gradients(self, block: BlockId) -> dict[Name, int]:
+    def _added_to(self, section: Section) -> set[Name]:
+        """Gradients of the first micro-batch that a later one's backward adds to, where they stay on the device."""
+        if not self.micro_batch or section is Part.EPILOGUE:
+            return set()
+        if section is Part.PROLOGUE:
+            return {(Content.INCOMING_GRADIENT, None, section, 0)}
+        chunks = [self.case.layout.chunks[chunk] for chunk in self.case.layout.chunks_of_block[section]]
+        return {
+            (Content.GRADIENTS, chunk.id, section, 0)
+            for chunk in chunks
+            if chunk.id in self.case.persistent and chunk.gradient_bytes[chunk.blocks.index(section)]
+        }
+
+    def _gradients(self, block: BlockId) -> tuple[dict[Name, int], int]:
+        """What the block's backward makes anew, and the bytes of all its gradients."""
         chunks = [self.case.layout.chunks[chunk] for chunk in self.case.layout.chunks_of_block[block]]
         sizes = {chunk.id: chunk.gradient_bytes[chunk.blocks.index(block)] for chunk in chunks}
-        return {(Content.GRADIENTS, chunk, block): size for chunk, size in sizes.items() if size}
+        made: dict[Name, int] = {
+            (Content.GRADIENTS, chunk, block, self.micro_batch): size
+            for chunk, size in sizes.items()
+            if size and not (self.micro_batch and chunk in self.case.persistent)
+        }
+        return made, sum(sizes.values())
 
     def _device_adam(self) -> _Expected:
         trainable = {
             chunk.id for chunk in self.case.layout.chunks if chunk.is_trainable and chunk.id in self.case.persistent
         }
-        updates: set[Name] = {(Content.PARAMETERS, chunk, None) for chunk in trainable}
-        updates |= {(Content.OPTIMIZER_STATE, chunk, None) for chunk in trainable}
-        drops: set[Name] = {(Content.INCOMING_GRADIENT, None, Part.PROLOGUE)}
+        updates: set[Name] = {(Content.PARAMETERS, chunk, None, 0) for chunk in trainable}
+        updates |= {(Content.OPTIMIZER_STATE, chunk, None, 0) for chunk in trainable}
+        drops: set[Name] = {
+            (Content.INCOMING_GRADIENT, None, Part.PROLOGUE, micro_batch)
+            for micro_batch in range(self.case.plan.micro_batches)
+        }
         for block in self.blocks:
-            drops |= {name for name in self._gradients(block) if name[1] in trainable}
-        return _Expected(TaskKind.DEVICE_ADAM, None, None, updates | drops, updates=updates, drops=drops)
+            drops |= {name for name in self._gradients(block)[0] if name[1] in trainable}
+        return _Expected(TaskKind.DEVICE_ADAM, None, 0, None, updates | drops, updates=updates, drops=drops)

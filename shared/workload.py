@@ -96,6 +96,9 @@ class Phase(FrozenModel):
     operations: tuple[Operation, ...] = ()
     net_bytes: SignedBytes = 0
     """Device bytes alive at its end minus at its start, its parameters' gradients included."""
+    gradient_bytes: Bytes = 0
+    """Of these, gradients of parameters that had none before.  Where they have some already, a backward adds to them
+    and leaves so much less behind."""
     curve: tuple[tuple[Annotated[float, Field(gt=0, le=1)], SignedBytes], ...] = ()
     """Highest level, relative to the start, within consecutive stretches: (end of stretch as a fraction of the
     phase's time, bytes).  Ascending, the last fraction is 1; empty for an empty phase."""
@@ -135,6 +138,9 @@ class BlockProfile(FrozenModel):
     """The forward again, within backward, up to the last tensor that backward needs."""
     checkpoint_backward: Phase
     """Backward proper after the recomputation."""
+    swappable_bytes: Bytes = 0
+    """Of what ``forward`` saves, the bytes that mode SWAP moves: made by the block itself, no part of its output, and
+    not tiny."""
 
     @property
     def phases(self) -> tuple[Phase, ...]:
@@ -143,11 +149,11 @@ class BlockProfile(FrozenModel):
 
     def forward_in(self, mode: ActivationMode) -> Phase:
         """The forward phase of a block in ``mode``."""
-        return self.forward if mode is ActivationMode.KEEP else self.checkpoint_forward
+        return self.checkpoint_forward if mode is ActivationMode.CHECKPOINT else self.forward
 
     def backward_in(self, mode: ActivationMode) -> Phase:
         """The backward phase of a block in ``mode``, without recomputation."""
-        return self.backward if mode is ActivationMode.KEEP else self.checkpoint_backward
+        return self.checkpoint_backward if mode is ActivationMode.CHECKPOINT else self.backward
 
 
 class Parameter(FrozenModel):

@@ -82,10 +82,13 @@ class CostModel:
             case TaskKind.FORWARD | TaskKind.RECOMPUTE | TaskKind.BACKWARD:
                 assert task.phase is not None
                 return self.phase_s(task.phase, task.kind)
-            case TaskKind.GATHER:
+            case TaskKind.GATHER | TaskKind.ACTIVATION_FETCH:
                 return self._calibrated(self.copy_s(task.moved_bytes, self.hardware.host_to_device), task.kind)
-            case TaskKind.GRADIENT_OFFLOAD:
+            case TaskKind.GRADIENT_OFFLOAD | TaskKind.ACTIVATION_OFFLOAD:
                 return self._calibrated(self.copy_s(task.moved_bytes, self.hardware.device_to_host), task.kind)
+            case TaskKind.GRADIENT_ACCUMULATE | TaskKind.GRADIENT_NORM:
+                # They stream through host memory as CPU Adam does.
+                return self._calibrated(task.stepped_bytes / host_adam_bytes_per_s(self.hardware.host), task.kind)
             case TaskKind.CPU_ADAM | TaskKind.DEVICE_ADAM:
                 return self.adam_s(task.num_stepped, task.stepped_bytes, task.kind)
 

@@ -6,6 +6,7 @@ from ..shared.calibration import Calibration
 from ..shared.errors import WorkloadError
 from ..shared.hardware import Hardware
 from ..shared.memory_bound import guaranteed_device_peak
+from ..shared.phase_times import phase_times_s
 from ..shared.plan import Plan
 from ..shared.record import LaneUse, Origin, Record, TaskTiming
 from ..shared.schedule import Schedule, TaskKind
@@ -34,21 +35,20 @@ def predicted_record(
         )
     begin_s, end_s = window_s(schedule, timing)
     tasks = _task_timings(schedule, timing, begin_s)
-    forward_end_s = max(task.end_s for task in tasks if task.kind is TaskKind.FORWARD)
-    backward_end_s = max(task.end_s for task in tasks if task.kind is TaskKind.BACKWARD)
+    forward_s, backward_s = phase_times_s(schedule, [task.end_s for task in tasks])
     return Record(
         origin=Origin.SIMULATED,
         plan=plan,
         plan_id=schedule.plan_id,
         model_name=workload.model_name,
         hardware_name=hardware.name,
-        num_samples=workload.num_samples,
-        num_tokens=workload.num_tokens,
+        num_samples=workload.num_samples * plan.micro_batches,
+        num_tokens=workload.num_tokens * plan.micro_batches,
         iteration_s=timing.iteration_s,
         iteration_noise_frac=calibration.iteration_noise_frac if calibration is not None else 0.0,
-        forward_s=forward_end_s,
-        backward_s=backward_end_s - forward_end_s,
-        optimizer_s=max(0.0, end_s - begin_s - backward_end_s),
+        forward_s=forward_s,
+        backward_s=backward_s,
+        optimizer_s=max(0.0, end_s - begin_s - forward_s - backward_s),
         tasks=tasks,
         lanes=_lane_uses(schedule, tasks),
         memory=(DeviceMemory(schedule, timing).curve(), pinned_host_curve(schedule, timing)),

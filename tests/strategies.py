@@ -130,6 +130,7 @@ def _block_kinds(draw: DrawFn, dtypes: SearchStrategy[DType], min_parameters: in
             checkpoint_backward=draw(
                 phases(gradient_bytes - recomputed_bytes - output_bytes - generator_bytes, measured)
             ),
+            swappable_bytes=draw(st.integers(0, saved_bytes)),
         ),
     )
 
@@ -195,11 +196,12 @@ def plans(draw: DrawFn, workload: Workload, max_prefetch_depth: int = 4) -> tupl
     n_buffer = layout.min_buffers(n_persist) + draw(st.integers(0, 5) | st.just(len(layout.chunks)))
     modes = None
     n_checkpoint = draw(st.integers(0, workload.num_blocks))
+    n_swap = draw(st.integers(0, workload.num_blocks - n_checkpoint))
     if draw(st.booleans()):
         modes = tuple(
             draw(st.lists(st.sampled_from(ActivationMode), min_size=workload.num_blocks, max_size=workload.num_blocks))
         )
-        n_checkpoint = modes.count(ActivationMode.CHECKPOINT)
+        n_checkpoint, n_swap = (modes.count(mode) for mode in (ActivationMode.CHECKPOINT, ActivationMode.SWAP))
     plan = Plan(
         workload_id=workload.identity,
         chunk_bytes=chunk_bytes,
@@ -207,7 +209,10 @@ def plans(draw: DrawFn, workload: Workload, max_prefetch_depth: int = 4) -> tupl
         n_buffer=n_buffer,
         prefetch_depth=draw(st.integers(1, max_prefetch_depth)),
         n_checkpoint=n_checkpoint,
+        n_swap=n_swap,
         activation_modes=modes,
+        micro_batches=draw(st.sampled_from((1, 1, 2, 3))),
+        max_gradient_norm=draw(st.sampled_from((None, None, 1.0))),
     )
     return plan, layout
 

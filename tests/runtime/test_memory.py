@@ -18,7 +18,7 @@ from protwin.shared.compile import compile_schedule
 from protwin.shared.layout import Layout, build_layout
 from protwin.shared.memory_bound import guaranteed_device_peak
 from protwin.shared.plan import Plan
-from protwin.shared.schedule import Memory
+from protwin.shared.schedule import Content, Memory
 from protwin.shared.units import format_bytes
 from tests.runtime.models import SEED, Batch, Case, cases
 from tests.strategies import plans
@@ -135,6 +135,31 @@ def test_a_watched_iteration_accounts_for_every_static_byte() -> None:
         static = training.schedule.static_bytes(Memory.DEVICE)
         counted = device.ledger.named_bytes + device.ledger.watched_bytes
         assert counted == static
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_peak_is_itemized_by_what_the_schedule_holds(name: str) -> None:
+    """Everything persistent: parameters, optimizer state, module buffers and batch are there all the time."""
+    case = long_case(name)
+    plan = all_persistent(case, 0)
+    model = case.build()
+    with carry_out(
+        model, plan, case.workload, optimizer=case.make_optimizer, parameter_groups=case.groups(model)
+    ) as training:
+        for batch in copies(case.batches):
+            case.loss(model, batch).backward()
+            training.step()
+        record = training.record()
+    curve = next(curve for curve in record.memory if curve.memory is Memory.DEVICE)
+    alive = {holding.content: holding.size_bytes for holding in curve.alive_at_peak}
+    static: dict[Content, int] = {}
+    for buffer in compile_schedule(plan, case.workload).buffers:
+        if buffer.is_static and buffer.memory is Memory.DEVICE:
+            static[buffer.content] = static.get(buffer.content, 0) + buffer.size_bytes
+    assert sum(alive.values()) == curve.peak_bytes
+    for content, size_bytes in static.items():
+        assert alive.get(content, 0) == size_bytes
+    assert alive[Content.ACTIVATIONS] > 0
 
 
 # -- budgets ---------------------------------------------------------------------------------------------------------

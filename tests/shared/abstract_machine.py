@@ -88,6 +88,9 @@ class AbstractMachine:
         """Forwards and backwards of blocks that have ended, since the first iteration."""
         self.gathered_after: dict[BufferId, int] = {}
         """``num_block_steps`` when the gather of a buffer started, until its first use."""
+        self.normed: set[int] = set()
+        """Iterations whose norm of all gradients is known."""
+        self.making = {b: task for task in schedule.tasks for b in task.allocates}
         self.level_bytes = schedule.static_bytes(Memory.DEVICE)
         self.peak_bytes = self.level_bytes
         for buffer in schedule.buffers:
@@ -223,6 +226,9 @@ class AbstractMachine:
     def _carry_out(self, task: Task, iteration: int) -> dict[BufferId, Value]:
         """The values that the task leaves in what it writes.  Raises Violation if its inputs are not what it needs."""
         held = {self.places[b].value: b for b in task.reads}
+        is_limited = self.plan.max_gradient_norm is not None
+        if task.kind in (TaskKind.CPU_ADAM, TaskKind.DEVICE_ADAM) and is_limited and iteration not in self.normed:
+            raise Violation(f"{task.name} of iteration {iteration} runs before the norm of all gradients is known")
         for value in self._needed(task, iteration):
             if value not in held:
                 raise Violation(f"{task.name} of iteration {iteration} runs without {value}")
@@ -230,6 +236,8 @@ class AbstractMachine:
             for buffer_id in task.reads:
                 if self.schedule.buffers[buffer_id].memory is not Memory.DEVICE:
                     raise Violation(f"{task.name} computes on host memory")
+        if task.kind is TaskKind.GRADIENT_NORM:
+            self.normed.add(iteration)
         if task.kind is TaskKind.GATHER:
             copied = self.places[task.reads[0]].value if task.reads else None
             return dict.fromkeys(task.writes, copied or TORN)
@@ -261,41 +269,66 @@ class AbstractMachine:
         section = task.section
         if task.kind is TaskKind.GATHER:
             return []
-        if task.kind is TaskKind.GRADIENT_OFFLOAD or task.kind is TaskKind.CPU_ADAM:
-            assert task.chunk is not None
+        micro, last = task.micro_batch, self.plan.micro_batches - 1
+        if task.kind in (TaskKind.ACTIVATION_OFFLOAD, TaskKind.ACTIVATION_FETCH):
+            return [("swapped", section, iteration, micro)]
+        if task.chunk is not None:
             chunk = self.layout.chunks[task.chunk]
             if task.kind is TaskKind.CPU_ADAM:
                 return [
-                    ("staged", chunk.id, iteration),
+                    ("staged", chunk.id, iteration, last),
                     ("state", chunk.id, iteration),
                     ("parameters", chunk.id, iteration),
                 ]
-            return self._gradients(chunk.id, iteration)
-        if task.kind is TaskKind.DEVICE_ADAM:
-            needed: list[Value] = [("incoming", Part.PROLOGUE, iteration)]
-            for chunk_id in self.persistent:
-                if self.layout.chunks[chunk_id].is_trainable:
-                    needed += [("state", chunk_id, iteration), ("parameters", chunk_id, iteration)]
-                    needed += self._gradients(chunk_id, iteration)
+            if task.kind is TaskKind.GRADIENT_ACCUMULATE:
+                return [("staged", chunk.id, iteration, micro - 1), ("arrived", chunk.id, iteration, micro)]
+            return self._gradients(chunk.id, iteration, micro)
+        needed: list[Value] = []
+        if task.kind in (TaskKind.DEVICE_ADAM, TaskKind.GRADIENT_NORM):
+            needed += [("incoming", Part.PROLOGUE, iteration, m) for m in range(1, last + 1)]
+            needed.append(("added", iteration, last) if last else ("incoming", Part.PROLOGUE, iteration, 0))
+            for chunk in self.layout.chunks:
+                if chunk.is_trainable and chunk.id in self.persistent:
+                    needed += self._gradients(chunk.id, iteration, last)
+                    if task.kind is TaskKind.DEVICE_ADAM:
+                        needed += [("state", chunk.id, iteration), ("parameters", chunk.id, iteration)]
+                elif chunk.is_trainable and task.kind is TaskKind.GRADIENT_NORM:
+                    needed.append(("staged", chunk.id, iteration, last))
             return needed
         assert section is not None
         place = self.sections.index(section)
         before = self.sections[place - 1]
         needed = self._parameters(section, iteration)
         if task.kind is TaskKind.BACKWARD and section is not Part.EPILOGUE:
-            needed.append(("incoming", self.sections[place + 1], iteration))
+            needed.append(("incoming", self.sections[place + 1], iteration, micro))
         if task.kind is TaskKind.BACKWARD and section is Part.PROLOGUE:
-            needed.append(("output", Part.PROLOGUE, iteration))
+            needed.append(("output", Part.PROLOGUE, iteration, micro))
+            if micro:
+                needed.append(
+                    ("added", iteration, micro - 1) if micro > 1 else ("incoming", Part.PROLOGUE, iteration, 0)
+                )
         elif section is not Part.PROLOGUE:
-            needed.append(("output", before, iteration))
+            needed.append(("output", before, iteration, micro))
             if task.kind is TaskKind.BACKWARD:
-                needed.append(("saved", section, iteration))
+                needed.append(("saved", section, iteration, micro))
+                needed += self._swapped(section, iteration, micro)
+                if micro and not isinstance(section, Part):
+                    for chunk_id in self.persistent:
+                        gradients = self._gradients(chunk_id, iteration, micro - 1)
+                        needed += [gradient for gradient in gradients if gradient[2] == section]
         return needed
 
-    def _gradients(self, chunk_id: ChunkId, iteration: int) -> list[Value]:
+    def _swapped(self, section: Section, iteration: int, micro: int) -> list[Value]:
+        if isinstance(section, Part) or self.modes[section] is not ActivationMode.SWAP:
+            return []
+        if not self.workload.profile_of(section).swappable_bytes:
+            return []
+        return [("swapped", section, iteration, micro)]
+
+    def _gradients(self, chunk_id: ChunkId, iteration: int, micro: int) -> list[Value]:
         chunk = self.layout.chunks[chunk_id]
         return [
-            ("gradient", chunk_id, block, iteration)
+            ("gradient", chunk_id, block, iteration, micro)
             for block, size in zip(chunk.blocks, chunk.gradient_bytes, strict=False)
             if size
         ]
@@ -303,19 +336,36 @@ class AbstractMachine:
     def _made(self, task: Task, buffer_id: BufferId, iteration: int) -> Value:
         """What ``task`` puts into a buffer; the buffer's declared content must be something that it makes."""
         buffer = self.schedule.buffers[buffer_id]
+        micro = task.micro_batch
+        is_own = buffer.chunk == task.chunk
         match task.kind, buffer.content:
             case TaskKind.FORWARD, Content.OUTPUT if task.section is not Part.EPILOGUE:
-                return ("output", task.section, iteration)
+                return ("output", task.section, iteration, micro)
             case TaskKind.FORWARD, Content.ACTIVATIONS if self._keeps(task.section):
-                return ("saved", task.section, iteration)
+                return ("saved", task.section, iteration, micro)
+            case TaskKind.FORWARD, Content.SWAPPED if self._swapped(task.section, iteration, micro):  # type: ignore[arg-type]
+                return ("swapped", task.section, iteration, micro)
+            case ((TaskKind.ACTIVATION_OFFLOAD | TaskKind.ACTIVATION_FETCH), Content.SWAPPED) if (
+                buffer.section == task.section
+            ):
+                is_to_host = task.kind is TaskKind.ACTIVATION_OFFLOAD
+                if (buffer.memory is Memory.PINNED_HOST) != is_to_host:
+                    return TORN
+                return ("swapped", task.section, iteration, micro)
             case TaskKind.RECOMPUTE, Content.ACTIVATIONS:
-                return ("saved", task.section, iteration)
+                return ("saved", task.section, iteration, micro)
             case TaskKind.BACKWARD, Content.INCOMING_GRADIENT:
-                return ("incoming", task.section, iteration)
+                if buffer.micro_batch != micro:
+                    return ("added", iteration, micro)
+                return ("incoming", task.section, iteration, micro)
             case TaskKind.BACKWARD, Content.GRADIENTS if buffer.section == task.section:
-                return ("gradient", buffer.chunk, task.section, iteration)
-            case TaskKind.GRADIENT_OFFLOAD, Content.GRADIENTS if buffer.memory is Memory.PINNED_HOST:
-                return ("staged", buffer.chunk, iteration) if buffer.chunk == task.chunk else TORN
+                return ("gradient", buffer.chunk, task.section, iteration, micro)
+            case TaskKind.GRADIENT_OFFLOAD, Content.GRADIENTS if buffer.memory is Memory.PINNED_HOST and micro == 0:
+                return ("staged", buffer.chunk, iteration, 0) if is_own else TORN
+            case TaskKind.GRADIENT_OFFLOAD, Content.ARRIVING_GRADIENTS if micro:
+                return ("arrived", buffer.chunk, iteration, micro) if is_own else TORN
+            case TaskKind.GRADIENT_ACCUMULATE, Content.GRADIENTS if buffer.memory is Memory.PINNED_HOST:
+                return ("staged", buffer.chunk, iteration, micro) if is_own else TORN
             case ((TaskKind.CPU_ADAM | TaskKind.DEVICE_ADAM), Content.PARAMETERS) if buffer.is_static:
                 return ("parameters", buffer.chunk, iteration + 1)
             case ((TaskKind.CPU_ADAM | TaskKind.DEVICE_ADAM), Content.OPTIMIZER_STATE):
@@ -324,12 +374,12 @@ class AbstractMachine:
 
     def _keeps(self, section: Section | None) -> bool:
         assert section is not None
-        return isinstance(section, Part) or self.modes[section] is ActivationMode.KEEP
+        return isinstance(section, Part) or self.modes[section] is not ActivationMode.CHECKPOINT
 
     def _check_window(self, task: Task) -> None:
         """Gathers run at most ``prefetch_depth`` steps ahead of their first use, gradients lag at most that behind."""
         depth = self.plan.prefetch_depth
-        if task.kind is TaskKind.GATHER:
+        if task.kind in (TaskKind.GATHER, TaskKind.ACTIVATION_FETCH):
             for buffer_id in task.writes:
                 self.gathered_after[buffer_id] = self.num_block_steps
         if task.lane is not Lane.COMPUTE or isinstance(task.section, Part) or task.section is None:
@@ -339,15 +389,27 @@ class AbstractMachine:
             if self.num_block_steps - started > depth:
                 raise Violation(f"buffer {buffer_id} was gathered {self.num_block_steps - started} steps ahead")
         for buffer, place in zip(self.schedule.buffers, self.places, strict=True):
-            if buffer.content is not Content.GRADIENTS or buffer.is_static or not place.is_alive:
+            if buffer.is_static or not place.is_alive or place.value is None:
+                continue
+            num_blocks, micro_batches = self.workload.num_blocks, self.plan.micro_batches
+            if buffer.content is Content.SWAPPED and self.making[buffer.id].kind is TaskKind.FORWARD:
+                _, section, iteration, micro = place.value
+                assert isinstance(iteration, int)
+                assert isinstance(section, int)
+                assert isinstance(micro, int)
+                ended = 2 * num_blocks * (iteration * micro_batches + micro) + section
+                if self.num_block_steps - ended > depth:
+                    raise Violation(f"what block {section} swaps lags {self.num_block_steps - ended} steps behind")
+            if buffer.content is not Content.GRADIENTS:
                 continue
             assert buffer.chunk is not None
-            if buffer.chunk in self.persistent or place.value is None:
+            if buffer.chunk in self.persistent:
                 continue
-            _, _, _, iteration = place.value
+            _, _, _, iteration, micro = place.value
             assert isinstance(iteration, int)
-            num_blocks = self.workload.num_blocks
-            last_step = (2 * iteration + 2) * num_blocks - 1 - min(self.layout.chunks[buffer.chunk].blocks)
+            assert isinstance(micro, int)
+            first_step = 2 * num_blocks * (iteration * micro_batches + micro)
+            last_step = first_step + 2 * num_blocks - 1 - min(self.layout.chunks[buffer.chunk].blocks)
             if self.num_block_steps - last_step > depth:
                 raise Violation(
                     f"gradients of chunk {buffer.chunk} lag {self.num_block_steps - last_step} steps behind"

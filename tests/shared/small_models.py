@@ -9,6 +9,7 @@ from protwin.shared.workload import Block, BlockProfile, DType, Parameter, Phase
 
 OUTPUT_BYTES = 1_000
 SAVED_BYTES = 10_000
+SWAPPABLE_BYTES = 7_000
 
 
 def parameter(
@@ -33,6 +34,7 @@ def profile(gradient_bytes: int) -> BlockProfile:
         checkpoint_forward=phase(OUTPUT_BYTES, peak_bytes=4_000),
         recompute=phase(SAVED_BYTES - 500),
         checkpoint_backward=phase(gradient_bytes - SAVED_BYTES + 500 - OUTPUT_BYTES, peak_bytes=2_000),
+        swappable_bytes=SWAPPABLE_BYTES,
     )
 
 
@@ -77,6 +79,9 @@ def plan(
     n_buffer: int = 1,
     prefetch_depth: int = 1,
     n_checkpoint: int = 0,
+    n_swap: int = 0,
+    micro_batches: int = 1,
+    max_gradient_norm: float | None = None,
 ) -> Plan:
     """A plan for ``workload`` that offloads everything and prefetches one block ahead."""
     return Plan(
@@ -86,4 +91,7 @@ def plan(
         n_buffer=n_buffer,
         prefetch_depth=prefetch_depth,
         n_checkpoint=n_checkpoint,
+        n_swap=n_swap,
+        micro_batches=micro_batches,
+        max_gradient_norm=max_gradient_norm,
     )

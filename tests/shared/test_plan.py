@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from protwin.shared.errors import PlanError
 from protwin.shared.plan import ActivationMode, Plan, place_activation_modes
 
-KEEP, CHECKPOINT = ActivationMode.KEEP, ActivationMode.CHECKPOINT
+KEEP, CHECKPOINT, SWAP = ActivationMode.KEEP, ActivationMode.CHECKPOINT, ActivationMode.SWAP
 FIELDS: dict[str, Any] = {"workload_id": "w", "chunk_bytes": 4096, "n_persist": 0, "n_buffer": 1}
 
 
@@ -70,6 +70,15 @@ def test_explicit_modes() -> None:
         plan.modes(4)
     with pytest.raises(ValidationError, match="n_checkpoint differs"):
         Plan(**FIELDS, n_checkpoint=1, activation_modes=modes)
+    with pytest.raises(ValidationError, match="n_swap differs"):
+        Plan(**FIELDS, n_checkpoint=2, n_swap=1, activation_modes=modes)
+
+
+def test_the_first_blocks_swap_and_checkpoints_are_spread_over_the_others() -> None:
+    assert place_activation_modes(6, n_swap=2, n_checkpoint=2) == (SWAP, SWAP, KEEP, CHECKPOINT, KEEP, CHECKPOINT)
+    assert place_activation_modes(3, n_swap=3, n_checkpoint=0) == (SWAP,) * 3
+    with pytest.raises(PlanError, match="n_checkpoint is 2 and n_swap is 2 but the workload has 3"):
+        place_activation_modes(3, n_swap=2, n_checkpoint=2)
 
 
 @pytest.mark.parametrize(
@@ -81,6 +90,10 @@ def test_explicit_modes() -> None:
         {"n_buffer": -1},
         {"prefetch_depth": 0},
         {"n_checkpoint": -1},
+        {"n_swap": -1},
+        {"micro_batches": 0},
+        {"max_gradient_norm": 0},
+        {"max_gradient_norm": float("nan")},
         {"chunk_bytes": 1.5},
         {"chunk_bytes": float("nan")},
         {"chunk_bytes": None},
@@ -102,7 +115,10 @@ def test_the_identity_covers_every_knob() -> None:
         {"n_buffer": 2},
         {"prefetch_depth": 2},
         {"n_checkpoint": 1},
+        {"n_swap": 1},
         {"activation_modes": (KEEP,)},
+        {"micro_batches": 2},
+        {"max_gradient_norm": 1.0},
     ]
     assert {name for change in changes for name in change} == set(Plan.model_fields)
     identities = [plan.identity, *(plan.model_copy(update=change).identity for change in changes)]

@@ -59,16 +59,16 @@ def guarantees(schedule: Schedule) -> list[tuple[int, ...]]:
 
 
 def example() -> PlannedWorkload:
-    """Five blocks with two chunks each, one persistent, one frozen, blocks in both modes, an unowned parameter."""
+    """Four blocks with two chunks each, one persistent, one frozen, blocks in all modes, an unowned parameter."""
     parameters = [parameter("embedding", 700, None)]
-    for block in range(5):
+    for block in range(4):
         parameters += [
             parameter(f"layers.{block}.first", 1_000, block, trainable=block != 2),
             parameter(f"layers.{block}.second", 500 + block, block),
         ]
-    model = workload(parameters, 5)
-    knobs = plan(model, n_persist=2, n_buffer=4, prefetch_depth=1, n_checkpoint=2)
-    layout = build_layout(model.parameters, num_blocks=5, chunk_bytes=knobs.chunk_bytes)
+    model = workload(parameters, 4)
+    knobs = plan(model, n_persist=2, n_buffer=4, n_checkpoint=2, n_swap=1, micro_batches=2, max_gradient_norm=1.0)
+    layout = build_layout(model.parameters, num_blocks=4, chunk_bytes=knobs.chunk_bytes)
     return PlannedWorkload(model, knobs, layout)
 
 

@@ -244,6 +244,10 @@ def test_calibration_multiplies_and_adds_by_kind(kind: TaskKind) -> None:
     tasks = {
         TaskKind.GATHER: copy(kind, 512),
         TaskKind.GRADIENT_OFFLOAD: copy(kind, 512),
+        TaskKind.ACTIVATION_OFFLOAD: copy(kind, 512),
+        TaskKind.ACTIVATION_FETCH: copy(kind, 512),
+        TaskKind.GRADIENT_ACCUMULATE: adam(kind, 0, STEPPED_BYTES),
+        TaskKind.GRADIENT_NORM: adam(kind, 0, STEPPED_BYTES),
         TaskKind.CPU_ADAM: adam(kind, 64, STEPPED_BYTES),
         TaskKind.DEVICE_ADAM: adam(kind, 64, STEPPED_BYTES),
     }
