@@ -9,13 +9,14 @@ not (Adafactor, Muon) gets the parameter whole.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Sequence
+from typing import Final
 
 import torch
 from torch import nn
 
 from .optimizer import ChunkOptimizer, MakeOptimizer
+from .step_options import StepOptions
 
 PIECE_SCALARS: Final = 2**20
 """Scalars whose gradients are widened at once."""
@@ -67,7 +68,7 @@ class DeviceStep:
 def narrow_steps(
     parameter: nn.Parameter,
     master: torch.Tensor,
-    options: Mapping[int, Mapping[str, Any]],
+    options: StepOptions,
     make_optimizer: MakeOptimizer,
 ) -> list[DeviceStep]:
     """The steps of a parameter narrower than its float32 ``master`` (Note: Widened gradients)."""

@@ -13,6 +13,8 @@ import torch
 from torch import nn
 
 from ..shared.errors import PlanError
+from ..shared.workload import Workload
+from .step_options import GroupOptions, ParameterGroup, StepOptions
 
 MakeOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 """From parameter groups to an optimizer, such as ``partial(torch.optim.AdamW, lr=1e-4, fused=True)``."""
@@ -25,27 +27,37 @@ class ChunkOptimizer:
         self,
         weights: Sequence[torch.Tensor],
         parameters: Sequence[nn.Parameter],
-        options: Mapping[int, Mapping[str, Any]],
+        options: StepOptions,
         make_optimizer: MakeOptimizer,
         *,
         targets: Sequence[torch.Tensor | None] | None = None,
     ) -> None:
         """Make the optimizer of ``weights``, the float32 masters of ``parameters``.
 
-        ``options`` maps ``id(parameter)`` to its group's options; ``targets`` are narrower tensors that stepped
-        weights are written to.
+        ``options`` knows the parameters' groups and what each step is done with; ``targets`` are narrower tensors that
+        stepped weights are written to.  Raises PlanError if the optimizer refuses its options.
         """
         self._weights = list(weights)
         self._targets = list(targets) if targets is not None else [None] * len(self._weights)
-        groups: dict[int, dict[str, Any]] = {}
+        self._options = options
+        self.labels = tuple(options.label_of(parameter) for parameter in parameters)
+        """Whose weights they are, for messages."""
+        members: dict[int, list[torch.Tensor]] = {}
         for weight, parameter in zip(self._weights, parameters, strict=True):
-            chosen = options[id(parameter)]
-            group = groups.setdefault(id(chosen), {**chosen, "params": []})
-            group["params"].append(weight)
-        self.optimizer = make_optimizer(list(groups.values()))
+            members.setdefault(options.group_of(parameter), []).append(weight)
+        self._groups = tuple(members)
+        groups = [{**options.groups[index].options, "params": weights} for index, weights in members.items()]
+        try:
+            self.optimizer = make_optimizer(groups)
+        except ValueError as error:
+            raise PlanError(f"the optimizer refuses its options: {error}. Change them.") from error
+        options.note(self._groups, self.optimizer)
+        self._num_steps = 0
+        self._latest: GroupOptions | None = None
 
     def step(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """One step; a weight whose gradient is None is left alone."""
+        self._take_options()
         with torch.no_grad():
             for weight, gradient in zip(self._weights, gradients, strict=True):
                 weight.grad = gradient if gradient is None or gradient.dtype == weight.dtype else gradient.float()
@@ -55,45 +67,70 @@ class ChunkOptimizer:
                 if target is not None and gradient is not None:
                     target.copy_(weight)
 
+    def _take_options(self) -> None:
+        """Give the groups the options that this step is to be done with (Note: Options of a step)."""
+        planned = self._options.of_step(self._num_steps)
+        self._num_steps += 1
+        if planned is not None and planned is not self._latest:
+            for group, index in zip(self.optimizer.param_groups, self._groups, strict=True):
+                group.update(planned[index])
+            self._latest = planned
+
     def state_tensors(self) -> list[torch.Tensor]:
         """The optimizer's own tensors."""
         return [t for state in self.optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
 
 
 def group_options(
-    model: nn.Module, parameter_groups: Sequence[Mapping[str, Any]] | None
-) -> dict[int, Mapping[str, Any]]:
-    """The options of every trainable parameter by ``id``, from torch's form of parameter groups.
+    model: nn.Module, parameter_groups: Sequence[Mapping[str, Any]] | None, workload: Workload | None = None
+) -> StepOptions:
+    """The groups of the model's parameters, from torch's form of parameter groups.
 
-    None puts all into one group without options.  Raises PlanError if a trainable parameter is in no group, or any in
-    two, or one that is not the model's.
+    None puts all trainable ones into one group without options.  ``workload`` names their blocks in messages.  Raises
+    PlanError if a trainable parameter is in no group, or any in two, or one that is not the model's.
     """
     every = {id(parameter): name for name, parameter in model.named_parameters()}
-    names = {id(parameter): every[id(parameter)] for parameter in model.parameters() if parameter.requires_grad}
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    labels = _labels(every, workload)
     if parameter_groups is None:
-        shared: Mapping[str, Any] = {}
-        return dict.fromkeys(names, shared)
-    options: dict[int, Mapping[str, Any]] = {}
+        return StepOptions([ParameterGroup(tuple(trainable), {})], labels)
+    groups: list[ParameterGroup] = []
+    grouped: set[int] = set()
     for group in parameter_groups:
         if not isinstance(group, Mapping) or "params" not in group:
             raise PlanError(
                 "a parameter group is no table with 'params'. Give a list of them: [{'params': [...], 'lr': ...}, ...]."
             )
         chosen = {key: value for key, value in group.items() if key != "params"}
-        members = group["params"]
-        for parameter in [members] if isinstance(members, torch.Tensor) else members:
+        given = group["params"]
+        members = (given,) if isinstance(given, torch.Tensor) else tuple(given)
+        for parameter in members:
             if id(parameter) not in every:
                 raise PlanError(
                     "a parameter group holds something that is no parameter of the model. Take the groups from "
                     "model.named_parameters() of the model itself."
                 )
-            if id(parameter) in options:
+            if id(parameter) in grouped:
                 raise PlanError(f"parameter {every[id(parameter)]} is in two parameter groups. Leave it in one.")
-            options[id(parameter)] = chosen
-    missing = [name for key, name in names.items() if key not in options]
+            grouped.add(id(parameter))
+        groups.append(ParameterGroup(members, chosen))
+    missing = [every[id(parameter)] for parameter in trainable if id(parameter) not in grouped]
     if missing:
         raise PlanError(
             f"{len(missing)} trainable parameters are in no parameter group, {missing[0]} among them. Add them, or "
             f"set requires_grad to False before tracing."
         )
-    return options
+    return StepOptions(groups, labels)
+
+
+def _labels(names: Mapping[int, str], workload: Workload | None) -> dict[int, str]:
+    """Every parameter's name with the part of the model that owns it, by ``id``."""
+    if workload is None:
+        return dict(names)
+    owners = {p.name: p.block for p in workload.parameters}
+
+    def label(name: str) -> str:
+        block = owners.get(name)
+        return f"{name} (outside every block)" if block is None else f"{name} (block {workload.blocks[block].name})"
+
+    return {key: label(name) for key, name in names.items()}

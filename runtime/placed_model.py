@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -15,7 +14,9 @@ from .chunks import DeviceChunk
 from .device_steps import DeviceStep, narrow_steps
 from .devices import TrainingDevice
 from .gradient_watch import GradientWatch
+from .non_finite import refuse_non_finite
 from .optimizer import ChunkOptimizer, MakeOptimizer
+from .step_options import StepOptions
 
 
 class PlacedModel:
@@ -28,16 +29,18 @@ class PlacedModel:
         layout: Layout,
         *,
         n_persist: int,
-        options: Mapping[int, Mapping[str, Any]],
+        options: StepOptions,
         make_optimizer: MakeOptimizer,
         device: TrainingDevice,
+        check_gradients: bool = True,
     ) -> None:
-        """Move every parameter into its chunk.
+        """Move every parameter into its chunk.  ``check_gradients``: refuse to step with gradients that are not finite.
 
         Raises the device's out-of-memory error if the persistent chunks exceed the budget.  After any error the model
         has ordinary parameters.
         """
         self._device = device
+        self._check_gradients = check_gradients
         self.chunks: list[DeviceChunk] = []
         self._host_optimizers: dict[int, ChunkOptimizer] = {}
         self._device_steps: list[DeviceStep] = []
@@ -56,9 +59,7 @@ class PlacedModel:
             self.move_out()
             raise
 
-    def _make_optimizers(
-        self, chunk: DeviceChunk, options: Mapping[int, Mapping[str, Any]], make_optimizer: MakeOptimizer
-    ) -> None:
+    def _make_optimizers(self, chunk: DeviceChunk, options: StepOptions, make_optimizer: MakeOptimizer) -> None:
         if not chunk.trainable:
             return
         if not chunk.is_persistent:
@@ -80,10 +81,13 @@ class PlacedModel:
     def step_on_device(self) -> None:
         """Step the persistent chunks with the gradients that their parameters hold, and drop these.
 
-        Raises ScheduleError, with nothing stepped, if these were changed since ``watch_gradients``.
+        Raises, with nothing stepped, ScheduleError if these were changed since ``watch_gradients``, and
+        NonFiniteGradientError if one of them is not finite.
         """
         self._watch.check()
         self._watch.end()
+        if self._check_gradients:
+            refuse_non_finite(*self._waiting_gradients())
         for step in self._device_steps:
             step.run()
         if self._device.ledger is not None:
@@ -91,9 +95,24 @@ class PlacedModel:
                 self._device.ledger.adopt(step.optimizer.state_tensors(), Content.OPTIMIZER_STATE)
 
     def step_on_host(self, chunk: DeviceChunk, present: Sequence[bool]) -> None:
-        """Step an offloaded chunk with its staged gradients; ``present`` says for which parameters there was one."""
+        """Step an offloaded chunk with its staged gradients; ``present`` says for which parameters there was one.
+
+        Raises NonFiniteGradientError if one of them is not finite.
+        """
         gradients = [staged if there else None for staged, there in zip(chunk.staged, present, strict=True)]
-        self._host_optimizers[chunk.chunk.id].step(gradients)
+        optimizer = self._host_optimizers[chunk.chunk.id]
+        if self._check_gradients:
+            refuse_non_finite(gradients, optimizer.labels)
+        optimizer.step(gradients)
+
+    def _waiting_gradients(self) -> tuple[list[torch.Tensor | None], list[str]]:
+        """The gradients that device Adam consumes, and whose they are; each once, however many steps consume it."""
+        labels = {
+            parameter: label
+            for step in self._device_steps
+            for parameter, label in zip(step.parameters, step.optimizer.labels, strict=True)
+        }
+        return [parameter.grad for parameter in labels], list(labels.values())
 
     def gradients(self) -> list[torch.Tensor]:
         """The gradients that parameters hold now."""
@@ -105,12 +124,6 @@ class PlacedModel:
         for chunk in self.chunks:
             for parameter in chunk.parameters:
                 parameter.grad = None
-
-    def set_learning_rate(self, learning_rate: float) -> None:
-        """Set the rate of every parameter group."""
-        for stepper in (*self._host_optimizers.values(), *(step.optimizer for step in self._device_steps)):
-            for group in stepper.optimizer.param_groups:
-                group["lr"] = learning_rate
 
     # -- what must not change ----------------------------------------------------------------------------------------
 

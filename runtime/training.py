@@ -19,7 +19,7 @@ from ..shared.errors import PlanError, ScheduleError
 from ..shared.layout import build_layout
 from ..shared.plan import Plan
 from ..shared.record import Record
-from ..shared.schedule import Content
+from ..shared.schedule import Content, TaskKind
 from ..shared.verify import verify_schedule
 from ..shared.workload import Workload
 from .blocks import find_blocks
@@ -31,6 +31,7 @@ from .identity import model_hash
 from .lane_tasks import LaneTasks
 from .metering import metering_of
 from .optimizer import MakeOptimizer, group_options
+from .optimizer_facade import TrainingOptimizer
 from .placed_model import PlacedModel
 from .recording import Recorder
 from .snapshot import without_cache
@@ -52,6 +53,7 @@ def carry_out(
     parameter_groups: Sequence[Mapping[str, Any]] | None = None,
     device: TrainingDevice | None = None,
     meter_every: int | None = None,
+    check_gradients: bool = True,
 ) -> Training:
     """Take over ``model`` and train it as ``plan`` says.
 
@@ -59,8 +61,10 @@ def carry_out(
     ``functools.partial(torch.optim.AdamW, lr=1e-4, fused=True)``; it is called once per chunk.  ``parameter_groups``
     are torch's, over the model's own parameters.  ``device`` is where the model's parameters are, by default.  On the
     CPU the ledger watches the first iterations of every input shape, and every ``meter_every``-th one.
+    ``check_gradients`` ends training before gradients that are not finite reach a weight, and names whose they are.
 
-    Use the result as a context manager, or call ``close``: the model then has ordinary parameters again.
+    Schedulers of ``torch.optim.lr_scheduler`` take ``optimizer`` of the result.  Use the result as a context manager,
+    or call ``close``: the model then has ordinary parameters again.
     Raises PlanError if plan, workload and model do not belong together, the device's out-of-memory error if the
     persistent chunks alone exceed it.
     """
@@ -72,6 +76,7 @@ def carry_out(
         parameter_groups=parameter_groups,
         device=device or _device_of(model),
         meter_every=meter_every,
+        check_gradients=check_gradients,
     )
 
 
@@ -100,6 +105,7 @@ class Training:
         parameter_groups: Sequence[Mapping[str, Any]] | None,
         device: TrainingDevice,
         meter_every: int | None,
+        check_gradients: bool,
     ) -> None:
         _check_model(model, workload)
         if isinstance(optimizer, torch.optim.Optimizer):
@@ -119,7 +125,7 @@ class Training:
         self._is_closed = False
         self._recorder = Recorder(self.schedule, plan, workload, device)
         self._metering = metering_of(device, meter_every)
-        options = group_options(model, parameter_groups)
+        options = group_options(model, parameter_groups, workload)
         blocks = find_blocks(model, [block.name for block in workload.blocks])
         self._checkpointable = [m for m in model.modules() if hasattr(m, "gradient_checkpointing")]
         with ExitStack() as undo:
@@ -137,8 +143,16 @@ class Training:
                 options=options,
                 make_optimizer=optimizer,
                 device=device,
+                check_gradients=check_gradients,
             )
             undo.callback(self._placed.move_out)
+            self.optimizer = TrainingOptimizer(
+                options,
+                step=self._step,
+                has_gradients=self._has_gradients,
+                is_ahead=any(task.kind is TaskKind.CPU_ADAM for task in self.schedule.tasks),
+            )
+            """What schedulers take: the user's parameter groups."""
             undo.enter_context(refusing_access(model))
             self._lanes = LaneTasks(self.schedule, self._placed, device)
             undo.callback(self._lanes.close)
@@ -194,13 +208,22 @@ class Training:
                 "decides which blocks are checkpointed (n_checkpoint)."
             )
         self._placed.check_parameters()
+        # A weight's cast that autocast keeps from an earlier forward is stale, and its gradient would come late.
+        torch.clear_autocast_cache()
+        if self._compute.is_between_iterations:
+            self.optimizer.begin_iteration()
         self._compute.begin_iteration(list(tensors_in((args, kwargs))))
 
     def step(self) -> None:
         """Step the persistent chunks and end the iteration; the others are stepped by CPU Adam meanwhile.
 
-        Raises ScheduleError without a completed backward, and whatever a lane raised.
+        The same as ``optimizer.step()``.  Raises ScheduleError without a completed backward, and whatever a lane
+        raised.
         """
+        # By way of the optimizer, so that schedulers notice, and hooks on its step run.
+        self.optimizer.step()
+
+    def _step(self) -> None:
         self._check_usable()
         if self._compute.is_between_iterations:
             raise ScheduleError("step() without a forward. Call the model and loss.backward() first.")
@@ -209,7 +232,14 @@ class Training:
                 f"step() before backward has ended: the iteration is at {self._compute.task_at_hand.name}. Call "
                 f"loss.backward() first."
             )
+        self.optimizer.begin_step()
         self._recorder.add(self._compute.step_on_device())
+        self.optimizer.end_step()
+
+    def _has_gradients(self) -> bool:
+        """Whether a backward of this iteration has begun."""
+        first = next(task.id for task in self.schedule.tasks if task.kind is TaskKind.BACKWARD)
+        return self._compute.task_at_hand.id >= first
 
     def synchronize(self) -> None:
         """Wait until every task of the completed iterations has ended.  Raises what one of them raised.
@@ -227,8 +257,7 @@ class Training:
         self._check_usable()
         if not self._compute.is_between_iterations:
             raise ScheduleError("the learning rate can change between step() and the next forward alone.")
-        self.synchronize()
-        self._placed.set_learning_rate(learning_rate)
+        self.optimizer.set_learning_rate(learning_rate)
 
     # -- asking ------------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,489 @@
+"""Optimizers and schedulers of torch give the same bits through a plan as in the plain loop, and refuse nonsense."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.optim import lr_scheduler
+
+from protwin.runtime import Training, carry_out
+from protwin.runtime.non_finite import NonFiniteGradientError, non_finite
+from protwin.runtime.step_options import StepOptions
+from protwin.shared.errors import PlanError, ScheduleError
+from protwin.shared.layout import build_layout
+from protwin.shared.plan import Plan
+from protwin.shared.workload import Workload
+from tests.runtime.models import SEED, Case, differences, hand_written, point_batches
+from tests.runtime.watchdog import ends_in_time
+
+STEPS = 6
+MakeOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
+MakeScheduler = Callable[[torch.optim.Optimizer], Any]
+
+OPTIMIZERS: dict[str, MakeOptimizer] = {
+    "AdamW": partial(torch.optim.AdamW, lr=1e-2, fused=True),
+    "Adam": partial(torch.optim.Adam, lr=1e-2, weight_decay=0.01, fused=True),
+    "SGD": partial(torch.optim.SGD, lr=1e-2, momentum=0.9, nesterov=True, fused=True),
+}
+SCHEDULERS: dict[str, MakeScheduler] = {
+    "lambda": partial(lr_scheduler.LambdaLR, lr_lambda=[lambda n: 1 / (n + 1), lambda n: 0.5**n]),
+    "cosine": partial(lr_scheduler.CosineAnnealingLR, T_max=4),
+    "one cycle": partial(lr_scheduler.OneCycleLR, max_lr=[3e-2, 1e-2], total_steps=STEPS + 1),
+    "plateau": partial(lr_scheduler.ReduceLROnPlateau, factor=0.3, patience=0, threshold=0.5),
+    "warm up, then cosine": lambda optimizer: lr_scheduler.SequentialLR(
+        optimizer,
+        [
+            lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=3),
+            lr_scheduler.CosineAnnealingLR(optimizer, T_max=3),
+        ],
+        milestones=[3],
+    ),
+}
+
+
+def two_groups(model: nn.Module) -> list[dict[str, Any]]:
+    """Matrices decay, at a rate of their own."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    return [
+        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": 0.3, "lr": 2e-2},
+        {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
+    ]
+
+
+CASE = Case(hand_written, point_batches(STEPS), groups=two_groups, has_loss=False)
+
+
+def half_offloaded(workload: Workload) -> Plan:
+    """The first chunk and those outside the blocks persistent, the others in two buffers more than they need."""
+    layout = build_layout(workload.parameters, num_blocks=workload.num_blocks, chunk_bytes=10_000)
+    return Plan(
+        workload_id=workload.identity,
+        chunk_bytes=10_000,
+        n_persist=2,
+        n_buffer=layout.min_buffers(2) + 1,
+        prefetch_depth=2,
+        n_checkpoint=1,
+    )
+
+
+def persistent(workload: Workload) -> Plan:
+    layout = build_layout(workload.parameters, num_blocks=workload.num_blocks, chunk_bytes=2**20)
+    return Plan(workload_id=workload.identity, chunk_bytes=2**20, n_persist=len(layout.chunks), n_buffer=0)
+
+
+@st.composite
+def single_plans(draw: st.DrawFn, workload: Workload) -> Plan:
+    """Any residency and any checkpointing."""
+    chunk_bytes = draw(st.sampled_from((2**20, 20_000, 10_000, 4_000, 1)))
+    layout = build_layout(workload.parameters, num_blocks=workload.num_blocks, chunk_bytes=chunk_bytes)
+    n_persist = draw(st.integers(0, len(layout.chunks) - 1))
+    return Plan(
+        workload_id=workload.identity,
+        chunk_bytes=chunk_bytes,
+        n_persist=n_persist,
+        n_buffer=layout.min_buffers(n_persist) + draw(st.integers(0, 3)),
+        prefetch_depth=draw(st.integers(1, 3)),
+        n_checkpoint=draw(st.integers(0, workload.num_blocks)),
+    )
+
+
+def advance(scheduler: Any, loss: float) -> None:
+    """What a loop does with a scheduler after a step."""
+    if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau):
+        scheduler.step(loss)
+    else:
+        scheduler.step()
+
+
+def trained_plainly(make_optimizer: MakeOptimizer, make_scheduler: MakeScheduler) -> tuple[list[float], nn.Module]:
+    model = CASE.build()
+    optimizer = make_optimizer(two_groups(model))
+    scheduler = make_scheduler(optimizer)
+    losses = []
+    torch.manual_seed(SEED)
+    for batch in CASE.batches:
+        loss = CASE.loss(model, batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        advance(scheduler, loss.item())
+        losses.append(loss.item())
+    return losses, model
+
+
+def trained(
+    make_optimizer: MakeOptimizer,
+    make_scheduler: MakeScheduler,
+    plan: Plan,
+    *,
+    before_backward: Callable[[Training], None] = lambda _: None,
+    after_step: Callable[[Training], None] = lambda _: None,
+) -> tuple[list[float], nn.Module]:
+    model = CASE.build()
+    losses = []
+    with (
+        ends_in_time(),
+        carry_out(model, plan, CASE.workload, optimizer=make_optimizer, parameter_groups=two_groups(model)) as training,
+    ):
+        scheduler = make_scheduler(training.optimizer)
+        torch.manual_seed(SEED)
+        for number, batch in enumerate(CASE.batches):
+            loss = CASE.loss(model, batch)
+            before_backward(training)
+            loss.backward()
+            if number % 2:
+                training.step()
+            else:
+                training.optimizer.step()
+                training.optimizer.zero_grad()
+            advance(scheduler, loss.item())
+            after_step(training)
+            losses.append(loss.item())
+    return losses, model
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@settings(max_examples=5, phases=[Phase.explicit, Phase.generate])
+@given(data=st.data())
+def test_schedulers_of_torch_equal_the_plain_loop(optimizer: str, scheduler: str, data: st.DataObject) -> None:
+    plan = data.draw(single_plans(CASE.workload))
+    losses, model = trained(OPTIMIZERS[optimizer], SCHEDULERS[scheduler], plan)
+    expected, plain = trained_plainly(OPTIMIZERS[optimizer], SCHEDULERS[scheduler])
+    assert losses == expected
+    assert differences(model, plain.state_dict()) == []
+
+
+def test_rates_that_are_tensors_are_changed_in_place_by_schedulers() -> None:
+    rates = [torch.tensor(1e-2), torch.tensor(1e-2)]
+    plain, ours = (partial(torch.optim.AdamW, lr=rate, fused=True) for rate in rates)
+    expected, model = trained_plainly(plain, SCHEDULERS["lambda"])
+    losses, other = trained(ours, SCHEDULERS["lambda"], half_offloaded(CASE.workload))
+    assert losses == expected
+    assert differences(other, model.state_dict()) == []
+
+
+# -- options change while CPU Adam still runs ------------------------------------------------------------------------
+
+
+class Gate:
+    """Holds CPU Adam back until somebody opens it."""
+
+    def __init__(self) -> None:
+        self.open = threading.Event()
+
+    def optimizer(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        made = torch.optim.AdamW(groups, lr=1e-2, fused=True)
+
+        def hold(*_: Any) -> None:
+            if threading.current_thread() is not threading.main_thread():
+                assert self.open.wait(timeout=30)
+
+        made.register_step_pre_hook(hold)
+        return made
+
+
+def trained_with_late_steps(plan: Plan) -> tuple[list[float], nn.Module, list[int]]:
+    """Train so that no CPU Adam of an iteration runs before the scheduler has set the rates of the next one."""
+    gate = Gate()
+    counts = []
+
+    def shut(training: Training) -> None:
+        training.synchronize()
+        gate.open.clear()
+
+    def release(training: Training) -> None:
+        counts.append(training.num_cpu_adam_steps)
+        gate.open.set()
+
+    make_scheduler = SCHEDULERS["warm up, then cosine"]
+    losses, model = trained(gate.optimizer, make_scheduler, plan, before_backward=shut, after_step=release)
+    return losses, model, counts
+
+
+def test_a_step_that_runs_late_takes_the_options_of_its_iteration() -> None:
+    """And nobody waits for it, though the rate changes at every step."""
+    losses, model, counts = trained_with_late_steps(half_offloaded(CASE.workload))
+    expected, plain = trained_plainly(OPTIMIZERS["AdamW"], SCHEDULERS["warm up, then cosine"])
+    assert losses == expected
+    assert differences(model, plain.state_dict()) == []
+    num_offloaded = counts[1]
+    assert num_offloaded > 1
+    assert counts == [number * num_offloaded for number in range(STEPS)], "CPU Adam of an iteration ran before its end"
+
+
+def test_options_that_are_read_when_the_step_runs_are_those_of_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The wrong variant: every chunk looks at the groups as they are by then."""
+    facades: list[Any] = []
+    original = StepOptions.plan_step
+
+    def plan_step(self: StepOptions, param_groups: Any) -> None:
+        facades.append(param_groups)
+        original(self, param_groups)
+
+    monkeypatch.setattr(StepOptions, "plan_step", plan_step)
+    monkeypatch.setattr(
+        StepOptions,
+        "of_step",
+        lambda *_: tuple({k: v for k, v in group.items() if k != "params"} for group in facades[-1]),
+    )
+    _, model, _ = trained_with_late_steps(half_offloaded(CASE.workload))
+    _, plain = trained_plainly(OPTIMIZERS["AdamW"], SCHEDULERS["warm up, then cosine"])
+    assert differences(model, plain.state_dict()) != []
+
+
+# -- what the optimizer shows ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    return CASE.build()
+
+
+@pytest.fixture
+def training(model: nn.Module) -> Iterator[Training]:
+    """One step done, most of the model offloaded."""
+    with ends_in_time():
+        started = carry_out(
+            model,
+            half_offloaded(CASE.workload),
+            CASE.workload,
+            optimizer=OPTIMIZERS["AdamW"],
+            parameter_groups=two_groups(model),
+        )
+        one_step(model, started, 0)
+        yield started
+        started.close()
+
+
+def one_step(model: nn.Module, training: Training, number: int) -> None:
+    CASE.loss(model, CASE.batches[number]).backward()
+    training.step()
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_groups_show_every_option_as_the_plain_optimizer_does(name: str) -> None:
+    model, plain = CASE.build(), CASE.build()
+    expected = OPTIMIZERS[name](two_groups(plain))
+    names = {id(p): n for n, p in model.named_parameters()} | {id(p): n for n, p in plain.named_parameters()}
+    with carry_out(
+        model,
+        half_offloaded(CASE.workload),
+        CASE.workload,
+        optimizer=OPTIMIZERS[name],
+        parameter_groups=two_groups(model),
+    ) as training:
+        assert isinstance(training.optimizer, torch.optim.Optimizer)
+        assert training.optimizer.defaults == expected.defaults
+        for group, other in zip(training.optimizer.param_groups, expected.param_groups, strict=True):
+            assert {k: v for k, v in group.items() if k != "params"} == {
+                k: v for k, v in other.items() if k != "params"
+            }
+            assert [names[id(p)] for p in group["params"]] == [names[id(p)] for p in other["params"]]
+
+
+def test_a_group_without_trainable_parameters_shows_its_options_too() -> None:
+    model = CASE.build()
+    model.exit.requires_grad_(False)
+    case = Case(lambda: model, CASE.batches, has_loss=False)
+    inner = [p for n, p in model.named_parameters() if not n.startswith("exit")]
+    groups = [{"params": model.exit.parameters(), "lr": 0.5}, {"params": inner}]
+    with carry_out(
+        model, persistent(case.workload), case.workload, optimizer=OPTIMIZERS["AdamW"], parameter_groups=groups
+    ) as training:
+        frozen, rest = training.optimizer.param_groups
+        assert [p.requires_grad for p in frozen["params"]] == [False, False]
+        assert len(rest["params"]) == len(inner)
+        assert (frozen["lr"], rest["lr"], frozen["betas"]) == (0.5, 1e-2, (0.9, 0.999))
+
+
+def test_hooks_on_the_step_run_however_it_is_called(model: nn.Module, training: Training) -> None:
+    calls = []
+    training.optimizer.register_step_post_hook(lambda *_: calls.append(training.num_iterations))
+    one_step(model, training, 1)
+    CASE.loss(model, CASE.batches[2]).backward()
+    training.optimizer.step()
+    assert calls == [2, 3]
+
+
+# -- what is refused -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("lr", float("nan"), r"learning rate nan of parameter group 1 is not finite and at least 0"),
+        ("lr", -1e-3, r"learning rate -0.001 of parameter group 1"),
+        ("lr", float("inf"), r"learning rate inf"),
+        ("lr", torch.tensor(float("nan")), r"learning rate nan"),
+        ("lr", "fast", r"learning rate 'fast'"),
+        ("weight_decay", -1.0, r"weight_decay -1.0"),
+        ("betas", (0.9, 1.0), r"betas \(0.9, 1.0\) of parameter group 1 is not at least 0 and less than 1"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused_before_anything_is_stepped(
+    model: nn.Module, training: Training, option: str, value: Any, message: str
+) -> None:
+    good = training.optimizer.param_groups[1][option]
+    training.optimizer.param_groups[1][option] = value
+    stepped = training.num_iterations
+    with pytest.raises(PlanError, match=message):
+        model(CASE.batches[1]["points"])
+    training.optimizer.param_groups[1][option] = good
+    one_step(model, training, 1)
+    training.synchronize()
+    assert training.num_iterations == stepped + 1
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("rate", [float("nan"), -1.0])
+def test_a_factory_with_such_an_option_is_refused(name: str, rate: float) -> None:
+    model = CASE.build()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with ends_in_time(), pytest.raises(PlanError, match=r"[Ll]earning rate"):
+        carry_out(
+            model,
+            half_offloaded(CASE.workload),
+            CASE.workload,
+            optimizer=lambda groups: OPTIMIZERS[name]([{**group, "lr": rate} for group in groups]),
+        )
+    assert differences(model, before) == []
+
+
+def test_options_changed_within_an_iteration_are_refused_and_nothing_is_lost() -> None:
+    def run(*, is_careless: bool) -> nn.Module:
+        model = CASE.build()
+        plan = half_offloaded(CASE.workload)
+        with ends_in_time(), carry_out(model, plan, CASE.workload, optimizer=OPTIMIZERS["AdamW"]) as training:
+            for number in range(STEPS):
+                CASE.loss(model, CASE.batches[number]).backward()
+                if is_careless and number == 2:
+                    training.optimizer.param_groups[0]["lr"] = 0.5
+                    with pytest.raises(ScheduleError, match=r"between step\(\) and the next forward; for this step"):
+                        training.step()
+                    training.optimizer.param_groups[0]["lr"] = 1e-2
+                training.step()
+        return model
+
+    torch.manual_seed(SEED)
+    expected = run(is_careless=False).state_dict()
+    torch.manual_seed(SEED)
+    assert differences(run(is_careless=True), expected) == []
+
+
+def test_where_nothing_is_stepped_ahead_options_may_change_up_to_the_step() -> None:
+    model, plain = CASE.build(), CASE.build()
+    optimizer = OPTIMIZERS["AdamW"](two_groups(plain))
+    with (
+        ends_in_time(),
+        carry_out(
+            model,
+            persistent(CASE.workload),
+            CASE.workload,
+            optimizer=OPTIMIZERS["AdamW"],
+            parameter_groups=two_groups(model),
+        ) as training,
+    ):
+        for number, batch in enumerate(CASE.batches):
+            for trained_model, of in ((model, training.optimizer), (plain, optimizer)):
+                torch.manual_seed(number)
+                CASE.loss(trained_model, batch).backward()
+                of.param_groups[0]["lr"] = 0.01 * (number + 1)
+                of.step()
+                of.zero_grad()
+        assert training.num_cpu_adam_steps == 0
+    assert differences(model, plain.state_dict()) == []
+
+
+def test_zero_grad_does_nothing_or_refuses(model: nn.Module, training: Training) -> None:
+    training.optimizer.zero_grad()
+    loss = CASE.loss(model, CASE.batches[1])
+    training.optimizer.zero_grad()
+    with pytest.raises(ScheduleError, match="keep gradients of zeros"):
+        training.optimizer.zero_grad(set_to_none=False)
+    loss.backward()
+    with pytest.raises(ScheduleError, match=r"zero_grad\(\) between backward and step\(\) would lose"):
+        training.optimizer.zero_grad()
+    training.step()
+    training.optimizer.zero_grad()
+    assert training.num_iterations == 2
+
+
+def test_what_would_not_reach_the_chunks_is_refused(model: nn.Module, training: Training) -> None:
+    optimizer = training.optimizer
+    with pytest.raises(PlanError, match="parameter group cannot be added"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+    for attempt in (optimizer.state_dict, lambda: optimizer.load_state_dict({})):
+        with pytest.raises(ScheduleError, match="state lies with the chunks"):
+            attempt()
+    with pytest.raises(ScheduleError, match=r"step\(closure\)"):
+        optimizer.step(lambda: 0.0)
+    one_step(model, training, 1)
+    training.close()
+    with pytest.raises(ScheduleError, match="closed"):
+        optimizer.step()
+
+
+# -- gradients that are not finite -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize(
+    ("name", "whose"),
+    [
+        ("stack.0.up.bias", r"stack\.0\.up\.bias \(block stack\.0\)"),
+        ("stack.2.down.weight", r"stack\.2\.down\.weight \(block stack\.2\)"),
+        ("exit.weight", r"exit\.weight \(outside every block\)"),
+    ],
+)
+def test_a_gradient_that_is_not_finite_is_named_and_not_stepped(name: str, whose: str, bad: float) -> None:
+    model = CASE.build()
+    with ends_in_time(), pytest.raises(NonFiniteGradientError, match=f"the gradient of {whose} is not finite"):
+        train_with_bad_gradient(model, model.get_parameter(name), bad)
+    assert all(value.isfinite().all() for value in model.state_dict().values())
+
+
+def train_with_bad_gradient(model: nn.Module, parameter: nn.Parameter, bad: float) -> None:
+    """One good step, then one with a gradient full of ``bad``."""
+    with carry_out(model, half_offloaded(CASE.workload), CASE.workload, optimizer=OPTIMIZERS["AdamW"]) as training:
+        one_step(model, training, 0)
+        training.synchronize()
+        handle = parameter.register_hook(lambda gradient: torch.full_like(gradient, bad))
+        try:
+            one_step(model, training, 1)
+            training.synchronize()
+        finally:
+            handle.remove()
+
+
+def test_unchecked_gradients_go_through_as_in_the_plain_loop() -> None:
+    model = CASE.build()
+    handle = model.get_parameter("stack.2.down.weight").register_hook(lambda gradient: gradient * float("nan"))
+    with (
+        ends_in_time(),
+        carry_out(model, half_offloaded(CASE.workload), CASE.workload, check_gradients=False) as training,
+    ):
+        one_step(model, training, 0)
+    handle.remove()
+    not_finite = [name for name, value in model.state_dict().items() if not value.isfinite().all()]
+    assert not_finite == ["stack.2.down.weight"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_finite_gradients_whose_sum_overflows_are_finite(dtype: torch.dtype) -> None:
+    largest = torch.full((1000,), torch.finfo(dtype).max, dtype=dtype)
+    with_nan = largest.clone()
+    with_nan[7] = float("nan")
+    both = torch.zeros(10, dtype=dtype)
+    both[3], both[5] = float("inf"), -float("inf")
+    assert not largest.sum().isfinite()
+    assert non_finite([largest, None, with_nan, torch.empty(0, dtype=dtype), both]) == [2, 4]
