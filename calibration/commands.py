@@ -7,7 +7,21 @@ from typing import Annotated
 
 import typer
 
-from ..shared.cli_options import DTypeName, HardwareName, JsonFlag, OutputPath, command_app, examples
+from ..shared.cli_options import (
+    ConfigurationName,
+    DTypeName,
+    HardwareName,
+    JsonFlag,
+    OutputPath,
+    RequiredBatchSize,
+    RequiredSequenceLength,
+    Seed,
+    TimelinePath,
+    command_app,
+    examples,
+    keep_apart,
+    writable_json,
+)
 from ..shared.cli_output import show
 from ..shared.comparison import compare_records
 from ..shared.files import write_atomically
@@ -33,18 +47,18 @@ compare = command_app()
     )
 )
 def calibrate_command(
-    model: Annotated[
-        str, typer.Option("--model", "-m", metavar="NAME|FILE", help="A model of the catalogue, or a config.json.")
-    ],
-    batch_size: Annotated[int, typer.Option("--batch-size", min=1, help="Samples per iteration.")],
-    sequence_length: Annotated[int, typer.Option("--sequence-length", min=1, help="Tokens per sample.")],
+    model: ConfigurationName,
+    batch_size: RequiredBatchSize,
+    sequence_length: RequiredSequenceLength,
     hardware: HardwareName,
     dtype: DTypeName = None,
     steps: Annotated[int, typer.Option("--steps", min=2, help="Timed iterations of each plan.")] = 7,
-    seed: Annotated[int, typer.Option("--seed", help="Seed of random weights and of the batch.")] = 0,
+    seed: Seed = 0,
     workload_output: Annotated[
         Path | None,
-        typer.Option("--workload-output", metavar="FILE", dir_okay=False, help="Write the timed workload here."),
+        typer.Option(
+            "--workload-output", metavar="FILE", callback=writable_json, help="Write the timed workload to this file."
+        ),
     ] = None,
     output: OutputPath = None,
     as_json: JsonFlag = False,
@@ -54,14 +68,17 @@ def calibrate_command(
     Runs three short trainings with random weights.  The factors hold for this machine; a workload that is searched
     with them should be the timed one (--workload-output).
     """
+    keep_apart({"--workload-output": workload_output, "--output": output}, {"--model": model, "--hardware": hardware})
+    machine = load_hardware(hardware)
+    described = load_model_configuration(model)
+
     from .calibrating import calibrate_configuration
 
-    described = load_model_configuration(model)
     with progress_bar("calibrating") as on_progress:
         workload, factors = calibrate_configuration(
             described.config,
             described.name,
-            load_hardware(hardware),
+            machine,
             batch_size=batch_size,
             sequence_length=sequence_length,
             dtype=dtype,
@@ -83,20 +100,21 @@ def calibrate_command(
 def compare_command(
     predicted: Annotated[Path, typer.Argument(metavar="PREDICTED", dir_okay=False, help="A simulated record.")],
     measured: Annotated[Path, typer.Argument(metavar="MEASURED", dir_okay=False, help="A measured record.")],
-    timeline: Annotated[
-        Path | None,
-        typer.Option("--timeline", metavar="FILE", dir_okay=False, help="Write both as one Chrome trace."),
-    ] = None,
+    timeline: TimelinePath = None,
     output: OutputPath = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Lay two records of one plan side by side: per task kind, per lane, phases, peaks, the first task that differs."""
+    keep_apart({"--output": output, "--timeline": timeline}, {"PREDICTED": predicted, "MEASURED": measured})
     first, second = Record.load(predicted), Record.load(measured)
     comparison = compare_records(first, second)
     if output is not None:
         comparison.save(output)
     if timeline is not None:
-        write_atomically(timeline, chrome_trace({str(first.origin): first, str(second.origin): second}))
+        labels = (str(first.origin), str(second.origin))
+        if labels[0] == labels[1]:
+            labels = (f"{labels[0]}, first", f"{labels[1]}, second")
+        write_atomically(timeline, chrome_trace(dict(zip(labels, (first, second), strict=True))))
     if as_json:
         typer.echo(comparison.to_json(), nl=False)
     else:

@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..shared.cli_options import DeviceBudget, DTypeName, JsonFlag, OutputPath, command_app, examples
+from ..shared.cli_options import (
+    ConfigurationName,
+    DeviceBudget,
+    DTypeName,
+    JsonFlag,
+    OutputPath,
+    RequiredBatchSize,
+    RequiredSequenceLength,
+    Seed,
+    TimelinePath,
+    command_app,
+    examples,
+    keep_apart,
+)
 from ..shared.cli_output import show
-from ..shared.errors import PlanError, WorkloadError
+from ..shared.errors import PlanError, ProtwinError, WorkloadError
 from ..shared.files import write_atomically
 from ..shared.models import load_model_configuration
 from ..shared.plan import Plan
@@ -27,13 +41,6 @@ __all__ = ["run", "trace"]
 
 trace = command_app()
 run = command_app()
-
-ConfigurationName = Annotated[
-    str, typer.Option("--model", "-m", metavar="NAME|FILE", help="A model of the catalogue, or a config.json.")
-]
-RequiredBatchSize = Annotated[int, typer.Option("--batch-size", min=1, help="Samples per iteration.")]
-RequiredSequenceLength = Annotated[int, typer.Option("--sequence-length", min=1, help="Tokens per sample.")]
-Seed = Annotated[int, typer.Option("--seed", help="Seed of random weights and of the batches.")]
 
 
 @trace.command(
@@ -55,6 +62,7 @@ def trace_command(
     as_json: JsonFlag = False,
 ) -> None:
     """Write down what a model does in one iteration: its workload, from which everything else is answered."""
+    keep_apart({"--output": output}, {"--model": model})
     described = load_model_configuration(model)
     if is_real:
         built = _real_model(described.config, described.name, dtype, seed)
@@ -62,9 +70,15 @@ def trace_command(
     else:
         from .tracing_configurations import workload_of_configuration
 
-        workload = workload_of_configuration(
-            described.config, name=described.name, batch_size=batch_size, sequence_length=sequence_length, dtype=dtype
-        )
+        with progress_bar("tracing") as on_progress:
+            workload = workload_of_configuration(
+                described.config,
+                name=described.name,
+                batch_size=batch_size,
+                sequence_length=sequence_length,
+                dtype=dtype,
+                on_progress=on_progress,
+            )
     if output is not None:
         workload.save(output)
     if as_json:
@@ -104,9 +118,7 @@ def run_command(
     ] = None,
     seed: Seed = 0,
     output: OutputPath = None,
-    timeline: Annotated[
-        Path | None, typer.Option("--timeline", metavar="FILE", dir_okay=False, help="Write a Chrome trace.")
-    ] = None,
+    timeline: TimelinePath = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Carry a plan out: train a model with random weights on text, bytes as tokens, exactly as the plan says.
@@ -114,6 +126,12 @@ def run_command(
     Uses the first CUDA device where there is one, else the CPU as a device.  --output writes the measured record,
     which protwin compare lays beside the predicted one.
     """
+    keep_apart(
+        {"--output": output, "--timeline": timeline},
+        {"--plan": plan, "--workload": workload, "--model": model, "--text": text},
+    )
+    if not math.isfinite(learning_rate):
+        raise ProtwinError(f"--learning-rate {learning_rate} is not finite. Give a rate such as 1e-4.")
     chosen, traced = Plan.load(plan), Workload.load(workload)
     described = load_model_configuration(model)
     wants_record = as_json or output is not None or timeline is not None
@@ -173,6 +191,10 @@ def _device(
     from .devices import CpuDevice, CudaDevice
 
     if torch.cuda.is_available():
+        if host_to_device_bytes_per_s is not None or device_to_host_bytes_per_s is not None:
+            raise ProtwinError(
+                "a CUDA device's link cannot be throttled. Leave out --host-to-device, --device-to-host."
+            )
         return CudaDevice(budget_bytes=budget_bytes)
     return CpuDevice(
         budget_bytes,

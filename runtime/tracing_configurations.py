@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import torch
@@ -16,7 +16,13 @@ _MAX_TOKENS: Final = 2**40
 
 
 def workload_of_configuration(
-    configuration: Mapping[str, Any], *, name: str, batch_size: int, sequence_length: int, dtype: str | None = None
+    configuration: Mapping[str, Any],
+    *,
+    name: str,
+    batch_size: int,
+    sequence_length: int,
+    dtype: str | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
 ) -> Workload:
     """The workload of full training of the model that a Hugging Face ``config.json`` describes.
 
@@ -36,7 +42,7 @@ def workload_of_configuration(
             f"{name} has learned positions for {limit} tokens but sequence_length is {sequence_length}. Lower it."
         )
     with quiet():
-        return trace(model, _batch(model, batch_size, sequence_length), name=name)
+        return trace(model, _batch(model, batch_size, sequence_length), name=name, on_progress=on_progress)
 
 
 def _batch(model: Any, batch_size: int, sequence_length: int) -> dict[str, torch.Tensor]:

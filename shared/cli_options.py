@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -16,13 +17,18 @@ from .units import parse_bytes
 def writable(path: Path | None) -> Path | None:
     """``path``, once it is sure that it can be written: hours of work must not end in a wrong folder.
 
-    Raises FileError if it is a folder, or if its own cannot be made or written.
+    Raises FileError if it is a folder or protected, or if its folder cannot be made or written.
     """
     if path is None:
         return None
     if path.is_dir():
         raise FileError(f"{path} is a folder; name a file in it.")
-    above = next(folder for folder in path.absolute().parents if folder.exists())
+    if path.exists():
+        if not os.access(path, os.W_OK):
+            raise FileError(f"{path} cannot be written: it is not writable for you.")
+        if not path.is_file():
+            return path  # a device or a pipe, which is written to and not replaced
+    above = next(folder for folder in Path(os.path.realpath(path)).parents if folder.exists())
     if not above.is_dir():
         raise FileError(f"{path} cannot be written: {above} is no folder.")
     if not os.access(above, os.W_OK | os.X_OK):
@@ -30,10 +36,40 @@ def writable(path: Path | None) -> Path | None:
     return path
 
 
+def writable_json(path: Path | None) -> Path | None:
+    """``path``, once it is sure that JSON can be written to it.  Raises FileError."""
+    if path is not None and path.suffix == ".toml":
+        raise FileError(f"{path} would hold JSON, which its name denies. Choose a name that ends in .json.")
+    return writable(path)
+
+
+def keep_apart(outputs: Mapping[str, Path | None], inputs: Mapping[str, str | Path | None]) -> None:
+    """Make sure that no output, by option, takes the place of another or of what the command reads.
+
+    Raises FileError; devices and pipes hold nothing that could be lost.
+    """
+    taken = {os.path.realpath(path): option for option, path in inputs.items() if path and Path(path).is_file()}
+    for option, path in outputs.items():
+        if path is None or (path.exists() and not path.is_file()):
+            continue
+        owner = taken.setdefault(os.path.realpath(path), option)
+        if owner != option:
+            raise FileError(f"{option} {path} would take the place of {owner}, the same file. Name another one.")
+
+
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON for programs instead of tables.")]
 OutputPath = Annotated[
     Path | None,
-    typer.Option("--output", "-o", metavar="FILE", callback=writable, help="Write the result to this file."),
+    typer.Option("--output", "-o", metavar="FILE", callback=writable_json, help="Write the result to this file."),
+]
+TimelinePath = Annotated[
+    Path | None,
+    typer.Option(
+        "--timeline", metavar="FILE", callback=writable_json, help="Write a Chrome trace (open it in Perfetto)."
+    ),
+]
+ConfigurationName = Annotated[
+    str, typer.Option("--model", "-m", metavar="NAME|FILE", help="A model of the catalogue, or a config.json.")
 ]
 ModelName = Annotated[
     str,
@@ -51,6 +87,8 @@ HardwareName = Annotated[
     ),
 ]
 BatchSize = Annotated[int | None, typer.Option("--batch-size", min=1, help="Samples per iteration.")]
+RequiredBatchSize = Annotated[int, typer.Option("--batch-size", min=1, help="Samples per iteration.")]
+RequiredSequenceLength = Annotated[int, typer.Option("--sequence-length", min=1, help="Tokens per sample.")]
 SequenceLength = Annotated[int | None, typer.Option("--sequence-length", min=1, help="Tokens per sample.")]
 DTypeName = Annotated[
     str | None,
@@ -71,6 +109,9 @@ DeviceBudget = Annotated[
         help="Device memory that training may use (10GiB), instead of all that the machine has.",
     ),
 ]
+Seed = Annotated[
+    int, typer.Option("--seed", min=0, max=2**63 - 1, help="Seed of the random weights and of the batches.")
+]
 CalibrationPath = Annotated[
     Path | None,
     typer.Option("--calibration", metavar="FILE", help="What protwin calibrate wrote."),
@@ -89,12 +130,17 @@ def examples(*lines: str) -> str:
 
 
 def changes_of(assignments: list[str] | None) -> dict[str, str]:
-    """``--set`` options as a mapping from dotted field to value.  Raises ProtwinError if one is no assignment."""
+    """``--set`` options as a mapping from dotted field to value.
+
+    Raises ProtwinError if one is no assignment, or if two set the same field.
+    """
     changes: dict[str, str] = {}
     for assignment in assignments or ():
         field, equals, value = assignment.partition("=")
         if not (field.strip() and equals and value.strip()):
             raise ProtwinError(f"--set {assignment} is no assignment. Write it as device.memory_bytes=40GiB.")
+        if field.strip() in changes:
+            raise ProtwinError(f"--set {assignment} is the second value for {field.strip()}. Give it one.")
         changes[field.strip()] = value.strip()
     return changes
 

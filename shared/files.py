@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
+import secrets
+import stat
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, BinaryIO, ClassVar, Final, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from .errors import FileError
+
+_LARGEST_BYTES: Final = 2**30
+"""No file of ours comes near it; what is larger, or never ends, must not fill the memory."""
+_PIECE_BYTES: Final = 2**20
+_LONGEST_STEM: Final = 100
+"""Characters of a file's name that the name of its unfinished copy keeps: names have at most 255."""
 
 
 class FrozenModel(BaseModel):
@@ -85,10 +92,11 @@ def describe(error: ValidationError) -> str:
     """The first three complaints of a validation, each with its field, on one line."""
     complaints = []
     for item in error.errors(include_url=False)[:3]:
-        where = ".".join(str(part) for part in item["loc"]) or "document"
+        where = "".join(f"{part}." for part in item["loc"]).removesuffix(".")
+        message = item["msg"].removeprefix("Value error, ").removesuffix(".")
         value = item.get("input")
         shown = "" if item["type"] == "missing" or isinstance(value, dict | list) else f" (found {value!r:.60})"
-        complaints.append(f"{where}: {item['msg']}{shown}")
+        complaints.append((f"{where}: " if where else "") + message + shown)
     more = error.error_count() - len(complaints)
     return "; ".join(complaints) + (f"; and {more} more." if more > 0 else ".")
 
@@ -96,12 +104,7 @@ def describe(error: ValidationError) -> str:
 def read_mapping(path: str | Path) -> dict[str, Any]:
     """The table in a JSON or TOML file.  Raises FileError if it is missing or damaged."""
     path = Path(path)
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise FileError(f"{path} does not exist.") from None
-    except (OSError, ValueError) as error:
-        raise FileError(f"{path} cannot be read: {error}.") from error
+    text = _read_text(path)
     try:
         content = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -111,23 +114,76 @@ def read_mapping(path: str | Path) -> dict[str, Any]:
     return content
 
 
+def _read_text(path: Path) -> str:
+    """The text of a file, without the mark that some editors put before it.  Raises FileError."""
+    try:
+        with path.open("rb") as stream:
+            content = _read_bytes(stream)
+    except FileNotFoundError:
+        raise FileError(f"{path} does not exist.") from None
+    except (OSError, ValueError) as error:
+        raise FileError(f"{path} cannot be read: {_reason(error)}.") from error
+    if content is None:
+        raise FileError(f"{path} cannot be read: it has more than {_LARGEST_BYTES} bytes. Name another file.")
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise FileError(f"{path} cannot be read: it holds no UTF-8 text (byte {error.start}).") from error
+
+
+def _read_bytes(stream: BinaryIO) -> bytes | None:
+    """What the stream holds; None if that is too much.  Read in pieces: asking for the limit would allocate it."""
+    content = bytearray()
+    while piece := stream.read(_PIECE_BYTES):
+        content += piece
+        if len(content) > _LARGEST_BYTES:
+            return None
+    return bytes(content)
+
+
 def write_atomically(path: str | Path, text: str) -> None:
-    """Write ``text`` so that a reader sees the old file or the whole new one.  Raises FileError."""
+    """Write ``text`` so that a reader sees the old file or the whole new one.
+
+    A symbolic link is followed.  A file that is there keeps its mode; a new one gets what the umask leaves.  What is
+    no file on a disk (``/dev/stdout``, a pipe) cannot be replaced and is written to.  Raises FileError.
+    """
     path = Path(path)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
-    except OSError as error:
-        raise FileError(f"{path} cannot be written: {error}.") from error
+        if _is_stream(path):
+            with path.open("w", encoding="utf-8") as stream:
+                stream.write(text)
+        else:
+            _replace(Path(os.path.realpath(path)), text)
+    except (OSError, ValueError) as error:
+        raise FileError(f"{path} cannot be written: {_reason(error)}.") from error
+
+
+def _is_stream(path: Path) -> bool:
+    """Whether there is something at ``path`` that is neither a file nor a folder.  Raises OSError."""
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as stream:
+        mode = path.stat().st_mode
+    except FileNotFoundError:
+        return False
+    return not (stat.S_ISREG(mode) or stat.S_ISDIR(mode))
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a copy beside ``path`` and let it take its place; leaves no copy behind.  Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f".{path.name[:_LONGEST_STEM]}.{secrets.token_hex(8)}.part")
+    try:
+        with unfinished.open("x", encoding="utf-8") as stream:
             stream.write(text)
             stream.flush()
             os.fsync(stream.fileno())
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException as error:
-        Path(temporary).unlink(missing_ok=True)
-        if isinstance(error, OSError):
-            raise FileError(f"{path} cannot be written: {error}.") from error
+        if path.exists():
+            os.chmod(unfinished, stat.S_IMODE(path.stat().st_mode))
+        os.replace(unfinished, path)
+    except BaseException:
+        unfinished.unlink(missing_ok=True)
         raise
+
+
+def _reason(error: Exception) -> str:
+    """What is wrong, without the error's number and without the names of files that the user never named."""
+    return (isinstance(error, OSError) and error.strerror) or str(error)

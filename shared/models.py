@@ -84,6 +84,6 @@ def load_model_configuration(name_or_path: str | Path) -> ModelConfiguration:
     if name in model_names():
         return model_configuration(name)
     path = Path(name_or_path)
-    if path.exists() or path.suffix == ".json":
+    if name.strip() and (path.exists() or path.suffix == ".json"):
         return read_model_configuration(path)
     return model_configuration(name)

@@ -20,12 +20,13 @@ from ..shared.cli_options import (
     NoCacheFlag,
     OutputPath,
     SequenceLength,
+    TimelinePath,
     cache_folder,
     changes_of,
     command_app,
     examples,
+    keep_apart,
     warn,
-    writable,
 )
 from ..shared.cli_output import show
 from ..shared.compile import compile_schedule
@@ -41,18 +42,13 @@ from ..shared.units import format_bytes, parse_bytes
 from .hardware_commands import hardware
 from .search import search as search_plans
 from .simulator import simulate as simulate_plan
-from .space import SearchSpace
+from .space import LARGEST_KNOB, SearchSpace
 from .workload_source import resolve_workload
 
 __all__ = ["hardware", "search", "simulate"]
 
 search = command_app()
 simulate = command_app()
-
-TimelinePath = Annotated[
-    Path | None,
-    typer.Option("--timeline", metavar="FILE", callback=writable, help="Write a Chrome trace (open it in Perfetto)."),
-]
 
 
 @search.command(
@@ -76,17 +72,23 @@ def search_command(
     ] = None,
     n_persist: Annotated[
         list[int] | None,
-        typer.Option("--n-persist", min=0, help="Allow this number of persistent chunks (repeatable)."),
+        typer.Option(
+            "--n-persist", min=0, max=LARGEST_KNOB, help="Allow this number of persistent chunks (repeatable)."
+        ),
     ] = None,
     n_buffer: Annotated[
-        list[int] | None, typer.Option("--n-buffer", min=0, help="Allow this number of buffers (repeatable).")
+        list[int] | None,
+        typer.Option("--n-buffer", min=0, max=LARGEST_KNOB, help="Allow this number of buffers (repeatable)."),
     ] = None,
     prefetch_depth: Annotated[
-        list[int] | None, typer.Option("--prefetch-depth", min=1, help="Allow this prefetch depth (repeatable).")
+        list[int] | None,
+        typer.Option("--prefetch-depth", min=1, max=LARGEST_KNOB, help="Allow this prefetch depth (repeatable)."),
     ] = None,
     n_checkpoint: Annotated[
         list[int] | None,
-        typer.Option("--n-checkpoint", min=0, help="Allow this number of checkpointed blocks (repeatable)."),
+        typer.Option(
+            "--n-checkpoint", min=0, max=LARGEST_KNOB, help="Allow this number of checkpointed blocks (repeatable)."
+        ),
     ] = None,
     output: OutputPath = None,
     as_json: JsonFlag = False,
@@ -97,7 +99,9 @@ def search_command(
     Prints the plan, its time by phase, its memory with what is alive at the peak, what each lane does, and what is
     proven about every other plan.  --output writes the plan.
     """
+    keep_apart({"--output": output}, {"--model": model, "--hardware": hardware, "--calibration": calibration})
     machine = _machine(hardware, changes)
+    _check_budget(device_budget_bytes, machine)
     factors = _calibration(calibration)
     allowed = {
         "chunk_bytes": chunk_bytes,
@@ -157,8 +161,13 @@ def simulate_command(
 
     --output writes the record, which protwin compare lays beside a measured one.
     """
+    keep_apart(
+        {"--output": output, "--timeline": timeline},
+        {"--plan": plan, "--model": model, "--hardware": hardware, "--calibration": calibration},
+    )
     chosen = Plan.load(plan)
     machine = _machine(hardware, changes)
+    _check_budget(device_budget_bytes, machine)
     factors = _calibration(calibration)
     workload = resolve_workload(
         model,
@@ -190,6 +199,16 @@ def _machine(name: str, changes: list[str] | None) -> Hardware:
     machine = load_hardware(name)
     wanted = changes_of(changes)
     return override_hardware(machine, wanted) if wanted else machine
+
+
+def _check_budget(budget_bytes: int | None, machine: Hardware) -> None:
+    """Warn of a budget that the device does not have: it is taken as asked for."""
+    usable_bytes = machine.device.usable_bytes
+    if budget_bytes is not None and budget_bytes > usable_bytes:
+        warn(
+            f"the device budget is {format_bytes(budget_bytes)} but {machine.device.name} has "
+            f"{format_bytes(usable_bytes)} for training. For a larger device, use --set device.memory_bytes=SIZE."
+        )
 
 
 def _calibration(path: Path | None) -> Calibration | None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Final
 
 import typer
 
-from ..shared.cli_options import HardwareChanges, JsonFlag, OutputPath, changes_of, command_app, examples
+from ..shared.cli_options import HardwareChanges, JsonFlag, changes_of, command_app, examples, writable
 from ..shared.cli_output import show
 from ..shared.extensions import extension
 from ..shared.files import write_atomically
@@ -17,6 +18,13 @@ from ..shared.progress import progress_bar
 
 hardware = command_app()
 hardware.info.help = "List and show known machines, or probe this one."
+
+
+MachineOutput = Annotated[
+    Path | None,
+    typer.Option("--output", "-o", metavar="FILE", callback=writable, help="Write the machine, as TOML or JSON."),
+]
+_LONGEST_PROBE_S: Final = 3600.0
 
 
 @hardware.command(name="list", epilog=examples("protwin hardware list"))
@@ -35,7 +43,7 @@ def list_command() -> None:
 def show_command(
     name: Annotated[str, typer.Argument(metavar="NAME|FILE", help="A machine of the catalogue, or its file.")],
     changes: HardwareChanges = None,
-    output: OutputPath = None,
+    output: MachineOutput = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Show every figure of a machine with its source.
@@ -51,8 +59,10 @@ def show_command(
     name="probe", epilog=examples("protwin hardware probe --output machine.toml", "protwin hardware probe --seconds 5")
 )
 def probe_command(
-    seconds: Annotated[float, typer.Option("--seconds", min=0.1, help="How long to measure, about.")] = 10.0,
-    output: OutputPath = None,
+    seconds: Annotated[
+        float, typer.Option("--seconds", min=0.1, max=_LONGEST_PROBE_S, help="How long to measure, about.")
+    ] = 10.0,
+    output: MachineOutput = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Measure this machine: its memory, its links, its arithmetic and its CPU Adam.
@@ -65,7 +75,7 @@ def probe_command(
     _give(machine, output, as_json=as_json)
 
 
-def _give(machine: Hardware, output: OutputPath, *, as_json: bool) -> None:
+def _give(machine: Hardware, output: MachineOutput, *, as_json: bool) -> None:
     if output is not None and output.suffix == ".toml":
         write_atomically(output, hardware_to_toml(machine))
     elif output is not None:

@@ -21,6 +21,7 @@ from .memory_bounds import MemoryBounds
 from .space import IntArray, LayoutGrid, SearchSpace, enumerate_space
 from .throughput import throughput_weights
 from .time_bounds import TimeBounds
+from .workload_check import check_magnitude
 
 _HOST_RESERVE_FRAC: Final = 0.1
 _HOST_RESERVE_BYTES: Final = 4 * 2**30
@@ -78,6 +79,7 @@ def search_problem(
     space: SearchSpace | None = None,
 ) -> SearchProblem:
     """Lay out the space and tabulate its costs.  Arguments and errors as of ``search``."""
+    check_magnitude(workload)
     if device_budget_bytes is None:
         device_budget_bytes = hardware.device.usable_bytes
     if host_budget_bytes is None:

@@ -35,14 +35,27 @@ def _as_values(value: Any) -> Any:
     return (value,) if isinstance(value, int) else value
 
 
-_Positive = Annotated[tuple[PositiveInt, ...], BeforeValidator(_as_values), Field(min_length=1)]
-_NonNegative = Annotated[tuple[NonNegativeInt, ...], BeforeValidator(_as_values), Field(min_length=1)]
+LARGEST_KNOB: Final = 10**6
+"""No layout has as many chunks, no model as many blocks; much larger numbers would not fit into numpy's."""
+_LARGEST_CHUNK_BYTES: Final = 2**62
+
+_Sizes = Annotated[
+    tuple[Annotated[PositiveInt, Field(le=_LARGEST_CHUNK_BYTES)], ...],
+    BeforeValidator(_as_values),
+    Field(min_length=1),
+]
+_Positive = Annotated[
+    tuple[Annotated[PositiveInt, Field(le=LARGEST_KNOB)], ...], BeforeValidator(_as_values), Field(min_length=1)
+]
+_NonNegative = Annotated[
+    tuple[Annotated[NonNegativeInt, Field(le=LARGEST_KNOB)], ...], BeforeValidator(_as_values), Field(min_length=1)
+]
 
 
 class SearchSpace(FrozenModel):
     """What each knob may be: None for everything sensible, one value, or several."""
 
-    chunk_bytes: _Positive | None = None
+    chunk_bytes: _Sizes | None = None
     n_persist: _NonNegative | None = None
     n_buffer: _NonNegative | None = None
     prefetch_depth: _Positive = (1, 2, 3)

@@ -13,8 +13,10 @@ from ..shared.errors import FileError, WorkloadError
 from ..shared.extensions import extension
 from ..shared.files import read_mapping
 from ..shared.models import load_model_configuration, model_names
+from ..shared.progress import progress_bar
 from ..shared.workload import Workload
 from .workload_cache import TraceRequest, cache_key, load_cached, store_cached
+from .workload_check import check_magnitude
 
 Warn = Callable[[str], None]
 
@@ -36,6 +38,7 @@ def resolve_workload(
     """
     saved = _saved_workload(model)
     if saved is not None:
+        check_magnitude(saved)
         _check_shape(saved, model, batch_size=batch_size, sequence_length=sequence_length, dtype=dtype)
         return saved
     described = load_model_configuration(model)
@@ -67,13 +70,15 @@ def _saved_workload(model: str) -> Workload | None:
 
 
 def _trace(request: TraceRequest) -> Workload:
-    traced = extension("protwin.tracers", "transformers")(
-        request.configuration,
-        name=request.name,
-        batch_size=request.batch_size,
-        sequence_length=request.sequence_length,
-        dtype=request.dtype,
-    )
+    with progress_bar(f"tracing {request.name}") as on_progress:
+        traced = extension("protwin.tracers", "transformers")(
+            request.configuration,
+            name=request.name,
+            batch_size=request.batch_size,
+            sequence_length=request.sequence_length,
+            dtype=request.dtype,
+            on_progress=on_progress,
+        )
     assert isinstance(traced, Workload)
     return traced
 

@@ -112,6 +112,15 @@ def test_an_unknown_machine_gets_the_nearest_names(
     assert nearest in refusal(protwin_here, folder, ("hardware", "show", typed))
 
 
+@pytest.mark.parametrize("name", ["", " "])
+def test_no_name_is_no_model(protwin_here: Protwin, folder: Path, name: str) -> None:
+    """The folder that the command runs in is a model only if it is named."""
+    (folder / "config.json").write_text('{"model_type": "gpt2"}')
+    shape = ("--batch-size", "1", "--sequence-length", "8")
+    message = refusal(protwin_here, folder, (*replaced(SEARCH, "workload.json", name), *shape))
+    assert "there is no model" in message
+
+
 # -- numbers ---------------------------------------------------------------------------------------------------------
 
 
@@ -137,6 +146,10 @@ def test_a_chunk_size_must_be_one(protwin_here: Protwin, folder: Path) -> None:
         "--n-buffer=-1",
         "--prefetch-depth=0",
         "--n-checkpoint=-3",
+        "--n-persist=100000000000000000000",
+        "--n-buffer=100000000000000000000",
+        "--prefetch-depth=100000000000000000000",
+        "--n-checkpoint=100000000000000000000",
         "--no-such-option",
     ],
 )
@@ -167,6 +180,34 @@ def test_a_figure_of_a_machine_must_be_possible(protwin_here: Protwin, folder: P
 @pytest.mark.parametrize("assignment", ["device.memory_byte=1GiB", "devise.memory_bytes=1GiB", "device", "=1", ""])
 def test_a_change_must_name_a_field(protwin_here: Protwin, folder: Path, assignment: str) -> None:
     refusal(protwin_here, folder, ("hardware", "show", "rtx-3090", "--set", assignment))
+
+
+def test_a_field_changes_once(protwin_here: Protwin, folder: Path) -> None:
+    twice = ("--set", "device.memory_bytes=40GiB", "--set", "device.memory_bytes = 48GiB")
+    assert "48GiB" in refusal(protwin_here, folder, ("hardware", "show", "rtx-3090", *twice))
+
+
+RUN = ("run", "--plan", "plan.json", "--workload", "workload.json", "--model", "gpt2")
+CALIBRATE = ("calibrate", "--model", "gpt2", "--batch-size=1", "--sequence-length=8", "--hardware", "machine.toml")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("hardware", "probe", "--seconds=inf"),
+        ("hardware", "probe", "--seconds=nan"),
+        (*RUN, "--learning-rate=inf"),
+        (*RUN, "--learning-rate=nan"),
+        (*RUN, "--learning-rate=-1"),
+        (*RUN, "--seed=-1"),
+        (*RUN, "--seed=100000000000000000000"),
+        (*RUN, "--host-to-device=nan"),
+        (*CALIBRATE, "--seed=100000000000000000000"),
+    ],
+    ids=" ".join,
+)
+def test_a_number_must_be_possible(protwin_here: Protwin, folder: Path, arguments: tuple[str, ...]) -> None:
+    refusal(protwin_here, folder, arguments)
 
 
 @pytest.mark.parametrize(
@@ -210,6 +251,14 @@ def test_a_budget_too_small_names_limit_shortfall_and_closest_plan(protwin_here:
 def test_too_little_host_memory_is_named(protwin_here: Protwin, folder: Path) -> None:
     few = ("--set", "host.memory_bytes=256MiB", "--device-budget", "600MiB")
     assert "host" in refusal(protwin_here, folder, (*SEARCH, *few))
+
+
+def test_a_budget_that_the_device_does_not_have_is_told(protwin_here: Protwin, folder: Path) -> None:
+    for arguments in (SEARCH, SIMULATE):
+        result = protwin_here(*arguments, "--device-budget=100GiB")
+        assert result.returncode == 0
+        assert result.stderr.startswith("warning: the device budget is 100 GiB but ")
+        assert protwin_here(*arguments, "--device-budget=20GiB").stderr == ""
 
 
 # -- plans -----------------------------------------------------------------------------------------------------------
@@ -325,6 +374,22 @@ def test_a_workload_must_make_sense(protwin_here: Protwin, folder: Path, field: 
     assert field.removesuffix("s") in refusal(protwin_here, folder, SEARCH)
 
 
+@pytest.mark.parametrize("arguments", [SEARCH, SIMULATE], ids=["search", "simulate"])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("shape", [2**40, 2**40]), ("shape", [2**31, 2**30]), ("flops", 10**400), ("bytes_moved", 2**62)],
+    ids=["parameters", "chunks", "arithmetic", "traffic"],
+)
+def test_a_workload_must_be_of_this_world(
+    protwin_here: Protwin, folder: Path, arguments: tuple[str, ...], name: str, value: object
+) -> None:
+    content = json.loads((folder / "workload.json").read_text())
+    owner = content["parameters"][0] if name == "shape" else content["prologue_forward"]["operations"][0]
+    owner |= {name: value}
+    (folder / "workload.json").write_text(json.dumps(content))
+    refusal(protwin_here, folder, arguments)
+
+
 def test_the_calibration_of_another_machine_is_refused(protwin_here: Protwin, folder: Path) -> None:
     Calibration(hardware_name="h100-80gb", machine="a machine").save(folder / "calibration.json")
     assert "h100-80gb" in refusal(protwin_here, folder, (*SEARCH, "--calibration", "calibration.json"))
@@ -383,6 +448,59 @@ def test_output_that_cannot_be_written_is_refused(protwin_here: Protwin, folder:
 def test_a_folder_is_no_output(protwin_here: Protwin, folder: Path) -> None:
     (folder / "out").mkdir()
     assert "out" in refusal(protwin_here, folder, replaced(SEARCH, "out/plan.json", "out"))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        (*SEARCH[:-1], "workload.json"),
+        (*SEARCH[:-1], "./workload.json"),
+        (*SIMULATE, "--output=plan.json"),
+        (*SIMULATE, "--timeline=plan.json"),
+        (*SIMULATE, "--output=new.json", "--timeline=out/../new.json"),
+        (*SIMULATE, "--calibration=calibration.json", "--output=calibration.json"),
+        ("trace", "--model=plan.json", "--batch-size=1", "--sequence-length=8", "--output=plan.json"),
+        (*RUN, "--output=workload.json"),
+        (*RUN, "--text=machine.toml", "--output=new.json", "--timeline=new.json"),
+        (*CALIBRATE, "--output=new.json", "--workload-output=new.json"),
+        ("compare", "plan.json", "workload.json", "--output=workload.json"),
+    ],
+    ids=" ".join,
+)
+def test_no_output_takes_the_place_of_another_file(
+    protwin_here: Protwin, folder: Path, arguments: tuple[str, ...]
+) -> None:
+    assert "the same file" in refusal(protwin_here, folder, arguments)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        replaced(SEARCH, "out/plan.json", "plan.toml"),
+        replaced(SEARCH, "out/plan.json", "machine.toml/plan.json"),
+        (*SIMULATE, "--timeline=machine.toml/new.json"),
+        (*RUN, "--timeline=machine.toml/new.json"),
+        (*RUN, "--output=."),
+        (*CALIBRATE, "--workload-output=machine.toml/new.json"),
+        (*CALIBRATE, "--workload-output=new.toml"),
+        ("compare", "a.json", "b.json", "--timeline=machine.toml/new.json"),
+        ("hardware", "probe", "--output=machine.toml/new.toml"),
+    ],
+    ids=" ".join,
+)
+def test_every_output_is_checked_before_the_work(
+    protwin_here: Protwin, folder: Path, arguments: tuple[str, ...]
+) -> None:
+    """The plan and the workload are damaged, so that a command that looks at them first says so."""
+    for name in ("plan.json", "workload.json"):
+        (folder / name).write_text("damaged")
+    message = refusal(protwin_here, folder, arguments)
+    assert "is no folder" in message or "is a folder" in message or "would hold JSON" in message
+
+
+def test_a_device_is_written_to(protwin: Protwin, folder: Path) -> None:
+    result = protwin(*replaced(SEARCH, "out/plan.json", "/dev/stderr"))
+    assert json.loads(result.stderr)["kind"] == "plan"
 
 
 def test_a_refusal_leaves_the_old_output_alone(protwin_here: Protwin, folder: Path) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
-from protwin.shared.cli_options import cache_folder, changes_of, examples, writable
+from protwin.shared.cli_options import cache_folder, changes_of, examples, keep_apart, writable
 from protwin.shared.errors import FileError, ProtwinError
 
 
@@ -37,6 +38,33 @@ def test_paths_that_cannot_be_written_are_refused(tmp_path: Path) -> None:
         writable(tmp_path)
     with pytest.raises(FileError, match="is no folder"):
         writable(tmp_path / "file" / "new.json")
+
+
+def test_protected_files_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By asking the system, as the user who runs these tests may be allowed everything."""
+    path = tmp_path / "plan.json"
+    path.write_text("")
+    monkeypatch.setattr(os, "access", lambda asked, mode: asked != path)
+    with pytest.raises(FileError, match="is not writable for you"):
+        writable(path)
+
+
+def test_devices_and_pipes_can_be_written(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", Path("/dev/null")):
+        assert writable(path) == path
+    keep_apart({"--output": Path("/dev/null"), "--timeline": Path("/dev/null")}, {"--model": "/dev/null"})
+
+
+def test_outputs_are_kept_apart(tmp_path: Path) -> None:
+    (tmp_path / "plan.json").write_text("")
+    (tmp_path / "link.json").symlink_to(tmp_path / "plan.json")
+    keep_apart({"--output": tmp_path / "a.json", "--timeline": None}, {"--plan": tmp_path / "plan.json"})
+    keep_apart({"--output": Path("gpt2")}, {"--model": "gpt2"})
+    with pytest.raises(FileError, match=r"--output .* would take the place of --plan"):
+        keep_apart({"--output": tmp_path / "link.json"}, {"--plan": tmp_path / "plan.json"})
+    with pytest.raises(FileError, match=r"--timeline .* would take the place of --output"):
+        keep_apart({"--output": tmp_path / "a.json", "--timeline": tmp_path / "b" / ".." / "a.json"}, {})
 
 
 def test_the_cache_is_the_users_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
+from protwin.shared import files
 from protwin.shared.calibration import Calibration
 from protwin.shared.errors import FileError
 from protwin.shared.files import Document, read_mapping, write_atomically
@@ -314,11 +315,90 @@ def test_a_reader_never_sees_half_a_file(tmp_path: Path, monkeypatch: pytest.Mon
     assert path.read_text() == "new"
 
 
-def test_folders_are_made_and_files_are_readable_by_all(tmp_path: Path) -> None:
+def test_folders_are_made(tmp_path: Path) -> None:
     path = tmp_path / "out" / "demo" / "plan.json"
     a_plan().save(path)
-    assert stat.S_IMODE(path.stat().st_mode) == 0o644
     assert leftovers(path.parent) == ["plan.json"]
+
+
+@pytest.mark.parametrize(("mask", "mode"), [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664)])
+def test_the_umask_decides_who_reads_a_new_file(mask: int, mode: int, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    before = os.umask(mask)
+    try:
+        a_plan().save(path)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(path.stat().st_mode) == mode
+
+
+def test_a_file_keeps_its_mode(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text("old")
+    path.chmod(0o640)
+    a_plan().save(path)
+    assert (stat.S_IMODE(path.stat().st_mode), Plan.load(path)) == (0o640, a_plan())
+
+
+def test_a_link_is_followed(tmp_path: Path) -> None:
+    """Replacing the link would leave the file that it names as it was."""
+    (tmp_path / "elsewhere").mkdir()
+    target, link = tmp_path / "elsewhere" / "plan.json", tmp_path / "plan.json"
+    target.write_text("old")
+    link.symlink_to(target)
+    write_atomically(link, "new")
+    assert link.is_symlink()
+    assert target.read_text() == "new"
+    assert leftovers(target.parent) == ["plan.json"]
+
+
+def test_what_is_no_file_is_written_to_and_not_replaced(tmp_path: Path) -> None:
+    """``--output /dev/stdout``, and by a user who may do everything, must not end the device."""
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        write_atomically(path, "new")
+        assert os.read(reader, 100) == b"new"
+    finally:
+        os.close(reader)
+    assert path.is_fifo()
+    assert leftovers(tmp_path) == ["pipe"]
+    by_renaming(path, "new")
+    assert not path.is_fifo(), "the wrong variant is caught"
+
+
+def by_renaming(path: Path, text: str) -> None:
+    """The wrong way to write to a device."""
+    unfinished = path.with_suffix(".part")
+    unfinished.write_text(text)
+    unfinished.replace(path)
+
+
+def test_messages_name_no_file_but_the_users(tmp_path: Path) -> None:
+    for path in (tmp_path / ("x" * 300), Path("/proc/plan.json")):
+        with pytest.raises(FileError) as caught:
+            write_atomically(path, "text")
+        assert ".part" not in str(caught.value)
+        assert "Errno" not in str(caught.value)
+
+
+def test_text_that_is_not_unicode_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(FileError, match="cannot be written"):
+        write_atomically(tmp_path / "plan.json", "\udcff")
+    assert leftovers(tmp_path) == []
+
+
+def test_the_mark_of_an_editor_is_no_damage(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    path.write_bytes(b"\xef\xbb\xbf" + a_plan().to_json().encode())
+    assert Plan.load(path) == a_plan()
+
+
+def test_a_file_without_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "_LARGEST_BYTES", 2**21)
+    with pytest.raises(FileError, match="more than 2097152 bytes"):
+        read_mapping("/dev/zero")
 
 
 def test_places_that_cannot_be_written_are_refused(tmp_path: Path) -> None:
