@@ -16,6 +16,7 @@ from torch import nn
 
 from ..shared.compile import compile_schedule
 from ..shared.errors import PlanError, ScheduleError
+from ..shared.explaining import explain
 from ..shared.layout import build_layout
 from ..shared.plan import Plan
 from ..shared.record import Record
@@ -118,6 +119,7 @@ class Training:
         layout = build_layout(workload.parameters, num_blocks=workload.num_blocks, chunk_bytes=plan.chunk_bytes)
         self.schedule = compile_schedule(plan, workload, layout)
         verify_schedule(self.schedule, plan, workload, layout)
+        self._layout = layout
         self.plan = plan
         self.workload = workload
         self.device = device
@@ -290,6 +292,10 @@ class Training:
     def num_cpu_adam_steps(self) -> int:
         """Chunks stepped by CPU Adam so far."""
         return self._lanes.num_cpu_adam_steps
+
+    def explain(self) -> str:
+        """What every iteration does with each block and chunk, as text: two tables and a summary."""
+        return explain(self.schedule, self.plan, self.workload, self._layout)
 
     def record(self, *, hardware_name: str = "", since: int = 0, until: int | None = None) -> Record:
         """The measured Record of the iterations from number ``since`` on and before ``until``, of the last 200.
