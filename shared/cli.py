@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Final
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from sys import UnraisableHookArgs
 
 EXIT_MISTAKE: Final = 2
 """Exit code of everything that the user can mend."""
@@ -18,8 +21,13 @@ EXIT_CLOSED_PIPE: Final = 1
 """Exit code when the reader of standard output has gone."""
 
 
+_AGAIN_S: Final = 0.05
+"""Seconds until an interruption that was lost is tried again."""
+
+
 def main() -> None:
     """Run ``protwin`` with the arguments of this process; never returns normally."""
+    sys.unraisablehook = _interrupt_again
     try:
         from .cli_root import root_command
 
@@ -28,6 +36,27 @@ def main() -> None:
         sys.exit(report_interruption())
     except BrokenPipeError:
         sys.exit(discard_output())
+
+
+def _interrupt_again(unraisable: UnraisableHookArgs) -> None:
+    """Interrupt once more where an interruption was lost.
+
+    [Note: Lost interruptions]
+    Ctrl-C raises KeyboardInterrupt wherever the main thread happens to be.  In a destructor, or in what runs when an
+    object dies, Python prints it and goes on, and the command would train to its end.  The hook for such errors cannot
+    raise either, so a thread sends the signal anew when the hook has returned.
+    """
+    if unraisable.exc_type is not KeyboardInterrupt:
+        sys.__unraisablehook__(unraisable)
+        return
+    import signal
+    import threading
+
+    main_thread = threading.main_thread()
+    assert main_thread.ident is not None
+    again = threading.Timer(_AGAIN_S, signal.pthread_kill, (main_thread.ident, signal.SIGINT))
+    again.daemon = True
+    again.start()
 
 
 def report_mistake(message: str) -> int:

@@ -80,6 +80,12 @@ class _RootGroup(TyperGroup):
         names = [name for name in COMMANDS if name in found] + sorted(found.keys() - COMMANDS.keys())
         self.commands = {name: _LazyCommand(found[name]) for name in names}
 
+    def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
+        try:
+            return super().make_context(info_name, args, parent=parent, **extra)
+        except KeyboardInterrupt as error:
+            raise typer.Exit(report_interruption()) from error
+
     def invoke(self, ctx: typer.Context) -> Any:  # type: ignore[override]
         try:
             result = super().invoke(ctx)

@@ -155,6 +155,33 @@ def test_a_signal_interrupts_a_running_command(environment: dict[str, str]) -> N
     assert (result.returncode, result.stderr) == (128 + signal.SIGINT, "interrupted\n")
 
 
+@pytest.mark.parametrize("where", ["parse_args", "make_context"])
+def test_an_interruption_while_arguments_are_read_is_told_too(where: str, environment: dict[str, str]) -> None:
+    code = f"""
+        import protwin.shared.cli_root as cli_root
+        from protwin.shared.cli import main
+        def interrupted(*_, **__):
+            raise KeyboardInterrupt
+        setattr(cli_root._RootGroup.__mro__[{int(where == "make_context")}], {where!r}, interrupted)
+        main()
+    """
+    result = python(code, environment)
+    assert (result.returncode, result.stdout, result.stderr) == (130, "", "interrupted\n")
+
+
+def test_an_interruption_in_a_destructor_is_not_lost(environment: dict[str, str]) -> None:
+    """There Python prints KeyboardInterrupt and goes on; the command must end all the same."""
+    dying = "type('Dying', (), {'__del__': lambda self: os.kill(os.getpid(), signal.SIGINT)})()"
+    result = planted(f"import os, signal, time; {dying}; time.sleep(20)", environment)
+    assert (result.returncode, result.stdout, result.stderr) == (130, "", "interrupted\n")
+
+
+def test_other_errors_in_a_destructor_are_shown(environment: dict[str, str]) -> None:
+    result = planted("type('Dying', (), {'__del__': lambda self: 1 / 0})()", environment)
+    assert result.returncode == 0
+    assert "ZeroDivisionError" in result.stderr
+
+
 def test_a_reader_that_leaves_causes_no_noise(environment: dict[str, str]) -> None:
     body = "print('line ' * 1000, sep='') or [print(n) for n in range(100_000)]"
     code = textwrap.dedent(RUN_ROOT.format(body=body))
