@@ -153,7 +153,7 @@ def trained(
 @pytest.mark.slow
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@settings(max_examples=5, phases=[Phase.explicit, Phase.generate])
+@settings(max_examples=4, phases=[Phase.explicit, Phase.generate])
 @given(data=st.data())
 def test_schedulers_of_torch_equal_the_plain_loop(optimizer: str, scheduler: str, data: st.DataObject) -> None:
     plan = data.draw(single_plans(CASE.workload))

@@ -1,0 +1,180 @@
+"""Narrow types: autocast, float32 masters of narrow parameters, and what they must not change."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache, partial
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.optim import lr_scheduler
+
+from protwin.runtime import carry_out, device_steps
+from protwin.shared.errors import ScheduleError
+from protwin.shared.plan import Plan
+from tests.runtime.models import (
+    SEED,
+    Case,
+    Masters,
+    adamw,
+    differences,
+    gpt2,
+    hand_written,
+    llama,
+    point_batches,
+    token_batches,
+)
+from tests.runtime.test_optimizers import half_offloaded, single_plans
+from tests.runtime.watchdog import ends_in_time
+
+Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+
+
+@lru_cache
+def autocast_cases() -> dict[str, Case]:
+    """Models with float32 parameters."""
+    return {
+        "llama": Case(llama, token_batches()),
+        "gpt2 with dropout, tied": Case(gpt2, token_batches()),
+        "hand-written, batch statistics": Case(
+            lambda: hand_written(has_statistics=True), point_batches(), has_loss=False
+        ),
+    }
+
+
+def autocast() -> AbstractContextManager[Any]:
+    return torch.autocast("cpu", dtype=torch.bfloat16)
+
+
+def contexts(*, is_wide: bool) -> tuple[Any, Any]:
+    """What goes around the whole loop, and what around each forward: autocast on one of the two."""
+    return (autocast, nullcontext) if is_wide else (nullcontext, autocast)
+
+
+@lru_cache
+def trained_plainly(name: str, *, is_wide: bool) -> tuple[list[float], nn.Module]:
+    """The plain loop.  Autocast keeps casts of weights until it ends, so around a whole loop they have to be dropped:
+    plain training would go on with the weights of its first step."""
+    case = autocast_cases()[name]
+    model = case.build()
+    optimizer = adamw([{"params": list(model.parameters())}])
+    around_loop, around_forward = contexts(is_wide=is_wide)
+    losses = []
+    torch.manual_seed(SEED)
+    with around_loop():
+        for batch in case.batches:
+            with around_forward():
+                loss = case.loss(model, batch)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            torch.clear_autocast_cache()
+            losses.append(loss.item())
+    return losses, model
+
+
+def trained(name: str, plan: Plan, *, is_wide: bool) -> tuple[list[float], nn.Module]:
+    case = autocast_cases()[name]
+    model = case.build()
+    around_loop, around_forward = contexts(is_wide=is_wide)
+    losses = []
+    with ends_in_time(), carry_out(model, plan, case.workload, optimizer=adamw) as training, around_loop():
+        torch.manual_seed(SEED)
+        for batch in case.batches:
+            with around_forward():
+                loss = case.loss(model, batch)
+            loss.backward()
+            training.step()
+            losses.append(loss.item())
+    return losses, model
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_wide", [False, True], ids=["around forward", "around the loop"])
+@pytest.mark.parametrize("name", autocast_cases())
+@settings(max_examples=3, phases=[Phase.explicit, Phase.generate])
+@given(data=st.data())
+def test_autocast_equals_the_plain_loop(name: str, is_wide: bool, data: st.DataObject) -> None:
+    plan = data.draw(single_plans(autocast_cases()[name].workload))
+    losses, model = trained(name, plan, is_wide=is_wide)
+    expected, plain = trained_plainly(name, is_wide=is_wide)
+    assert losses == expected
+    assert differences(model, plain.state_dict()) == []
+
+
+def test_autocast_computes_in_the_narrow_type() -> None:
+    case = autocast_cases()["llama"]
+    losses, _ = trained_plainly("llama", is_wide=False)
+    assert losses != case.plain.losses
+    assert losses == pytest.approx(case.plain.losses, rel=2**-6)
+
+
+def test_casts_that_autocast_keeps_from_an_earlier_forward_would_be_stale(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The wrong variant keeps them: their gradients then come when chunks have left, which is noticed."""
+    monkeypatch.setattr(torch, "clear_autocast_cache", lambda: None)
+    name = "llama"
+    try:
+        with pytest.raises(ScheduleError, match="got a gradient after backward had left its block"):
+            trained(name, half_offloaded(autocast_cases()[name].workload), is_wide=True)
+    finally:
+        monkeypatch.undo()
+        torch.clear_autocast_cache()
+
+
+def test_casts_that_autocast_keeps_are_stale_in_plain_training_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Why a plain loop within one autocast is no oracle: it never sees a step."""
+    monkeypatch.setattr(torch, "clear_autocast_cache", lambda: None)
+    case = autocast_cases()["llama"]
+    model = case.build()
+    optimizer = torch.optim.SGD(model.model.layers.parameters(), lr=10.0)
+    try:
+        with autocast():
+            case.loss(model, case.batches[0]).backward()
+            optimizer.step()
+            hidden = torch.ones(1, 3, 32)
+            kept = model.model.layers[0].mlp(hidden)
+    finally:
+        monkeypatch.undo()
+        torch.clear_autocast_cache()
+    with autocast():
+        fresh = model.model.layers[0].mlp(hidden)
+    assert not torch.equal(kept, fresh)
+
+
+# -- narrow parameters -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_offloaded", [False, True])
+def test_schedulers_reach_every_piece_of_a_narrow_parameter(
+    monkeypatch: pytest.MonkeyPatch, is_offloaded: bool
+) -> None:
+    """Persistent parameters are stepped in pieces of 500 scalars, each with an optimizer of its own."""
+    monkeypatch.setattr(device_steps, "PIECE_SCALARS", 500)
+    case = Case(lambda: llama(num_layers=2).to(torch.bfloat16), token_batches())
+    plan = half_offloaded(case.workload)
+    if not is_offloaded:
+        plan = plan.model_copy(update={"chunk_bytes": 2**20, "n_persist": 3, "n_buffer": 0})
+    one_cycle = partial(lr_scheduler.OneCycleLR, max_lr=3e-2, total_steps=len(case.batches) + 1)
+
+    model, plain = case.build(), case.build()
+    masters = Masters(plain)
+    optimizer = adamw(masters.groups([{"params": list(plain.parameters())}]))
+    scheduler = one_cycle(optimizer)
+    with ends_in_time(), carry_out(model, plan, case.workload, optimizer=adamw) as training:
+        other = one_cycle(training.optimizer)
+        for batch in case.batches:
+            losses = [case.loss(trained, batch) for trained in (model, plain)]
+            assert losses[0].item() == losses[1].item()
+            for loss in losses:
+                loss.backward()
+            training.step()
+            other.step()
+            masters.take_gradients()
+            optimizer.step()
+            masters.give_weights()
+            scheduler.step()
+    assert differences(model, plain.state_dict()) == []
