@@ -9,7 +9,9 @@ counters: a gather is no change of a parameter's value in the eyes of autograd.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from threading import Lock
 
 import torch
 from torch import nn
@@ -45,6 +47,8 @@ class DeviceChunk:
             device.ledger.ignore([self._flat])
         self._home = None if is_persistent else device.host_buffer(chunk.size_bytes)
         self._staging = device.host_buffer(chunk.staging_bytes) if not is_persistent and chunk.is_trainable else None
+        self._gathering = Lock()
+        """Held while the home is copied to the device, or rewritten."""
         self._specs = tuple(specs)
         self._origins = tuple(parameter.device for parameter in parameters)
         self.masters: list[torch.Tensor] = []
@@ -103,8 +107,9 @@ class DeviceChunk:
         assert self._home is not None
         if self._device.ledger is not None:
             self._device.ledger.allocate(self.chunk.size_bytes, f"chunk {self.chunk.id}", Content.PARAMETERS)
-        self._flat.untyped_storage().resize_(self.chunk.size_bytes)
-        self._device.copy(self._flat, self._home, to_device=True)
+        with self._gathering:
+            self._flat.untyped_storage().resize_(self.chunk.size_bytes)
+            self._device.copy(self._flat, self._home, to_device=True)
 
     def release(self) -> None:
         """Give the device's bytes back, once the current stream has done with them."""
@@ -136,6 +141,29 @@ class DeviceChunk:
     def moved_gradient_bytes(self, present: Sequence[bool]) -> int:
         """Bytes of the gradients that were there."""
         return sum(s.numel() * s.element_size() for s, p in zip(self.staged, present, strict=True) if p)
+
+    # -- values from outside -----------------------------------------------------------------------------------------
+
+    def values(self) -> dict[str, torch.Tensor]:
+        """The parameters' current values by name: on the host if the chunk has a home there, else on the device."""
+        source = self._flat if self._home is None else self._home
+        return {
+            spec.name: _view(source, placed.offset_bytes, parameter)
+            for placed, spec, parameter in zip(self.chunk.parameters, self._specs, self.parameters, strict=True)
+        }
+
+    @contextmanager
+    def rewriting(self) -> Iterator[dict[str, torch.Tensor]]:
+        """``values``, which may be written within the block.  No task but gathers of the chunk may be under way.
+
+        Gathers ahead of the next forward come before the block and are repeated after it, or come after it.
+        """
+        with self._gathering:
+            self._device.synchronize()
+            yield self.values()
+            if self._home is not None and self.is_resident:
+                self._device.copy(self._flat, self._home, to_device=True)
+            self._device.synchronize()
 
     # -- leaving -----------------------------------------------------------------------------------------------------
 

@@ -48,7 +48,8 @@ class DeviceStep:
     ) -> None:
         self.optimizer = optimizer
         self.parameters = tuple(parameters)
-        self._stretch = stretch
+        self.stretch = stretch
+        """The scalars of the one parameter that it steps; None for whole parameters."""
         self._is_last = is_last
         """Whether the gradients are not needed afterwards."""
 
@@ -60,9 +61,9 @@ class DeviceStep:
                 parameter.grad = None
 
     def _gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        if parameter.grad is None or self._stretch is None:
+        if parameter.grad is None or self.stretch is None:
             return parameter.grad
-        return parameter.grad.reshape(-1)[self._stretch]
+        return parameter.grad.reshape(-1)[self.stretch]
 
 
 def narrow_steps(

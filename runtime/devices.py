@@ -66,6 +66,10 @@ class TrainingDevice(ABC):
         """Let the calling thread wait for ``event``."""
 
     @abstractmethod
+    def synchronize(self) -> None:
+        """Let the calling thread wait for all streams."""
+
+    @abstractmethod
     def keep_for_current_stream(self, tensor: torch.Tensor) -> None:
         """Keep ``tensor``'s memory, even when it is freed, from other uses until the current stream has come so far."""
 
@@ -165,6 +169,10 @@ class CpuDevice(TrainingDevice):
         """Nothing to wait for."""
         return None
 
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+        return None
+
     def keep_for_current_stream(self, tensor: torch.Tensor) -> None:
         """Nothing to do: what was called has ended."""
         return None
@@ -244,6 +252,10 @@ class CudaDevice(TrainingDevice):
         """Let this thread wait for ``event``."""
         if event is not None:
             event.synchronize()
+
+    def synchronize(self) -> None:
+        """Wait for the device."""
+        torch.cuda.synchronize(self.torch_device)
 
     def keep_for_current_stream(self, tensor: torch.Tensor) -> None:
         """Tell the allocator that the current stream uses the memory."""

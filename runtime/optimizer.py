@@ -76,6 +76,25 @@ class ChunkOptimizer:
                 group.update(planned[index])
             self._latest = planned
 
+    @property
+    def weights(self) -> tuple[torch.Tensor, ...]:
+        """What is stepped, in the order of the parameters."""
+        return tuple(self._weights)
+
+    def state_of(self, place: int) -> dict[str, Any]:
+        """The optimizer's state of one weight; empty if it was never stepped."""
+        return dict(self.optimizer.state.get(self._weights[place], {}))
+
+    def set_states(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Replace the optimizer's state of all weights; their tensors become the optimizer's own."""
+        place_of = {id(weight): place for place, weight in enumerate(self._weights)}
+        order = [place_of[id(weight)] for group in self.optimizer.param_groups for weight in group["params"]]
+        found = {index: states[place] for index, place in enumerate(order) if states[place]}
+        groups = self.optimizer.state_dict()["param_groups"]
+        # Given up first, so that the device never holds both.
+        self.optimizer.state.clear()
+        self.optimizer.load_state_dict({"state": found, "param_groups": groups})
+
     def state_tensors(self) -> list[torch.Tensor]:
         """The optimizer's own tensors."""
         return [t for state in self.optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]

@@ -90,9 +90,21 @@ class PlacedModel:
             refuse_non_finite(*self._waiting_gradients())
         for step in self._device_steps:
             step.run()
+        self.count_optimizer_state()
+
+    def count_optimizer_state(self) -> None:
+        """Let the ledger know the device's optimizer state."""
         if self._device.ledger is not None:
             for step in self._device_steps:
                 self._device.ledger.adopt(step.optimizer.state_tensors(), Content.OPTIMIZER_STATE)
+
+    def steppers(self) -> list[tuple[ChunkOptimizer, tuple[nn.Parameter, ...], slice | None]]:
+        """Every optimizer with the parameters that it steps, or with one and the stretch of its scalars.
+
+        Those of one parameter's stretches are in order.
+        """
+        on_host = [(stepper, self.chunks[chunk].trainable, None) for chunk, stepper in self._host_optimizers.items()]
+        return [*on_host, *((step.optimizer, step.parameters, step.stretch) for step in self._device_steps)]
 
     def step_on_host(self, chunk: DeviceChunk, present: Sequence[bool]) -> None:
         """Step an offloaded chunk with its staged gradients; ``present`` says for which parameters there was one.

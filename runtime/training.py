@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
 
@@ -25,6 +26,8 @@ from ..shared.verify import verify_schedule
 from ..shared.workload import Workload
 from .blocks import find_blocks
 from .buffers import buffers_on
+from .checkpoint_state import CheckpointState, Resumed, Scheduler, configuration_text
+from .checkpoints import read_checkpoint, write_checkpoint
 from .compute_lane import ComputeLane
 from .devices import CpuDevice, CudaDevice, TrainingDevice
 from .guards import refusing_access
@@ -125,11 +128,13 @@ class Training:
         self.device = device
         self.model = model
         self._is_closed = False
+        self._resumed_steps = 0
         self._recorder = Recorder(self.schedule, plan, workload, device)
         self._metering = metering_of(device, meter_every)
         options = group_options(model, parameter_groups, workload)
         blocks = find_blocks(model, [block.name for block in workload.blocks])
         self._checkpointable = [m for m in model.modules() if hasattr(m, "gradient_checkpointing")]
+        configuration = configuration_text(model)
         with ExitStack() as undo:
             undo.enter_context(without_cache(model))
             undo.callback(model.__dict__.pop, _MARKER, None)
@@ -155,6 +160,9 @@ class Training:
                 is_ahead=any(task.kind is TaskKind.CPU_ADAM for task in self.schedule.tasks),
             )
             """What schedulers take: the user's parameter groups."""
+            self._state = CheckpointState(
+                model, workload, self._placed, self.optimizer, device, configuration=configuration
+            )
             undo.enter_context(refusing_access(model))
             self._lanes = LaneTasks(self.schedule, self._placed, device)
             undo.callback(self._lanes.close)
@@ -261,12 +269,58 @@ class Training:
             raise ScheduleError("the learning rate can change between step() and the next forward alone.")
         self.optimizer.set_learning_rate(learning_rate)
 
+    # -- saving and resuming -----------------------------------------------------------------------------------------
+
+    def save(self, folder: str | Path, *, scheduler: Scheduler | None = None, data_position: Any = None) -> None:
+        """Save everything that training needs to go on into ``folder``, in the place of the checkpoint that is there.
+
+        To be called between step() and the next forward; changes nothing that follows.  ``data_position`` is whatever
+        the loop needs to find its next batch: numbers, text, lists, tables, tensors.  ``folder`` is replaced when the
+        new checkpoint is complete, and loads at every moment.  Raises FileError if it cannot be written.
+        """
+        self._check_between_iterations("a training can be saved")
+        self.synchronize()
+        write_checkpoint(folder, self._state.collect(self.num_steps, scheduler, data_position))
+
+    def resume(self, folder: str | Path, *, scheduler: Scheduler | None = None) -> Resumed:
+        """Go on from the checkpoint in ``folder``, which may have been saved under another plan.
+
+        Weights, optimizer, options of the parameter groups, ``scheduler``, random states and buffers become what they
+        were, so that what follows is, bit for bit, what would have followed there.  To be called between step() and
+        the next forward.  Raises FileError, with nothing changed, if the checkpoint is missing, damaged, of another
+        model, optimizer or scheduler, or written by a newer version.
+        """
+        self._check_between_iterations("a training can be resumed")
+        content = read_checkpoint(folder, model_hash=self.workload.model_hash)
+        self._state.check(content, scheduler)
+        self.synchronize()
+        try:
+            resumed = self._state.place(content, scheduler)
+        except BaseException as error:
+            self._compute.failed(error)
+            raise
+        self._resumed_steps = resumed.step - self._compute.iteration
+        return resumed
+
+    def _check_between_iterations(self, what: str) -> None:
+        self._check_usable()
+        if not self._compute.is_between_iterations:
+            raise ScheduleError(
+                f"{what} between step() and the next forward alone; the iteration is at "
+                f"{self._compute.task_at_hand.name}. Call it after step()."
+            )
+
     # -- asking ------------------------------------------------------------------------------------------------------
 
     @property
     def num_iterations(self) -> int:
         """Completed iterations."""
         return self._compute.iteration
+
+    @property
+    def num_steps(self) -> int:
+        """Completed steps, with those of the checkpoint that was resumed from."""
+        return self._resumed_steps + self._compute.iteration
 
     @property
     def peak_device_bytes(self) -> int:

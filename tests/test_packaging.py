@@ -19,7 +19,7 @@ from protwin.shared.units import parse_bytes
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("shared", "sim", "runtime", "calibration")
-RUNTIME_MODULES = ("torch", "transformers", "psutil")
+RUNTIME_MODULES = ("torch", "transformers", "psutil", "safetensors")
 
 
 def python(code: str, *, executable: Path = Path(sys.executable), cwd: Path) -> subprocess.CompletedProcess[str]:
