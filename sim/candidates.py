@@ -150,7 +150,7 @@ class Candidates:
             grid.n_persist[rows[row]], grid.n_buffer[rows[row]], grid.prefetch_depth[depth], columns
         )
         bounds_s[row[:, None], depth[:, None], columns] = np.where(fits[row, depth], found_s, np.inf)
-        for number in np.unique(row).tolist():
+        for number in np.flatnonzero(np.bincount(row)).tolist():
             index, bound_s = int(rows[number]), bounds_s[number]
             found = _Residency(family.layout, index, bound_s)
             self._push(float(bound_s.min()), _RESIDENCY, (family.layout, index), found)

@@ -33,6 +33,9 @@ _LANES: Final = tuple(Lane)
 _COMPUTE, _H2D, _D2H, _CPU_OPTIM = (_LANES.index(lane) for lane in (Lane.COMPUTE, Lane.H2D, Lane.D2H, Lane.CPU_OPTIM))
 _WAITS_FOR: Final = np.array([[_H2D, _D2H], [_COMPUTE, _CPU_OPTIM], [_COMPUTE, _COMPUTE], [_D2H, _D2H]], dtype=np.int64)
 """The two lanes that tasks of each lane may wait for."""
+_WAITS_FOR_A: Final = _WAITS_FOR[:, 0].copy()
+_WAITS_FOR_B: Final = _WAITS_FOR[:, 1].copy()
+_LANE_BITS: Final = (1 << np.arange(len(_LANES))).astype(np.uint8)
 _UNROLLED: Final = MIN_ITERATIONS + 1
 """Iterations of every program: while the last lane completes the last of them, others have begun the next."""
 _NEVER: Final = np.full((1, 2), 2**40)
@@ -61,8 +64,8 @@ class _Programs:
 
     durations_s: FloatArray
     """(N,)"""
-    waits: IntArray
-    """(M, 2) how many tasks the lanes of ``_WAITS_FOR`` must have ended, since the beginning."""
+    waits: tuple[IntArray, IntArray]
+    """(M,) each: how many tasks the lanes of ``_WAITS_FOR`` must have ended, since the beginning."""
     first_duration: IntArray
     """(J, 4) where each plan's lanes begin in ``durations_s``."""
     first_wait: IntArray
@@ -160,9 +163,10 @@ class _Builder:
 
     def programs(self, lanes: Sequence[tuple[_Lane, ...]]) -> _Programs:
         """The programs of the plans with these lanes."""
+        waits = np.concatenate(self._waits)
         return _Programs(
             durations_s=np.concatenate([*self._durations, np.zeros(1)]),
-            waits=np.concatenate(self._waits),
+            waits=(np.ascontiguousarray(waits[:, 0]), np.ascontiguousarray(waits[:, 1])),
             first_duration=np.array([[lane.first_duration for lane in of_plan] for of_plan in lanes]),
             first_wait=np.array([[lane.first_wait for lane in of_plan] for of_plan in lanes]),
             lengths=np.array([[lane.length for lane in of_plan] for of_plan in lanes]),
@@ -201,7 +205,6 @@ class _Lanes:
 
     def __init__(self, programs: _Programs, first_end: IntArray) -> None:
         lengths = programs.lengths.T
-        num_plans = lengths.shape[1]
         self.target = lengths.ravel() * MIN_ITERATIONS
         """Tasks to end."""
         self.first_wait = programs.first_wait.T.ravel()
@@ -212,18 +215,23 @@ class _Lanes:
         """Tasks that have ended since the beginning."""
         self.left_s = np.full(len(self.target), np.inf)
         """Progress that the lane's task still needs; infinite while the lane waits."""
-        self._number(num_plans)
+        self.wait_a, self.wait_b = (column.take(self.first_wait) for column in programs.waits)
+        """How many tasks the lanes of ``_WAITS_FOR`` must have ended before the lane's next one starts."""
+        self.next_s = programs.durations_s.take(self.first_duration)
+        """Seconds of the lane's next task."""
+        self._number(lengths.shape[1])
 
     def _number(self, num_plans: int) -> None:
-        plans = np.arange(num_plans)
-        self.plan = np.tile(plans, len(_LANES))
-        self.source_a, self.source_b = ((_WAITS_FOR[:, [i]] * num_plans + plans).ravel() for i in (0, 1))
-        """The two lanes that the lane's tasks wait for."""
+        self.plan = np.tile(np.arange(num_plans), len(_LANES))
+        self.of_plan = (len(_LANES), num_plans)
+        """The shape in which a column is a plan."""
 
     def keep(self, plans: BoolArray) -> None:
         """Drop the lanes of all other plans."""
         lanes = np.tile(plans, len(_LANES))
         for name in ("target", "first_wait", "first_duration", "first_end", "ended", "left_s"):
+            setattr(self, name, getattr(self, name)[lanes])
+        for name in ("wait_a", "wait_b", "next_s"):
             setattr(self, name, getattr(self, name)[lanes])
         self._number(int(np.count_nonzero(plans)))
 
@@ -233,19 +241,19 @@ def _run(programs: _Programs, slowdown_table: FloatArray) -> FloatArray:
 
     A plan's tasks follow each other lane by lane.
     """
-    slowdowns = slowdown_table.T.copy()
+    # Idle lanes are what a step knows, so that the table is turned around.
+    slowdowns = np.ascontiguousarray(slowdown_table[::-1].T)
     lengths = programs.lengths
     # Ends are noted lane by lane, all iterations of a lane in a row.
     places = lengths.ravel() * _UNROLLED
     first_end = (places.cumsum() - places).reshape(lengths.shape)
     ends_s = np.zeros(int(places.sum()))
-    waits_a, waits_b = np.ascontiguousarray(programs.waits[:, 0]), np.ascontiguousarray(programs.waits[:, 1])
     lanes = _Lanes(programs, first_end)
     now_s = np.zeros(len(lengths))
     while True:
         for _ in range(_STEPS_BETWEEN_LOOKS):
-            _step(lanes, now_s, slowdowns, waits_a, waits_b, programs.durations_s, ends_s)
-        is_busy: BoolArray = np.asarray(np.any((lanes.ended < lanes.target).reshape(len(_LANES), -1), axis=0))
+            _step(lanes, now_s, slowdowns, programs, ends_s)
+        is_busy: BoolArray = np.asarray(np.any((lanes.ended < lanes.target).reshape(lanes.of_plan), axis=0))
         num_busy = np.count_nonzero(is_busy)
         if num_busy == 0:
             break
@@ -259,37 +267,43 @@ def _run(programs: _Programs, slowdown_table: FloatArray) -> FloatArray:
     return ends_s[at + np.repeat(counts, counts) * np.arange(MIN_ITERATIONS)[:, None]]
 
 
-def _step(
-    lanes: _Lanes,
-    now_s: FloatArray,
-    slowdowns: FloatArray,
-    waits_a: IntArray,
-    waits_b: IntArray,
-    durations_s: FloatArray,
-    ends_s: FloatArray,
-) -> None:
-    """Start what may start, let each plan's time pass to its next end, and note the ends."""
-    idle = np.isinf(lanes.left_s).nonzero()[0]
-    done = lanes.ended.take(idle)
-    task = done + lanes.first_wait.take(idle)
-    may = lanes.ended.take(lanes.source_a.take(idle)) >= waits_a.take(task)
-    may &= lanes.ended.take(lanes.source_b.take(idle)) >= waits_b.take(task)
-    starting = idle[may]
-    lanes.left_s[starting] = durations_s.take(done[may] + lanes.first_duration.take(starting))
+def _step(lanes: _Lanes, now_s: FloatArray, slowdowns: FloatArray, programs: _Programs, ends_s: FloatArray) -> None:
+    """Start what may start, let each plan's time pass to its next end, and note the ends.
 
-    left_s = lanes.left_s.reshape(len(_LANES), -1)
-    slowdown = slowdowns.take(np.packbits(left_s < np.inf, axis=0, bitorder="little")[0], axis=1)
-    remaining_s = left_s * slowdown
+    Every index is within its array, so that ``take`` is told to clip, which spares it a check.
+    """
+    shape = lanes.of_plan
+    is_idle = np.isinf(lanes.left_s).reshape(shape)
+    ended = lanes.ended.reshape(shape)
+    may = ended.take(_WAITS_FOR_A, axis=0, mode="clip") >= lanes.wait_a.reshape(shape)
+    may &= ended.take(_WAITS_FOR_B, axis=0, mode="clip") >= lanes.wait_b.reshape(shape)
+    may &= is_idle
+    starting = may.ravel().nonzero()[0]
+    lanes.left_s[starting] = lanes.next_s.take(starting, mode="clip")
+    is_idle ^= may
+
+    idle_lanes = (_LANE_BITS @ is_idle.view(np.uint8)).astype(np.intp)
+    slowdown = slowdowns.take(idle_lanes, axis=1, mode="clip")
+    remaining_s = lanes.left_s.reshape(shape) * slowdown
     # A plan that is through has nothing running; its clock means nothing any more.
-    step_s = np.minimum(remaining_s.min(axis=0), _FOREVER_S)
+    step_s = np.minimum.reduce(remaining_s, axis=0, initial=_FOREVER_S)
     now_s += step_s
     ending = (remaining_s <= step_s * _SIMULTANEOUS).ravel().nonzero()[0]
     remaining_s -= step_s
     remaining_s /= slowdown
     lanes.left_s = remaining_s.ravel()
     lanes.left_s[ending] = np.inf
-    ends_s[lanes.ended.take(ending) + lanes.first_end.take(ending)] = now_s.take(lanes.plan.take(ending))
-    lanes.ended[ending] += 1
+    done = lanes.ended.take(ending, mode="clip")
+    at = done + lanes.first_end.take(ending, mode="clip")
+    ends_s[at] = now_s.take(lanes.plan.take(ending, mode="clip"), mode="clip")
+    done += 1
+    lanes.ended[ending] = done
+    waits_a, waits_b = programs.waits
+    wait = done + lanes.first_wait.take(ending, mode="clip")
+    lanes.wait_a[ending] = waits_a.take(wait, mode="clip")
+    lanes.wait_b[ending] = waits_b.take(wait, mode="clip")
+    done += lanes.first_duration.take(ending, mode="clip")
+    lanes.next_s[ending] = programs.durations_s.take(done, mode="clip")
 
 
 def _slowdown_table(contention: ContentionModel) -> FloatArray:

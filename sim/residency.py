@@ -52,9 +52,11 @@ class Residency:
         """(G,) number of updates, within the previous iteration, that a gather waits for; 0 for none."""
         number = np.zeros(len(self.table.layout.chunks), dtype=np.int64)
         number[self.update_chunk] = np.arange(1, len(self.update_chunk) + 1)
-        is_first = np.zeros(len(self.gather_chunk), dtype=np.bool_)
-        is_first[np.unique(self.gather_chunk, return_index=True)[1]] = True
-        return np.where(is_first, number[self.gather_chunk], 0)
+        first = np.zeros(len(number), dtype=np.int64)
+        places = np.arange(len(self.gather_chunk))
+        # Of writes to one place the last one stays: the first gather of each chunk.
+        first[self.gather_chunk[::-1]] = places[::-1]
+        return np.where(first[self.gather_chunk] == places, number[self.gather_chunk], 0)
 
     def gather_wait(self, depths: IntArray) -> IntArray:
         """(D, G) compute tasks that must have ended for a gather's window to be open and its buffer to be free.
@@ -112,17 +114,23 @@ class Residency:
         table, length = self.table, self.positions.length
         rows = np.arange(len(depths))[:, None]
         # Intervals begin in one iteration and may end in the next: two are laid out, and folded into one at the end.
-        change = np.zeros((len(depths), 2 * length + 1), dtype=np.int64)
-        first = self.earliest(depths) + length
-        last = np.broadcast_to(self.positions.step_end(self.last_step) + length, first.shape)
+        width = 2 * length + 1
+        change = np.zeros(len(depths) * width, dtype=np.int64)
+        """Row by row."""
+        row_begins = rows * width
+
+        def change_at(positions: IntArray, sizes_bytes: IntArray) -> None:
+            flat = row_begins + positions
+            np.add.at(change, flat.ravel(), np.broadcast_to(sizes_bytes, flat.shape).ravel())
+
         sizes = table.size_bytes[self.gather_chunk]
-        np.add.at(change, (rows, first), sizes)
-        np.add.at(change, (rows, last + 1), -sizes)
-        np.add.at(change, (rows, self.positions.backward(table.gradient_block) + 1), table.gradient_bytes)
+        change_at(self.earliest(depths) + length, sizes)
+        change_at(self.positions.step_end(self.last_step) + length + 1, -sizes)
+        change_at(self.positions.backward(table.gradient_block) + 1, table.gradient_bytes)
         gone = np.full((len(depths), len(table.layout.chunks)), length)
         gone[:, self.update_chunk] = self.gradients_gone(depths)
-        np.add.at(change, (rows, gone[:, table.gradient_chunk]), -table.gradient_bytes)
-        level = change[:, :-1].cumsum(axis=1)
+        change_at(gone[:, table.gradient_chunk], -table.gradient_bytes)
+        level = change.reshape(len(depths), width)[:, :-1].cumsum(axis=1)
         # In the pause before the task that waits for them, the gradients of an update are still there.
         leaving = np.zeros_like(level)
         update_bytes = np.bincount(table.gradient_chunk, table.gradient_bytes, minlength=len(table.layout.chunks))

@@ -40,7 +40,9 @@ class LayoutProblem:
     @cached_property
     def prefixes(self) -> IntArray:
         """(F,) distinct ``n_persist``, ascending."""
-        return np.unique(self.grid.n_persist)
+        n_persist = np.sort(self.grid.n_persist)
+        distinct: IntArray = n_persist[np.append(True, n_persist[1:] != n_persist[:-1])]
+        return distinct
 
 
 @dataclass(frozen=True)

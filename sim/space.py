@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import Annotated, Any, Final
 
 import numpy as np
@@ -128,31 +129,27 @@ def enumerate_space(workload: Workload, space: SearchSpace | None = None) -> tup
     n_checkpoint = _checkpoint_counts(workload, space.n_checkpoint)
     layouts = _layouts(workload, space.chunk_bytes)
     # All layouts agree when every chunk is persistent: only the one with the largest chunks keeps that residency.
-    residencies = []
+    residencies: list[tuple[Layout, _Residencies]] = []
     largest_has_persistent = False
     for layout in reversed(layouts):
         found = _residencies(layout, space, without_offload=not largest_has_persistent)
-        largest_has_persistent |= any(num_offloaded == 0 for _, _, num_offloaded in found)
+        largest_has_persistent |= bool((found.num_offloaded == 0).any())
         residencies.append((layout, found))
     grids = tuple(
         LayoutGrid(
             layout=layout,
-            n_persist=_column(found, 0),
-            n_buffer=_column(found, 1),
-            num_offloaded=_column(found, 2),
+            n_persist=found.n_persist,
+            n_buffer=found.n_buffer,
+            num_offloaded=found.num_offloaded,
             prefetch_depth=np.array(sorted(set(space.prefetch_depth)), dtype=np.int64),
             n_checkpoint=np.array(n_checkpoint, dtype=np.int64),
         )
         for layout, found in reversed(residencies)
-        if found
+        if len(found.n_persist)
     )
     if not grids:
         raise _empty_space(layouts, space)
     return grids
-
-
-def _column(rows: Sequence[tuple[int, int, int]], index: int) -> IntArray:
-    return np.array([row[index] for row in rows], dtype=np.int64)
 
 
 def _checkpoint_counts(workload: Workload, wanted: Sequence[int] | None) -> list[int]:
@@ -198,15 +195,25 @@ def _layouts(workload: Workload, wanted: Sequence[int] | None) -> list[Layout]:
 # -- residencies -----------------------------------------------------------------------------------------------------
 
 
-def _residencies(layout: Layout, space: SearchSpace, *, without_offload: bool) -> list[tuple[int, int, int]]:
-    """Distinct (n_persist, n_buffer, number of offloaded chunks).  ``without_offload``: whether all persistent, too."""
-    found = []
-    for n_persist, fewest, num_offloaded in _persistent_prefixes(layout, space.n_persist):
-        if num_offloaded == 0 and not without_offload:
-            continue
-        for n_buffer in _buffer_counts(fewest, num_offloaded, space.n_buffer):
-            found.append((n_persist, n_buffer, num_offloaded))
-    return found
+@dataclass(frozen=True)
+class _Residencies:
+    """Distinct residencies of a layout, all (R,)."""
+
+    n_persist: IntArray
+    n_buffer: IntArray
+    num_offloaded: IntArray
+
+
+def _residencies(layout: Layout, space: SearchSpace, *, without_offload: bool) -> _Residencies:
+    """What the space leaves of a layout's residencies.  ``without_offload``: whether all persistent, too."""
+    prefixes = [prefix for prefix in _persistent_prefixes(layout, space.n_persist) if prefix[2] > 0 or without_offload]
+    counts = [_buffer_counts(fewest, num_offloaded, space.n_buffer) for _, fewest, num_offloaded in prefixes]
+    sizes = [len(of_prefix) for of_prefix in counts]
+    return _Residencies(
+        n_persist=np.repeat(np.array([n_persist for n_persist, _, _ in prefixes], dtype=np.int64), sizes),
+        n_buffer=np.array(list(chain.from_iterable(counts)), dtype=np.int64),
+        num_offloaded=np.repeat(np.array([offloaded for _, _, offloaded in prefixes], dtype=np.int64), sizes),
+    )
 
 
 def _persistent_prefixes(layout: Layout, wanted: Iterable[int] | None) -> list[tuple[int, int, int]]:

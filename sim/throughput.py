@@ -48,7 +48,7 @@ def throughput_weights(contention: ContentionModel) -> FloatArray:
         for lane in lanes:
             rates[row, lane] = active[_LANES[lane]]
     # A set whose rates another one matches or exceeds adds nothing, since weights are never negative.
-    rates = _undominated(np.unique(rates, axis=0))
+    rates = _undominated(_distinct(rates))
     left = np.concatenate([rates, -np.eye(len(_LANES))])
     right = np.concatenate([np.ones(len(rates)), np.zeros(len(_LANES))])
     picks = np.array(list(combinations(range(len(left)), len(_LANES))))
@@ -59,7 +59,12 @@ def throughput_weights(contention: ContentionModel) -> FloatArray:
     vertices = np.maximum(solutions[is_vertex], 0.0)
     vertices /= np.maximum(1.0, (vertices @ rates.T).max(axis=1, keepdims=True))
     # Work is never negative, so only vertices that none exceeds in every weight can be best.
-    return _undominated(np.unique(vertices.round(12), axis=0) * (1 - _SLACK))
+    return _undominated(_distinct(vertices.round(12)) * (1 - _SLACK))
+
+
+def _distinct(rows: FloatArray) -> FloatArray:
+    """Every row once, in order; ``numpy.unique`` would import the masked arrays for it, which takes longer."""
+    return np.array(sorted(set(map(tuple, rows.tolist()))))
 
 
 def _undominated(rows: FloatArray) -> FloatArray:
