@@ -7,6 +7,7 @@ may be throttled to the speed of a link.  What is emulated says so in ``emulated
 from __future__ import annotations
 
 import math
+import threading
 import time
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, nullcontext
@@ -74,6 +75,10 @@ class TrainingDevice(ABC):
         """Keep ``tensor``'s memory, even when it is freed, from other uses until the current stream has come so far."""
 
     @abstractmethod
+    def cut_waits_short(self, when: threading.Event) -> None:
+        """Let waits of the calling thread that only emulate something end early, once ``when`` is set."""
+
+    @abstractmethod
     def stamp(self) -> Any:
         """A point in time of the current stream."""
 
@@ -84,6 +89,13 @@ class TrainingDevice(ABC):
     @abstractmethod
     def worker_threads(self, *, is_optimizer: bool) -> int:
         """Threads that one operation of a worker lane may use."""
+
+
+class _Patience(threading.local):
+    """What ends a thread's waits for a throttled link; never set unless the thread names another one."""
+
+    def __init__(self) -> None:
+        self.cut_short = threading.Event()
 
 
 class CpuDevice(TrainingDevice):
@@ -111,6 +123,7 @@ class CpuDevice(TrainingDevice):
         self.torch_device = torch.device("cpu")
         self.ledger: MemoryLedger = MemoryLedger(budget_bytes)
         self._rates = {True: host_to_device_bytes_per_s, False: device_to_host_bytes_per_s}
+        self._patience = _Patience()
 
     @property
     def budget_bytes(self) -> int | None:
@@ -155,7 +168,11 @@ class CpuDevice(TrainingDevice):
             size_bytes = source.numel() * source.element_size()
             remaining_s = start + size_bytes / rate - time.perf_counter()
             if remaining_s > 0:
-                time.sleep(remaining_s)
+                self._patience.cut_short.wait(remaining_s)
+
+    def cut_waits_short(self, when: threading.Event) -> None:
+        """A slow link would keep a thread for hours after training was given up."""
+        self._patience.cut_short = when
 
     def record_event(self) -> Any:
         """None: work is done when its call returns."""
@@ -261,6 +278,9 @@ class CudaDevice(TrainingDevice):
         """Tell the allocator that the current stream uses the memory."""
         if tensor.untyped_storage().nbytes() > 0:
             tensor.record_stream(torch.cuda.current_stream(self.torch_device))
+
+    def cut_waits_short(self, when: threading.Event) -> None:
+        """Nothing is emulated."""
 
     def stamp(self) -> Any:
         """A timing event at the end of the current stream."""

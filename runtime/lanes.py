@@ -83,6 +83,7 @@ class WorkerLane:
         self._queue: queue.SimpleQueue[tuple[Callable[[], None], Sequence[Mark], Mark, Span] | None]
         self._queue = queue.SimpleQueue()
         self._is_ready = threading.Event()
+        self._is_cancelled = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"protwin-{lane}", daemon=True)
         num_threads = torch.get_num_threads()
         self._thread.start()
@@ -98,6 +99,7 @@ class WorkerLane:
 
     def cancel(self) -> None:
         """Let no further task start; those that wait for failed marks end too.  Idempotent."""
+        self._is_cancelled.set()
         if self.failure is None:
             self.failure = Cancelled(f"lane {self.lane} was stopped")
 
@@ -109,6 +111,7 @@ class WorkerLane:
 
     def _run(self) -> None:
         torch.set_num_threads(self._device.worker_threads(is_optimizer=self._is_host_work))
+        self._device.cut_waits_short(self._is_cancelled)
         self._is_ready.set()
         with torch.no_grad(), self._device.on_stream(self._stream):
             while (item := self._queue.get()) is not None:
