@@ -34,8 +34,12 @@ class DeviceChunk:
         device: TrainingDevice,
         *,
         is_persistent: bool,
+        has_arrivals: bool = False,
     ) -> None:
-        """Move the parameters in.  Raises the device's out-of-memory error if a persistent chunk does not fit."""
+        """Move the parameters in.  ``has_arrivals``: later micro-batches have gradients to add.
+
+        Raises the device's out-of-memory error if a persistent chunk does not fit.
+        """
         self.chunk = chunk
         self.parameters = tuple(parameters)
         self.is_persistent = is_persistent
@@ -46,7 +50,9 @@ class DeviceChunk:
         if device.ledger is not None:
             device.ledger.ignore([self._flat])
         self._home = None if is_persistent else device.host_buffer(chunk.size_bytes)
-        self._staging = device.host_buffer(chunk.staging_bytes) if not is_persistent and chunk.is_trainable else None
+        is_staged = not is_persistent and chunk.is_trainable
+        self._staging = device.host_buffer(chunk.staging_bytes) if is_staged else None
+        self._arrivals = device.host_buffer(chunk.staging_bytes) if is_staged and has_arrivals else None
         self._gathering = Lock()
         """Held while the home is copied to the device, or rewritten."""
         self._specs = tuple(specs)
@@ -57,6 +63,8 @@ class DeviceChunk:
         """Where a stepped master is written back to, narrower than itself; None where the home is the master."""
         self.staged: list[torch.Tensor] = []
         """Host views that receive the gradients, in the order of ``masters``."""
+        self.arrived: list[torch.Tensor] = []
+        """Host views that receive those of later micro-batches, in the same order; empty if there are none."""
         self.trainable = tuple(p for p, s in zip(parameters, specs, strict=True) if s.trainable)
         self._move_in()
         if not is_persistent:
@@ -74,6 +82,8 @@ class DeviceChunk:
                 if spec.trainable:
                     assert self._staging is not None
                     self.staged.append(_view(self._staging, staged_bytes, parameter))
+                    if self._arrivals is not None:
+                        self.arrived.append(_view(self._arrivals, staged_bytes, parameter))
                     staged_bytes += aligned(spec.size_bytes)
                     is_narrow = master_bytes(DType(spec.dtype)) > 0
                     self.masters.append(home.float() if is_narrow else home)
@@ -127,16 +137,31 @@ class DeviceChunk:
             parameter.grad = None
         return gradients
 
-    def stage_gradients(self, gradients: list[torch.Tensor | None]) -> list[bool]:
-        """Copy gradients to the host and drop them; says for which trainable parameters there was one."""
+    def stage_gradients(self, gradients: list[torch.Tensor | None], *, is_first: bool = True) -> list[bool]:
+        """Copy gradients to the host and drop them; says for which trainable parameters there was one.
+
+        Those of the first micro-batch are staged, later ones arrive beside them.
+        """
         present = [gradient is not None for gradient in gradients]
-        for place, staged in enumerate(self.staged):
+        for place, staged in enumerate(self.staged if is_first else self.arrived):
             gradient = gradients[place]
             if gradient is not None:
                 self._device.copy(staged, gradient, to_device=False)
                 self._device.keep_for_current_stream(gradient)
             gradients[place] = None
         return present
+
+    def accumulate(self, staged: Sequence[bool], arrived: Sequence[bool]) -> list[bool]:
+        """Add what has arrived to what is staged; both say for which parameters there is a gradient, as the result.
+
+        The same additions in the same order as autograd's own, so the bits are the same.
+        """
+        for place, (is_staged, has_arrived) in enumerate(zip(staged, arrived, strict=True)):
+            if has_arrived and is_staged:
+                self.staged[place].add_(self.arrived[place])
+            elif has_arrived:
+                self.staged[place].copy_(self.arrived[place])
+        return [a or b for a, b in zip(staged, arrived, strict=True)]
 
     def moved_gradient_bytes(self, present: Sequence[bool]) -> int:
         """Bytes of the gradients that were there."""
@@ -175,8 +200,8 @@ class DeviceChunk:
             parameter.data = value.to(origin, copy=True)
         if self.is_resident:
             self.release()
-        self._home = self._staging = None
-        self.masters, self.targets, self.staged = [], [], []
+        self._home = self._staging = self._arrivals = None
+        self.masters, self.targets, self.staged, self.arrived = [], [], [], []
 
 
 def _view(flat: torch.Tensor, offset_bytes: int, like: torch.Tensor) -> torch.Tensor:

@@ -6,25 +6,32 @@ when it ends, its chunks are released, its gradients leave, and whoever waits fo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from ..shared.errors import ScheduleError
-from ..shared.schedule import Content, Lane, Schedule, Section, Task, TaskId, TaskKind
+from ..shared.schedule import Content, Lane, Part, Schedule, Section, Task, TaskId, TaskKind
 from .devices import TrainingDevice
 from .lane_tasks import LaneTasks
 from .lanes import Span
 from .metering import Metering
 from .placed_model import PlacedModel
 from .recording import IterationLog
+from .swapping import SwappedBlock
 
 
 class ComputeLane:
     """The place of the running iteration in its program.  Listens to the section walker."""
 
     def __init__(
-        self, schedule: Schedule, placed: PlacedModel, lanes: LaneTasks, metering: Metering, device: TrainingDevice
+        self,
+        schedule: Schedule,
+        placed: PlacedModel,
+        lanes: LaneTasks,
+        metering: Metering,
+        device: TrainingDevice,
+        swapping: Mapping[int, SwappedBlock],
     ) -> None:
         self.iteration = 0
         """Iterations that are complete."""
@@ -37,18 +44,20 @@ class ComputeLane:
         self._placed = placed
         self._lanes = lanes
         self._metering = metering
+        self._swapping = swapping
         self._device = device
-        self._leaving = self._offloads_by_backward()
+        self._leaving = self._offloads_by_source()
         self._left: set[int] = set()
         """Chunks whose gradients have left in this iteration."""
         self._logs = {iteration: self._submit(iteration) for iteration in (0, 1)}
 
-    def _offloads_by_backward(self) -> dict[TaskId, list[Task]]:
-        """The gradient offloads by the backward that completes their gradients."""
+    def _offloads_by_source(self) -> dict[TaskId, list[Task]]:
+        """The offloads by the task that makes what they copy: the last compute task that they wait for."""
         found: dict[TaskId, list[Task]] = {}
         for task in self._schedule.tasks:
-            if task.kind is TaskKind.GRADIENT_OFFLOAD:
-                found.setdefault(max(task.after), []).append(task)
+            if task.kind in (TaskKind.GRADIENT_OFFLOAD, TaskKind.ACTIVATION_OFFLOAD):
+                source = max(other for other in task.after if self._schedule.tasks[other].lane is Lane.COMPUTE)
+                found.setdefault(source, []).append(task)
         return found
 
     def _submit(self, iteration: int) -> IterationLog:
@@ -65,6 +74,12 @@ class ComputeLane:
         return self._place == 0 and self._running is None
 
     @property
+    def is_before_forward(self) -> bool:
+        """Whether a micro-batch's forward is what comes next."""
+        task = self.task_at_hand
+        return self._running is None and (task.kind, task.section) == (TaskKind.FORWARD, Part.PROLOGUE)
+
+    @property
     def is_backward_done(self) -> bool:
         """Whether the step on the device is all that is missing."""
         return self._running is None and self._place == len(self._program) - 1
@@ -75,9 +90,14 @@ class ComputeLane:
 
     # -- an iteration ------------------------------------------------------------------------------------------------
 
-    def begin_iteration(self, inputs: Sequence[torch.Tensor]) -> None:
-        """Forward is about to run on ``inputs``."""
-        self._logs[self.iteration].is_metered = self._metering.begin_iteration(self.iteration, inputs)
+    def begin_micro_batch(self, inputs: Sequence[torch.Tensor]) -> None:
+        """Forward is about to run on ``inputs``.  Raises ScheduleError if gradients were changed since the last one."""
+        if self.is_between_iterations:
+            self._logs[self.iteration].is_metered = self._metering.begin_iteration(self.iteration, inputs)
+        else:
+            self._placed.check_gradients()
+            self._metering.begin_micro_batch(inputs)
+        self._left.clear()
 
     def begin(self, kind: TaskKind, section: Section) -> None:
         """The walker's announcement: the running compute task ends and the next one begins."""
@@ -97,7 +117,7 @@ class ComputeLane:
         try:
             self._run_on(TaskKind.DEVICE_ADAM, None)
             with torch.profiler.record_function("protwin::device_adam"):
-                self._placed.step_on_device()
+                self._placed.step_on_device(self._lanes.scale_of(self.iteration))
             self._placed.drop_gradients()
             self._finish_running()
             log = self._logs.pop(self.iteration)
@@ -129,6 +149,8 @@ class ComputeLane:
             self._lanes.check()
             for mark in self._lanes.marks_before(task, self.iteration):
                 self._device.wait_event(mark.wait())
+            if kind is TaskKind.BACKWARD and isinstance(section, int) and section in self._swapping:
+                self._swapping[section].arrive()
             self._metering.begin_task(task)
         except BaseException as error:
             self.failed(error)
@@ -150,11 +172,12 @@ class ComputeLane:
             if buffer.content is Content.PARAMETERS:
                 assert buffer.chunk is not None
                 self._placed.chunks[buffer.chunk].release()
-        leaving: list[torch.Tensor] = []
+        leaving: dict[Content, list[torch.Tensor]] = {}
         for offload in self._leaving.get(task.id, ()):
-            assert offload.chunk is not None
-            leaving += self._lanes.send_gradients(self._placed.chunks[offload.chunk], self.iteration)
-            self._left.add(offload.chunk)
+            content = Content.GRADIENTS if offload.chunk is not None else Content.SWAPPED
+            leaving.setdefault(content, []).extend(self._lanes.send(offload, self.iteration))
+            if offload.chunk is not None:
+                self._left.add(offload.chunk)
         self._metering.end_task(task, leaving, self._placed.gradients)
         self._lanes.mark(self.iteration, task.id).set(self._device.record_event())
         self._running = None

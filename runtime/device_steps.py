@@ -53,9 +53,9 @@ class DeviceStep:
         self._is_last = is_last
         """Whether the gradients are not needed afterwards."""
 
-    def run(self) -> None:
-        """Step, and drop the gradients that nothing needs any more."""
-        self.optimizer.step([self._gradient(parameter) for parameter in self.parameters])
+    def run(self, *, factor: torch.Tensor | None = None) -> None:
+        """Step with the gradients, times ``factor``, and drop those that nothing needs any more."""
+        self.optimizer.step([self._gradient(parameter) for parameter in self.parameters], factor=factor)
         if self._is_last:
             for parameter in self.parameters:
                 parameter.grad = None

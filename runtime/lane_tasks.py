@@ -6,7 +6,7 @@ task starts when what it waits for has ended, exactly as in the simulator.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
@@ -16,13 +16,21 @@ from .chunks import DeviceChunk
 from .devices import TrainingDevice
 from .lanes import Cancelled, Mark, Span, WorkerLane
 from .placed_model import PlacedModel
+from .swapping import SwappedBlock
 from .tensors import storage_bytes
 
 
 class LaneTasks:
     """Runs a schedule's transfers and CPU Adam, iteration after iteration, and counts what they move."""
 
-    def __init__(self, schedule: Schedule, placed: PlacedModel, device: TrainingDevice) -> None:
+    def __init__(
+        self,
+        schedule: Schedule,
+        placed: PlacedModel,
+        device: TrainingDevice,
+        swapping: Mapping[int, SwappedBlock],
+        max_gradient_norm: float | None,
+    ) -> None:
         self.bytes_host_to_device = 0
         self.bytes_device_to_host = 0
         self.num_gathers = 0
@@ -31,10 +39,16 @@ class LaneTasks:
         self._placed = placed
         self._device = device
         self._marks: dict[tuple[int, TaskId], Mark] = {}
-        self._outgoing: dict[tuple[int, int], list[torch.Tensor | None]] = {}
-        """Gradients on their way, by iteration and chunk."""
+        self._swapping = swapping
+        self._max_gradient_norm = max_gradient_norm
+        self._outgoing: dict[tuple[int, int, int], list[torch.Tensor | None]] = {}
+        """Gradients on their way, by iteration, micro-batch and chunk."""
+        self._arrived: dict[tuple[int, int, int], list[bool]] = {}
+        """For which parameters of a chunk a later micro-batch had a gradient."""
         self._present: dict[tuple[int, int], list[bool]] = {}
-        """For which parameters of a chunk there was a gradient."""
+        """For which parameters of a chunk there was a gradient in any micro-batch, by iteration and chunk."""
+        self._scales: dict[int, torch.Tensor] = {}
+        """What the gradients of an iteration are multiplied by, so that their norm keeps to its limit."""
         self._lanes: dict[Lane, WorkerLane] = {}
         try:
             for lane in Lane:
@@ -67,6 +81,7 @@ class LaneTasks:
             mark = self._marks.get((iteration, task.id))
             if mark is not None and mark.is_set:
                 del self._marks[iteration, task.id]
+        self._scales.pop(iteration, None)
 
     def drain(self, before: int) -> None:
         """Wait until every task of the iterations before ``before`` has ended.  Raises what one of them raised."""
@@ -93,45 +108,89 @@ class LaneTasks:
                 )
         return spans
 
-    def send_gradients(self, chunk: DeviceChunk, iteration: int) -> list[torch.Tensor]:
-        """Take a chunk's gradients off its parameters, before its offload may start; gives those that leave."""
-        gradients = self._outgoing[iteration, chunk.chunk.id] = chunk.detach_gradients()
+    def send(self, offload: Task, iteration: int) -> list[torch.Tensor]:
+        """What an offload will copy leaves its owner, before the offload may start; gives those tensors.
+
+        Gradients are taken off their parameters, saved activations off their block.
+        """
+        if offload.kind is TaskKind.ACTIVATION_OFFLOAD:
+            return self._swapped(offload).leave()
+        assert offload.chunk is not None
+        gradients = self._placed.chunks[offload.chunk].detach_gradients()
+        self._outgoing[iteration, offload.micro_batch, offload.chunk] = gradients
         return [gradient for gradient in gradients if gradient is not None]
 
+    def scale_of(self, iteration: int) -> torch.Tensor | None:
+        """What the gradients of an iteration are multiplied by before they are consumed; None if by nothing."""
+        return self._scales.get(iteration)
+
+    def _swapped(self, task: Task) -> SwappedBlock:
+        assert isinstance(task.section, int)
+        return self._swapping[task.section]
+
     def _work(self, task: Task, iteration: int) -> Callable[[], None]:
-        assert task.chunk is not None
-        chunk = self._placed.chunks[task.chunk]
-        if task.kind is TaskKind.GATHER:
-            return partial(self._gather, chunk)
-        if task.kind is TaskKind.GRADIENT_OFFLOAD:
-            return partial(self._offload, chunk, iteration)
-        assert task.kind is TaskKind.CPU_ADAM
-        return partial(self._cpu_adam, chunk, iteration)
+        work: Callable[[], None]
+        match task.kind:
+            case TaskKind.GRADIENT_NORM:
+                work = partial(self._norm, iteration)
+            case TaskKind.ACTIVATION_OFFLOAD:
+                work = partial(self._offload_activations, self._swapped(task))
+            case TaskKind.ACTIVATION_FETCH:
+                work = partial(self._fetch_activations, self._swapped(task))
+            case _:
+                assert task.chunk is not None
+                chunk = self._placed.chunks[task.chunk]
+                match task.kind:
+                    case TaskKind.GATHER:
+                        work = partial(self._gather, chunk)
+                    case TaskKind.GRADIENT_OFFLOAD:
+                        work = partial(self._offload, chunk, iteration, task.micro_batch)
+                    case TaskKind.GRADIENT_ACCUMULATE:
+                        work = partial(self._accumulate, chunk, iteration, task.micro_batch)
+                    case _:
+                        assert task.kind is TaskKind.CPU_ADAM
+                        work = partial(self._cpu_adam, chunk, iteration)
+        return partial(_labelled, f"protwin::{task.name}", work)
 
     def _gather(self, chunk: DeviceChunk) -> None:
-        with torch.profiler.record_function(f"protwin::gather chunk {chunk.chunk.id}"):
-            chunk.gather()
+        chunk.gather()
         self.bytes_host_to_device += chunk.chunk.size_bytes
         self.num_gathers += 1
 
-    def _offload(self, chunk: DeviceChunk, iteration: int) -> None:
-        key = (iteration, chunk.chunk.id)
-        with torch.profiler.record_function(f"protwin::gradient_offload chunk {chunk.chunk.id}"):
-            gradients = self._outgoing.pop(key)
-            size_bytes = storage_bytes(gradients)
-            try:
-                present = chunk.stage_gradients(gradients)
-            finally:
-                gradients.clear()
-                self._free(size_bytes)
-        self._present[key] = present
+    def _offload(self, chunk: DeviceChunk, iteration: int, micro_batch: int) -> None:
+        gradients = self._outgoing.pop((iteration, micro_batch, chunk.chunk.id))
+        size_bytes = storage_bytes(gradients)
+        try:
+            present = chunk.stage_gradients(gradients, is_first=micro_batch == 0)
+        finally:
+            gradients.clear()
+            self._free(size_bytes)
+        if micro_batch == 0:
+            self._present[iteration, chunk.chunk.id] = present
+        else:
+            self._arrived[iteration, micro_batch, chunk.chunk.id] = present
         self.bytes_device_to_host += chunk.moved_gradient_bytes(present)
+
+    def _accumulate(self, chunk: DeviceChunk, iteration: int, micro_batch: int) -> None:
+        key = (iteration, chunk.chunk.id)
+        arrived = self._arrived.pop((iteration, micro_batch, chunk.chunk.id))
+        self._present[key] = chunk.accumulate(self._present[key], arrived)
+
+    def _norm(self, iteration: int) -> None:
+        assert self._max_gradient_norm is not None
+        present = {chunk: there for (of, chunk), there in self._present.items() if of == iteration}
+        self._scales[iteration] = self._placed.scale_to_norm(self._max_gradient_norm, present)
 
     def _cpu_adam(self, chunk: DeviceChunk, iteration: int) -> None:
         present = self._present.pop((iteration, chunk.chunk.id))
-        with torch.profiler.record_function(f"protwin::cpu_adam chunk {chunk.chunk.id}"):
-            self._placed.step_on_host(chunk, present)
+        self._placed.step_on_host(chunk, present, scale=self.scale_of(iteration))
         self.num_cpu_adam_steps += 1
+
+    def _offload_activations(self, block: SwappedBlock) -> None:
+        self.bytes_device_to_host += block.offload()
+
+    def _fetch_activations(self, block: SwappedBlock) -> None:
+        self.bytes_host_to_device += block.fetch()
 
     # -- ending ------------------------------------------------------------------------------------------------------
 
@@ -145,10 +204,20 @@ class LaneTasks:
             lane.close()
         for gradients in self._outgoing.values():
             self._free(storage_bytes(gradients))
+        for block in self._swapping.values():
+            block.forget()
         self._marks.clear()
         self._outgoing.clear()
+        self._arrived.clear()
         self._present.clear()
+        self._scales.clear()
 
     def _free(self, size_bytes: int) -> None:
         if self._device.ledger is not None:
             self._device.ledger.free(size_bytes, Content.GRADIENTS)
+
+
+def _labelled(name: str, work: Callable[[], None]) -> None:
+    """Do the work under a name that PyTorch's profiler shows."""
+    with torch.profiler.record_function(name):
+        work()

@@ -106,10 +106,14 @@ class MemoryLedger:
 
     def adopt(self, tensors: Iterable[torch.Tensor], content: Content | None = None) -> int:
         """Count tensors that exist already (parameters, buffers, optimizer state, the batch).  Returns new bytes."""
+        found = list(tensors)
         with self._lock:
-            return sum(
-                self._register(tensor.untyped_storage(), _own_bytes(tensor), content=content) for tensor in tensors
+            new_bytes = sum(
+                self._register(tensor.untyped_storage(), _own_bytes(tensor), content=content) for tensor in found
             )
+            if content is not None:
+                self.label(found, content)
+            return new_bytes
 
     def label(self, tensors: Iterable[torch.Tensor], content: Content) -> None:
         """Say what watched storages hold."""

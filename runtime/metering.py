@@ -11,7 +11,7 @@ begins the claim is what was left of it, since chunks may be gathered into what 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -23,6 +23,7 @@ from .devices import TrainingDevice
 from .ledger import MemoryLedger
 from .recording import MeteredMemory
 
+Leaving = Mapping[Content, Sequence[torch.Tensor]]
 ListGradients = Callable[[], Iterable[torch.Tensor]]
 _METERED_ITERATIONS: Final = 3
 """Iterations that are watched for every new shape of the model's inputs."""
@@ -39,14 +40,18 @@ class Metering(ABC):
         """An iteration begins on ``inputs``; says whether watching it disturbs its timing."""
 
     @abstractmethod
+    def begin_micro_batch(self, inputs: Sequence[torch.Tensor]) -> None:
+        """A later micro-batch of the iteration begins on ``inputs``."""
+
+    @abstractmethod
     def begin_task(self, task: Task) -> None:
         """A compute task begins.  Raises the device's out-of-memory error if its claim does not fit."""
 
     @abstractmethod
-    def end_task(self, task: Task, leaving: Sequence[torch.Tensor], staying: ListGradients) -> None:
+    def end_task(self, task: Task, leaving: Leaving, staying: ListGradients) -> None:
         """The running compute task has ended.
 
-        Gradients ``leaving`` are on their way to the host; ``staying()`` are those that wait on the device.
+        ``leaving`` is on its way to the host; ``staying()`` are the gradients that wait on the device.
         """
 
     @abstractmethod
@@ -63,6 +68,10 @@ def metering_of(device: TrainingDevice, meter_every: int | None) -> Metering:
     if device.ledger is not None:
         return LedgerMetering(device.ledger, meter_every)
     return AllocatorMetering(device.torch_device)
+
+
+def _shapes_of(inputs: Sequence[torch.Tensor]) -> Hashable:
+    return tuple((tuple(tensor.shape), tensor.dtype) for tensor in inputs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +100,7 @@ class LedgerMetering(Metering):
 
     def begin_iteration(self, iteration: int, inputs: Sequence[torch.Tensor]) -> bool:
         """Start watching if the shapes are new, or it is time."""
-        self._shapes = tuple((tuple(tensor.shape), tensor.dtype) for tensor in inputs)
+        self._shapes = _shapes_of(inputs)
         seen = self._num_watched.get(self._shapes, 0)
         is_due = self._meter_every is not None and iteration % self._meter_every == 0
         if seen >= _METERED_ITERATIONS and not is_due:
@@ -106,6 +115,12 @@ class LedgerMetering(Metering):
         self._ledger.reset_peak()
         return True
 
+    def begin_micro_batch(self, inputs: Sequence[torch.Tensor]) -> None:
+        """Claims go by the shapes of its own inputs."""
+        self._shapes = _shapes_of(inputs)
+        if self._is_watching:
+            self._ledger.adopt(inputs, Content.RESIDENT)
+
     def begin_task(self, task: Task) -> None:
         """Watched: begin a stretch.  Otherwise: claim what the task held when it was watched."""
         self._ledger.doing = f"running {task.name}"
@@ -115,23 +130,32 @@ class LedgerMetering(Metering):
         else:
             self._ledger.claim(self._claim_of(task).during_bytes)
 
-    def end_task(self, task: Task, leaving: Sequence[torch.Tensor], staying: ListGradients) -> None:
+    def end_task(self, task: Task, leaving: Leaving, staying: ListGradients) -> None:
         """Watched: what the task held beyond named allocations is its claim from now on.
 
-        Leaving gradients become named allocations, which their offload frees: how long they stay differs from one
-        iteration to the next.
+        What leaves becomes a named allocation, which its offload frees: how long it stays differs from one iteration
+        to the next.
         """
         if self._is_watching:
-            self._ledger.make_named(leaving, Content.GRADIENTS)
+            self._name(leaving)
             self._ledger.label(staying(), Content.GRADIENTS)
             claim = _Claim(self._ledger.watched_peak_bytes, self._ledger.watched_bytes)
             self._claims.setdefault(self._shapes, {})[task.id] = claim
         else:
             self._ledger.claim(self._claim_of(task).after_bytes)
-            self._ledger.make_named(leaving, Content.GRADIENTS)
+            self._name(leaving)
+
+    def _name(self, leaving: Leaving) -> None:
+        for content, tensors in leaving.items():
+            self._ledger.make_named(tensors, content)
 
     def _claim_of(self, task: Task) -> _Claim:
-        return self._claims.get(self._shapes, {}).get(task.id, _Claim(0, 0))
+        """Of shapes that nobody has watched in this place, the largest of the others."""
+        found = self._claims.get(self._shapes, {}).get(task.id)
+        if found is None:
+            others = [claims[task.id] for claims in self._claims.values() if task.id in claims]
+            found = max(others, key=lambda claim: claim.during_bytes, default=_Claim(0, 0))
+        return found
 
     def end_iteration(self) -> MeteredMemory | None:
         """The watched iteration's curve and peak."""
@@ -177,10 +201,13 @@ class AllocatorMetering(Metering):
         torch.cuda.reset_peak_memory_stats(self._device)
         return False
 
+    def begin_micro_batch(self, inputs: Sequence[torch.Tensor]) -> None:
+        """Nothing to do."""
+
     def begin_task(self, task: Task) -> None:
         """Nothing to do: the allocator enforces its own limit."""
 
-    def end_task(self, task: Task, leaving: Sequence[torch.Tensor], staying: ListGradients) -> None:
+    def end_task(self, task: Task, leaving: Leaving, staying: ListGradients) -> None:
         """Nothing to do."""
 
     def end_iteration(self) -> MeteredMemory | None:

@@ -16,7 +16,8 @@ from .batches import Batch, Loss, batch_tensors, loss_of
 from .blocks import NamedBlock
 from .ledger import MemoryLedger
 from .operations import OperationTally, describe_operation
-from .tensors import tensors_in
+from .swapping import SavedActivations
+from .tensors import storage_bytes, tensors_in
 from .walk import SectionWalker
 
 PhaseKey = tuple[TaskKind, Section]
@@ -38,6 +39,9 @@ class Observation:
     levels: list[int] = field(default_factory=list)
     tally: OperationTally = field(default_factory=OperationTally)
     output_bytes: int = 0
+    swappable_bytes: int = 0
+    gradient_bytes: int = 0
+    """Of parameters that had none when it began."""
 
     def curve(self) -> tuple[tuple[float, int], ...]:
         """The section's levels as at most ``_CURVE_STRETCHES`` stretches, each with its highest level."""
@@ -65,8 +69,9 @@ class _Observer:
     of a block holds until the block has returned, its input above all, goes with the block.
     """
 
-    def __init__(self, ledger: MemoryLedger) -> None:
+    def __init__(self, ledger: MemoryLedger, model: nn.Module) -> None:
         self._ledger = ledger
+        self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.sections: dict[PhaseKey, Observation] = {}
         self._current: Observation | None = None
         self._next: PhaseKey | None = None
@@ -92,11 +97,16 @@ class _Observer:
         if key is not None:
             self._end()
             self._current = self.sections[key] = Observation(self._ledger.watched_bytes)
+            self._current.gradient_bytes = -self._gradient_bytes()
 
     def _end(self) -> None:
         current, self._current = self._current, None
         if current is not None:
             current.end_bytes = self._ledger.watched_bytes
+            current.gradient_bytes += self._gradient_bytes()
+
+    def _gradient_bytes(self) -> int:
+        return storage_bytes(parameter.grad for parameter in self._parameters)
 
     def _operation(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         current = self._current
@@ -126,14 +136,18 @@ def observe_sections(
     """
     ledger = MemoryLedger()
     ledger.adopt([*model.parameters(), *model.buffers(), *batch_tensors(batch).values()])
-    observer = _Observer(ledger)
-    walker = SectionWalker(model, blocks, [mode] * len(blocks), observer)
+    observer = _Observer(ledger, model)
+    saving = {index: SavedActivations(model) for index in range(len(blocks)) if mode is ActivationMode.KEEP}
+    modes = [ActivationMode.SWAP if index in saving else mode for index in range(len(blocks))]
+    walker = SectionWalker(model, blocks, modes, observer, saving)
     outputs = _OutputSizes(blocks)
+    swappable: dict[int, int] = {}
     try:
         for _ in range(passes):
             observer.restart()
             with ledger.metering():
                 value = loss_of(model, batch, loss)
+                swappable = {index: saved.stay() for index, saved in saving.items()}
                 value.backward()  # type: ignore[no-untyped-call]
                 del value
             for parameter in model.parameters():
@@ -147,6 +161,8 @@ def observe_sections(
         if observation is None:
             raise WorkloadError(f"block {blocks[index].name} did not run in the model's forward. Name other blocks.")
         observation.output_bytes = size_bytes
+        if index in swappable:
+            observation.swappable_bytes = swappable[index]
     return observer.sections
 
 

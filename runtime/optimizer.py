@@ -55,12 +55,19 @@ class ChunkOptimizer:
         self._num_steps = 0
         self._latest: GroupOptions | None = None
 
-    def step(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """One step; a weight whose gradient is None is left alone."""
+    def step(self, gradients: Sequence[torch.Tensor | None], *, factor: torch.Tensor | None = None) -> None:
+        """One step; a weight whose gradient is None is left alone.
+
+        ``factor`` is what gradients are multiplied by, in the type of the weights; if it is NaN, no weight is stepped.
+        """
         self._take_options()
+        if factor is not None and factor.isnan():
+            return
         with torch.no_grad():
             for weight, gradient in zip(self._weights, gradients, strict=True):
                 weight.grad = gradient if gradient is None or gradient.dtype == weight.dtype else gradient.float()
+                if factor is not None and weight.grad is not None:
+                    weight.grad.mul_(factor)
             self.optimizer.step()
             for weight, target, gradient in zip(self._weights, self._targets, gradients, strict=True):
                 weight.grad = None

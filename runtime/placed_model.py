@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
@@ -33,6 +33,7 @@ class PlacedModel:
         make_optimizer: MakeOptimizer,
         device: TrainingDevice,
         check_gradients: bool = True,
+        micro_batches: int = 1,
     ) -> None:
         """Move every parameter into its chunk.  ``check_gradients``: refuse to step with gradients that are not finite.
 
@@ -40,11 +41,13 @@ class PlacedModel:
         has ordinary parameters.
         """
         self._device = device
-        self._check_gradients = check_gradients
+        self._is_checking = check_gradients
         self.chunks: list[DeviceChunk] = []
         self._host_optimizers: dict[int, ChunkOptimizer] = {}
         self._device_steps: list[DeviceStep] = []
         self._watch = GradientWatch(device.ledger)
+        self._labels = {id(p): options.label_of(p) for p in model.parameters()}
+        self._in_order = [parameter for parameter in model.parameters() if parameter.requires_grad]
         parameters = dict(model.named_parameters(remove_duplicate=False))
         persistent = layout.persistent(n_persist)
         try:
@@ -52,7 +55,14 @@ class PlacedModel:
                 for chunk in layout.chunks:
                     specs = [workload.parameters[placed.index] for placed in chunk.parameters]
                     members = [parameters[spec.name] for spec in specs]
-                    made = DeviceChunk(chunk, specs, members, device, is_persistent=chunk.id in persistent)
+                    made = DeviceChunk(
+                        chunk,
+                        specs,
+                        members,
+                        device,
+                        is_persistent=chunk.id in persistent,
+                        has_arrivals=micro_batches > 1,
+                    )
                     self.chunks.append(made)
                     self._make_optimizers(made, options, make_optimizer)
         except BaseException:
@@ -78,15 +88,17 @@ class PlacedModel:
 
     # -- stepping ----------------------------------------------------------------------------------------------------
 
-    def step_on_device(self) -> None:
-        """Step the persistent chunks with the gradients that their parameters hold, and drop these.
+    def step_on_device(self, scale: torch.Tensor | None = None) -> None:
+        """Step the persistent chunks with the gradients that their parameters hold, times ``scale``, and drop these.
 
         Raises, with nothing stepped, ScheduleError if these were changed since ``watch_gradients``, and
         NonFiniteGradientError if one of them is not finite.
         """
-        self._watch.check()
-        self._watch.end()
-        if self._check_gradients:
+        self.check_gradients()
+        if scale is not None:
+            for gradient in self.gradients():
+                gradient.mul_(scale.to(gradient.device))
+        if self._is_checking:
             refuse_non_finite(*self._waiting_gradients())
         for step in self._device_steps:
             step.run()
@@ -106,16 +118,44 @@ class PlacedModel:
         on_host = [(stepper, self.chunks[chunk].trainable, None) for chunk, stepper in self._host_optimizers.items()]
         return [*on_host, *((step.optimizer, step.parameters, step.stretch) for step in self._device_steps)]
 
-    def step_on_host(self, chunk: DeviceChunk, present: Sequence[bool]) -> None:
-        """Step an offloaded chunk with its staged gradients; ``present`` says for which parameters there was one.
+    def step_on_host(self, chunk: DeviceChunk, present: Sequence[bool], *, scale: torch.Tensor | None = None) -> None:
+        """Step an offloaded chunk with its staged gradients, times ``scale``.
+
+        ``present`` says for which parameters there was one.
 
         Raises NonFiniteGradientError if one of them is not finite.
         """
         gradients = [staged if there else None for staged, there in zip(chunk.staged, present, strict=True)]
+        if scale is not None:
+            for gradient in gradients:
+                if gradient is not None:
+                    gradient.mul_(scale)
         optimizer = self._host_optimizers[chunk.chunk.id]
-        if self._check_gradients:
+        if self._is_checking:
             refuse_non_finite(gradients, optimizer.labels)
         optimizer.step(gradients)
+
+    def scale_to_norm(self, max_norm: float, present: Mapping[int, Sequence[bool]]) -> torch.Tensor:
+        """What all gradients must be multiplied by for their norm to be at most ``max_norm``; a scalar, at most 1.
+
+        ``present`` says for which parameters of each offloaded chunk there is one.  The same operations in the same
+        order as ``torch.nn.utils.clip_grad_norm_`` over all parameters.  Raises NonFiniteGradientError if gradients
+        are to be checked and one of them is not finite, with nothing stepped.
+        """
+        staged = {
+            id(parameter): gradient
+            for chunk, there in present.items()
+            for parameter, gradient, is_there in zip(
+                self.chunks[chunk].trainable, self.chunks[chunk].staged, there, strict=True
+            )
+            if is_there
+        }
+        found = [(p, staged.get(id(p), p.grad)) for p in self._in_order]
+        gradients = [gradient for _, gradient in found if gradient is not None]
+        norm = torch.nn.utils.get_total_norm(gradients).cpu()
+        if self._is_checking and not norm.isfinite():
+            refuse_non_finite(gradients, [self._labels[id(p)] for p, gradient in found if gradient is not None])
+        return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
 
     def _waiting_gradients(self) -> tuple[list[torch.Tensor | None], list[str]]:
         """The gradients that device Adam consumes, and whose they are; each once, however many steps consume it."""
@@ -143,6 +183,11 @@ class PlacedModel:
         """Raise ScheduleError if a parameter was taken out of its chunk, frozen or thawed."""
         for chunk in self.chunks:
             chunk.check_parameters()
+
+    def check_gradients(self) -> None:
+        """Raise ScheduleError if gradients were changed since ``watch_gradients``."""
+        self._watch.check()
+        self._watch.end()
 
     def watch_gradients(self) -> None:
         """Note the gradients that wait for device Adam, if those of other chunks have left already."""

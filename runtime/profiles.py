@@ -35,6 +35,7 @@ class Assembly:
         return Phase(
             operations=observation.tally.operations(),
             net_bytes=observation.end_bytes - observation.start_bytes,
+            gradient_bytes=max(0, observation.gradient_bytes),
             curve=observation.curve(),
             measured_s=self._seconds[mode].get((kind, section)),
         )
@@ -71,6 +72,7 @@ class Assembly:
             checkpoint_forward=self.phase(again, TaskKind.FORWARD, section),
             recompute=self.phase(again, TaskKind.RECOMPUTE, section),
             checkpoint_backward=self.phase(again, TaskKind.BACKWARD, section),
+            swappable_bytes=self._observed[keep][TaskKind.FORWARD, section].swappable_bytes,
         )
 
 

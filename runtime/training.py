@@ -39,6 +39,7 @@ from .optimizer_facade import TrainingOptimizer
 from .placed_model import PlacedModel
 from .recording import Recorder
 from .snapshot import without_cache
+from .swapping import SwappedBlock
 from .tensors import tensors_in
 from .walk import SectionWalker
 
@@ -151,6 +152,7 @@ class Training:
                 make_optimizer=optimizer,
                 device=device,
                 check_gradients=check_gradients,
+                micro_batches=plan.micro_batches,
             )
             undo.callback(self._placed.move_out)
             self.optimizer = TrainingOptimizer(
@@ -163,16 +165,26 @@ class Training:
             self._state = CheckpointState(
                 model, workload, self._placed, self.optimizer, device, configuration=configuration
             )
+            undo.callback(self.__dict__.pop, "_state", None)
             undo.enter_context(refusing_access(model))
-            self._lanes = LaneTasks(self.schedule, self._placed, device)
+            swapping = self._swapped_blocks()
+            self._lanes = LaneTasks(self.schedule, self._placed, device, swapping, plan.max_gradient_norm)
             undo.callback(self._lanes.close)
-            self._compute = ComputeLane(self.schedule, self._placed, self._lanes, self._metering, device)
-            walker = SectionWalker(model, blocks, plan.modes(workload.num_blocks), self._compute)
+            self._compute = ComputeLane(self.schedule, self._placed, self._lanes, self._metering, device, swapping)
+            walker = SectionWalker(model, blocks, plan.modes(workload.num_blocks), self._compute, swapping)
             undo.callback(walker.remove)
             for handle in self._hooks():
                 undo.callback(handle.remove)
             undo.callback(self._metering.stop)
             self._undo = undo.pop_all()
+
+    def _swapped_blocks(self) -> dict[int, SwappedBlock]:
+        """The blocks whose saved activations travel, with room on the host for them."""
+        return {
+            buffer.section: SwappedBlock(self.model, buffer.section, buffer.size_bytes, self.device)
+            for buffer in self.schedule.buffers
+            if buffer.content is Content.SWAPPED and buffer.is_static and isinstance(buffer.section, int)
+        }
 
     def _hooks(self) -> list[Any]:
         enter = self.model.register_forward_pre_hook(self._enter_model, prepend=True, with_kwargs=True)
@@ -207,10 +219,14 @@ class Training:
                 "Evaluate after close(), and carry the plan out again."
             )
         self._check_usable()
-        if not self._compute.is_between_iterations:
+        if not self._compute.is_before_forward:
+            per_step = (
+                f"{self.plan.micro_batches} times forward and backward" if self.plan.micro_batches > 1 else "both"
+            )
             raise ScheduleError(
-                f"forward began before the last iteration was complete: it is at {self._compute.task_at_hand.name}. "
-                f"Call loss.backward() and then step(), once each per forward."
+                f"forward began before the last one was complete: the iteration is at "
+                f"{self._compute.task_at_hand.name}. Call loss.backward() after every forward, and step() after "
+                f"{per_step} (micro_batches = {self.plan.micro_batches})."
             )
         if any(getattr(block, "gradient_checkpointing", False) is True for block in self._checkpointable):
             raise ScheduleError(
@@ -222,7 +238,7 @@ class Training:
         torch.clear_autocast_cache()
         if self._compute.is_between_iterations:
             self.optimizer.begin_iteration()
-        self._compute.begin_iteration(list(tensors_in((args, kwargs))))
+        self._compute.begin_micro_batch(list(tensors_in((args, kwargs))))
 
     def step(self) -> None:
         """Step the persistent chunks and end the iteration; the others are stepped by CPU Adam meanwhile.
@@ -237,6 +253,12 @@ class Training:
         self._check_usable()
         if self._compute.is_between_iterations:
             raise ScheduleError("step() without a forward. Call the model and loss.backward() first.")
+        if self._compute.is_before_forward:
+            done = self._compute.task_at_hand.micro_batch
+            raise ScheduleError(
+                f"step() after {done} of {self.plan.micro_batches} micro-batches. Call the model and loss.backward() "
+                f"for each of them first, or change micro_batches of the plan."
+            )
         if not self._compute.is_backward_done:
             raise ScheduleError(
                 f"step() before backward has ended: the iteration is at {self._compute.task_at_hand.name}. Call "

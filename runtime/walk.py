@@ -15,7 +15,7 @@ nothing before it needs gradients, is announced where its place is, so that a wa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
@@ -42,8 +42,18 @@ class SectionListener(Protocol):
         """Backward has ended."""
 
 
+class RunsForward(Protocol):
+    """What runs a block's forward its own way."""
+
+    def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """``forward(*args, **kwargs)``."""
+
+
 class SectionWalker:
-    """Hooks on one model; ``remove`` takes all of them off again."""
+    """Hooks on one model; ``remove`` takes all of them off again.
+
+    ``swapping`` runs the forwards of blocks in mode SWAP.
+    """
 
     def __init__(
         self,
@@ -51,6 +61,7 @@ class SectionWalker:
         blocks: Sequence[NamedBlock],
         modes: Sequence[ActivationMode],
         listener: SectionListener,
+        swapping: Mapping[int, RunsForward] | None = None,
     ) -> None:
         self._listener = listener
         self._modes = tuple(modes)
@@ -69,6 +80,8 @@ class SectionWalker:
             self._handles.append(block.module.register_forward_hook(leave))
             if self._modes[index] is ActivationMode.CHECKPOINT:
                 self._checkpoint(block.module, BlockId(index))
+            elif swapping is not None and index in swapping:
+                self._swap(block.module, swapping[index])
         self._program = self._backward_program()
 
     def remove(self) -> None:
@@ -205,6 +218,17 @@ class SectionWalker:
             if not torch.is_grad_enabled():
                 return original(*args, **kwargs)
             return checkpoint(original, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+
+        module.forward = forward
+
+    def _swap(self, module: nn.Module, block: RunsForward) -> None:
+        original = module.forward
+        self._wrapped.append((module, original))
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return original(*args, **kwargs)
+            return block.run(original, args, kwargs)
 
         module.forward = forward
 

@@ -151,6 +151,7 @@ class Case:
     has_loss: bool = True
     """Whether the model gives its own loss."""
     make_optimizer: Callable[[list[dict[str, Any]]], torch.optim.Optimizer] = field(default=adamw)
+    _plain: dict[tuple[int, float | None], PlainResult] = field(default_factory=dict)
 
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """The scalar that training minimises."""
@@ -174,21 +175,39 @@ class Case:
     @cached_property
     def plain(self) -> PlainResult:
         """The loop that everybody writes, on a model of its own."""
+        return self.plain_with(1, None)
+
+    def steps(self, micro_batches: int) -> list[Sequence[Batch]]:
+        """The batches of as many steps as there are batches, each on ``micro_batches`` of them."""
+        row = [*self.batches] * micro_batches
+        return [row[begin : begin + micro_batches] for begin in range(0, len(row), micro_batches)]
+
+    def plain_with(self, micro_batches: int, max_norm: float | None) -> PlainResult:
+        """The loop with gradients of several micro-batches added up, and their norm limited."""
+        key = (micro_batches, max_norm)
+        if key not in self._plain:
+            self._plain[key] = self._train(micro_batches, max_norm)
+        return self._plain[key]
+
+    def _train(self, micro_batches: int, max_norm: float | None) -> PlainResult:
         model = self.build()
         masters = Masters(model)
         optimizer = self.make_optimizer(masters.groups(self.groups(model)))
-        losses, weights = [], [snapshot(model)]
+        losses, weights, norms = [], [snapshot(model)], []
         torch.manual_seed(SEED)
-        for batch in self.batches:
-            loss = self.loss(model, batch)
-            loss.backward()
+        for batches in self.steps(micro_batches):
+            for batch in batches:
+                loss = self.loss(model, batch)
+                loss.backward()
+                losses.append(loss.item())
+            if max_norm is not None:
+                norms.append(nn.utils.clip_grad_norm_(model.parameters(), max_norm).item())
             masters.take_gradients()
             optimizer.step()
             optimizer.zero_grad()
             masters.give_weights()
-            losses.append(loss.item())
             weights.append(snapshot(model))
-        return PlainResult(losses, weights)
+        return PlainResult(losses, weights, norms)
 
 
 class Masters:
@@ -224,6 +243,8 @@ class PlainResult:
     losses: list[float]
     weights: list[dict[str, torch.Tensor]]
     """The state of the model before the first step and after every step."""
+    norms: list[float] = field(default_factory=list)
+    """Of all gradients before they were limited, if they were."""
 
 
 def snapshot(model: nn.Module) -> dict[str, torch.Tensor]:

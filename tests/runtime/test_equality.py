@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from protwin.runtime import carry_out, device_steps
 from protwin.shared.layout import Layout, build_layout
-from protwin.shared.plan import Plan
+from protwin.shared.plan import ActivationMode, Plan
 from tests.runtime.models import SEED, Case, cases, differences
 from tests.strategies import plans
 
@@ -26,18 +26,20 @@ def trained(case: Case, plan: Plan) -> tuple[list[float], list[str], dict[str, i
         model, plan, case.workload, optimizer=case.make_optimizer, parameter_groups=case.groups(model)
     ) as training:
         torch.manual_seed(SEED)
-        for batch in case.batches:
-            loss = case.loss(model, batch)
-            loss.backward()
+        for batches in case.steps(plan.micro_batches):
+            for batch in batches:
+                loss = case.loss(model, batch)
+                loss.backward()
+                losses.append(loss.item())
             training.step()
-            losses.append(loss.item())
     counted = {
         "gathers": training.num_gathers,
-        "gathered bytes": training.bytes_host_to_device,
-        "gradient bytes": training.bytes_device_to_host,
+        "to device": training.bytes_host_to_device,
+        "to host": training.bytes_device_to_host,
         "cpu adam": training.num_cpu_adam_steps,
     }
-    return losses, differences(model, case.plain.weights[-1]), counted
+    plain = case.plain_with(plan.micro_batches, plan.max_gradient_norm)
+    return losses, differences(model, plain.weights[-1]), counted
 
 
 def check_counts(case: Case, plan: Plan, counted: dict[str, int]) -> None:
@@ -47,12 +49,18 @@ def check_counts(case: Case, plan: Plan, counted: dict[str, int]) -> None:
     offloaded = [chunk for chunk in layout.chunks[plan.n_persist :] if chunk.blocks]
     trainable = [chunk for chunk in offloaded if chunk.is_trainable]
     steps = len(case.batches)
+    swapped_bytes = sum(
+        workload.profile_of(block).swappable_bytes
+        for block, mode in enumerate(plan.modes(workload.num_blocks))
+        if mode is ActivationMode.SWAP
+    )
     members = [workload.parameters[placed.index] for chunk in trainable for placed in chunk.parameters]
     has_gradient = [p for p in members if p.trainable and not p.name.endswith("unused")]
     assert counted["cpu adam"] == steps * len(trainable)
-    assert counted["gradient bytes"] == steps * sum(p.size_bytes for p in has_gradient)
+    forwards = steps * plan.micro_batches
+    assert counted["to host"] == forwards * (sum(p.size_bytes for p in has_gradient) + swapped_bytes)
     assert counted["gathers"] >= steps * len(offloaded)
-    assert counted["gathered bytes"] >= steps * sum(chunk.size_bytes for chunk in offloaded)
+    assert counted["to device"] >= steps * sum(chunk.size_bytes for chunk in offloaded) + forwards * swapped_bytes
 
 
 @pytest.mark.slow
@@ -63,7 +71,7 @@ def test_random_plans_equal_the_plain_loop(name: str, data: st.DataObject) -> No
     case = cases()[name]
     plan = data.draw(plans(case.workload).map(first))
     losses, different, counted = trained(case, plan)
-    assert losses == case.plain.losses
+    assert losses == case.plain_with(plan.micro_batches, plan.max_gradient_norm).losses
     assert different == []
     check_counts(case, plan, counted)
 

@@ -54,8 +54,9 @@ def measured_bytes(case: Case, plan: Plan, device: CpuDevice) -> int:
         parameter_groups=case.groups(model),
         device=device,
     ) as training:
-        for batch in copies(case.batches):
-            case.loss(model, batch).backward()
+        for batches in case.steps(plan.micro_batches):
+            for batch in copies(batches):
+                case.loss(model, batch).backward()
             training.step()
     assert device.ledger.named_bytes == 0
     del batch

@@ -94,10 +94,12 @@ def hand_made(model: Workload, chosen: Plan, hardware: Hardware, contention: Con
 
 @st.composite
 def cases(draw: DrawFn) -> Case:
-    """Plans under the placement rule, with and without contention, measured and modelled."""
+    """Plans of the space that is searched, with and without contention, measured and modelled."""
     model = draw(workloads(measured=None))
     chosen, layout = draw(plans(model))
-    chosen = chosen.model_copy(update={"activation_modes": None})
+    chosen = chosen.model_copy(
+        update={"activation_modes": None, "n_swap": 0, "micro_batches": 1, "max_gradient_norm": None}
+    )
     box, calibration = draw(hardware()), draw(st.none() | calibrations())
     costs = CostModel(box, calibration, use_measured=draw(st.booleans()))
     contention = draw(st.sampled_from([ContentionModel.of(box, calibration), ContentionModel.none()]))

@@ -1,0 +1,240 @@
+"""Saved activations of one block on their way to the host and back.
+
+[Note: What travels]
+Within a block's forward, autograd hands every tensor that it saves to ``pack``.  What travels are the storages that the
+block itself made: not parameters and buffers, not what it was given, not what it hands on, and nothing so small that a
+copy costs more than its memory.  Autograd keeps a handle instead of such a tensor; ``unpack`` makes the tensor anew, as
+a view of the storage that has come back, so strides and shared storages stay what they were.  Each storage that has
+come back goes when the last operation that saved a part of it has run backward, as it would have gone without the trip.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from ..shared.errors import ScheduleError
+from ..shared.schedule import Content
+from .devices import TrainingDevice
+from .tensors import tensors_in
+
+SMALLEST_BYTES: Final = 512
+"""Storages below this stay."""
+
+
+class SavedStorage:
+    """A storage that autograd saved at least a part of."""
+
+    __slots__ = ("is_kept", "returned", "size_bytes", "source", "versions")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.source: torch.Tensor | None = tensor.detach()
+        """Keeps the storage until it has been copied to the host."""
+        self.size_bytes = tensor.untyped_storage().nbytes()
+        self.versions: set[int] = set()
+        """Of its tensors, when they were saved."""
+        self.is_kept = True
+        """Whether it stays on the device."""
+        self.returned: torch.Tensor | None = None
+        """Its bytes, when they have come back."""
+
+
+class SavedTensor:
+    """What autograd holds in place of a tensor."""
+
+    __slots__ = ("dtype", "of", "offset", "shape", "stride", "version")
+
+    def __init__(self, of: SavedStorage, tensor: torch.Tensor) -> None:
+        self.of = of
+        self.dtype = tensor.dtype
+        self.shape = tensor.shape
+        self.stride = tensor.stride()
+        self.offset = tensor.storage_offset()
+        self.version = tensor._version
+        of.versions.add(self.version)
+
+    def tensor(self) -> torch.Tensor:
+        """The tensor as it was saved."""
+        holder = self.of.source if self.of.is_kept else self.of.returned
+        if holder is None:
+            raise ScheduleError(
+                "backward needs activations that have not come back from the host: it runs in another order than the "
+                "schedule. Call backward() once, on the loss of the whole model."
+            )
+        if self.of.is_kept and holder._version != self.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation"
+            )
+        made = torch.empty(0, dtype=self.dtype, device=holder.device)
+        return made.set_(holder.untyped_storage(), self.offset, self.shape, self.stride)
+
+
+class SavedActivations:
+    """Collects what one block saves while its forward runs."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._of_model = {
+            tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers()) if not _is_odd(tensor)
+        }
+        self._given: set[int] = set()
+        self._found: dict[int, SavedStorage] = {}
+
+    def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The block's forward, with autograd's saving watched."""
+        self._given = {t.untyped_storage()._cdata for t in tensors_in((args, kwargs)) if not _is_odd(t)}
+        self._found.clear()
+        with saved_tensors_hooks(self._pack, _unpack):
+            output = forward(*args, **kwargs)
+        handed_on = {t.untyped_storage()._cdata for t in tensors_in(output) if not _is_odd(t)}
+        for key, saved in self._found.items():
+            assert saved.source is not None
+            is_small = saved.size_bytes < SMALLEST_BYTES
+            # What was changed after it was saved stays, for backward to say so.
+            saved.is_kept = is_small or key in handed_on or saved.versions != {saved.source._version}
+        return output
+
+    def take(self) -> list[SavedStorage]:
+        """The storages that may travel, in the order in which they were saved; they are handed over."""
+        found = [saved for saved in self._found.values() if not saved.is_kept]
+        self._found.clear()
+        return found
+
+    def stay(self) -> int:
+        """Nothing travels; gives the bytes that might have."""
+        found = self.take()
+        for saved in found:
+            saved.is_kept = True
+        return sum(saved.size_bytes for saved in found)
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        if _is_odd(tensor):
+            return tensor
+        key = tensor.untyped_storage()._cdata
+        if key in self._of_model or key in self._given:
+            return tensor
+        saved = self._found.get(key)
+        if saved is None:
+            saved = self._found[key] = SavedStorage(tensor)
+        return SavedTensor(saved, tensor)
+
+
+class SwappedBlock:
+    """A block in mode SWAP: its saved activations, and their home on the host.
+
+    One micro-batch at a time: its backward has run before the next one's forward begins.
+    """
+
+    def __init__(self, model: nn.Module, block: int, size_bytes: int, device: TrainingDevice) -> None:
+        self._saving = SavedActivations(model)
+        self._name = f"activations of block {block}"
+        self._device = device
+        self._home = device.host_buffer(size_bytes)
+        self._travelling: list[SavedStorage] = []
+        self._out_bytes = 0
+        self._back_bytes = 0
+
+    def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The block's forward."""
+        self.forget()
+        return self._saving.run(forward, args, kwargs)
+
+    # -- out ---------------------------------------------------------------------------------------------------------
+
+    def leave(self) -> list[torch.Tensor]:
+        """Forward has ended; gives what is about to leave.  What does not fit into its home stays on the device.
+
+        Shapes that differ from the traced ones may save more than the schedule has room for.
+        """
+        room = self._home.numel()
+        for saved in self._saving.take():
+            saved.is_kept = saved.size_bytes > room
+            if not saved.is_kept:
+                room -= saved.size_bytes
+                self._travelling.append(saved)
+        self._out_bytes = sum(saved.size_bytes for saved in self._travelling)
+        return [saved.source for saved in self._travelling if saved.source is not None]
+
+    def offload(self) -> int:
+        """Copy everything to the host and let the device's storages go; gives the bytes."""
+        begin = 0
+        for saved in self._travelling:
+            assert saved.source is not None
+            flat = _bytes_of(saved.source.untyped_storage(), self._device)
+            self._device.copy(self._home[begin : begin + saved.size_bytes], flat, to_device=False)
+            self._device.keep_for_current_stream(flat)
+            begin += saved.size_bytes
+            storage = weakref.ref(saved.source.untyped_storage())
+            del flat
+            saved.source = None
+            self._let_go(storage, saved.size_bytes)
+        self._out_bytes = 0
+        return begin
+
+    def _let_go(self, storage: weakref.ref[Any], size_bytes: int) -> None:
+        """The storage counts until nobody holds it; the model may, somewhere outside autograd."""
+        ledger = self._device.ledger
+        if ledger is None:
+            return
+        held = storage()
+        if held is None:
+            ledger.free(size_bytes, Content.SWAPPED)
+        else:
+            weakref.finalize(held, ledger.free, size_bytes, Content.SWAPPED)
+
+    # -- back --------------------------------------------------------------------------------------------------------
+
+    def fetch(self) -> int:
+        """Copy everything back; gives the bytes.  Raises the device's out-of-memory error if it does not fit."""
+        ledger = self._device.ledger
+        total = sum(saved.size_bytes for saved in self._travelling)
+        if ledger is not None:
+            ledger.allocate(total, self._name, Content.SWAPPED)
+        self._back_bytes = total
+        begin = 0
+        for saved in self._travelling:
+            returned = torch.empty(saved.size_bytes, dtype=torch.uint8, device=self._device.torch_device)
+            self._device.copy(returned, self._home[begin : begin + saved.size_bytes], to_device=True)
+            saved.returned = returned
+            begin += saved.size_bytes
+        return total
+
+    def arrive(self) -> None:
+        """Backward is about to begin: what has come back belongs to its operations now."""
+        returned = [saved.returned for saved in self._travelling if saved.returned is not None]
+        self._travelling.clear()
+        for tensor in returned:
+            self._device.keep_for_current_stream(tensor)
+        back_bytes, self._back_bytes = self._back_bytes, 0
+        ledger = self._device.ledger
+        if ledger is not None:
+            ledger.free(back_bytes, Content.SWAPPED)
+            if ledger.is_metering:
+                ledger.adopt(returned, Content.SWAPPED)
+
+    def forget(self) -> None:
+        """Let go of everything, in whatever state.  Idempotent."""
+        self._saving.take()
+        ledger = self._device.ledger
+        if ledger is not None:
+            ledger.free(self._out_bytes + self._back_bytes, Content.SWAPPED)
+        self._out_bytes = self._back_bytes = 0
+        self._travelling.clear()
+
+
+def _unpack(saved: Any) -> torch.Tensor:
+    return saved.tensor() if isinstance(saved, SavedTensor) else saved
+
+
+def _bytes_of(storage: torch.UntypedStorage, device: TrainingDevice) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=device.torch_device).set_(storage)
+
+
+def _is_odd(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has no storage of its own that could be copied: sparse ones and wrappers."""
+    return tensor.layout is not torch.strided or is_traceable_wrapper_subclass(tensor)
