@@ -16,6 +16,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from .cli import discard_output, report_interruption, report_mistake
 from .errors import ProtwinError
+from .uncollected import uncollected
 
 COMMANDS: Final[dict[str, str]] = {
     "hardware": "List and show known machines, or probe this one.",
@@ -127,7 +128,8 @@ class _LazyCommand(TyperCommand):
 
     def load(self) -> typer.Typer:
         """Import the command's module; gives its app."""
-        app = self._entry.load()
+        with uncollected():
+            app = self._entry.load()
         assert isinstance(app, typer.Typer), f"{self._entry.value} is no typer app"
         return app
 

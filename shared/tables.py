@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from io import StringIO
+from typing import TYPE_CHECKING
 
 from rich import box
 from rich.console import Console, Group, JustifyMethod, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from .comparison import BytesPair, Comparison, Difference, TaskComparison, TimePair
 from .plan import Plan
 from .record import MemoryCurve, Record
 from .report_words import (
@@ -33,6 +33,9 @@ from .report_words import (
 )
 from .schedule import Lane, Memory
 from .units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from .comparison import BytesPair, Comparison, TaskComparison, TimePair
 
 
 def as_text(renderable: RenderableType, *, width: int = 100) -> str:
@@ -195,6 +198,8 @@ def _lanes_table(comparison: Comparison) -> RenderableType:
 
 
 def _parting_table(comparison: Comparison) -> RenderableType:
+    from .comparison import Difference
+
     tolerance = format_share(comparison.tolerance_frac)
     task = comparison.first_parting
     if task is None:

@@ -35,9 +35,7 @@ from ..shared.hardware import Hardware
 from ..shared.machines import load_hardware, override_hardware
 from ..shared.plan import Plan
 from ..shared.progress import progress_bar
-from ..shared.search_tables import search_tables
-from ..shared.tables import record_tables
-from ..shared.timeline import chrome_trace
+from ..shared.uncollected import uncollected
 from ..shared.units import format_bytes, parse_bytes
 from .hardware_commands import hardware
 from .search import search as search_plans
@@ -57,6 +55,7 @@ simulate = command_app()
         "protwin search --model workload.json --hardware machine.toml --device-budget 10GiB --output plan.json",
     )
 )
+@uncollected()
 def search_command(
     model: ModelName,
     hardware: HardwareName,
@@ -133,6 +132,8 @@ def search_command(
     if as_json:
         typer.echo(result.to_json(), nl=False)
     else:
+        from ..shared.search_tables import search_tables
+
         show(search_tables(result))
 
 
@@ -142,6 +143,7 @@ def search_command(
         "protwin simulate --plan plan.json --model workload.json --hardware machine.toml --output predicted.json",
     )
 )
+@uncollected()
 def simulate_command(
     plan: Annotated[Path, typer.Option("--plan", metavar="FILE", help="What to simulate.")],
     model: ModelName,
@@ -188,10 +190,14 @@ def simulate_command(
     if output is not None:
         record.save(output)
     if timeline is not None:
+        from ..shared.timeline import chrome_trace
+
         write_atomically(timeline, chrome_trace({"simulated": record}, schedule=schedule))
     if as_json:
         typer.echo(record.to_json(), nl=False)
     else:
+        from ..shared.tables import record_tables
+
         show(record_tables(record))
 
 

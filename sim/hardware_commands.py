@@ -12,7 +12,6 @@ from ..shared.cli_output import show
 from ..shared.extensions import extension
 from ..shared.files import write_atomically
 from ..shared.hardware import Hardware
-from ..shared.hardware_tables import hardware_details, hardware_table
 from ..shared.machines import hardware_to_toml, load_hardware, machine_names, override_hardware
 from ..shared.progress import progress_bar
 
@@ -30,6 +29,8 @@ _LONGEST_PROBE_S: Final = 3600.0
 @hardware.command(name="list", epilog=examples("protwin hardware list"))
 def list_command() -> None:
     """List the machines of the catalogue with their main figures."""
+    from ..shared.hardware_tables import hardware_table
+
     show(hardware_table(machine_names()))
 
 
@@ -83,4 +84,6 @@ def _give(machine: Hardware, output: MachineOutput, *, as_json: bool) -> None:
     if as_json:
         typer.echo(machine.to_json(), nl=False)
     else:
+        from ..shared.hardware_tables import hardware_details
+
         show(hardware_details(machine))
