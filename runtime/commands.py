@@ -166,7 +166,7 @@ def run_command(
         if not as_json:
             typer.echo(f"loss {losses[0]:.4f} -> {losses[-1]:.4f} over {steps} steps")
         if steps < MIN_RECORDED_STEPS:
-            typer.echo(f"{steps} steps are too few for a record; {MIN_RECORDED_STEPS} or more give one")
+            typer.echo(f"a record needs {MIN_RECORDED_STEPS} steps or more; --steps was {steps}")
             return
         record = training.record()
     if output is not None:

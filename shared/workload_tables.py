@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from rich.console import Group, RenderableType
+from rich.console import RenderableType
 from rich.table import Table
 
+from .table_style import add_row, plain_table, spaced, titled
 from .units import format_bytes, format_seconds
 from .workload import Phase, Workload
 
 
 def workload_tables(workload: Workload) -> RenderableType:
     """What the model is, and what each distinct block does."""
-    return Group(_facts(workload), _phases(workload))
+    facts = titled(f"Workload {workload.model_name}", _facts(workload))
+    return spaced((facts, titled("What each part does", _phases(workload))))
 
 
 def _facts(workload: Workload) -> Table:
-    table = Table(title=f"workload {workload.model_name}", title_justify="left", show_header=False)
+    table = plain_table("", "")
+    table.show_header = False
     trainable = sum(p.num_elements for p in workload.parameters if p.trainable)
     shapes = ", ".join(f"{name} {list(shape)}" for name, shape in workload.batch_shapes.items())
     for name, value in (
@@ -26,24 +29,21 @@ def _facts(workload: Workload) -> Table:
         ("traced with", f"{workload.traced_with} tensors"),
         ("timed on", workload.measured_on or "nothing: times come from a roofline"),
     ):
-        table.add_row(name, value)
+        add_row(table, name, value)
     return table
 
 
 def _phases(workload: Workload) -> Table:
-    table = Table(title="what each part does", title_justify="left")
-    table.add_column("part")
-    for heading in ("operations", "GFLOP", "leaves behind", "peak above start", "seconds"):
-        table.add_column(heading, justify="right")
-    table.add_row("prologue forward", *_cells(workload.prologue_forward))
+    table = plain_table("part", ">operations", ">GFLOP", ">leaves behind", ">peak above start", ">seconds")
+    add_row(table, "prologue forward", *_cells(workload.prologue_forward))
     counts = [sum(block.profile == i for block in workload.blocks) for i in range(len(workload.profiles))]
     for index, (profile, count) in enumerate(zip(workload.profiles, counts, strict=True)):
         kind = f"block kind {index} (x {count})"
         for name in ("forward", "backward", "checkpoint_forward", "recompute", "checkpoint_backward"):
-            table.add_row(f"{kind} {name.replace('_', ' ')}", *_cells(getattr(profile, name)))
-    table.add_row("epilogue forward", *_cells(workload.epilogue_forward))
-    table.add_row("epilogue backward", *_cells(workload.epilogue_backward))
-    table.add_row("prologue backward", *_cells(workload.prologue_backward))
+            add_row(table, f"{kind} {name.replace('_', ' ')}", *_cells(getattr(profile, name)))
+    add_row(table, "epilogue forward", *_cells(workload.epilogue_forward))
+    add_row(table, "epilogue backward", *_cells(workload.epilogue_backward))
+    add_row(table, "prologue backward", *_cells(workload.prologue_backward))
     return table
 
 

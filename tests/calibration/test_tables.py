@@ -1,0 +1,17 @@
+"""A calibration looks like every other table, and its names are no markup."""
+
+from __future__ import annotations
+
+from protwin.calibration.tables import calibration_tables
+from protwin.shared.calibration import Calibration
+from protwin.shared.plan import Plan
+from protwin.shared.tables import as_text, plan_table
+
+
+def test_a_calibration_has_the_look_of_a_plan() -> None:
+    text = as_text(calibration_tables(Calibration(hardware_name="[red]machine[/red]", machine="a machine")))
+    plan = as_text(plan_table(Plan(workload_id="w", chunk_bytes=1, n_persist=0, n_buffer=1)))
+    assert text.startswith("Calibration of [red]machine[/red]\ntask kind")
+    assert set("┏┃│┌┓") & set(text) == set()
+    assert "─" in text
+    assert "─" in plan
