@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from ..shared.errors import WorkloadError
+from ..shared.nearest import did_you_mean
 from ..shared.workload import DType
 
 
@@ -30,7 +31,7 @@ def build_model(configuration: Mapping[str, Any], name: str, dtype: torch.dtype,
     Raises WorkloadError if transformers is missing or refuses the configuration.
     """
     try:
-        from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+        from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
     except ImportError as error:
         raise WorkloadError(
             "tracing a configuration needs transformers. Install it with: pip install 'protwin[runtime]'"
@@ -39,18 +40,26 @@ def build_model(configuration: Mapping[str, Any], name: str, dtype: torch.dtype,
     model_type = fields.pop("model_type", None)
     if not isinstance(model_type, str):
         raise WorkloadError(f"the configuration of {name} has no model_type.")
+    if model_type not in CONFIG_MAPPING:
+        families = did_you_mean(model_type, [family for family in CONFIG_MAPPING if isinstance(family, str)])
+        raise WorkloadError(f"transformers knows no model_type {model_type!r}, which {name} names. {families:.300}")
     try:
         config = AutoConfig.for_model(model_type, **fields)
         factory = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
         with quiet(), torch.device(device):
             return factory.from_config(config, dtype=dtype)
     except (TypeError, ValueError, KeyError, AttributeError, RuntimeError, ZeroDivisionError) as error:
-        raise WorkloadError(f"transformers refuses the configuration of {name}: {error}") from error
+        raise WorkloadError(f"transformers refuses the configuration of {name}: {_first_line(error)}") from error
     except Exception as error:
         # transformers validates configurations with exceptions of a package that we do not depend on.
         if "validation" in type(error).__name__.lower():
             raise WorkloadError(f"transformers refuses the configuration of {name}: {error}") from error
         raise
+
+
+def _first_line(error: Exception) -> str:
+    """What is wrong, without the list of everything that would be right."""
+    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 @contextmanager

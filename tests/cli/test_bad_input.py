@@ -438,6 +438,15 @@ def test_what_the_model_refuses_is_told(protwin_here: Protwin, folder: Path, con
     refusal(protwin_here, folder, (*arguments, "--batch-size=1", "--sequence-length=8", option))
 
 
+@pytest.mark.slow
+def test_an_unknown_family_gets_the_nearest_names(protwin_here: Protwin, folder: Path) -> None:
+    (folder / "config.json").write_text('{"model_type": "mixtrall"}')
+    arguments = replaced(SEARCH, "workload.json", "config.json")
+    message = refusal(protwin_here, folder, (*arguments, "--batch-size=1", "--sequence-length=8"))
+    assert "Did you mean mixtral" in message
+    assert len(message) < 500
+
+
 # -- output ----------------------------------------------------------------------------------------------------------
 
 
