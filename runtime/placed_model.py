@@ -14,6 +14,7 @@ from .chunks import DeviceChunk
 from .device_steps import DeviceStep, narrow_steps
 from .devices import TrainingDevice
 from .gradient_watch import GradientWatch
+from .loss_scaling import LossScaler
 from .non_finite import refuse_non_finite
 from .optimizer import ChunkOptimizer, MakeOptimizer
 from .step_options import StepOptions
@@ -34,14 +35,19 @@ class PlacedModel:
         device: TrainingDevice,
         check_gradients: bool = True,
         micro_batches: int = 1,
+        scaler: LossScaler | None = None,
     ) -> None:
         """Move every parameter into its chunk.  ``check_gradients``: refuse to step with gradients that are not finite.
+
+        ``scaler``: losses are scaled, and gradients are unscaled when they are stepped.
 
         Raises the device's out-of-memory error if the persistent chunks exceed the budget.  After any error the model
         has ordinary parameters.
         """
         self._device = device
-        self._is_checking = check_gradients
+        self._scaler = scaler
+        # Scaled gradients may overflow; the norm decides then.
+        self._is_checking = check_gradients and scaler is None
         self.chunks: list[DeviceChunk] = []
         self._host_optimizers: dict[int, ChunkOptimizer] = {}
         self._device_steps: list[DeviceStep] = []
@@ -95,13 +101,13 @@ class PlacedModel:
         NonFiniteGradientError if one of them is not finite.
         """
         self.check_gradients()
-        if scale is not None:
+        if scale is not None and self._scaler is None:
             for gradient in self.gradients():
                 gradient.mul_(scale.to(gradient.device))
         if self._is_checking:
             refuse_non_finite(*self._waiting_gradients())
         for step in self._device_steps:
-            step.run()
+            step.run(factor=scale if self._scaler is not None else None)
         self.count_optimizer_state()
 
     def count_optimizer_state(self) -> None:
@@ -126,14 +132,14 @@ class PlacedModel:
         Raises NonFiniteGradientError if one of them is not finite.
         """
         gradients = [staged if there else None for staged, there in zip(chunk.staged, present, strict=True)]
-        if scale is not None:
+        if scale is not None and self._scaler is None:
             for gradient in gradients:
                 if gradient is not None:
                     gradient.mul_(scale)
         optimizer = self._host_optimizers[chunk.chunk.id]
         if self._is_checking:
             refuse_non_finite(gradients, optimizer.labels)
-        optimizer.step(gradients)
+        optimizer.step(gradients, factor=scale if self._scaler is not None else None)
 
     def scale_to_norm(self, max_norm: float, present: Mapping[int, Sequence[bool]]) -> torch.Tensor:
         """What all gradients must be multiplied by for their norm to be at most ``max_norm``; a scalar, at most 1.
@@ -152,9 +158,12 @@ class PlacedModel:
         }
         found = [(p, staged.get(id(p), p.grad)) for p in self._in_order]
         gradients = [gradient for _, gradient in found if gradient is not None]
+        labels = [self._labels[id(p)] for p, gradient in found if gradient is not None]
+        if self._scaler is not None:
+            return self._scaler.factor_for(gradients, max_norm, labels)
         norm = torch.nn.utils.get_total_norm(gradients).cpu()
         if self._is_checking and not norm.isfinite():
-            refuse_non_finite(gradients, [self._labels[id(p)] for p, gradient in found if gradient is not None])
+            refuse_non_finite(gradients, labels)
         return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
 
     def _waiting_gradients(self) -> tuple[list[torch.Tensor | None], list[str]]:

@@ -33,6 +33,7 @@ from .devices import CpuDevice, CudaDevice, TrainingDevice
 from .guards import refusing_access
 from .identity import model_hash
 from .lane_tasks import LaneTasks
+from .loss_scaling import LossScaling, scaler_for
 from .metering import metering_of
 from .optimizer import MakeOptimizer, group_options
 from .optimizer_facade import TrainingOptimizer
@@ -59,6 +60,7 @@ def carry_out(
     device: TrainingDevice | None = None,
     meter_every: int | None = None,
     check_gradients: bool = True,
+    loss_scaling: LossScaling | None = None,
 ) -> Training:
     """Take over ``model`` and train it as ``plan`` says.
 
@@ -67,6 +69,7 @@ def carry_out(
     are torch's, over the model's own parameters.  ``device`` is where the model's parameters are, by default.  On the
     CPU the ledger watches the first iterations of every input shape, and every ``meter_every``-th one.
     ``check_gradients`` ends training before gradients that are not finite reach a weight, and names whose they are.
+    ``loss_scaling``, for float16, makes ``training.scale(loss).backward()`` the backward; the plan must limit the norm.
 
     Schedulers of ``torch.optim.lr_scheduler`` take ``optimizer`` of the result.  Use the result as a context manager,
     or call ``close``: the model then has ordinary parameters again.
@@ -82,6 +85,7 @@ def carry_out(
         device=device or _device_of(model),
         meter_every=meter_every,
         check_gradients=check_gradients,
+        loss_scaling=loss_scaling,
     )
 
 
@@ -111,6 +115,7 @@ class Training:
         device: TrainingDevice,
         meter_every: int | None,
         check_gradients: bool,
+        loss_scaling: LossScaling | None,
     ) -> None:
         _check_model(model, workload)
         if isinstance(optimizer, torch.optim.Optimizer):
@@ -120,6 +125,8 @@ class Training:
             )
         if meter_every is not None and meter_every < 1:
             raise PlanError(f"meter_every is {meter_every}; it must be positive.")
+        self.loss_scaler = scaler_for(loss_scaling, plan)
+        """The scale of losses, if they are scaled."""
         layout = build_layout(workload.parameters, num_blocks=workload.num_blocks, chunk_bytes=plan.chunk_bytes)
         self.schedule = compile_schedule(plan, workload, layout)
         verify_schedule(self.schedule, plan, workload, layout)
@@ -153,6 +160,7 @@ class Training:
                 device=device,
                 check_gradients=check_gradients,
                 micro_batches=plan.micro_batches,
+                scaler=self.loss_scaler,
             )
             undo.callback(self._placed.move_out)
             self.optimizer = TrainingOptimizer(
@@ -240,6 +248,13 @@ class Training:
             self.optimizer.begin_iteration()
         self._compute.begin_micro_batch(list(tensors_in((args, kwargs))))
 
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss times the scale of this step, to run backward from.  Raises ScheduleError without loss_scaling."""
+        self._check_usable()
+        if self.loss_scaler is None:
+            raise ScheduleError("losses are not scaled here. Pass loss_scaling=LossScaling() to carry_out().")
+        return self.loss_scaler.scale_loss(loss)
+
     def step(self) -> None:
         """Step the persistent chunks and end the iteration; the others are stepped by CPU Adam meanwhile.
 
@@ -267,6 +282,8 @@ class Training:
         self.optimizer.begin_step()
         self._recorder.add(self._compute.step_on_device())
         self.optimizer.end_step()
+        if self.loss_scaler is not None:
+            self.loss_scaler.end_step()
 
     def _has_gradients(self) -> bool:
         """Whether a backward of this iteration has begun."""
