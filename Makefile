@@ -10,6 +10,7 @@ WORKERS ?= auto
 # The stamp is written when the installation is complete, and holds the folder that it was made for: without a stamp,
 # or in a folder that was moved, the environment is made anew.
 STAMP := $(VENV)/complete
+BENCH_STAMP := $(VENV)/complete-bench
 ifneq ($(shell cat $(STAMP) 2>/dev/null),$(CURDIR))
 $(shell rm -f $(STAMP))
 endif
@@ -34,7 +35,7 @@ check: $(STAMP) ## Lint, format, types and imports
 	$(BIN)/lint-imports
 
 .PHONY: bench
-bench: bench-fidelity bench-search ## Run all benchmarks
+bench: bench-fidelity bench-search bench-overhead bench-peers ## Run all benchmarks
 
 .PHONY: bench-fidelity
 bench-fidelity: $(STAMP) ## Predicted against measured time and memory, over plans and models not fitted to
@@ -43,6 +44,14 @@ bench-fidelity: $(STAMP) ## Predicted against measured time and memory, over pla
 .PHONY: bench-search
 bench-search: $(STAMP) ## Seconds from a model's name to its plan
 	$(BIN)/python benchmarks/search.py
+
+.PHONY: bench-overhead
+bench-overhead: $(STAMP) ## What the runtime costs beside the work that it must do
+	$(BIN)/python benchmarks/overhead.py
+
+.PHONY: bench-peers
+bench-peers: $(BENCH_STAMP) ## Step time and losses of FSDP2 and DeepSpeed with CPU offload, and of ours
+	$(BIN)/python benchmarks/peers.py
 
 .PHONY: clean
 clean: ## Remove everything that can be made again, .venv included
@@ -58,3 +67,9 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PIP) torch
 	$(PIP) --editable '.[runtime,test,check]'
 	@printf '%s\n' '$(CURDIR)' > $@
+
+# A peer that cannot be installed or compiled is listed so by the bench; it does not keep the others from running.
+$(BENCH_STAMP): $(STAMP)
+	-$(PIP) --editable '.[bench]'
+	$(BIN)/python benchmarks/peers.py --build
+	@touch $@

@@ -1,0 +1,111 @@
+"""Our contestants of the peers' bench: parameters on the host, by a fixed plan and by one that the search found."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from peers_subject import LEARNING_RATE, MODEL_NAME, WEIGHT_DECAY, make_batches, make_model
+
+from protwin.calibration.calibrating import calibrate
+from protwin.calibration.plans import largest_block_bytes
+from protwin.runtime.devices import CpuDevice
+from protwin.runtime.probe import probe_hardware
+from protwin.runtime.tracing import trace
+from protwin.runtime.training import carry_out
+from protwin.shared.compile import compile_schedule
+from protwin.shared.layout import build_layout
+from protwin.shared.memory_bound import guaranteed_device_peak
+from protwin.shared.plan import Plan
+from protwin.shared.units import format_bytes
+from protwin.shared.workload import Workload
+from protwin.sim.search import search
+from protwin.sim.space import SearchSpace
+
+MAKE_OPTIMIZER: Final = partial(torch.optim.AdamW, lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, fused=True)
+
+
+def fixed_plan(workload: Workload) -> Plan:
+    """Every chunk that a block owns on the host, nothing recomputed, one buffer more than must be.
+
+    A block's parameters are then gathered for forward and again for backward, as the peers do.
+    """
+    chunk_bytes = largest_block_bytes(workload)
+    layout = build_layout(workload.parameters, num_blocks=workload.num_blocks, chunk_bytes=chunk_bytes)
+    return Plan(
+        workload_id=workload.identity,
+        chunk_bytes=chunk_bytes,
+        n_persist=0,
+        n_buffer=layout.min_buffers(0) + 1,
+        prefetch_depth=1,
+        n_checkpoint=0,
+    )
+
+
+def make_plans(folder: Path) -> None:
+    """Trace, probe and calibrate, then write the workload, the fixed plan and the searched one into ``folder``.
+
+    The searched plan gets as budget what the fixed plan may need, and none of its chunks may stay on the device that a
+    block owns.
+    """
+    model = make_model()
+    batch = next(make_batches())
+    workload = trace(model, batch, name=MODEL_NAME, repeats=3)
+    fixed = fixed_plan(workload)
+    hardware = probe_hardware(seconds=2.0, device=CpuDevice())
+    calibration = calibrate(model, batch, workload, hardware, optimizer=MAKE_OPTIMIZER, steps=3, slowdown_seconds=4.0)
+    space = SearchSpace(n_persist=(0,))
+    budget_bytes = guaranteed_bytes(fixed, workload)
+    searched = search(workload, hardware, calibration, device_budget_bytes=budget_bytes, space=space).plan
+    folder.mkdir()
+    workload.save(folder / "workload.json")
+    fixed.save(folder / "fixed.json")
+    searched.save(folder / "searched.json")
+
+
+def guaranteed_bytes(plan: Plan, workload: Workload) -> int:
+    """The device peak that no timing exceeds."""
+    return guaranteed_device_peak(compile_schedule(plan, workload)).size_bytes
+
+
+class Ours:
+    """A model whose plan, ``fixed`` or ``searched``, is carried out."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        """Makes the plans if they are not in ``folder`` yet."""
+        if not folder.exists():
+            make_plans(folder)
+        workload = Workload.load(folder / "workload.json")
+        plan = Plan.load(folder / f"{name}.json")
+        self._training = carry_out(make_model(), plan, workload, optimizer=MAKE_OPTIMIZER, device=CpuDevice())
+        layout = build_layout(workload.parameters, num_blocks=workload.num_blocks, chunk_bytes=plan.chunk_bytes)
+        persistent = layout.persistent(0)
+        on_host = sum(chunk.size_bytes for chunk in layout.chunks if chunk.id not in persistent)
+        total = sum(chunk.size_bytes for chunk in layout.chunks)
+        self.about = (
+            f"{format_bytes(on_host)} of {format_bytes(total)} of parameters on the host, n_buffer {plan.n_buffer}, "
+            f"prefetch_depth {plan.prefetch_depth}, n_checkpoint {plan.n_checkpoint}, chunks of "
+            f"{format_bytes(plan.chunk_bytes)}; needs at most {format_bytes(guaranteed_bytes(plan, workload))} of "
+            f"device memory"
+        )
+
+    def step(self, batch: dict[str, torch.Tensor]) -> float:
+        """One training step; gives its loss."""
+        loss: Any = self._training.model(**batch).loss
+        loss.backward()
+        self._training.step()
+        return float(loss.item())
+
+    def synchronize(self) -> None:
+        """Wait for the lanes."""
+        self._training.synchronize()
+
+    def copied_bytes(self) -> int:
+        """Bytes gathered and sent to the host so far."""
+        return self._training.bytes_host_to_device + self._training.bytes_device_to_host
+
+    def close(self) -> None:
+        """End the lanes."""
+        self._training.close()
