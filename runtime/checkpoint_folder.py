@@ -18,17 +18,21 @@ from pathlib import Path
 from ..shared.errors import FileError
 
 
-def folder_to_read(folder: str | Path) -> Path:
-    """Where the content of ``folder`` is now (Note: Swapping folders).  Raises FileError if there is none."""
+def find_folder(folder: str | Path) -> Path | None:
+    """Where the content of ``folder`` is now (Note: Swapping folders), None if there is none.
+
+    Raises FileError if ``folder`` is no folder, or cannot be looked into.
+    """
     path = _resolved(folder)
-    if path.is_dir():
-        return path
-    if path.exists():
-        raise FileError(f"{folder} is a file, expected a folder. Name the folder that was given to save().")
-    previous = _previous(path)
-    if previous.is_dir():
-        return previous
-    raise FileError(f"{folder} does not exist. Name the folder that was given to save().")
+    try:
+        if path.exists() and not path.is_dir():
+            raise FileError(f"{folder} is a file, expected a folder. Name the folder that was given to save().")
+        for place in (path, _previous(path)):
+            if place.is_dir() and os.listdir(place):
+                return place
+    except OSError as error:
+        raise FileError(f"{folder} cannot be read: {error}.") from error
+    return None
 
 
 @contextmanager
@@ -96,10 +100,10 @@ def _finish_swap(path: Path, manifest: str) -> None:
     previous = _previous(path)
     if not previous.exists():
         return
-    if path.exists():
-        _remove(previous, manifest)
-    else:
+    if not path.exists() or (path.is_dir() and not os.listdir(path)):
         os.rename(previous, path)
+    else:
+        _remove(previous, manifest)
 
 
 def _check_replaceable(path: Path, manifest: str, known: Collection[str]) -> None:

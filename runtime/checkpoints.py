@@ -28,7 +28,7 @@ from safetensors.torch import load_file, save_file
 
 from ..shared.errors import FileError
 from ..shared.files import Document, FrozenModel
-from .checkpoint_folder import folder_to_read, replaced_folder
+from .checkpoint_folder import find_folder, replaced_folder
 from .identity import software_versions
 
 MANIFEST: Final = "checkpoint.json"
@@ -107,13 +107,23 @@ def write_checkpoint(folder: str | Path, content: CheckpointContent) -> None:
         _write(part / MANIFEST, manifest.sealed().to_json().encode())
 
 
+def has_checkpoint(folder: str | Path) -> bool:
+    """Whether there is anything to resume from in ``folder``; ``read_checkpoint`` says whether it is whole.
+
+    Raises FileError if ``folder`` is no folder.
+    """
+    return find_folder(folder) is not None
+
+
 def read_checkpoint(folder: str | Path, *, model_hash: str | None = None) -> CheckpointContent:
     """Read a checkpoint after every byte of it was verified; changes nothing.
 
     Raises FileError if it is missing, torn, damaged, written by a newer version, or of a model other than
     ``model_hash``.
     """
-    path = folder_to_read(folder)
+    path = find_folder(folder)
+    if path is None:
+        raise FileError(f"{folder} does not exist, or is empty. Name the folder that was given to save().")
     try:
         manifest = _verified_manifest(path, model_hash)
         configuration = path / CONFIGURATION

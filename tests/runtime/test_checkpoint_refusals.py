@@ -93,7 +93,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     **{f"flipped in {name} at {at}": (flip(name, at), "damaged") for name in FILES for at in (0.0, 0.37, 1.0)},
     **{f"truncated {name}": (truncate(name), "damaged") for name in FILES},
     **{f"missing {name}": (lambda f, n=name: (f / n).unlink(), "missing") for name in FILES},
-    "nothing in it": (lambda f: [file.unlink() for file in f.iterdir()], "missing"),
+    "nothing in it": (lambda f: [file.unlink() for file in f.iterdir()], "is empty"),
     "one more file": (lambda f: (f / "notes.txt").write_text("mine"), "holds notes.txt"),
     "newer": (newer, "Update protwin"),
     "foreign": (resealed(model_hash="0" * 16), "another model"),

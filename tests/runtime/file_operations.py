@@ -1,0 +1,70 @@
+"""Every operation on files that a save consists of, so that a test can stop it at each."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from protwin.runtime.checkpoints import CheckpointContent, read_checkpoint, write_checkpoint
+
+OPERATIONS = ("fsync", "mkdir", "open", "rename", "rmdir", "unlink", "listdir")
+
+
+@contextmanager
+def before_every_operation(do: Callable[[str, tuple[Any, ...]], None]) -> Iterator[None]:
+    """Within the block, ``do(name, arguments)`` runs before every operation; files are opened by ``"open"`` too.
+
+    Those outside folders named "saved" do not count.
+    """
+    originals = {name: getattr(os, name) for name in OPERATIONS}
+    is_on = True
+
+    def is_ours(path: Any) -> bool:
+        # A number is an open file, which is synced.
+        return isinstance(path, int) or "saved" in str(path)
+
+    def wrapped(name: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if name != "open" and is_ours(args[0]):
+                do(name, args)
+            return originals[name](*args, **kwargs)
+
+        return call
+
+    def audit(event: str, args: tuple[Any, ...]) -> None:
+        if is_on and event == "open" and is_ours(args[0]):
+            do("open", args)
+
+    sys.addaudithook(audit)
+    for name in OPERATIONS:
+        setattr(os, name, wrapped(name))
+    try:
+        yield
+    finally:
+        is_on = False
+        for name, original in originals.items():
+            setattr(os, name, original)
+
+
+def content_of(step: int) -> CheckpointContent:
+    """A small checkpoint, every tensor of which holds its step."""
+    tensor = torch.full((3, 5), float(step))
+    return CheckpointContent("hash", "Model", step, {"weight": tensor}, {"state": tensor}, {"step": step}, "{}")
+
+
+def save(step: int, folder: Any) -> None:
+    """Save what ``content_of`` gives."""
+    write_checkpoint(folder, content_of(step))
+
+
+def loaded_step(folder: Any) -> int:
+    """The step of the checkpoint that is read, the same in all of its files."""
+    content = read_checkpoint(folder, model_hash="hash")
+    values = {content.step, content.training["step"], *content.weights["weight"].unique().tolist()}
+    (step,) = values | set(content.optimizer["state"].unique().tolist())
+    return int(step)
