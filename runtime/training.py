@@ -228,13 +228,10 @@ class Training:
             )
         self._check_usable()
         if not self._compute.is_before_forward:
-            per_step = (
-                f"{self.plan.micro_batches} times forward and backward" if self.plan.micro_batches > 1 else "both"
-            )
             raise ScheduleError(
                 f"forward began before the last one was complete: the iteration is at "
-                f"{self._compute.task_at_hand.name}. Call loss.backward() after every forward, and step() after "
-                f"{per_step} (micro_batches = {self.plan.micro_batches})."
+                f"{self._compute.task_at_hand.name}. Call loss.backward() after every forward, and step() after as "
+                f"many of both as the plan has micro-batches ({self.plan.micro_batches})."
             )
         if any(getattr(block, "gradient_checkpointing", False) is True for block in self._checkpointable):
             raise ScheduleError(

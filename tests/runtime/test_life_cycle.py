@@ -387,13 +387,13 @@ def test_out_of_memory_in_a_gather(case: Case, number: int) -> None:
     ):
         allocate, remaining = device.ledger.allocate, number
 
-        def allocate_or_shrink(size_bytes: int, name: str) -> None:
+        def allocate_or_shrink(size_bytes: int, name: str, *content: Any) -> None:
             nonlocal remaining
             remaining -= 1
             if remaining == 0:
                 device.ledger.budget_bytes = device.ledger.level_bytes
             try:
-                allocate(size_bytes, name)
+                allocate(size_bytes, name, *content)
             finally:
                 device.ledger.budget_bytes = None
 

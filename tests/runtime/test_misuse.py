@@ -158,12 +158,12 @@ def test_a_model_without_memory(case: Case) -> None:
 
 def test_forward_twice(case: Case, model: nn.Module, training: Training) -> None:
     loss = case.loss(model, case.batches[1])
-    with pytest.raises(ScheduleError, match=r"before the last iteration was complete.*backward\(\) and then step\(\)"):
+    with pytest.raises(ScheduleError, match=r"before the last one was complete.*backward\(\) after every forward"):
         model(**case.batches[1])
     loss.backward()
     training.step()
     case.loss(model, case.batches[2]).backward()
-    with pytest.raises(ScheduleError, match="it is at device_adam"):
+    with pytest.raises(ScheduleError, match="the iteration is at device_adam"):
         model(**case.batches[2])
     training.step()
     assert training.num_iterations == 3
@@ -182,6 +182,66 @@ def test_step_without_forward_or_backward(case: Case, model: nn.Module, training
     with pytest.raises(ScheduleError, match=r"step\(\) without a forward"):
         training.step()
     assert training.num_iterations == 2
+
+
+def micro_batched(case: Case, model: nn.Module, **knobs: Any) -> Training:
+    plan = plan_for(case.workload).model_copy(update={"micro_batches": 2, **knobs})
+    return carry_out(model, plan, case.workload, optimizer=case.make_optimizer)
+
+
+def test_step_between_micro_batches(case: Case, model: nn.Module) -> None:
+    """Nothing is lost: the step that follows in the right place is the plain loop's."""
+    with ends_in_time(), micro_batched(case, model) as training:
+        for batches in case.steps(2):
+            case.loss(model, batches[0]).backward()
+            with pytest.raises(ScheduleError, match=r"step\(\) after 1 of 2 micro-batches"):
+                training.step()
+            case.loss(model, batches[1]).backward()
+            with pytest.raises(ScheduleError, match="forward began before the last one was complete"):
+                model(**batches[1])
+            training.step()
+    assert differences(model, case.plain_with(2, None).weights[-1]) == []
+
+
+def test_gradients_that_are_changed_between_micro_batches(case: Case, model: nn.Module) -> None:
+    with ends_in_time(), micro_batched(case, model) as training:
+        case.loss(model, case.batches[0]).backward()
+        model.zero_grad()
+        with pytest.raises(ScheduleError, match="gradients were changed"):
+            case.loss(model, case.batches[1])
+        assert training.num_iterations == 0
+
+
+def test_the_limit_of_the_norm_holds(case: Case, model: nn.Module) -> None:
+    """A tight limit and a loose one, over several micro-batches, both as in the plain loop; the tight one binds."""
+    for max_norm in (0.05, 1e9):
+        plain = case.plain_with(2, max_norm)
+        assert all((norm > max_norm) == (max_norm < 1) for norm in plain.norms)
+        model = case.build()
+        with ends_in_time(), micro_batched(case, model, max_gradient_norm=max_norm) as training:
+            for batches in case.steps(2):
+                for batch in batches:
+                    case.loss(model, batch).backward()
+                training.step()
+        assert differences(model, plain.weights[-1]) == []
+    assert case.plain_with(2, 0.05).weights[-1].keys() == case.plain_with(2, 1e9).weights[-1].keys()
+    assert differences(model, case.plain_with(2, 0.05).weights[-1]) != []
+
+
+def test_a_norm_that_is_not_finite_is_told_with_its_block_and_nothing_is_stepped(case: Case, model: nn.Module) -> None:
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with (  # noqa: PT012
+        ends_in_time(),
+        pytest.raises(ProtwinError, match=r"model\.layers\.1.*is not finite"),
+        micro_batched(case, model, micro_batches=1, max_gradient_norm=1.0) as training,
+    ):
+        weight = model.model.layers[1].mlp.down_proj.weight
+        handle = weight.register_hook(lambda gradient: gradient * float("nan"))
+        case.loss(model, case.batches[0]).backward()
+        handle.remove()
+        training.step()
+        training.synchronize()
+    assert differences(model, before) == []
 
 
 def test_backward_twice(case: Case, model: nn.Module, training: Training) -> None:
