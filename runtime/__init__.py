@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .devices import CpuDevice, CudaDevice, TrainingDevice
     from .ledger import CpuOutOfMemoryError, MemoryLedger
+    from .loss_scaling import LossScaling
+    from .non_finite import NonFiniteGradientError
     from .probe import probe_hardware
     from .tracing import trace
     from .tracing_configurations import workload_of_configuration
@@ -20,7 +22,9 @@ _HOMES = {
     "CpuDevice": "devices",
     "CpuOutOfMemoryError": "ledger",
     "CudaDevice": "devices",
+    "LossScaling": "loss_scaling",
     "MemoryLedger": "ledger",
+    "NonFiniteGradientError": "non_finite",
     "Training": "training",
     "TrainingDevice": "devices",
     "carry_out": "training",
@@ -33,7 +37,9 @@ __all__ = [
     "CpuDevice",
     "CpuOutOfMemoryError",
     "CudaDevice",
+    "LossScaling",
     "MemoryLedger",
+    "NonFiniteGradientError",
     "Training",
     "TrainingDevice",
     "carry_out",

@@ -81,17 +81,19 @@ def persistent(workload: Workload) -> Plan:
 
 @st.composite
 def single_plans(draw: st.DrawFn, workload: Workload) -> Plan:
-    """Any residency and any checkpointing."""
+    """Any residency and any activation modes."""
     chunk_bytes = draw(st.sampled_from((2**20, 20_000, 10_000, 4_000, 1)))
     layout = build_layout(workload.parameters, num_blocks=workload.num_blocks, chunk_bytes=chunk_bytes)
     n_persist = draw(st.integers(0, len(layout.chunks) - 1))
+    n_checkpoint = draw(st.integers(0, workload.num_blocks))
     return Plan(
         workload_id=workload.identity,
         chunk_bytes=chunk_bytes,
         n_persist=n_persist,
         n_buffer=layout.min_buffers(n_persist) + draw(st.integers(0, 3)),
         prefetch_depth=draw(st.integers(1, 3)),
-        n_checkpoint=draw(st.integers(0, workload.num_blocks)),
+        n_checkpoint=n_checkpoint,
+        n_swap=draw(st.integers(0, workload.num_blocks - n_checkpoint)),
     )
 
 
@@ -416,6 +418,19 @@ def test_zero_grad_does_nothing_or_refuses(model: nn.Module, training: Training)
     training.step()
     training.optimizer.zero_grad()
     assert training.num_iterations == 2
+
+
+def test_zero_grad_between_micro_batches_would_lose_the_first_ones() -> None:
+    model = CASE.build()
+    plan = half_offloaded(CASE.workload).model_copy(update={"micro_batches": 2})
+    with ends_in_time(), carry_out(model, plan, CASE.workload) as training:
+        for batch in CASE.batches[:2]:
+            CASE.loss(model, batch).backward()
+            with pytest.raises(ScheduleError, match="would lose gradients"):
+                training.optimizer.zero_grad()
+        training.optimizer.step()
+        training.optimizer.zero_grad()
+        assert training.num_iterations == 1
 
 
 def test_what_would_not_reach_the_chunks_is_refused(model: nn.Module, training: Training) -> None:

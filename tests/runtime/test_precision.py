@@ -60,7 +60,7 @@ def contexts(*, is_wide: bool) -> tuple[Any, Any]:
 
 
 @lru_cache
-def trained_plainly(name: str, *, is_wide: bool) -> tuple[list[float], nn.Module]:
+def trained_plainly(name: str, *, is_wide: bool, micro_batches: int = 1) -> tuple[list[float], nn.Module]:
     """The plain loop.  Autocast keeps casts of weights until it ends, so around a whole loop they have to be dropped:
     plain training would go on with the weights of its first step."""
     case = autocast_cases()[name]
@@ -70,14 +70,15 @@ def trained_plainly(name: str, *, is_wide: bool) -> tuple[list[float], nn.Module
     losses = []
     torch.manual_seed(SEED)
     with around_loop():
-        for batch in case.batches:
+        for number, batch in enumerate(case.batches, start=1):
             with around_forward():
                 loss = case.loss(model, batch)
             loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            torch.clear_autocast_cache()
             losses.append(loss.item())
+            if number % micro_batches == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+                torch.clear_autocast_cache()
     return losses, model
 
 
@@ -88,12 +89,13 @@ def trained(name: str, plan: Plan, *, is_wide: bool) -> tuple[list[float], nn.Mo
     losses = []
     with ends_in_time(), carry_out(model, plan, case.workload, optimizer=adamw) as training, around_loop():
         torch.manual_seed(SEED)
-        for batch in case.batches:
+        for number, batch in enumerate(case.batches, start=1):
             with around_forward():
                 loss = case.loss(model, batch)
             loss.backward()
-            training.step()
             losses.append(loss.item())
+            if number % plan.micro_batches == 0:
+                training.step()
     return losses, model
 
 
@@ -103,9 +105,11 @@ def trained(name: str, plan: Plan, *, is_wide: bool) -> tuple[list[float], nn.Mo
 @settings(max_examples=3, phases=[Phase.explicit, Phase.generate])
 @given(data=st.data())
 def test_autocast_equals_the_plain_loop(name: str, is_wide: bool, data: st.DataObject) -> None:
+    micro_batches = data.draw(st.sampled_from((1, 2)))
     plan = data.draw(single_plans(autocast_cases()[name].workload))
+    plan = plan.model_copy(update={"micro_batches": micro_batches})
     losses, model = trained(name, plan, is_wide=is_wide)
-    expected, plain = trained_plainly(name, is_wide=is_wide)
+    expected, plain = trained_plainly(name, is_wide=is_wide, micro_batches=micro_batches)
     assert losses == expected
     assert differences(model, plain.state_dict()) == []
 
