@@ -18,6 +18,7 @@ from ..shared.errors import FileError
 from ..shared.workload import Workload
 from .checkpoints import CheckpointContent
 from .devices import TrainingDevice
+from .loss_scaling import LossScaler
 from .optimizer_state import OptimizerState, on_host
 from .placed_model import PlacedModel
 from .random_states import check_random_states, random_states, set_random_states
@@ -55,13 +56,18 @@ class CheckpointState:
         device: TrainingDevice,
         *,
         configuration: str | None,
+        scaler: LossScaler | None = None,
     ) -> None:
-        """``optimizer`` has the user's parameter groups; ``configuration`` is the model's as the user made it."""
+        """``optimizer`` has the user's parameter groups; ``configuration`` is the model's as the user made it.
+
+        ``scaler`` scales losses, if they are scaled.
+        """
         self._model = model
         self._workload = workload
         self._placed = placed
         self._device = device
         self._configuration = configuration
+        self._scaler = scaler
         names = {parameter: name for name, parameter in model.named_parameters()}
         self._optimizer = OptimizerState(placed, optimizer.param_groups, names)
 
@@ -85,6 +91,7 @@ class CheckpointState:
             training={
                 "step": step,
                 "scheduler": _scheduler_state(scheduler),
+                "loss_scaler": None if self._scaler is None else self._scaler.state_dict(),
                 "random": random_states(self._device.torch_device),
                 "data_position": data_position,
                 "buffers": buffers,
@@ -100,6 +107,7 @@ class CheckpointState:
         training = content.training
         try:
             _check_scheduler(training["scheduler"], scheduler)
+            _check_scaler(training["loss_scaler"], self._scaler)
             self._optimizer.check(content.optimizer)
             self._check_tensors(content)
             if training["extra"].keys() != {name for name, _ in _modules_with_extra_state(self._model)}:
@@ -134,6 +142,8 @@ class CheckpointState:
         training = content.training
         if scheduler is not None:
             scheduler.load_state_dict(training["scheduler"]["state"])
+        if self._scaler is not None:
+            self._scaler.load_state_dict(training["loss_scaler"])
         with torch.no_grad():
             for chunk in self._placed.chunks:
                 with chunk.rewriting() as values:
@@ -203,3 +213,11 @@ def _check_scheduler(saved: dict[str, Any] | None, scheduler: Scheduler | None) 
         f"the checkpoint was saved with the scheduler {saved_name}; resume() got {name or 'none'}. Pass one made as "
         f"the saved one was: resume(folder, scheduler=...)."
     )
+
+
+def _check_scaler(saved: dict[str, Any] | None, scaler: LossScaler | None) -> None:
+    if (saved is None) != (scaler is None):
+        was, remedy = ("without", "Resume without it") if saved is None else ("with", "Pass it to carry_out()")
+        raise FileError(f"the checkpoint was saved {was} loss_scaling. {remedy}.")
+    if saved is not None and scaler is not None:
+        LossScaler(scaler.scaling, micro_batches=1).load_state_dict(saved)

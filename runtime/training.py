@@ -171,7 +171,13 @@ class Training:
             )
             """What schedulers take: the user's parameter groups."""
             self._state = CheckpointState(
-                model, workload, self._placed, self.optimizer, device, configuration=configuration
+                model,
+                workload,
+                self._placed,
+                self.optimizer,
+                device,
+                configuration=configuration,
+                scaler=self.loss_scaler,
             )
             undo.callback(self.__dict__.pop, "_state", None)
             undo.enter_context(refusing_access(model))

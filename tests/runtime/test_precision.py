@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from protwin.runtime import carry_out, device_steps
 from protwin.runtime.loss_scaling import LossScaler, LossScaling
 from protwin.runtime.non_finite import NonFiniteGradientError
 from protwin.runtime.optimizer import ChunkOptimizer
-from protwin.shared.errors import PlanError, ScheduleError
+from protwin.shared.errors import FileError, PlanError, ScheduleError
 from protwin.shared.plan import Plan
 from tests.runtime.models import (
     SEED,
@@ -301,6 +302,44 @@ def test_an_overflow_that_stops_some_chunks_alone_is_seen(monkeypatch: pytest.Mo
     monkeypatch.setattr(ChunkOptimizer, "step", step)
     found = scaled(limited(half_offloaded(float16_case().workload)))
     assert differences(found.model, scaled_plainly(1).model.state_dict()) != []
+
+
+@pytest.mark.parametrize("stop", [2, 6])
+def test_a_scale_is_saved_and_resumed(stop: int, tmp_path: Path) -> None:
+    """Under another plan, in the middle of overflows and after them."""
+    case = float16_case()
+    plan = limited(half_offloaded(case.workload))
+    other = plan.model_copy(update={"chunk_bytes": 2**20, "n_persist": 0, "n_buffer": 1})
+    scales, losses = [], []
+    model = case.build()
+    for batches, chosen in ((case.batches[:stop], plan), (case.batches[stop:], other)):
+        with carry_out(
+            model, chosen, case.workload, optimizer=adamw, parameter_groups=three_groups(model), loss_scaling=SCALING
+        ) as training:
+            assert training.loss_scaler is not None
+            if scales:
+                training.resume(tmp_path / "checkpoint")
+            for batch in batches:
+                scales.append(training.loss_scaler.scale)
+                loss = case.loss(model, batch)
+                training.scale(loss).backward()
+                training.step()
+                losses.append(loss.item())
+            training.save(tmp_path / "checkpoint")
+    expected = scaled_plainly(1)
+    assert (scales, losses) == (expected.scales, expected.losses)
+    assert differences(model, expected.model.state_dict()) == []
+    with carry_out(model, plan, case.workload, optimizer=adamw, parameter_groups=three_groups(model)) as training:
+        with pytest.raises(FileError, match=r"saved with loss_scaling. Pass it to carry_out\(\)"):
+            training.resume(tmp_path / "checkpoint")
+        training.save(tmp_path / "unscaled")
+    with (
+        carry_out(
+            model, plan, case.workload, optimizer=adamw, parameter_groups=three_groups(model), loss_scaling=SCALING
+        ) as training,
+        pytest.raises(FileError, match="saved without loss_scaling"),
+    ):
+        training.resume(tmp_path / "unscaled")
 
 
 def test_loss_scaling_needs_the_norm_of_all_gradients() -> None:
