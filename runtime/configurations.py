@@ -15,6 +15,7 @@ import torch
 from ..shared.errors import WorkloadError
 from ..shared.nearest import did_you_mean
 from ..shared.workload import DType
+from .transformers_imports import import_transformers, without_optimizers
 
 
 def training_dtype(configuration: Mapping[str, Any], override: str | None) -> torch.dtype:
@@ -31,6 +32,7 @@ def build_model(configuration: Mapping[str, Any], name: str, dtype: torch.dtype,
     Raises WorkloadError if transformers is missing or refuses the configuration.
     """
     try:
+        import_transformers()
         from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
     except ImportError as error:
         raise WorkloadError(
@@ -46,7 +48,7 @@ def build_model(configuration: Mapping[str, Any], name: str, dtype: torch.dtype,
     try:
         config = AutoConfig.for_model(model_type, **fields)
         factory = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
-        with quiet(), torch.device(device):
+        with quiet(), without_optimizers(), torch.device(device):
             return factory.from_config(config, dtype=dtype)
     except (TypeError, ValueError, KeyError, AttributeError, RuntimeError, ZeroDivisionError) as error:
         raise WorkloadError(f"transformers refuses the configuration of {name}: {_first_line(error)}") from error

@@ -8,6 +8,7 @@ from typing import Any, Final
 import torch
 
 from ..shared.errors import WorkloadError
+from ..shared.uncollected import uncollected
 from ..shared.workload import Workload
 from .configurations import build_model, quiet, training_dtype
 from .tracing import trace
@@ -15,6 +16,7 @@ from .tracing import trace
 _MAX_TOKENS: Final = 2**40
 
 
+@uncollected()
 def workload_of_configuration(
     configuration: Mapping[str, Any],
     *,
