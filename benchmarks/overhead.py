@@ -47,6 +47,7 @@ from protwin.runtime.tracing import trace
 from protwin.runtime.training import Training, carry_out
 from protwin.shared.compile import compile_schedule
 from protwin.shared.files import write_atomically
+from protwin.shared.memory_bound import guaranteed_device_peak
 from protwin.shared.progress import progress_bar
 from protwin.shared.record import Record
 from protwin.shared.units import format_seconds
@@ -86,11 +87,11 @@ def main() -> None:
     )
     workload = trace(model, batch, name="llama")
     found: dict[str, Any] = {}
-    if options.only != "offload":
-        found |= measure_persistent(model, batch, workload, options.rounds, options.steps)
-    if options.only != "persistent":
-        found |= measure_offload(model, batch, workload, options.rounds, options.steps)
-    show(found, threads, console)
+    for part, measure in (("persistent", measure_persistent), ("offload", measure_offload)):
+        if options.only in (None, part):
+            measured = measure(model, batch, workload, options.rounds, options.steps)
+            show(measured, threads, console)
+            found |= measured
     if options.keep:
         today = datetime.date.today().isoformat()
         path = Path(__file__).parent / "results" / f"overhead-{today}.json"
@@ -241,7 +242,10 @@ def measure_offload(model: Any, batch: Batch, workload: Workload, rounds: int, s
             training_burst(training, batch)(_WARM_UP + steps + 2)
         # Nothing recomputed: recomputation would hide the transfers behind work that need not be done.
         space = SearchSpace(n_persist=(0,), n_checkpoint=(0,))
-        plan = search(workload, hardware, fit([training.record() for training in fitted]), space=space).plan
+        first = fit([training.record() for training in fitted])
+        # What keeping everything may need; what is left of the machine's memory is then the host's.
+        budget_bytes = guaranteed_device_peak(fitted[0].schedule).size_bytes
+        plan = search(workload, hardware, first, device_budget_bytes=budget_bytes, space=space).plan
         judged = begin(plan)
         training_burst(judged, batch)(_WARM_UP + 2)
         bursts = {str(number): training_burst(training, batch) for number, training in enumerate([*fitted, judged])}

@@ -85,6 +85,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4, help="steps of a burst (4)")
     parser.add_argument("--threads", type=int, default=max(1, num_cores() - 1), help="of each process (cores - 1)")
     parser.add_argument("--keep", action="store_true", help="keep the result in benchmarks/results/")
+    parser.add_argument(
+        "--without", nargs="*", default=[], choices=["fixed", "searched", "fsdp2", "deepspeed"], help="leave these out"
+    )
     parser.add_argument("--build", action="store_true", help="compile what a peer compiles on first use, and end")
     options = parser.parse_args()
     if min(options.rounds, options.steps, options.threads) < 1:
@@ -104,6 +107,9 @@ def main() -> None:
         Entry("DeepSpeed ZeRO-3, two ranks", "deepspeed", num_ranks=2),
         Entry("protwin, two ranks", "", num_ranks=2, failure="not supported yet"),
     ]
+    for entry in entries:
+        if entry.contestant in options.without:
+            entry.failure = "left out by --without"
     with tempfile.TemporaryDirectory() as folder, ExitStack() as undo:
         begin(entries, options.threads, Path(folder), undo)
         take_turns(entries, options.rounds, options.steps)
@@ -126,7 +132,7 @@ def begin(entries: list[Entry], threads: int, folder: Path, undo: ExitStack) -> 
     """Start every contestant, one after the other, and let it warm up."""
     with progress_bar("starting") as report:
         for number, entry in enumerate(entries):
-            if entry.contestant:
+            if not entry.failure:
                 with ended_by_failure(entry):
                     entry.processes = Processes(entry.contestant, entry.num_ranks, threads, folder / str(number))
                     undo.callback(entry.processes.close)

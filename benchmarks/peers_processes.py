@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 _WORKER: Final = Path(__file__).with_name("peers_worker.py")
-START_S: Final = 90.0
+START_S: Final = 180.0
 BUILD_S: Final = 600.0
 """DeepSpeed compiles its CPU Adam when it is first used, which takes minutes on a slow machine."""
 _ANSWER_S: Final = 90.0
