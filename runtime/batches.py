@@ -18,9 +18,14 @@ Loss = Callable[[Any, Any], torch.Tensor]
 
 def call_model(model: nn.Module, batch: Batch) -> Any:
     """The model's output for one batch."""
+    # Autocast keeps casts of weights until it ends: those of an earlier call would be no part of this one.
+    torch.clear_autocast_cache()
     if isinstance(batch, torch.Tensor):
-        return model(batch)
-    return model(**batch) if isinstance(batch, Mapping) else model(*batch)
+        output = model(batch)
+    else:
+        output = model(**batch) if isinstance(batch, Mapping) else model(*batch)
+    torch.clear_autocast_cache()
+    return output
 
 
 def loss_of(model: nn.Module, batch: Batch, loss: Loss | None) -> torch.Tensor:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,11 +17,13 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.optim import lr_scheduler
 
-from protwin.runtime import carry_out, device_steps
+import protwin.runtime.batches as batches_module
+from protwin.runtime import carry_out, device_steps, trace
 from protwin.runtime.loss_scaling import LossScaler, LossScaling
 from protwin.runtime.non_finite import NonFiniteGradientError
 from protwin.runtime.optimizer import ChunkOptimizer
 from protwin.shared.errors import FileError, PlanError, ScheduleError
+from protwin.shared.memory_bound import guaranteed_device_peak
 from protwin.shared.plan import Plan
 from tests.runtime.models import (
     SEED,
@@ -120,6 +123,37 @@ def test_autocast_computes_in_the_narrow_type() -> None:
     losses, _ = trained_plainly("llama", is_wide=False)
     assert losses != case.plain.losses
     assert losses == pytest.approx(case.plain.losses, rel=2**-6)
+
+
+def peaks_under_autocast(n_checkpoint: int) -> tuple[int, int]:
+    """The measured peak of a training within autocast, and the most that a plan traced within it allows."""
+    case = autocast_cases()["llama"]
+    model = case.build()
+    with autocast():
+        workload = trace(case.build(), case.batches[0], repeats=0)
+        plan = half_offloaded(workload).model_copy(update={"n_checkpoint": n_checkpoint})
+        with ends_in_time(), carry_out(model, plan, workload, optimizer=adamw) as training:
+            for batch in case.batches:
+                case.loss(model, batch).backward()
+                training.step()
+            return training.peak_device_bytes, guaranteed_device_peak(training.schedule).size_bytes
+
+
+@pytest.mark.parametrize("n_checkpoint", [0, 2, 4])
+def test_a_trace_within_autocast_accounts_for_casts(n_checkpoint: int) -> None:
+    measured_bytes, guaranteed_bytes = peaks_under_autocast(n_checkpoint)
+    assert measured_bytes <= 1.005 * guaranteed_bytes
+
+
+def test_a_trace_that_reuses_casts_misses_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The wrong variant: the casts of a first iteration serve the one that is looked at."""
+    monkeypatch.setattr(
+        batches_module,
+        "torch",
+        SimpleNamespace(**{**vars(torch), "clear_autocast_cache": lambda: None}),
+    )
+    measured_bytes, guaranteed_bytes = peaks_under_autocast(0)
+    assert measured_bytes > 1.1 * guaranteed_bytes
 
 
 def test_casts_that_autocast_keeps_from_an_earlier_forward_would_be_stale(monkeypatch: pytest.MonkeyPatch) -> None:
