@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
-from itertools import repeat
+from itertools import islice, repeat
 from typing import Any, Final
 
 import torch
@@ -71,7 +71,7 @@ def calibrate(
                 copy.deepcopy(model),
                 plan,
                 workload,
-                repeat(batch, steps + _WARM_UP + 1),
+                repeat(batch, (steps + _WARM_UP + 1) * plan.micro_batches),
                 loss=loss,
                 optimizer=optimizer,
                 device=make_device(),
@@ -97,10 +97,14 @@ def run_plan(
     device: TrainingDevice,
     hardware_name: str,
 ) -> Record:
-    """Train ``model`` under ``plan`` on all ``batches`` and give the measured Record."""
+    """Train ``model`` under ``plan`` on all ``batches``, one per micro-batch, and give the measured Record.
+
+    Batches at the end that make no whole step are left.
+    """
     with carry_out(model, plan, workload, optimizer=optimizer, device=device) as training:
-        for batch in batches:
-            loss_of(model, batch, loss).backward()  # type: ignore[no-untyped-call]
+        while len(step := list(islice(batches, plan.micro_batches))) == plan.micro_batches:
+            for batch in step:
+                loss_of(model, batch, loss).backward()  # type: ignore[no-untyped-call]
             training.step()
         return training.record(hardware_name=hardware_name)
 

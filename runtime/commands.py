@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -148,7 +149,8 @@ def run_command(
     from .training import carry_out
 
     content = read_text(text)
-    batches = byte_batches(content, batch_size=samples, sequence_length=length, num_batches=steps, seed=seed)
+    num_batches = steps * chosen.micro_batches
+    batches = byte_batches(content, batch_size=samples, sequence_length=length, num_batches=num_batches, seed=seed)
     built = _real_model(described.config, described.name, str(traced.compute_dtype), seed)
     device = _device(device_budget_bytes, host_to_device, device_to_host)
     make_optimizer = partial(torch.optim.AdamW, lr=learning_rate, fused=True)
@@ -157,11 +159,14 @@ def run_command(
         progress_bar("training") as report,
         carry_out(built, chosen, traced, optimizer=make_optimizer, device=device) as training,
     ):
-        for batch in batches:
-            loss = built(**{name: tensor.to(device.torch_device) for name, tensor in batch.items()}).loss
-            loss.backward()
+        for _ in range(steps):
+            of_step = []
+            for batch in islice(batches, chosen.micro_batches):
+                loss = built(**{name: tensor.to(device.torch_device) for name, tensor in batch.items()}).loss
+                (loss / chosen.micro_batches if chosen.micro_batches > 1 else loss).backward()
+                of_step.append(loss.detach())
             training.step()
-            losses.append(loss.item())
+            losses.append(torch.stack(of_step).mean().item())
             report(len(losses), steps)
         if not as_json:
             typer.echo(f"loss {losses[0]:.4f} -> {losses[-1]:.4f} over {steps} steps")

@@ -16,7 +16,7 @@ from .batches import Batch, Loss, batch_tensors, loss_of
 from .blocks import NamedBlock
 from .ledger import MemoryLedger
 from .operations import OperationTally, describe_operation
-from .swapping import SavedActivations
+from .swapping import SwappableTally
 from .tensors import storage_bytes, tensors_in
 from .walk import SectionWalker
 
@@ -137,17 +137,15 @@ def observe_sections(
     ledger = MemoryLedger()
     ledger.adopt([*model.parameters(), *model.buffers(), *batch_tensors(batch).values()])
     observer = _Observer(ledger, model)
-    saving = {index: SavedActivations(model) for index in range(len(blocks)) if mode is ActivationMode.KEEP}
-    modes = [ActivationMode.SWAP if index in saving else mode for index in range(len(blocks))]
-    walker = SectionWalker(model, blocks, modes, observer, saving)
+    tallies = {index: SwappableTally(model) for index in range(len(blocks)) if mode is ActivationMode.KEEP}
+    modes = [ActivationMode.SWAP if index in tallies else mode for index in range(len(blocks))]
+    walker = SectionWalker(model, blocks, modes, observer, tallies)
     outputs = _OutputSizes(blocks)
-    swappable: dict[int, int] = {}
     try:
         for _ in range(passes):
             observer.restart()
             with ledger.metering():
                 value = loss_of(model, batch, loss)
-                swappable = {index: saved.stay() for index, saved in saving.items()}
                 value.backward()  # type: ignore[no-untyped-call]
                 del value
             for parameter in model.parameters():
@@ -161,8 +159,8 @@ def observe_sections(
         if observation is None:
             raise WorkloadError(f"block {blocks[index].name} did not run in the model's forward. Name other blocks.")
         observation.output_bytes = size_bytes
-        if index in swappable:
-            observation.swappable_bytes = swappable[index]
+        if index in tallies:
+            observation.swappable_bytes = tallies[index].size_bytes
     return observer.sections
 
 

@@ -75,23 +75,69 @@ class SavedTensor:
         return made.set_(holder.untyped_storage(), self.offset, self.shape, self.stride)
 
 
-class SavedActivations:
-    """Collects what one block saves while its forward runs."""
+class _OwnStorages:
+    """Tells the storages that a running block makes itself from those that it was given or that the model keeps."""
 
     def __init__(self, model: nn.Module) -> None:
         self._of_model = {
             tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers()) if not _is_odd(tensor)
         }
         self._given: set[int] = set()
+
+    def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """The block is about to run on these."""
+        self._given = _storages((args, kwargs))
+
+    def key_of(self, tensor: torch.Tensor) -> int | None:
+        """The storage of a tensor that is saved, if the block made it."""
+        if _is_odd(tensor):
+            return None
+        key = tensor.untyped_storage()._cdata
+        return None if key in self._of_model or key in self._given else key
+
+
+class SwappableTally:
+    """Counts what could travel; everything stays where it is.  For tracing, which must not change what it measures."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.size_bytes = 0
+        """Of the latest forward."""
+        self._own = _OwnStorages(model)
+        self._sizes: dict[int, int] = {}
+
+    def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The block's forward."""
+        self._own.begin(args, kwargs)
+        self._sizes.clear()
+        with saved_tensors_hooks(self._pack, lambda tensor: tensor):
+            output = forward(*args, **kwargs)
+        handed_on = _storages(output)
+        self.size_bytes = sum(
+            size for key, size in self._sizes.items() if key not in handed_on and size >= SMALLEST_BYTES
+        )
+        return output
+
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        key = self._own.key_of(tensor)
+        if key is not None:
+            self._sizes[key] = tensor.untyped_storage().nbytes()
+        return tensor
+
+
+class SavedActivations:
+    """Collects what one block saves while its forward runs."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._own = _OwnStorages(model)
         self._found: dict[int, SavedStorage] = {}
 
     def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The block's forward, with autograd's saving watched."""
-        self._given = {t.untyped_storage()._cdata for t in tensors_in((args, kwargs)) if not _is_odd(t)}
+        self._own.begin(args, kwargs)
         self._found.clear()
         with saved_tensors_hooks(self._pack, _unpack):
             output = forward(*args, **kwargs)
-        handed_on = {t.untyped_storage()._cdata for t in tensors_in(output) if not _is_odd(t)}
+        handed_on = _storages(output)
         for key, saved in self._found.items():
             assert saved.source is not None
             is_small = saved.size_bytes < SMALLEST_BYTES
@@ -105,18 +151,9 @@ class SavedActivations:
         self._found.clear()
         return found
 
-    def stay(self) -> int:
-        """Nothing travels; gives the bytes that might have."""
-        found = self.take()
-        for saved in found:
-            saved.is_kept = True
-        return sum(saved.size_bytes for saved in found)
-
     def _pack(self, tensor: torch.Tensor) -> Any:
-        if _is_odd(tensor):
-            return tensor
-        key = tensor.untyped_storage()._cdata
-        if key in self._of_model or key in self._given:
+        key = self._own.key_of(tensor)
+        if key is None:
             return tensor
         saved = self._found.get(key)
         if saved is None:
@@ -238,3 +275,7 @@ def _bytes_of(storage: torch.UntypedStorage, device: TrainingDevice) -> torch.Te
 def _is_odd(tensor: torch.Tensor) -> bool:
     """Whether a tensor has no storage of its own that could be copied: sparse ones and wrappers."""
     return tensor.layout is not torch.strided or is_traceable_wrapper_subclass(tensor)
+
+
+def _storages(value: Any) -> set[int]:
+    return {tensor.untyped_storage()._cdata for tensor in tensors_in(value) if not _is_odd(tensor)}
