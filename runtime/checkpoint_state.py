@@ -78,7 +78,7 @@ class CheckpointState:
 
         Offloaded chunks are read from their homes: no device memory is needed.
         """
-        weights = {name: on_host(value) for chunk in self._placed.chunks for name, value in chunk.values().items()}
+        weights = {name: value.cpu() for chunk in self._placed.chunks for name, value in chunk.values().items()}
         buffers: dict[str, torch.Tensor] = {}
         for name, buffer, is_persistent in _buffers(self._model):
             (weights if is_persistent else buffers)[name] = on_host(buffer)

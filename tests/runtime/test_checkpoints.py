@@ -18,12 +18,13 @@ from hypothesis import strategies as st
 from torch import nn
 from transformers import AutoModelForCausalLM, GPT2LMHeadModel
 
-from protwin.runtime import CpuDevice, Training, device_steps
+from protwin.runtime import CpuDevice, LossScaling, Training, device_steps
 from protwin.runtime.checkpoints import read_checkpoint
 from protwin.runtime.chunks import DeviceChunk
-from protwin.shared.errors import ScheduleError
+from protwin.shared.errors import FileError, ScheduleError
 from protwin.shared.plan import Plan
 from protwin.shared.workload import Workload
+from tests.runtime.families import families
 from tests.runtime.models import SEED, STEPS, Case, cases, differences, hand_written, llama, token_batches
 from tests.runtime.resuming import (
     check_resumption,
@@ -74,9 +75,7 @@ def test_any_model_resumes_under_another_plan(name: str, tmp_path: Path) -> None
 
 def plain_steps(drawn: tuple[Plan, Any]) -> Plan:
     """The drawn plan with what plain training does in a step: one batch, no limit of the norm."""
-    return drawn[0].model_copy(
-        update={"micro_batches": 1, "max_gradient_norm": None, "n_swap": 0, "activation_modes": None}
-    )
+    return drawn[0].model_copy(update={"micro_batches": 1, "max_gradient_norm": None})
 
 
 @settings(max_examples=4, phases=[Phase.explicit, Phase.generate])
@@ -158,6 +157,78 @@ def all_gathered_ahead(training: Training) -> None:
         seen = training.num_gathers
         time.sleep(0.05)
     assert seen > 0
+
+
+def test_saving_takes_no_device_memory(tmp_path: Path) -> None:
+    """Every operation of a save is watched: none may make a tensor of any size, where nothing is on the device."""
+    case = cases()["llama"]
+    model = case.build()
+    with start(case, model, offloaded(case.workload)) as training:
+        train(case, model, training, 0, 1)
+        training.synchronize()
+        all_gathered_ahead(training)
+        ledger = training.device.ledger
+        level_bytes, num_gathers = ledger.level_bytes, training.num_gathers
+        ledger.reset_peak()
+        with ledger.metering():
+            training.save(tmp_path / "saved")
+        assert training.num_gathers == num_gathers
+        weights_bytes = sum(p.size_bytes for p in case.workload.parameters)
+        # The state of torch's random generator is a tensor of 5 056 bytes.
+        assert ledger.peak_bytes - level_bytes < 10_000 < weights_bytes // 10
+        with ledger.metering():
+            copies = {name: tensor.clone() for name, tensor in training._state.collect(1, None, None).weights.items()}
+        assert len(copies) > 0
+        assert ledger.peak_bytes - level_bytes > weights_bytes // 2, "copies of the weights would have been seen"
+
+
+def halves(training: Training, model: nn.Module, batch: Any) -> list[float]:
+    """One step of two micro-batches, scaled if the training scales losses."""
+    losses = []
+    for row in range(2):
+        loss = model(**{name: tensor[row : row + 1] for name, tensor in batch.items()}).loss
+        (loss if training.loss_scaler is None else training.scale(loss)).backward()
+        losses.append(loss.item())
+    training.step()
+    return losses
+
+
+@pytest.mark.parametrize("is_scaled", [False, True])
+def test_micro_batches_clipping_and_loss_scaling_go_on(is_scaled: bool, tmp_path: Path) -> None:
+    dtype = torch.float16 if is_scaled else torch.float32
+    batches = token_batches()
+    first_row = {name: tensor[:1] for name, tensor in batches[0].items()}
+    case = Case(lambda: llama(num_layers=2).to(dtype), [first_row])
+    # Overflows at first, and grows again soon.
+    scaling = LossScaling(initial_scale=2.0**40, backoff_factor=2.0**-20, growth_interval=1) if is_scaled else None
+
+    def run(model: nn.Module, plan: Plan, first: int, last: int) -> tuple[list[float], float | None]:
+        plan = plan.model_copy(update={"micro_batches": 2, "max_gradient_norm": 0.3})
+        with start(case, model, plan, loss_scaling=scaling) as training:
+            if first > 0:
+                assert training.resume(tmp_path / "saved").step == first
+            losses = [loss for batch in batches[first:last] for loss in halves(training, model, batch)]
+            training.save(tmp_path / "saved")
+            if is_scaled:
+                with pytest.raises(FileError, match="loss_scaling"):
+                    check_without_scaling(case, tmp_path / "saved", plan)
+            return losses, training.loss_scaler.scale if training.loss_scaler is not None else None
+
+    whole, part = case.build(), case.build()
+    losses, scale = run(whole, mixed(case.workload), 0, 4)
+    before, scale_between = run(part, offloaded(case.workload), 0, 2)
+    part = other_weights(case.build())
+    after, scale_after = run(part, kept(case.workload), 2, 4)
+    assert before + after == losses
+    assert scale_after == scale
+    assert not is_scaled or scale != scale_between
+    assert differences(part, whole.state_dict()) == []
+    assert differences(whole, case.build().state_dict()) != []
+
+
+def check_without_scaling(case: Case, folder: Path, plan: Plan) -> None:
+    with start(case, case.build(), plan) as training:
+        training.resume(folder)
 
 
 @pytest.mark.parametrize("is_right", [True, False])
@@ -280,6 +351,20 @@ def test_transformers_loads_a_checkpoint(name: str, tmp_path: Path) -> None:
     if "gpt2" in name:
         assert isinstance(loaded, GPT2LMHeadModel)
         assert loaded.lm_head.weight is loaded.transformer.wte.weight
+
+
+@pytest.mark.parametrize("name", ["mixtral", "t5"])
+def test_transformers_loads_other_families(name: str, tmp_path: Path) -> None:
+    """Experts that transformers joins when it loads, weights that two trees share."""
+    family = families()[name]
+    case = Case(family.build, [family.batch])
+    model = case.build()
+    with start(case, model, mixed(case.workload)) as training:
+        train(case, model, training, 0, 1)
+        training.save(tmp_path / "saved")
+    loaded, report = type(model).from_pretrained(tmp_path / "saved", output_loading_info=True)
+    assert {key: list(found) for key, found in report.items() if found} == {}
+    assert differences(loaded, model.state_dict()) == []
 
 
 def test_tied_weights_are_saved_once(tmp_path: Path) -> None:
