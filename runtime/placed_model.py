@@ -51,6 +51,8 @@ class PlacedModel:
         self.chunks: list[DeviceChunk] = []
         self._host_optimizers: dict[int, ChunkOptimizer] = {}
         self._device_steps: list[DeviceStep] = []
+        self._num_counted = 0
+        """Parameters whose optimizer state the ledger knows."""
         self._watch = GradientWatch(device.ledger)
         self._labels = {id(p): options.label_of(p) for p in model.parameters()}
         self._in_order = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -71,6 +73,7 @@ class PlacedModel:
                     )
                     self.chunks.append(made)
                     self._make_optimizers(made, options, make_optimizer)
+                self._step_wide_parameters(options, make_optimizer)
         except BaseException:
             self.move_out()
             raise
@@ -83,14 +86,18 @@ class PlacedModel:
                 chunk.masters, chunk.trainable, options, make_optimizer, targets=chunk.targets
             )
             return
-        wide = [p for p in chunk.trainable if p.element_size() >= 4]
-        if wide:
-            self._device_steps.append(DeviceStep(ChunkOptimizer(wide, wide, options, make_optimizer), wide))
         for parameter in (p for p in chunk.trainable if p.element_size() < 4):
             master = parameter.detach().float()
             if self._device.ledger is not None:
                 self._device.ledger.adopt([master], Content.OPTIMIZER_STATE)
             self._device_steps += narrow_steps(parameter, master, options, make_optimizer)
+
+    def _step_wide_parameters(self, options: StepOptions, make_optimizer: MakeOptimizer) -> None:
+        """One step for the parameters of all persistent chunks that are their own masters, as the plain loop has it."""
+        persistent = (chunk for chunk in self.chunks if chunk.is_persistent)
+        wide = [p for chunk in persistent for p in chunk.trainable if p.element_size() >= 4]
+        if wide:
+            self._device_steps.insert(0, DeviceStep(ChunkOptimizer(wide, wide, options, make_optimizer), wide))
 
     # -- stepping ----------------------------------------------------------------------------------------------------
 
@@ -112,7 +119,9 @@ class PlacedModel:
 
     def count_optimizer_state(self) -> None:
         """Let the ledger know the device's optimizer state."""
-        if self._device.ledger is not None:
+        num_stepped = sum(len(step.optimizer.optimizer.state) for step in self._device_steps)
+        if self._device.ledger is not None and (num_stepped != self._num_counted or self._device.ledger.is_metering):
+            self._num_counted = num_stepped
             for step in self._device_steps:
                 self._device.ledger.adopt(step.optimizer.state_tensors(), Content.OPTIMIZER_STATE)
 
