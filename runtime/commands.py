@@ -94,6 +94,7 @@ def trace_command(
     epilog=examples(
         "protwin run --plan plan.json --workload workload.json --model config.json --steps 20 --output measured.json",
         "protwin run --plan plan.json --workload workload.json --model gpt2 --device-budget 2GiB --text book.txt",
+        "protwin run --plan plan.json --workload workload.json --model gpt2 --checkpoint saved --checkpoint-every 100",
     )
 )
 def run_command(
@@ -108,6 +109,16 @@ def run_command(
         Path | None,
         typer.Option("--text", metavar="FILE", dir_okay=False, help="Text to train on; by default Python's reference."),
     ] = None,
+    checkpoint: Annotated[
+        Path | None,
+        typer.Option("--checkpoint", metavar="FOLDER", file_okay=False, help="Save here after the last step."),
+    ] = None,
+    checkpoint_every: Annotated[
+        int | None, typer.Option("--checkpoint-every", min=1, metavar="N", help="Save every N steps too.")
+    ] = None,
+    is_resuming: Annotated[
+        bool, typer.Option("--resume", help="Go on from the checkpoint; --steps counts those before it too.")
+    ] = False,
     device_budget_bytes: DeviceBudget = None,
     host_to_device: Annotated[
         float | None,
@@ -145,12 +156,13 @@ def run_command(
 
     from ..shared.tables import record_tables
     from ..shared.timeline import chrome_trace
+    from .run_checkpoints import RunCheckpoints
     from .text import byte_batches, read_text
     from .training import carry_out
 
     content = read_text(text)
-    num_batches = steps * chosen.micro_batches
-    batches = byte_batches(content, batch_size=samples, sequence_length=length, num_batches=num_batches, seed=seed)
+    checkpoints = RunCheckpoints(checkpoint, checkpoint_every, is_resuming, seed, content)
+    checkpoints.check()
     built = _real_model(described.config, described.name, str(traced.compute_dtype), seed)
     device = _device(device_budget_bytes, host_to_device, device_to_host)
     make_optimizer = partial(torch.optim.AdamW, lr=learning_rate, fused=True)
@@ -159,7 +171,25 @@ def run_command(
         progress_bar("training") as report,
         carry_out(built, chosen, traced, optimizer=make_optimizer, device=device) as training,
     ):
-        for _ in range(steps):
+        num_batches_before = checkpoints.resume(training, learning_rate)
+        done = training.num_steps
+        if done >= steps:
+            raise PlanError(f"the checkpoint is at step {done} already; --steps is {steps}. Raise it.")
+        if wants_record and steps - done < MIN_RECORDED_STEPS:
+            raise PlanError(
+                f"{steps - done} steps after the checkpoint are too few for a record, which needs "
+                f"{MIN_RECORDED_STEPS}. Raise --steps."
+            )
+        batches = byte_batches(
+            content,
+            batch_size=samples,
+            sequence_length=length,
+            num_batches=num_batches_before + (steps - done) * chosen.micro_batches,
+            seed=seed,
+        )
+        # Drawn again rather than kept: their places follow from the seed.
+        batches = islice(batches, num_batches_before, None)
+        for step in range(done + 1, steps + 1):
             of_step = []
             for batch in islice(batches, chosen.micro_batches):
                 loss = built(**{name: tensor.to(device.torch_device) for name, tensor in batch.items()}).loss
@@ -167,11 +197,13 @@ def run_command(
                 of_step.append(loss.detach())
             training.step()
             losses.append(torch.stack(of_step).mean().item())
-            report(len(losses), steps)
+            report(step, steps)
+            num_batches = num_batches_before + len(losses) * chosen.micro_batches
+            checkpoints.after_step(training, num_batches=num_batches, is_last=step == steps)
         if not as_json:
-            typer.echo(f"loss {losses[0]:.4f} -> {losses[-1]:.4f} over {steps} steps")
-        if steps < MIN_RECORDED_STEPS:
-            typer.echo(f"a record needs {MIN_RECORDED_STEPS} steps or more; --steps was {steps}")
+            typer.echo(f"loss {losses[0]:.4f} -> {losses[-1]:.4f} over {len(losses)} steps")
+        if len(losses) < MIN_RECORDED_STEPS:
+            typer.echo(f"a record needs {MIN_RECORDED_STEPS} steps or more; these were {len(losses)}")
             return
         record = training.record()
     if output is not None:

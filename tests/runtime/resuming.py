@@ -108,3 +108,14 @@ def check_resumption(case: Case, before: Plan, after: Plan, folder: Path, *, ste
 
 def sgd(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     return torch.optim.SGD(groups, lr=0.1, momentum=0.9, nesterov=True)
+
+
+def same_bits(one: Any, other: Any) -> bool:
+    """Whether two nests of tables, lists and tensors are equal, bit for bit."""
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same_bits(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(same_bits(a, b) for a, b in zip(one, other, strict=True))
+    return bool(one == other)

@@ -16,7 +16,7 @@ from protwin.runtime import Training
 from protwin.runtime.checkpoints import MANIFEST, Manifest, SavedFile, read_checkpoint
 from protwin.shared.errors import FileError
 from tests.runtime.models import SEED, cases
-from tests.runtime.resuming import kept, mixed, saved_after, sgd, start, train
+from tests.runtime.resuming import kept, mixed, same_bits, saved_after, sgd, start, train
 
 
 def everything(model: nn.Module, training: Training) -> dict[str, Any]:
@@ -30,16 +30,6 @@ def everything(model: nn.Module, training: Training) -> dict[str, Any]:
         "random": (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()),
         "steps": training.num_steps,
     }
-
-
-def same(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(same(a, b) for a, b in zip(one, other, strict=True))
-    return bool(one == other)
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +113,7 @@ def test_damaged_checkpoints_are_refused_before_anything_is_touched(
     damage(folder)
     with pytest.raises(FileError, match=message):
         training.resume(folder)
-    assert same(everything(model, training), before)
+    assert same_bits(everything(model, training), before)
 
 
 def test_foreign_checkpoints_are_refused_before_anything_is_touched(touched: Any, saved: Path, tmp_path: Path) -> None:
@@ -152,7 +142,7 @@ def test_foreign_checkpoints_are_refused_before_anything_is_touched(touched: Any
             training.resume(tmp_path / folder)
     with pytest.raises(FileError, match="without a scheduler"):
         training.resume(saved, scheduler=scheduler)
-    assert same(everything(model, training), before)
+    assert same_bits(everything(model, training), before)
 
 
 class Surprise:
@@ -168,4 +158,4 @@ def test_what_could_not_be_read_back_is_not_saved(touched: Any, tmp_path: Path) 
             training.save(tmp_path / "saved", data_position=position)
     assert read_checkpoint(tmp_path / "saved").training["data_position"] == 7
     assert [path.name for path in tmp_path.iterdir()] == ["saved"]
-    assert same(everything(model, training), before)
+    assert same_bits(everything(model, training), before)

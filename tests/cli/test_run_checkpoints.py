@@ -1,0 +1,76 @@
+"""``protwin run`` stops and goes on as if it had not stopped."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from protwin.runtime.checkpoints import read_checkpoint
+from protwin.runtime.run_checkpoints import RunCheckpoints
+from protwin.shared.errors import FileError, ProtwinError
+from protwin.shared.plan import Plan
+from protwin.shared.workload import Workload
+from tests.cli.conftest import Protwin
+from tests.runtime.resuming import kept, offloaded, same_bits
+
+MODEL = {
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "vocab_size": 256,
+    "max_position_embeddings": 64,
+}
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_under_another_plan(protwin: Protwin, work: Path) -> None:
+    (work / "config.json").write_text(json.dumps(MODEL))
+    (work / "text.txt").write_text("to be or not to be, that is the question. " * 20)
+    shape = ("--batch-size", "2", "--sequence-length", "16")
+
+    def call(*arguments: str, code: int = 0) -> str:
+        result = protwin(*arguments, OMP_NUM_THREADS="1")
+        assert result.returncode == code, result.stderr
+        return result.stderr
+
+    call("trace", "--model", "config.json", *shape, "--output", "workload.json")
+    workload = Workload.load(work / "workload.json")
+    for name, plan in (("kept", kept(workload)), ("offloaded", offloaded(workload))):
+        assert isinstance(plan, Plan)
+        plan.save(work / f"{name}.json")
+
+    def run(plan: str, folder: str, steps: int, *more: str, code: int = 0) -> str:
+        fixed = ("--workload", "workload.json", "--model", "config.json", "--text", "text.txt", "--checkpoint", folder)
+        return call("run", "--plan", f"{plan}.json", *fixed, "--steps", str(steps), *more, code=code)
+
+    run("kept", "whole", 4)
+    run("kept", "parts", 2, "--checkpoint-every", "1")
+    assert "--resume" in run("kept", "parts", 4, code=2)
+    run("offloaded", "parts", 4, "--resume")
+    whole, parts = (read_checkpoint(work / folder) for folder in ("whole", "parts"))
+    assert whole.step == parts.step == 4
+    assert same_bits(whole.weights, parts.weights)
+    assert same_bits(whole.optimizer, parts.optimizer)
+    assert whole.training["data_position"] == parts.training["data_position"]
+    assert "--seed" in run("kept", "parts", 5, "--resume", "--seed", "1", code=2)
+
+
+def test_options_that_contradict_each_other_are_refused(tmp_path: Path) -> None:
+    def check(folder: Path | None, *, every: int | None = None, is_resuming: bool = False) -> None:
+        RunCheckpoints(folder, every, is_resuming, 0, b"").check()
+
+    check(None)
+    check(tmp_path / "new", every=3)
+    with pytest.raises(ProtwinError, match="--resume needs --checkpoint"):
+        check(None, is_resuming=True)
+    with pytest.raises(ProtwinError, match="--checkpoint-every needs --checkpoint"):
+        check(None, every=3)
+    with pytest.raises(FileError, match="holds no checkpoint"):
+        check(tmp_path / "new", is_resuming=True)
+    (tmp_path / "saved").write_text("")
+    with pytest.raises(FileError, match="is a file"):
+        check(tmp_path / "saved")
