@@ -7,6 +7,7 @@ as well, and says when called what to install.
 
 from __future__ import annotations
 
+import errno
 import sys
 from importlib.metadata import EntryPoint, entry_points, version
 from typing import Annotated, Any, Final
@@ -72,6 +73,10 @@ def missing_runtime(missing: str, command: str) -> ProtwinError:
     )
 
 
+_FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""What the system says of a place that takes no more."""
+
+
 class _RootGroup(TyperGroup):
     """Holds the commands of the entry-point group and turns errors into messages."""
 
@@ -104,6 +109,13 @@ class _RootGroup(TyperGroup):
             raise typer.Exit(report_interruption()) from error
         except BrokenPipeError as error:
             raise typer.Exit(discard_output()) from error
+        except OSError as error:
+            if error.errno not in _FULL:
+                raise
+            # Whatever files a command writes are told by name; what remains is standard output.
+            discard_output()
+            told = f"standard output takes no more: {error.strerror}. Free some space, or write elsewhere."
+            raise typer.Exit(report_mistake(told)) from error
         except ValueError as error:
             raise typer.Exit(report_mistake(_as_mistake(error))) from error
 

@@ -266,3 +266,13 @@ def test_every_entry_point_names_a_module_of_its_folder() -> None:
         assert module.startswith("protwin.")
         assert attribute == entry.name
         assert (Path(__file__).parents[2] / module.split(".")[1]).is_dir()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no device that is always full")
+def test_standard_output_that_is_full() -> None:
+    command = [sys.executable, "-c", "from protwin.shared.cli import main; main()", "hardware", "list"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: standard output takes no more")
+    assert "Traceback" not in done.stderr
