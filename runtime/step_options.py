@@ -134,7 +134,10 @@ def check_options(param_groups: Sequence[Mapping[str, Any]]) -> None:
     """Raise PlanError unless rates and the like are finite and at least 0, and betas below 1."""
     for index, group in enumerate(param_groups):
         for key in _NEVER_NEGATIVE:
-            if key in group and not _number(group[key]) >= 0:
+            value = group.get(key, 0.0)
+            # Some optimizers take a pair, such as Adafactor, whose first eps may be left to it.
+            values = [v for v in value if v is not None] if isinstance(value, tuple) else [value]
+            if not all(_number(v) >= 0 for v in values):
                 raise _refusal(index, key, group[key], "finite and at least 0")
         for key in _FRACTIONS:
             for beta in group.get(key, ()):

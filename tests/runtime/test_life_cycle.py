@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -313,6 +314,8 @@ def test_an_error_in_the_last_cpu_adam_surfaces_when_training_closes(case: Case)
         try:
             train(case, model, training, 1)
         except ZeroDivisionError:
+            with suppress(ZeroDivisionError):
+                training.close()
             pytest.skip("the last CPU Adam was faster than the step on the device")
         with pytest.raises(ZeroDivisionError, match="in the optimizer"):
             training.close()
