@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import gc
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack, _pop_mode
 
 from protwin.runtime.ledger import CpuOutOfMemoryError, MemoryLedger
 from protwin.runtime.tensors import storage_bytes
@@ -295,6 +295,15 @@ def test_an_error_within_an_operation_leaves_no_mode() -> None:
     assert ledger.level_bytes == 0
 
 
+@pytest.fixture
+def _inert_modes_go() -> Iterator[None]:
+    """A mode that could not leave its thread's stack does nothing, but must not stay there for other tests to find."""
+    yield
+    while _get_current_dispatch_mode_stack():
+        _pop_mode()
+
+
+@pytest.mark.usefixtures("_inert_modes_go")
 def test_metering_ends_under_another_mode() -> None:
     """A mode that a caller entered above the ledger's stays, and the ledger sees nothing more."""
 
@@ -319,6 +328,7 @@ def test_metering_ends_under_another_mode() -> None:
     del a, b
 
 
+@pytest.mark.usefixtures("_inert_modes_go")
 def test_metering_ends_from_another_thread() -> None:
     ledger = MemoryLedger()
     ledger.start_metering()
