@@ -17,6 +17,8 @@ _MATMUL: Final = ("mm", "addmm", "bmm", "baddbmm", "dot", "mv", "convolution", "
 _NORMALIZATION: Final = ("layer_norm", "rms_norm", "batch_norm", "group_norm")
 _EMBEDDING: Final = ("embedding", "index_select", "gather", "scatter", "index", "index_put", "index_add")
 _REDUCTION: Final = ("sum", "mean", "softmax", "nll_loss", "amax", "max", "min", "var", "norm", "logsumexp", "argmax")
+_FACTORS: Final = {"mm": 0, "bmm": 0, "mv": 0, "addmm": 1, "baddbmm": 1, "addmv": 1}
+"""Where the arguments of products of two factors begin with them."""
 _CAUSAL_PLACE: Final = {"backward": 7, "forward": 4}
 
 
@@ -43,6 +45,7 @@ def describe_operation(operator: Any, args: tuple[Any, ...], kwargs: dict[str, A
         else DType.FLOAT32,
         flops=_flops(operator, name, operation_class, args, kwargs, result, outputs),
         bytes_moved=_bytes_moved(name, operation_class, inputs, outputs),
+        shape=_shape(name, operation_class, args),
     )
 
 
@@ -91,6 +94,20 @@ def _flops(
         shared = args[0].shape[-1] if isinstance(args[0], torch.Tensor) and args[0].dim() else 1
         return 2 * int(shared) * sum(t.numel() for t in outputs[:1])
     return sum(t.numel() for t in outputs[:1])
+
+
+def _shape(name: str, operation_class: OperationClass, args: tuple[Any, ...]) -> tuple[int, ...]:
+    """``Operation.shape``.  A group of products of unequal sizes, and what is no matrix product, have none."""
+    if operation_class is OperationClass.ATTENTION:
+        shift = 1 if name.endswith("_backward") else 0
+        query, key = args[shift], args[shift + 1]
+        return (prod(query.shape[:-2]), query.shape[-2], key.shape[-2], query.shape[-1])
+    if name not in _FACTORS:
+        return ()
+    first, second = args[_FACTORS[name] : _FACTORS[name] + 2]
+    if second.dim() == 1:
+        return (1, first.shape[0], 1, first.shape[1])
+    return (prod(first.shape[:-2]), first.shape[-2], second.shape[-1], first.shape[-1])
 
 
 def _grouped_flops(first: torch.Tensor, second: torch.Tensor) -> int:

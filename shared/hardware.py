@@ -55,6 +55,9 @@ class Device(FrozenModel):
     """Peak outside matrix units, in float32."""
     launch_overhead_s: NonNegativeFloat
     """Time of an operation that does nothing."""
+    num_multiprocessors: PositiveInt | None = None
+    """Processors that a kernel's blocks are dealt out to (NVIDIA: SMs, AMD: CUs); None: matrix products take no notice
+    of how evenly their tiles fill them."""
     efficiency: dict[OperationClass, Annotated[float, Field(gt=0, le=1)]] = {}
     """Share of the roofline that operations of a class reach; ``sim/costs.py`` has the defaults and their sources."""
     source: str = ""

@@ -119,6 +119,7 @@ def _device_rows(device: Device) -> dict[str, str]:
         "memory bandwidth": format_rate(device.memory_bandwidth_bytes_per_s),
         **peaks,
         "outside matrix units": format_flop_per_s(device.vector_flop_per_s),
+        **({} if device.num_multiprocessors is None else {"multiprocessors": str(device.num_multiprocessors)}),
         "launch overhead": format_seconds(device.launch_overhead_s),
         **efficiency,
     }

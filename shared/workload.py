@@ -88,6 +88,9 @@ class Operation(FrozenModel):
     bytes_moved: Bytes
     """Bytes read plus bytes written by one call, each tensor once."""
     count: PositiveInt = 1
+    shape: tuple[NonNegativeInt, ...] = ()
+    """Of a matrix product (batch, m, n, k): batch products of m x k by k x n; of attention (batch * heads, queries,
+    keys, width of a head); () where it is not known or does not matter."""
 
 
 class Phase(FrozenModel):
@@ -102,8 +105,28 @@ class Phase(FrozenModel):
     curve: tuple[tuple[Annotated[float, Field(gt=0, le=1)], SignedBytes], ...] = ()
     """Highest level, relative to the start, within consecutive stretches: (end of stretch as a fraction of the
     phase's time, bytes).  Ascending, the last fraction is 1; empty for an empty phase."""
+    adding_curve: tuple[tuple[Annotated[float, Field(gt=0, le=1)], SignedBytes], ...] = ()
+    """``curve`` where all of ``gradient_bytes`` are added to gradients that are there already: each goes as soon as it
+    is final.  Empty where there are none, or where that is not known."""
     measured_s: NonNegativeFloat | None = None
     """Median seconds on ``Workload.measured_on``, alone on the machine."""
+
+    @cached_property
+    def adding(self) -> Phase:
+        """The phase as it is in a later micro-batch, if all its gradients are added to those of the first.
+
+        Without ``adding_curve``, its levels are those of the first: an upper bound.
+        """
+        if self.gradient_bytes == 0:
+            return self
+        return self.model_copy(
+            update={
+                "net_bytes": self.net_bytes - self.gradient_bytes,
+                "gradient_bytes": 0,
+                "curve": self.adding_curve or self.curve,
+                "adding_curve": (),
+            }
+        )
 
     @cached_property
     def peak_bytes(self) -> int:
@@ -117,9 +140,10 @@ class Phase(FrozenModel):
 
     @model_validator(mode="after")
     def _curve_ascends(self) -> Self:
-        ends = [end for end, _ in self.curve]
-        if ends and (ends != sorted(set(ends)) or ends[-1] != 1):
-            raise ValueError("curve fractions must ascend strictly and end at 1")
+        for name in ("curve", "adding_curve"):
+            ends = [end for end, _ in getattr(self, name)]
+            if ends and (ends != sorted(set(ends)) or ends[-1] != 1):
+                raise ValueError(f"{name} fractions must ascend strictly and end at 1")
         return self
 
 

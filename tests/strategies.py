@@ -59,6 +59,7 @@ def operations() -> SearchStrategy[Operation]:
         flops=st.integers(0, 10**9),
         bytes_moved=st.integers(0, 10**8),
         count=st.integers(1, 8),
+        shape=st.just(()) | st.tuples(*[st.integers(1, 2**12)] * 4),
     )
 
 
@@ -267,6 +268,7 @@ def hardware(draw: DrawFn) -> Hardware:
             ),
             vector_flop_per_s=draw(st.floats(1e9, 1e14)),
             launch_overhead_s=draw(_TIMES),
+            num_multiprocessors=draw(st.none() | st.integers(1, 400)),
             efficiency=draw(st.dictionaries(st.sampled_from(OperationClass), st.floats(0.01, 1), max_size=3)),
         ),
         host=Host(

@@ -25,6 +25,7 @@ VALUES = {
     "launch_overhead_s": ("7e-6", 7e-6),
     "latency_s": ("1e-5", 1e-5),
     "num_cores": ("12", 12),
+    "num_multiprocessors": ("100", 100),
     "name": ("another", "another"),
     "source": ("my notes", "my notes"),
     "kind": ("cpu", "cpu"),

@@ -102,6 +102,7 @@ def test_the_machines_that_people_ask_for_are_there() -> None:
 def test_peaks_follow_from_the_silicon(name: str) -> None:
     device = device_part(name)
     assert peaks_agree(device, SILICON[name])
+    assert device.num_multiprocessors == SILICON[name].num_processors
     sparse = {dtype: 2 * peak for dtype, peak in device.peak_flop_per_s.items()}
     with_tf32 = device.peak_flop_per_s | {DType.FLOAT32: device.peak_flop_per_s[DType.FLOAT16] / 2}
     decimal = round(device.memory_bytes / GIB * 1e9)
