@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+import torch
 from torch import nn
 
 from ..shared.errors import WorkloadError
@@ -37,6 +38,10 @@ class Observation:
     end_bytes: int = 0
     weights: list[float] = field(default_factory=list)
     levels: list[int] = field(default_factory=list)
+    adding_levels: list[int] = field(default_factory=list)
+    """``levels``, had every gradient been added to one that was there before."""
+    final_bytes: int = 0
+    """Gradients that became final in this section so far, of parameters that had none when it began."""
     tally: OperationTally = field(default_factory=OperationTally)
     output_bytes: int = 0
     swappable_bytes: int = 0
@@ -45,13 +50,21 @@ class Observation:
 
     def curve(self) -> tuple[tuple[float, int], ...]:
         """The section's levels as at most ``_CURVE_STRETCHES`` stretches, each with its highest level."""
-        if not self.levels:
-            net = self.end_bytes - self.start_bytes
-            return ((1.0, max(0, net)),) if net > 0 else ()
+        return self._stretches(self.levels, self.end_bytes - self.start_bytes)
+
+    def adding_curve(self) -> tuple[tuple[float, int], ...]:
+        """``curve``, had every gradient been added to one that was there before; empty if none became final."""
+        if self.gradient_bytes <= 0:
+            return ()
+        return self._stretches(self.adding_levels, self.end_bytes - self.start_bytes - self.gradient_bytes)
+
+    def _stretches(self, levels: Sequence[int], net_bytes: int) -> tuple[tuple[float, int], ...]:
+        if not levels:
+            return ((1.0, net_bytes),) if net_bytes > 0 else ()
         total = sum(self.weights)
         stretches: list[tuple[float, int]] = []
         done = 0.0
-        for weight, level in zip(self.weights, self.levels, strict=True):
+        for weight, level in zip(self.weights, levels, strict=True):
             done += weight
             end = min(_CURVE_STRETCHES, int(_CURVE_STRETCHES * (done - weight / 2) / total) + 1) / _CURVE_STRETCHES
             if stretches and (stretches[-1][0] >= end or stretches[-1][1] == level):
@@ -75,6 +88,11 @@ class _Observer:
         self.sections: dict[PhaseKey, Observation] = {}
         self._current: Observation | None = None
         self._next: PhaseKey | None = None
+        self._with_gradient: set[int] = set()
+        self._handles: list[Any] = [
+            parameter.register_post_accumulate_grad_hook(self._accumulated)  # type: ignore[no-untyped-call]
+            for parameter in self._parameters
+        ]
         ledger.before_operation = self._settle
         ledger.on_operation = self._operation
 
@@ -89,7 +107,13 @@ class _Observer:
     def restart(self) -> None:
         """Forget what was seen: the next iteration counts."""
         self.sections.clear()
+        self._with_gradient.clear()
         self._current = self._next = None
+
+    def remove(self) -> None:
+        """Take the hooks off the parameters."""
+        for handle in self._handles:
+            handle.remove()
 
     def _settle(self) -> None:
         """Begin the section that was announced."""
@@ -117,7 +141,20 @@ class _Observer:
             current.tally.add(operation)
             weight = operation.flops / _FLOPS_PER_BYTE + operation.bytes_moved + _OPERATION_OVERHEAD
             current.weights.append(weight)
-            current.levels.append(self._ledger.watched_bytes - current.start_bytes)
+            level = self._ledger.watched_bytes - current.start_bytes
+            current.levels.append(level)
+            current.adding_levels.append(level - current.final_bytes)
+
+    def _accumulated(self, parameter: torch.Tensor) -> None:
+        """A gradient is final.  Were it added to another, both would be there until now, and then one of them."""
+        current = self._current
+        if current is None or id(parameter) in self._with_gradient:
+            return
+        self._with_gradient.add(id(parameter))
+        if current.adding_levels:
+            level = self._ledger.watched_bytes - current.start_bytes - current.final_bytes
+            current.adding_levels[-1] = max(current.adding_levels[-1], level)
+        current.final_bytes += storage_bytes([parameter.grad])
 
 
 def observe_sections(
@@ -153,6 +190,7 @@ def observe_sections(
             on_iteration()
     finally:
         walker.remove()
+        observer.remove()
         outputs.remove()
     for index, size_bytes in enumerate(outputs.sizes):
         observation = observer.sections.get((TaskKind.FORWARD, BlockId(index)))

@@ -37,6 +37,7 @@ class Assembly:
             net_bytes=observation.end_bytes - observation.start_bytes,
             gradient_bytes=max(0, observation.gradient_bytes),
             curve=observation.curve(),
+            adding_curve=observation.adding_curve(),
             measured_s=self._seconds[mode].get((kind, section)),
         )
 

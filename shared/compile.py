@@ -23,6 +23,9 @@ A phase's curve already contains what the task allocates and frees while it runs
 count from its end on, and those that it frees count until its end.  What a backward leaves behind beyond saved
 activations, outputs and gradients (above all the gradient that it hands to the section before) is measured, and is
 the INCOMING_GRADIENT buffer; ``compile_activations`` keeps these books.
+
+In a later micro-batch, a section whose gradients all stay on the device has its phase's other curve
+(``Phase.adding``).  Where some of a block's chunks are offloaded and others are not, its curve is an upper bound.
 """
 
 from __future__ import annotations
@@ -165,7 +168,7 @@ class _Compiler:
             ),
             frees=(saved, last),
             reads=(*parameters, saved, last),
-            phase=backward,
+            phase=backward.adding if self.program.micro_batch else backward,
         )
 
     # -- backward ----------------------------------------------------------------------------------------------------
@@ -209,7 +212,7 @@ class _Compiler:
             frees=(*drops, *swapped, handed, *self.gathers.released_by(step)),
             reads=(*parameters, before, saved, *swapped, handed, *added),
             updates=added,
-            phase=phase,
+            phase=phase.adding if self.program.micro_batch and not gradients else phase,
         )
         self.program.end_step(end if recompute is None else recompute, end)
         self.updates.end_backward(block, step=step)
@@ -234,5 +237,5 @@ class _Compiler:
             frees=(output, handed),
             reads=(*self.gathers.unowned_parameters(), output, handed, *added),
             updates=added,
-            phase=phase,
+            phase=phase.adding if self.program.micro_batch else phase,
         )

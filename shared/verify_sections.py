@@ -207,9 +207,11 @@ class _Walk:
             incoming = self._called(Content.INCOMING_GRADIENT, self.sections[self.sections.index(section) + 1])
             consumed = consumed | {incoming}
             drops = drops | {incoming}
+        carried_out = phase
         if self.micro_batch:
             # Gradients are there already: what the phase would leave of them is added to these.
             own_bytes = max(own_bytes, phase.gradient_bytes)
+            carried_out = phase if gradients else phase.adding
         self.level_bytes += phase.net_bytes - own_bytes
         for name in drops:
             del self.alive[name]
@@ -219,7 +221,7 @@ class _Walk:
         makes = {handed: size_bytes} | gradients
         updates = self._added_to(section)
         reads = self._parameters(section) | consumed | updates
-        return _Expected(TaskKind.BACKWARD, section, self.micro_batch, phase, reads, makes, updates, drops)
+        return _Expected(TaskKind.BACKWARD, section, self.micro_batch, carried_out, reads, makes, updates, drops)
 
     def _added_to(self, section: Section) -> set[Name]:
         """Gradients of the first micro-batch that a later one's backward adds to, where they stay on the device."""

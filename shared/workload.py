@@ -111,21 +111,22 @@ class Phase(FrozenModel):
     measured_s: NonNegativeFloat | None = None
     """Median seconds on ``Workload.measured_on``, alone on the machine."""
 
-    @cached_property
+    @property
     def adding(self) -> Phase:
         """The phase as it is in a later micro-batch, if all its gradients are added to those of the first.
 
         Without ``adding_curve``, its levels are those of the first: an upper bound.
         """
-        if self.gradient_bytes == 0:
-            return self
-        return self.model_copy(
-            update={
-                "net_bytes": self.net_bytes - self.gradient_bytes,
-                "gradient_bytes": 0,
-                "curve": self.adding_curve or self.curve,
-                "adding_curve": (),
-            }
+        return self._adding if self.gradient_bytes else self
+
+    @cached_property
+    def _adding(self) -> Phase:
+        # Made anew: a copy would take along what is cached here.
+        return Phase(
+            operations=self.operations,
+            net_bytes=self.net_bytes - self.gradient_bytes,
+            curve=self.adding_curve or self.curve,
+            measured_s=self.measured_s,
         )
 
     @cached_property

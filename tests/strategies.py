@@ -63,12 +63,10 @@ def operations() -> SearchStrategy[Operation]:
     )
 
 
-@st.composite
-def phases(draw: DrawFn, net_bytes: int = 0, measured: bool | None = True) -> Phase:
-    """A phase of the given net bytes whose curve agrees with them.
+def _curves(draw: DrawFn, net_bytes: int) -> tuple[tuple[float, int], ...]:
+    """A curve that begins at 0 or higher and ends at ``net_bytes`` or higher.
 
-    The curve begins at 0 or higher and ends at ``net_bytes`` or higher, since each entry is the highest level within
-    its stretch; a phase that adds nothing may have none.  ``measured``: whether it carries seconds, None for either.
+    Each entry is the highest level within its stretch; a phase that adds nothing may have none.
     """
     num_stretches = draw(st.integers(0 if net_bytes <= 0 else 1, 3))
     curve = []
@@ -77,11 +75,25 @@ def phases(draw: DrawFn, net_bytes: int = 0, measured: bool | None = True) -> Ph
         if stretch == num_stretches - 1:
             floor = max(floor, net_bytes)
         curve.append(((stretch + 1) / num_stretches, floor + draw(_SIZES)))
+    return tuple(curve)
+
+
+@st.composite
+def phases(draw: DrawFn, net_bytes: int = 0, measured: bool | None = True, gradient_bytes: int = 0) -> Phase:
+    """A phase of the given net bytes, of which ``gradient_bytes`` are gradients, with curves that agree with them.
+
+    ``measured``: whether it carries seconds, None for either.
+    """
+    curve = _curves(draw, net_bytes)
+    knows_adding = gradient_bytes > 0 and draw(st.booleans())
+    adding_curve = _curves(draw, net_bytes - gradient_bytes) if knows_adding else ()
     is_measured = draw(st.booleans()) if measured is None else measured
     return Phase(
         operations=() if is_measured else tuple(draw(st.lists(operations(), max_size=2))),
         net_bytes=net_bytes,
-        curve=tuple(curve),
+        gradient_bytes=gradient_bytes,
+        curve=curve,
+        adding_curve=adding_curve,
         measured_s=draw(st.integers(0, 2000)) / 1000 if is_measured else None,
     )
 
@@ -125,11 +137,11 @@ def _block_kinds(draw: DrawFn, dtypes: SearchStrategy[DType], min_parameters: in
         BlockProfile(
             output_bytes=output_bytes,
             forward=draw(phases(output_bytes + saved_bytes, measured)),
-            backward=draw(phases(gradient_bytes - saved_bytes - output_bytes, measured)),
+            backward=draw(phases(gradient_bytes - saved_bytes - output_bytes, measured, gradient_bytes)),
             checkpoint_forward=draw(phases(output_bytes + generator_bytes, measured)),
             recompute=draw(phases(recomputed_bytes, measured)),
             checkpoint_backward=draw(
-                phases(gradient_bytes - recomputed_bytes - output_bytes - generator_bytes, measured)
+                phases(gradient_bytes - recomputed_bytes - output_bytes - generator_bytes, measured, gradient_bytes)
             ),
             swappable_bytes=draw(st.integers(0, saved_bytes)),
         ),
@@ -177,8 +189,8 @@ def workloads(draw: DrawFn, max_blocks: int = 6, measured: bool | None = True, m
         profiles=tuple(kind.profile for kind in kinds),
         prologue_forward=draw(phases(embedded_bytes, measured)),
         epilogue_forward=draw(phases(loss_bytes, measured)),
-        epilogue_backward=draw(phases(head_gradient_bytes - loss_bytes, measured)),
-        prologue_backward=draw(phases(embedding_gradient_bytes - embedded_bytes, measured)),
+        epilogue_backward=draw(phases(head_gradient_bytes - loss_bytes, measured, head_gradient_bytes)),
+        prologue_backward=draw(phases(embedding_gradient_bytes - embedded_bytes, measured, embedding_gradient_bytes)),
         resident_bytes=draw(_SIZES),
         traced_with="real",
         measured_on="random machine" if measured else None,
