@@ -3,9 +3,10 @@
 [Note: Launches]
 The host thread that dispatches operations and the device that executes them are two workers with a queue between.  On
 CUDA the host runs ahead, hundreds of kernels deep, and a phase takes as long as the slower of the two needs for all of
-its operations: max(launches, executions).  Taking the larger one operation by operation would bill small kernels for
-launches that happen while a large one before them still runs.  On the CPU one thread dispatches and then executes, so
-the two add up.
+its operations: max(dispatches, executions).  Taking the larger one operation by operation would bill small kernels for
+dispatches that happen while a large one before them still runs.  A dispatch takes the host DISPATCHES_PER_LAUNCH times
+as long as an operation that does nothing, and a kernel takes the device KERNEL_FIXED_S besides its work.  On the CPU
+one thread dispatches and then executes, so the two add up.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from ..shared.errors import CalibrationError, HardwareError, WorkloadError
 from ..shared.hardware import Device, DeviceKind, Hardware, Host, Link
 from ..shared.schedule import Schedule, Task, TaskKind
 from ..shared.workload import DType, Operation, OperationClass, Phase, Workload
-from .efficiency import CORE_BYTES_PER_S, CPU_ADAM_FRAC, efficiency_frac
+from .efficiency import CORE_BYTES_PER_S, CPU_ADAM_FRAC, DISPATCHES_PER_LAUNCH, KERNEL_FIXED_S, efficiency_frac
+from .kernels import kernel_s
 
 _MATRIX_CLASSES: Final = frozenset({OperationClass.MATMUL, OperationClass.ATTENTION})
 _WIDER: Final[dict[DType, tuple[DType, ...]]] = {
@@ -157,23 +159,33 @@ def copy_time_s(size_bytes: int, link: Link) -> float:
 def roofline_s(phase: Phase, device: Device) -> float:
     """Seconds of a phase from its operations and the device's data sheet.
 
-    Each operation executes for max(flops / (peak * efficiency), bytes / (bandwidth * efficiency)) (roofline: Williams,
-    Waterman, Patterson, doi 10.1145/1498765.1498785), and costs one launch; see [Note: Launches].
+    Each operation executes for max(arithmetic, bytes / (bandwidth * efficiency)) (roofline: Williams, Waterman,
+    Patterson, doi 10.1145/1498765.1498785), the arithmetic being flops / (peak * efficiency), or what its shape implies
+    (``sim/kernels.py``); and it costs one launch, see [Note: Launches].
     Raises HardwareError if the device states no peak for an element type that matrix products use.
     """
     executing_s = sum(operation.count * _execution_s(operation, device) for operation in phase.operations)
-    launching_s = sum(operation.count for operation in phase.operations) * device.launch_overhead_s
-    return max(executing_s, launching_s) if device.kind is DeviceKind.CUDA else executing_s + launching_s
+    num_launches = sum(operation.count for operation in phase.operations)
+    if device.kind is DeviceKind.CPU:
+        return executing_s + num_launches * device.launch_overhead_s
+    fixed_s = min(KERNEL_FIXED_S, device.launch_overhead_s)
+    return max(executing_s + num_launches * fixed_s, num_launches * DISPATCHES_PER_LAUNCH * device.launch_overhead_s)
 
 
 def _execution_s(operation: Operation, device: Device) -> float:
-    efficiency = efficiency_frac(device, operation.operation_class)
+    operation_class = operation.operation_class
+    efficiency = efficiency_frac(device, operation_class)
     moving_s = operation.bytes_moved / device.memory_bandwidth_bytes_per_s
     if operation.flops == 0:
         return moving_s / efficiency
-    is_matrix = operation.operation_class in _MATRIX_CLASSES
-    peak = matrix_flop_per_s(device, operation) if is_matrix else device.vector_flop_per_s
-    return max(operation.flops / peak, moving_s) / efficiency
+    if operation_class not in _MATRIX_CLASSES:
+        return max(operation.flops / device.vector_flop_per_s, moving_s) / efficiency
+    peak = matrix_flop_per_s(device, operation)
+    multiplying_s = kernel_s(operation, device, peak) if device.kind is DeviceKind.CUDA else None
+    if multiplying_s is None:
+        return max(operation.flops / peak, moving_s) / efficiency
+    # Operands stream in as those of element-wise operations do.
+    return max(multiplying_s, moving_s / efficiency_frac(device, OperationClass.ELEMENTWISE))
 
 
 def matrix_flop_per_s(device: Device, operation: Operation) -> float:

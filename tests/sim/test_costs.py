@@ -15,7 +15,7 @@ from protwin.shared.hardware import Device, DeviceKind, Hardware, Link, LinkPoin
 from protwin.shared.schedule import Task, TaskId, TaskKind
 from protwin.shared.workload import DType, Operation, OperationClass, Phase
 from protwin.sim.costs import CostModel, copy_time_s, host_adam_bytes_per_s, matrix_flop_per_s, roofline_s
-from protwin.sim.efficiency import efficiency_frac
+from protwin.sim.efficiency import DISPATCHES_PER_LAUNCH, KERNEL_FIXED_S, efficiency_frac
 from protwin.sim.simulator import simulate
 from tests.sim.hand_made import MACHINE, STEPPED_BYTES, adam, copy, machine, plan, workload
 from tests.strategies import hardware, links, operations
@@ -90,12 +90,17 @@ def test_every_class_has_an_efficiency_where_the_device_states_none(kind: Device
     assert efficiency_frac(stated, OperationClass.MATMUL) == 0.123
 
 
-def test_launches_run_beside_kernels_on_cuda_and_before_them_on_a_cpu() -> None:
+def test_the_host_dispatches_beside_kernels_on_cuda_and_before_them_on_a_cpu() -> None:
     large, small = operation(0, 1000), operation(0, 10, count=20)  # 10 s, and 20 times 0.1 s
-    # CUDA: 21 launches of 0.3 s are 6.3 s, hidden behind 12 s of kernels; of 1 s they are 21 s, and hide the kernels.
-    assert seconds(large, small, on=device(launch_overhead_s=0.3)) == pytest.approx(12.0)
-    assert seconds(large, small, on=device(launch_overhead_s=1.0)) == pytest.approx(21.0)
+    # CUDA: 21 dispatches of 3 x 0.15 s are 9.45 s, hidden behind 12 s of kernels; of 3 x 1 s they hide the kernels.
+    kernels_s = 12.0 + 21 * KERNEL_FIXED_S
+    assert seconds(large, small, on=device(launch_overhead_s=0.15)) == pytest.approx(kernels_s)
+    assert seconds(large, small, on=device(launch_overhead_s=1.0)) == pytest.approx(21 * DISPATCHES_PER_LAUNCH)
     assert seconds(large, small, on=device(DeviceKind.CPU, launch_overhead_s=0.3)) == pytest.approx(12.0 + 6.3)
+
+
+def test_a_kernel_takes_no_longer_than_an_operation_that_does_nothing() -> None:
+    assert seconds(operation(0, 10), on=device(launch_overhead_s=1e-7)) == pytest.approx(0.1 + 1e-7, abs=1e-12)
 
 
 def test_an_element_type_without_matrix_units_computes_in_a_wider_one() -> None:
