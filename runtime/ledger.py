@@ -87,7 +87,9 @@ class MemoryLedger:
     def claim(self, size_bytes: int) -> None:
         """Set what the running task may hold.  Raises CpuOutOfMemoryError beyond the budget."""
         with self._lock:
-            self._enforce(size_bytes - self.claim_bytes, "the running task")
+            more_bytes = size_bytes - self.claim_bytes
+            if more_bytes > 0 and self.budget_bytes is not None:
+                self._enforce(more_bytes, "the running task")
             self.claim_bytes = size_bytes
             self._changed()
 
@@ -238,10 +240,12 @@ class MemoryLedger:
 
     def _changed(self) -> None:
         level = self.level_bytes
-        if self.samples is not None and level > self.peak_bytes:
-            self.alive_at_peak = dict(self.alive)
-        self.peak_bytes = max(self.peak_bytes, level)
+        is_peak = level > self.peak_bytes
+        if is_peak:
+            self.peak_bytes = level
         if self.samples is not None:
+            if is_peak:
+                self.alive_at_peak = dict(self.alive)
             self.samples.append((time.perf_counter(), level))
 
     def _enforce(self, more_bytes: int, name: str) -> None:

@@ -25,7 +25,7 @@ from .recording import MeteredMemory
 
 Leaving = Mapping[Content, Sequence[torch.Tensor]]
 ListGradients = Callable[[], Iterable[torch.Tensor]]
-_METERED_ITERATIONS: Final = 3
+METERED_ITERATIONS: Final = 3
 """Iterations that are watched for every new shape of the model's inputs."""
 
 
@@ -67,10 +67,13 @@ def metering_of(device: TrainingDevice, meter_every: int | None) -> Metering:
     """The metering of a device: its ledger, or its allocator."""
     if device.ledger is not None:
         return LedgerMetering(device.ledger, meter_every)
-    return AllocatorMetering(device.torch_device)
+    from .allocator_metering import AllocatorMetering
+
+    return AllocatorMetering(device, meter_every)
 
 
-def _shapes_of(inputs: Sequence[torch.Tensor]) -> Hashable:
+def shapes_of(inputs: Sequence[torch.Tensor]) -> Hashable:
+    """What iterations whose memory is equal have in common."""
     return tuple((tuple(tensor.shape), tensor.dtype) for tensor in inputs)
 
 
@@ -93,6 +96,9 @@ class LedgerMetering(Metering):
         self._num_watched: dict[Hashable, int] = {}
         self._claims: dict[Hashable, dict[TaskId, _Claim]] = {}
         self._shapes: Hashable = None
+        self._claims_at_hand: dict[TaskId, _Claim] = {}
+        """Claims of inputs of the present shapes."""
+        self._doing: dict[TaskId, str] = {}
         self._is_watching = False
         self._tasks: list[tuple[int, str, int]] = []
         """(number of samples before it began, name, bytes that earlier operations left it) of every task of the
@@ -100,10 +106,10 @@ class LedgerMetering(Metering):
 
     def begin_iteration(self, iteration: int, inputs: Sequence[torch.Tensor]) -> bool:
         """Start watching if the shapes are new, or it is time."""
-        self._shapes = _shapes_of(inputs)
+        self._shapes = shapes_of(inputs)
         seen = self._num_watched.get(self._shapes, 0)
         is_due = self._meter_every is not None and iteration % self._meter_every == 0
-        if seen >= _METERED_ITERATIONS and not is_due:
+        if seen >= METERED_ITERATIONS and not is_due:
             return False
         self._num_watched[self._shapes] = seen + 1
         self._is_watching = True
@@ -117,13 +123,13 @@ class LedgerMetering(Metering):
 
     def begin_micro_batch(self, inputs: Sequence[torch.Tensor]) -> None:
         """Claims go by the shapes of its own inputs."""
-        self._shapes = _shapes_of(inputs)
+        self._shapes = shapes_of(inputs)
         if self._is_watching:
             self._ledger.adopt(inputs, Content.RESIDENT)
 
     def begin_task(self, task: Task) -> None:
         """Watched: begin a stretch.  Otherwise: claim what the task held when it was watched."""
-        self._ledger.doing = f"running {task.name}"
+        self._ledger.doing = self._doing.get(task.id) or self._doing.setdefault(task.id, f"running {task.name}")
         if self._is_watching:
             self._tasks.append((len(self._ledger.samples or ()), task.name, self._ledger.alive.get(None, 0)))
             self._ledger.reset_watched_peak()
@@ -140,10 +146,11 @@ class LedgerMetering(Metering):
             self._name(leaving)
             self._ledger.label(staying(), Content.GRADIENTS)
             claim = _Claim(self._ledger.watched_peak_bytes, self._ledger.watched_bytes)
-            self._claims.setdefault(self._shapes, {})[task.id] = claim
+            self._claims_at_hand[task.id] = claim
         else:
             self._ledger.claim(self._claim_of(task).after_bytes)
-            self._name(leaving)
+            if leaving:
+                self._name(leaving)
 
     def _name(self, leaving: Leaving) -> None:
         for content, tensors in leaving.items():
@@ -151,7 +158,7 @@ class LedgerMetering(Metering):
 
     def _claim_of(self, task: Task) -> _Claim:
         """Of shapes that nobody has watched in this place, the largest of the others."""
-        found = self._claims.get(self._shapes, {}).get(task.id)
+        found = self._claims_at_hand.get(task.id)
         if found is None:
             others = [claims[task.id] for claims in self._claims.values() if task.id in claims]
             found = max(others, key=lambda claim: claim.during_bytes, default=_Claim(0, 0))
@@ -188,33 +195,3 @@ class LedgerMetering(Metering):
         if made_bytes > left_bytes:
             holdings.append(Holding(content=None, size_bytes=made_bytes - left_bytes))
         return at[1], tuple(holdings)
-
-
-class AllocatorMetering(Metering):
-    """A device whose own allocator knows its peak, at no cost."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def begin_iteration(self, iteration: int, inputs: Sequence[torch.Tensor]) -> bool:
-        """Forget the last iteration's peak."""
-        torch.cuda.reset_peak_memory_stats(self._device)
-        return False
-
-    def begin_micro_batch(self, inputs: Sequence[torch.Tensor]) -> None:
-        """Nothing to do."""
-
-    def begin_task(self, task: Task) -> None:
-        """Nothing to do: the allocator enforces its own limit."""
-
-    def end_task(self, task: Task, leaving: Leaving, staying: ListGradients) -> None:
-        """Nothing to do."""
-
-    def end_iteration(self) -> MeteredMemory | None:
-        """The allocator's peak since the iteration began."""
-        peak_bytes = torch.cuda.max_memory_allocated(self._device)
-        self.peak_bytes = max(self.peak_bytes, peak_bytes)
-        return MeteredMemory([], peak_bytes, "", ())
-
-    def stop(self) -> None:
-        """Nothing to do."""

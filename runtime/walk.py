@@ -83,6 +83,7 @@ class SectionWalker:
             elif swapping is not None and index in swapping:
                 self._swap(block.module, swapping[index])
         self._program = self._backward_program()
+        self._place_of = {announced: place for place, announced in enumerate(self._program)}
 
     def remove(self) -> None:
         """Take every hook and wrapper off; afterwards the model is as it was.  Idempotent."""
@@ -188,7 +189,7 @@ class SectionWalker:
         if self._backward_place is None:
             self._backward_place = 0
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
-        place = self._program.index((kind, section))
+        place = self._place_of[kind, section]
         while self._backward_place <= place:
             announced, of = self._program[self._backward_place]
             is_here = self._backward_place == place
