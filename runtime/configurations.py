@@ -27,13 +27,14 @@ def training_dtype(configuration: Mapping[str, Any], override: str | None) -> to
 
 
 def build_model(configuration: Mapping[str, Any], name: str, dtype: torch.dtype, *, device: str = "meta") -> Any:
-    """The language model that a Hugging Face ``config.json`` describes, with random weights on ``device``.
+    """The model that a Hugging Face ``config.json`` describes, with random weights on ``device``.
 
     Raises WorkloadError if transformers is missing or refuses the configuration.
     """
     try:
         import_transformers()
-        from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+        import transformers
+        from transformers import CONFIG_MAPPING, AutoConfig
     except ImportError as error:
         raise WorkloadError(
             "tracing a configuration needs transformers. Install it with: pip install 'protwin[runtime]'"
@@ -47,7 +48,7 @@ def build_model(configuration: Mapping[str, Any], name: str, dtype: torch.dtype,
         raise WorkloadError(f"transformers knows no model_type {model_type!r}, which {name} names. {families:.300}")
     try:
         config = AutoConfig.for_model(model_type, **fields)
-        factory = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+        factory = getattr(transformers, _factory(config))
         with quiet(), without_optimizers(), torch.device(device):
             return factory.from_config(config, dtype=dtype)
     except (TypeError, ValueError, KeyError, AttributeError, RuntimeError, ZeroDivisionError) as error:
@@ -57,6 +58,19 @@ def build_model(configuration: Mapping[str, Any], name: str, dtype: torch.dtype,
         if "validation" in type(error).__name__.lower():
             raise WorkloadError(f"transformers refuses the configuration of {name}: {error}") from error
         raise
+
+
+def _factory(config: Any) -> str:
+    """The class of transformers that makes the model to train: by what it is published as, else by its family.
+
+    An encoder that is published without a head is trained with its own: words behind masks, classes of images.
+    """
+    published = next(iter(getattr(config, "architectures", None) or ()), "")
+    if getattr(config, "is_encoder_decoder", False):
+        return "AutoModelForSeq2SeqLM"
+    if hasattr(config, "image_size") and hasattr(config, "patch_size") and not hasattr(config, "vocab_size"):
+        return "AutoModelForImageClassification"
+    return "AutoModelForMaskedLM" if published.endswith("ForMaskedLM") else "AutoModelForCausalLM"
 
 
 def _first_line(error: Exception) -> str:

@@ -3,14 +3,19 @@
 [Note: Attention masks of fake models]
 transformers leaves the attention mask out, and takes the fused causal kernel, once it has looked at the mask's values
 and found no padding.  Fake tensors have no values to look at, so it would build a full mask and trace another kernel
-than the one that trains.  Attention functions registered without a mask function of their own are given no mask; the
-copy that is traced uses one such, which is transformers' own scaled-dot-product attention.
+than the one that trains.  The copy that is traced uses transformers' own scaled-dot-product attention under another
+name, for which masks are made only where values would not spare them: beyond a sliding window.
+
+[Note: Representatives]
+What a block does depends on what it is, on whether anything before it is trained, and on its neighbours, which keep or
+drop what lies between.  So blocks can be taken out of a row as long as every remaining one keeps its neighbours' kind,
+and every kind of place remains; a block that was taken out does what the one in the same kind of place does.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -18,11 +23,11 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from .batches import Batch
-from .blocks import NamedBlock, find_blocks
+from .blocks import NamedBlock
 
 _UNMASKED_ATTENTION: Final = "protwin_unmasked_sdpa"
-_REPRESENTATIVES: Final = 3
-"""Blocks traced for a row of equal ones: the first, one from within, and the last, whose neighbours differ."""
+_LONGEST_PERIOD: Final = 8
+"""Blocks after which a pattern of unequal ones may repeat."""
 
 
 def fake_model(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
@@ -66,36 +71,122 @@ def _use_unmasked_attention(model: nn.Module) -> None:
         return
     from transformers import AttentionInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.masking_utils import AttentionMaskInterface
 
     AttentionInterface.register(_UNMASKED_ATTENTION, sdpa_attention_forward)
+    AttentionMaskInterface.register(_UNMASKED_ATTENTION, _mask_beyond_window)
     configs = {id(c): c for c in (getattr(module, "config", None) for module in model.modules()) if c is not None}
     for config in configs.values():
         if getattr(config, "_attn_implementation", None) == "sdpa":
             config._attn_implementation = _UNMASKED_ATTENTION
 
 
+def _mask_beyond_window(*args: Any, **kwargs: Any) -> Any:
+    """The mask that transformers makes of an unpadded batch: none, unless the sequence reaches beyond the window."""
+    from transformers.masking_utils import sdpa_mask
+
+    window = kwargs.get("local_size")
+    if window is None or kwargs["kv_length"] < window:
+        return None
+    return sdpa_mask(*args, **(kwargs | {"attention_mask": None}))
+
+
 def keep_representatives(model: nn.Module, blocks: Sequence[NamedBlock]) -> list[int] | None:
-    """Shorten a row of equal blocks in place to its representatives.
+    """Shorten every row of blocks in place to representatives (Note: Representatives).
 
     Gives, for every original block, the index of the remaining block that stands for it; None, with the model
-    unchanged, if the blocks are not one row of equal ones that is long enough.
+    unchanged, if the blocks are not whole rows or none can be spared.
     """
-    parents = {block.name.rpartition(".")[0] for block in blocks}
-    if len(parents) != 1 or len(blocks) <= _REPRESENTATIVES + 1:
+    rows: dict[str, list[int]] = {}
+    for index, block in enumerate(blocks):
+        rows.setdefault(block.name.rpartition(".")[0], []).append(index)
+    if any(not _is_whole(model, path, [blocks[index].name for index in row]) for path, row in rows.items()):
         return None
-    path = parents.pop()
-    if len({_signature(block.module) for block in blocks}) != 1 or not path:
+    if [index for row in rows.values() for index in row] != list(range(len(blocks))):
         return None
+    kinds = _kinds(blocks)
+    stands_for: list[int] = []
+    kept: dict[str, list[int]] = {}
+    for path, row in rows.items():
+        kept[path], stand_ins = representatives([kinds[index] for index in row])
+        stands_for += [_before(kept, path) + place for place in stand_ins]
+    if all(len(kept[path]) == len(row) for path, row in rows.items()):
+        return None
+    for path, places in kept.items():
+        _shorten(model, path, places)
+    return stands_for
+
+
+def _is_whole(model: nn.Module, path: str, names: Sequence[str]) -> bool:
+    """Whether the blocks called ``names`` are all that the list at ``path`` holds."""
+    row = model.get_submodule(path) if path else None
+    if not isinstance(row, nn.ModuleList | nn.Sequential):
+        return False
+    return [f"{path}.{key}" for key, _ in row.named_children()] == list(names)
+
+
+def _before(kept: Mapping[str, Sequence[int]], path: str) -> int:
+    """How many blocks remain in the rows before that of ``path``."""
+    return sum(len(places) for other, places in kept.items() if other != path)
+
+
+def representatives(kinds: Sequence[Hashable]) -> tuple[list[int], list[int]]:
+    """The places that remain of a row of blocks of these kinds, and for every place the remaining one's new place."""
+    kept = list(range(len(kinds)))
+    shortened = True
+    while shortened:
+        shortened = False
+        for period in range(1, _LONGEST_PERIOD + 1):
+            start = next((s for s in range(1, len(kept) - period) if _can_spare(kinds, kept, s, period)), None)
+            if start is not None:
+                del kept[start : start + period]
+                shortened = True
+                break
+    places = _places([kinds[index] for index in kept])
+    first_in: dict[Hashable, int] = {}
+    for new, place in enumerate(places):
+        first_in.setdefault(place, new)
+    return kept, [first_in[place] for place in _places(kinds)]
+
+
+def _can_spare(kinds: Sequence[Hashable], kept: Sequence[int], start: int, period: int) -> bool:
+    """Whether the neighbours of what remains keep their kinds, and every kind of place remains."""
+    stop = start + period
+    if kinds[kept[start - 1]] != kinds[kept[stop - 1]] or kinds[kept[start]] != kinds[kept[stop]]:
+        return False
+    rest = [kinds[index] for index in (*kept[:start], *kept[stop:])]
+    return set(_places(rest)) == set(_places(kinds))
+
+
+def _places(kinds: Sequence[Hashable]) -> list[Hashable]:
+    """The kind of every block with those of its neighbours; None beyond the ends."""
+    padded = [None, *kinds, None]
+    return list(zip(padded, padded[1:], padded[2:], strict=False))
+
+
+def _kinds(blocks: Sequence[NamedBlock]) -> list[Hashable]:
+    """What decides each block's operations, and whether anything before it is trained."""
+    kinds: list[Hashable] = []
+    is_after_trained = False
+    for block in blocks:
+        kinds.append((_signature(block.module), is_after_trained))
+        is_after_trained |= any(parameter.requires_grad for parameter in block.module.parameters())
+    return kinds
+
+
+def _shorten(model: nn.Module, path: str, places: Sequence[int]) -> None:
+    """Leave only the blocks at ``places`` in the row at ``path``, and in what the configuration lists by block."""
     parent_path, _, name = path.rpartition(".")
     parent = model.get_submodule(parent_path)
-    row = getattr(parent, name)
-    if len(row) != len(blocks):
-        return None
-    setattr(parent, name, type(row)(*[list(row)[:_REPRESENTATIVES]]))
-    remaining = find_blocks(model, path)
-    assert len(remaining) == _REPRESENTATIVES
-    last = _REPRESENTATIVES - 1
-    return [0] + [1] * (len(blocks) - 2) + [last]
+    row = list(getattr(parent, name))
+    kept = [row[place] for place in places]
+    setattr(
+        parent, name, nn.Sequential(*kept) if isinstance(getattr(parent, name), nn.Sequential) else nn.ModuleList(kept)
+    )
+    config: Any = getattr(parent, "config", None)
+    listed = getattr(config, "layer_types", None)
+    if isinstance(listed, list) and len(listed) == len(row):
+        config.layer_types = [listed[place] for place in places]
 
 
 def _signature(module: nn.Module) -> tuple[Any, ...]:

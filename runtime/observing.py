@@ -3,76 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import nn
 
 from ..shared.errors import WorkloadError
+from ..shared.observation import Observation
 from ..shared.plan import ActivationMode
 from ..shared.schedule import Section, TaskKind
 from ..shared.workload import BlockId
+from ..shared.workload_assembly import PhaseKey as PhaseKey
 from .batches import Batch, Loss, batch_tensors, loss_of
 from .blocks import NamedBlock
 from .ledger import MemoryLedger
-from .operations import OperationTally, describe_operation
+from .operations import observe_call
 from .swapping import SwappableTally
 from .tensors import storage_bytes, tensors_in
 from .walk import SectionWalker
-
-PhaseKey = tuple[TaskKind, Section]
-_CURVE_STRETCHES: Final = 24
-_FLOPS_PER_BYTE: Final = 10.0
-"""Weighs an operation's arithmetic against its traffic when its share of a phase's time is estimated: the order of the
-machine balance of CPUs and GPUs alike outside tensor cores.  It only places levels within a phase."""
-_OPERATION_OVERHEAD: Final = 20_000.0
-"""Bytes that an operation of no size counts for, for the same purpose."""
-
-
-@dataclass
-class Observation:
-    """One section of one metered iteration."""
-
-    start_bytes: int
-    end_bytes: int = 0
-    weights: list[float] = field(default_factory=list)
-    levels: list[int] = field(default_factory=list)
-    adding_levels: list[int] = field(default_factory=list)
-    """``levels``, had every gradient been added to one that was there before."""
-    final_bytes: int = 0
-    """Gradients that became final in this section so far, of parameters that had none when it began."""
-    tally: OperationTally = field(default_factory=OperationTally)
-    output_bytes: int = 0
-    swappable_bytes: int = 0
-    gradient_bytes: int = 0
-    """Of parameters that had none when it began."""
-
-    def curve(self) -> tuple[tuple[float, int], ...]:
-        """The section's levels as at most ``_CURVE_STRETCHES`` stretches, each with its highest level."""
-        return self._stretches(self.levels, self.end_bytes - self.start_bytes)
-
-    def adding_curve(self) -> tuple[tuple[float, int], ...]:
-        """``curve``, had every gradient been added to one that was there before; empty if none became final."""
-        if self.gradient_bytes <= 0:
-            return ()
-        return self._stretches(self.adding_levels, self.end_bytes - self.start_bytes - self.gradient_bytes)
-
-    def _stretches(self, levels: Sequence[int], net_bytes: int) -> tuple[tuple[float, int], ...]:
-        if not levels:
-            return ((1.0, net_bytes),) if net_bytes > 0 else ()
-        total = sum(self.weights)
-        stretches: list[tuple[float, int]] = []
-        done = 0.0
-        for weight, level in zip(self.weights, levels, strict=True):
-            done += weight
-            end = min(_CURVE_STRETCHES, int(_CURVE_STRETCHES * (done - weight / 2) / total) + 1) / _CURVE_STRETCHES
-            if stretches and (stretches[-1][0] >= end or stretches[-1][1] == level):
-                stretches[-1] = (max(stretches[-1][0], end), max(stretches[-1][1], level))
-            else:
-                stretches.append((end, level))
-        stretches[-1] = (1.0, stretches[-1][1])
-        return tuple(stretches)
 
 
 class _Observer:
@@ -114,6 +62,10 @@ class _Observer:
         """Take the hooks off the parameters."""
         for handle in self._handles:
             handle.remove()
+        for parameter in self._parameters:
+            # An empty table of hooks stays behind, which a parameter that never had any lacks.
+            if not parameter._post_accumulate_grad_hooks:
+                parameter._post_accumulate_grad_hooks = None  # type: ignore[assignment]
 
     def _settle(self) -> None:
         """Begin the section that was announced."""
@@ -136,11 +88,10 @@ class _Observer:
         current = self._current
         if current is None:
             return
-        operation = describe_operation(operator, args, kwargs, result)
-        if operation is not None:
-            current.tally.add(operation)
-            weight = operation.flops / _FLOPS_PER_BYTE + operation.bytes_moved + _OPERATION_OVERHEAD
-            current.weights.append(weight)
+        call = observe_call(operator, args, kwargs, result)
+        if call is not None:
+            current.calls.append(call)
+            current.operations.append(call.operation())
             level = self._ledger.watched_bytes - current.start_bytes
             current.levels.append(level)
             current.adding_levels.append(level - current.final_bytes)
@@ -198,7 +149,7 @@ def observe_sections(
             raise WorkloadError(f"block {blocks[index].name} did not run in the model's forward. Name other blocks.")
         observation.output_bytes = size_bytes
         if index in tallies:
-            observation.swappable_bytes = tallies[index].size_bytes
+            observation.saved_bytes = tallies[index].sizes_bytes
     return observer.sections
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from math import prod
 from typing import Any, Final
 
 import torch
 from torch.utils.flop_counter import flop_registry
 
+from ..shared.observation import OperatorCall
 from ..shared.workload import DType, Operation, OperationClass
 from .tensors import tensors_in
 
@@ -24,6 +24,12 @@ _CAUSAL_PLACE: Final = {"backward": 7, "forward": 4}
 
 def describe_operation(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Operation | None:
     """The cost of one operation, or None for a view or an allocation, which move nothing."""
+    call = observe_call(operator, args, kwargs, result)
+    return call.operation() if call is not None else None
+
+
+def observe_call(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> OperatorCall | None:
+    """The figures that one operation's cost follows from, or None for a view or an allocation, which move nothing."""
     if operator.is_view:
         return None
     name = operator._schema.name.removeprefix("aten::")
@@ -37,14 +43,16 @@ def describe_operation(operator: Any, args: tuple[Any, ...], kwargs: dict[str, A
         return None
     dtype = next((t.dtype for t in (*outputs, *inputs) if t.is_floating_point()), (outputs or inputs)[0].dtype)
     operation_class = classify(name)
-    return Operation(
+    numbers: dict[int, int] = {}
+    return OperatorCall(
         name=name,
         operation_class=operation_class,
         dtype=DType(str(dtype).removeprefix("torch."))
         if str(dtype).removeprefix("torch.") in _DTYPES
         else DType.FLOAT32,
         flops=_flops(operator, name, operation_class, args, kwargs, result, outputs),
-        bytes_moved=_bytes_moved(name, operation_class, inputs, outputs),
+        reads=tuple((numbers.setdefault(t.untyped_storage()._cdata, len(numbers)), _bytes(t)) for t in inputs),
+        writes_bytes=tuple(_bytes(t) for t in outputs),
         shape=_shape(name, operation_class, args),
     )
 
@@ -128,40 +136,7 @@ def _attention_flops(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     return int(2 * batch_and_heads * rows * columns * widths) // (2 if is_causal else 1)
 
 
-def _bytes_moved(
-    name: str, operation_class: OperationClass, inputs: list[torch.Tensor], outputs: list[torch.Tensor]
-) -> int:
-    """Each tensor once.  A lookup reads as much of its table as it writes."""
-    written = sum(_bytes(t) for t in outputs)
-    if operation_class is OperationClass.EMBEDDING:
-        largest = max((_bytes(t) for t in inputs), default=0)
-        rest = sum(_bytes(t) for t in inputs) - largest
-        return written + rest + min(largest, written)
-    if name in ("fill_", "zero_", "zeros", "ones", "full", "zeros_like", "ones_like", "full_like", "new_zeros"):
-        return written
-    seen: dict[int, int] = {}
-    for tensor in inputs:
-        key = tensor.untyped_storage()._cdata
-        seen[key] = max(seen.get(key, 0), _bytes(tensor))
-    return written + sum(seen.values())
-
-
 def _bytes(tensor: torch.Tensor) -> int:
     """Bytes of the elements that are really stored: an expanded dim is read once."""
     elements = prod(size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride != 0)
     return elements * tensor.element_size()
-
-
-class OperationTally:
-    """Operations of one phase, equal ones counted together, in order of first occurrence."""
-
-    def __init__(self) -> None:
-        self._counts: Counter[Operation] = Counter()
-
-    def add(self, operation: Operation) -> None:
-        """Count one more call."""
-        self._counts[operation] += 1
-
-    def operations(self) -> tuple[Operation, ...]:
-        """Each distinct operation with its number of calls."""
-        return tuple(op.model_copy(update={"count": count}) for op, count in self._counts.items())

@@ -20,12 +20,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..shared.errors import ScheduleError
+from ..shared.observation import SMALLEST_SWAPPED_BYTES
 from ..shared.schedule import Content
 from .devices import TrainingDevice
 from .tensors import tensors_in
-
-SMALLEST_BYTES: Final = 512
-"""Storages below this stay."""
 
 
 class SavedStorage:
@@ -100,8 +98,8 @@ class SwappableTally:
     """Counts what could travel; everything stays where it is.  For tracing, which must not change what it measures."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.size_bytes = 0
-        """Of the latest forward."""
+        self.sizes_bytes: list[int] = []
+        """Of the storages that the latest forward made, saved and did not hand on; tiny ones included."""
         self._own = _OwnStorages(model)
         self._sizes: dict[int, int] = {}
 
@@ -112,9 +110,7 @@ class SwappableTally:
         with saved_tensors_hooks(self._pack, lambda tensor: tensor):
             output = forward(*args, **kwargs)
         handed_on = _storages(output)
-        self.size_bytes = sum(
-            size for key, size in self._sizes.items() if key not in handed_on and size >= SMALLEST_BYTES
-        )
+        self.sizes_bytes = [size for key, size in self._sizes.items() if key not in handed_on]
         return output
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -140,7 +136,7 @@ class SavedActivations:
         handed_on = _storages(output)
         for key, saved in self._found.items():
             assert saved.source is not None
-            is_small = saved.size_bytes < SMALLEST_BYTES
+            is_small = saved.size_bytes < SMALLEST_SWAPPED_BYTES
             # What was changed after it was saved stays, for backward to say so.
             saved.is_kept = is_small or key in handed_on or saved.versions != {saved.source._version}
         return output

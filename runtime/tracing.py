@@ -14,17 +14,17 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..shared.errors import WorkloadError
+from ..shared.observation import Observation
 from ..shared.plan import ActivationMode
-from ..shared.schedule import Part, TaskKind
-from ..shared.workload import Block, DType, Workload
+from ..shared.workload import DType, Workload
+from ..shared.workload_assembly import PhaseKey, TracedModel, TracedShape, assemble
 from .batches import Batch, Loss, batch_shapes, batch_tensors, count_samples_and_tokens
 from .blocks import NamedBlock, find_blocks
 from .fake import fake_batch, fake_model, keep_representatives
 from .fake_products import FakeGroupedProducts
 from .identity import device_description, model_hash, software_versions
-from .observing import PhaseKey, observe_sections
+from .observing import observe_sections
 from .parameters import compute_dtype, describe_parameters
-from .profiles import Assembly
 from .snapshot import left_as_found
 from .stopwatch import WARM_UP_ITERATIONS, time_sections
 
@@ -50,79 +50,99 @@ def trace(
     they are not found.  Raises WorkloadError if the model cannot be traced.
     """
     _check_model(model)
-    num_samples, num_tokens = count_samples_and_tokens(batch)
+    count_samples_and_tokens(batch)
     named = find_blocks(model, blocks)
     if any(parameter.is_meta for parameter in model.parameters()):
-        profiled = _profile_fake(model, batch, loss, blocks, on_progress)
-    else:
-        profiled = _profile_real(model, batch, loss, named, repeats, on_progress)
-    assembly, stands_for = profiled
-    profiles, profile_of_traced = assembly.profiles()
-    profile_of = [profile_of_traced[traced] for traced in stands_for]
-    parameters = describe_parameters(model, named)
-    return Workload(
+        subject = FakeSubject(model, blocks)
+        facts = traced_model(model, named, subject.stands_for, name=name, traced_with="fake")
+        return assemble(facts, subject.at(batch, loss, on_progress))
+    observed, seconds = _observe_real(model, batch, loss, named, repeats, on_progress)
+    return assemble(
+        traced_model(model, named, range(len(named)), name=name, traced_with="real"),
+        _traced_shape(model, batch, observed),
+        seconds=seconds,
+        measured_on=device_description(next(model.parameters()).device) if repeats > 0 else None,
+    )
+
+
+def traced_model(
+    model: nn.Module, blocks: Sequence[NamedBlock], stands_for: Sequence[int], *, name: str | None, traced_with: str
+) -> TracedModel:
+    """What is said of a model at every shape."""
+    parameters = describe_parameters(model, blocks)
+    return TracedModel(
         model_name=name or getattr(getattr(model, "config", None), "name_or_path", "") or type(model).__name__,
         model_hash=model_hash(model),
-        batch_shapes=batch_shapes(batch),
-        num_samples=num_samples,
-        num_tokens=num_tokens,
         compute_dtype=compute_dtype(parameters),
         parameters=parameters,
-        blocks=tuple(Block(name=b.name, profile=p) for b, p in zip(named, profile_of, strict=True)),
-        profiles=profiles,
-        prologue_forward=assembly.outer_phase(TaskKind.FORWARD, Part.PROLOGUE),
-        epilogue_forward=assembly.outer_phase(TaskKind.FORWARD, Part.EPILOGUE),
-        epilogue_backward=assembly.outer_phase(TaskKind.BACKWARD, Part.EPILOGUE),
-        prologue_backward=assembly.outer_phase(TaskKind.BACKWARD, Part.PROLOGUE),
-        resident_bytes=_resident_bytes(model, batch),
-        traced_with="real" if assembly.is_real else "fake",
-        measured_on=device_description(next(model.parameters()).device) if assembly.is_timed else None,
+        block_names=tuple(block.name for block in blocks),
+        stands_for=tuple(stands_for),
+        traced_with=traced_with,
         software=software_versions(),
     )
 
 
-def _profile_real(
+class FakeSubject:
+    """A model on the meta device as a trace runs it: fake tensors, and few blocks in place of many equal ones."""
+
+    def __init__(self, model: nn.Module, names: str | Sequence[str] | None = None) -> None:
+        self._model = model
+        self._mode = FakeTensorMode()
+        self._twin = fake_model(model, self._mode)
+        blocks = find_blocks(self._twin, names)
+        stands_for = keep_representatives(self._twin, blocks)
+        if stands_for is not None:
+            paths = dict.fromkeys(block.name.rpartition(".")[0] for block in blocks)
+            blocks = find_blocks(self._twin, list(paths))
+        self._blocks = blocks
+        self.stands_for = stands_for if stands_for is not None else list(range(len(blocks)))
+        """For every block of the model, the one that is observed for it."""
+
+    def at(
+        self, batch: Batch, loss: Loss | None = None, on_progress: Callable[[int, int], None] | None = None
+    ) -> TracedShape:
+        """What one iteration on a batch of this shape does."""
+        progress = _Progress(len(TRACED_MODES), on_progress)
+        given = fake_batch(batch, self._mode)
+        with self._mode, FakeGroupedProducts(), left_as_found(self._twin):
+            observed = {
+                mode: observe_sections(self._twin, given, loss, self._blocks, mode, progress.advance, passes=1)
+                for mode in TRACED_MODES
+            }
+        return _traced_shape(self._model, batch, observed)
+
+
+def _observe_real(
     model: nn.Module,
     batch: Batch,
     loss: Loss | None,
     blocks: Sequence[NamedBlock],
     repeats: int,
     on_progress: Callable[[int, int], None] | None,
-) -> tuple[Assembly, list[int]]:
+) -> tuple[dict[ActivationMode, dict[PhaseKey, Observation]], dict[ActivationMode, dict[PhaseKey, float]]]:
     progress = _Progress(len(TRACED_MODES) * (2 + (repeats + WARM_UP_ITERATIONS if repeats else 0)), on_progress)
     with left_as_found(model):
         observed = {
             mode: observe_sections(model, batch, loss, blocks, mode, progress.advance, passes=2)
             for mode in TRACED_MODES
         }
-        seconds: dict[ActivationMode, dict[PhaseKey, float]] = {mode: {} for mode in TRACED_MODES}
+        seconds: dict[ActivationMode, dict[PhaseKey, float]] = {}
         if repeats > 0:
             seconds = time_sections(model, batch, loss, blocks, TRACED_MODES, repeats, progress.advance)
-    return Assembly(len(blocks), observed, seconds, is_real=True), list(range(len(blocks)))
+    return observed, seconds
 
 
-def _profile_fake(
-    model: nn.Module,
-    batch: Batch,
-    loss: Loss | None,
-    names: str | Sequence[str] | None,
-    on_progress: Callable[[int, int], None] | None,
-) -> tuple[Assembly, list[int]]:
-    """Observe the model with fake tensors, representatives in place of a row of equal blocks."""
-    mode = FakeTensorMode()
-    twin, twin_batch = fake_model(model, mode), fake_batch(batch, mode)
-    blocks = find_blocks(twin, names)
-    stands_for = keep_representatives(twin, blocks)
-    if stands_for is None:
-        stands_for = list(range(len(blocks)))
-    else:
-        blocks = find_blocks(twin, blocks[0].name.rpartition(".")[0])
-    progress = _Progress(len(TRACED_MODES), on_progress)
-    with mode, FakeGroupedProducts(), left_as_found(twin):
-        observed = {
-            m: observe_sections(twin, twin_batch, loss, blocks, m, progress.advance, passes=1) for m in TRACED_MODES
-        }
-    return Assembly(len(blocks), observed, {m: {} for m in TRACED_MODES}, is_real=False), stands_for
+def _traced_shape(
+    model: nn.Module, batch: Batch, observed: dict[ActivationMode, dict[PhaseKey, Observation]]
+) -> TracedShape:
+    num_samples, num_tokens = count_samples_and_tokens(batch)
+    return TracedShape(
+        batch_shapes=batch_shapes(batch),
+        num_samples=num_samples,
+        num_tokens=num_tokens,
+        resident_bytes=_resident_bytes(model, batch),
+        observed=observed,
+    )
 
 
 def _check_model(model: nn.Module) -> None:

@@ -1,30 +1,89 @@
-"""Observations and times put together: phases, and one profile for blocks that do the same."""
+"""Observations put together to a workload: phases, and one profile for blocks that do the same."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Final
 
-from ..shared.plan import ActivationMode
-from ..shared.schedule import Part, Section, TaskKind
-from ..shared.workload import BlockId, BlockProfile, Phase
-from .observing import Observation, PhaseKey
+from .observation import Observation
+from .plan import ActivationMode
+from .schedule import Part, Section, TaskKind
+from .workload import Block, BlockId, BlockProfile, DType, Parameter, Phase, Workload
+
+PhaseKey = tuple[TaskKind, Section]
+Seconds = Mapping[ActivationMode, Mapping[PhaseKey, float]]
+_PHASES: Final = ("forward", "backward", "checkpoint_forward", "recompute", "checkpoint_backward")
 
 
-class Assembly:
+@dataclass(frozen=True, slots=True)
+class TracedModel:
+    """What a trace says of a model at every shape."""
+
+    model_name: str
+    model_hash: str
+    compute_dtype: DType
+    parameters: tuple[Parameter, ...]
+    block_names: tuple[str, ...]
+    stands_for: tuple[int, ...]
+    """For every block, the observed one that does the same."""
+    traced_with: str
+    software: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class TracedShape:
+    """What a trace sees at one shape of the batch."""
+
+    batch_shapes: dict[str, tuple[int, ...]]
+    num_samples: int
+    num_tokens: int
+    resident_bytes: int
+    observed: Mapping[ActivationMode, Mapping[PhaseKey, Observation]]
+
+
+def assemble(
+    model: TracedModel, shape: TracedShape, *, seconds: Seconds | None = None, measured_on: str | None = None
+) -> Workload:
+    """The workload of a model at a shape; ``seconds`` are medians measured on ``measured_on``.
+
+    Raises pydantic's ValidationError if a figure exceeds what a workload holds.
+    """
+    num_observed = 1 + max(model.stands_for)
+    assembly = _Assembly(num_observed, shape.observed, seconds or {})
+    profiles, profile_of_observed = assembly.profiles()
+    profile_of = [profile_of_observed[observed] for observed in model.stands_for]
+    return Workload(
+        model_name=model.model_name,
+        model_hash=model.model_hash,
+        batch_shapes=shape.batch_shapes,
+        num_samples=shape.num_samples,
+        num_tokens=shape.num_tokens,
+        compute_dtype=model.compute_dtype,
+        parameters=model.parameters,
+        blocks=tuple(Block(name=n, profile=p) for n, p in zip(model.block_names, profile_of, strict=True)),
+        profiles=profiles,
+        prologue_forward=assembly.outer_phase(TaskKind.FORWARD, Part.PROLOGUE),
+        epilogue_forward=assembly.outer_phase(TaskKind.FORWARD, Part.EPILOGUE),
+        epilogue_backward=assembly.outer_phase(TaskKind.BACKWARD, Part.EPILOGUE),
+        prologue_backward=assembly.outer_phase(TaskKind.BACKWARD, Part.PROLOGUE),
+        resident_bytes=shape.resident_bytes,
+        traced_with=model.traced_with,
+        measured_on=measured_on,
+        software=model.software,
+    )
+
+
+class _Assembly:
     """Observations and times as phases and profiles."""
 
     def __init__(
         self,
         num_blocks: int,
         observed: Mapping[ActivationMode, Mapping[PhaseKey, Observation]],
-        seconds: Mapping[ActivationMode, Mapping[PhaseKey, float]],
-        *,
-        is_real: bool,
+        seconds: Seconds,
     ) -> None:
-        self.is_real = is_real
-        self.is_timed = any(seconds.values())
         self._num_blocks = num_blocks
         self._observed = observed
         self._seconds = seconds
@@ -33,12 +92,12 @@ class Assembly:
         """One section's phase."""
         observation = self._observed[mode][kind, section]
         return Phase(
-            operations=observation.tally.operations(),
-            net_bytes=observation.end_bytes - observation.start_bytes,
+            operations=observation.counted(),
+            net_bytes=observation.net_bytes,
             gradient_bytes=max(0, observation.gradient_bytes),
             curve=observation.curve(),
             adding_curve=observation.adding_curve(),
-            measured_s=self._seconds[mode].get((kind, section)),
+            measured_s=self._seconds.get(mode, {}).get((kind, section)),
         )
 
     def outer_phase(self, kind: TaskKind, section: Part) -> Phase:
@@ -66,18 +125,16 @@ class Assembly:
     def _profile(self, index: int) -> BlockProfile:
         keep, again = ActivationMode.KEEP, ActivationMode.CHECKPOINT
         section = BlockId(index)
+        forward = self._observed[keep][TaskKind.FORWARD, section]
         return BlockProfile(
-            output_bytes=self._observed[keep][TaskKind.FORWARD, section].output_bytes,
+            output_bytes=forward.output_bytes,
             forward=self.phase(keep, TaskKind.FORWARD, section),
             backward=self.phase(keep, TaskKind.BACKWARD, section),
             checkpoint_forward=self.phase(again, TaskKind.FORWARD, section),
             recompute=self.phase(again, TaskKind.RECOMPUTE, section),
             checkpoint_backward=self.phase(again, TaskKind.BACKWARD, section),
-            swappable_bytes=self._observed[keep][TaskKind.FORWARD, section].swappable_bytes,
+            swappable_bytes=forward.swappable_bytes,
         )
-
-
-_PHASES: Final = ("forward", "backward", "checkpoint_forward", "recompute", "checkpoint_backward")
 
 
 def _map_phases(profile: BlockProfile, change: Callable[[Phase], Phase]) -> BlockProfile:

@@ -1,0 +1,243 @@
+"""Fitting a family's polynomials to traces, in exact arithmetic.
+
+Traces at as many shapes as there are monomials determine every polynomial; traces at further shapes must then be met
+figure by figure, or the fit is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from math import lcm, prod
+from typing import Any
+
+from .errors import WorkloadError
+from .observation import Observation, OperatorCall
+from .plan import ActivationMode
+from .workload_assembly import PhaseKey, TracedShape
+from .workload_family import FamilyCall, FamilyPiece, FamilyPlace, FamilySection
+
+Shape = tuple[int, ...]
+"""Values of the family's variables."""
+
+
+class NotPolynomialError(WorkloadError):
+    """Traces at different shapes do not belong to one piece."""
+
+
+def fit_piece(
+    fitted: Mapping[Shape, TracedShape],
+    proofs: Mapping[Shape, TracedShape],
+    *,
+    monomials: Sequence[tuple[int, ...]],
+    least: Shape,
+    most: tuple[int | None, ...],
+) -> FamilyPiece:
+    """The piece that gives ``fitted``, whose shapes determine it, and ``proofs``.
+
+    Raises NotPolynomialError if the model does other things at some of the shapes, or if a figure of ``proofs`` is
+    not met; the message names the place and the shapes.
+    """
+    assert len(fitted) == len(monomials), "as many shapes as monomials"
+    shapes = [*fitted, *proofs]
+    sheets = [_Sheet.of(traced) for traced in (*fitted.values(), *proofs.values())]
+    for shape, sheet in zip(shapes, sheets, strict=True):
+        if sheet.structure != sheets[0].structure:
+            raise NotPolynomialError(
+                f"the model does not do the same at {list(shapes[0])} and at {list(shape)}: "
+                f"{_first_difference(sheets[0].structure, sheet.structure)}."
+            )
+    solver = _Solver(shapes, num_fitted=len(fitted), monomials=monomials)
+    numbers = []
+    for place in range(len(sheets[0].numbers)):
+        values = tuple(sheet.numbers[place] for sheet in sheets)
+        numbers.append(solver.polynomial(values, sheets[0].labels[place]))
+    denominator = lcm(*(c.denominator for row in solver.polynomials for c in row))
+    return _piece(
+        sheets[0],
+        numbers,
+        least=least,
+        most=most,
+        monomials=tuple(monomials),
+        denominator=denominator,
+        polynomials=tuple(tuple(int(c * denominator) for c in row) for row in solver.polynomials),
+        fitted_at=tuple(fitted),
+        proven_at=tuple(proofs),
+    )
+
+
+@dataclass
+class _Sheet:
+    """All numbers of a trace in a fixed order, and everything of it that is no number."""
+
+    numbers: list[int] = field(default_factory=list)
+    labels: list[str] = field(default_factory=list)
+    """What each number is, for messages."""
+    structure: list[Any] = field(default_factory=list)
+    """Names, classes and places of numbers."""
+
+    @classmethod
+    def of(cls, traced: TracedShape) -> _Sheet:
+        """The sheet of one trace."""
+        sheet = cls()
+        for name, value in (
+            ("num_samples", traced.num_samples),
+            ("num_tokens", traced.num_tokens),
+            ("resident_bytes", traced.resident_bytes),
+        ):
+            sheet._add(value, name)
+        batch = [(n, tuple(sheet._add(d, f"dim of {n}") for d in dims)) for n, dims in traced.batch_shapes.items()]
+        sheet.structure.append(tuple(batch))
+        for mode, sections in traced.observed.items():
+            for key, observation in sections.items():
+                sheet._observation(mode, key, observation)
+        return sheet
+
+    def _add(self, value: int, label: str) -> int:
+        self.numbers.append(value)
+        self.labels.append(label)
+        return len(self.numbers) - 1
+
+    def _observation(self, mode: ActivationMode, key: PhaseKey, observation: Observation) -> None:
+        kind, section = key
+        of = f"{kind} of {section} in mode {mode}"
+        self.structure.append((mode, kind, section))
+        before = 0
+        calls, steps, adding = [], [], []
+        for call, level, added in zip(observation.calls, observation.levels, observation.adding_levels, strict=True):
+            calls.append(self._call(call, of))
+            steps.append(self._add(level - before, f"level after {call.name}, {of}"))
+            adding.append(self._add(added - level, f"adding level after {call.name}, {of}"))
+            before = level
+        rest = (
+            self._add(observation.net_bytes, f"net bytes, {of}"),
+            self._add(observation.gradient_bytes, f"gradient bytes, {of}"),
+            self._add(observation.output_bytes, f"output bytes, {of}"),
+        )
+        saved = tuple(self._add(size, f"saved bytes, {of}") for size in observation.saved_bytes)
+        self.structure.append((tuple(calls), tuple(steps), tuple(adding), rest, saved))
+
+    def _call(self, call: OperatorCall, of: str) -> tuple[Any, ...]:
+        label = f"{call.name}, {of}"
+        return (
+            call.name,
+            call.operation_class,
+            call.dtype,
+            self._add(call.flops, f"FLOPs of {label}"),
+            tuple((storage, self._add(size, f"bytes read by {label}")) for storage, size in call.reads),
+            tuple(self._add(size, f"bytes written by {label}") for size in call.writes_bytes),
+            tuple(self._add(dim, f"shape of {label}") for dim in call.shape),
+        )
+
+
+def _first_difference(first: Sequence[Any], second: Sequence[Any]) -> str:
+    """Where two structures part, in words."""
+    section: Any = "its batch"
+    for one, other in zip(first, second, strict=False):
+        if one == other:
+            section = one
+            continue
+        if len(one) == 5 and len(other) == 5:
+            names, others = [call[0] for call in one[0]], [call[0] for call in other[0]]
+            if names == others:
+                return f"in {section} some operator is given or saves other tensors"
+            place = next((i for i, (a, b) in enumerate(zip(names, others, strict=False)) if a != b), None)
+            if place is None:
+                return f"in {section} there are {len(names)} operators at one and {len(others)} at the other"
+            return f"in {section} operator {place} is {names[place]} at one and {others[place]} at the other"
+        return f"{one!r:.100} at one and {other!r:.100} at the other"
+    return f"{len(first) // 2} sections at one and {len(second) // 2} at the other"
+
+
+class _Solver:
+    """Polynomials through values at given shapes, each found once."""
+
+    def __init__(self, shapes: Sequence[Shape], *, num_fitted: int, monomials: Sequence[tuple[int, ...]]) -> None:
+        rows = [[Fraction(prod(v**e for v, e in zip(s, m, strict=True))) for m in monomials] for s in shapes]
+        self._inverse = _inverse(rows[:num_fitted])
+        self._proofs = rows[num_fitted:]
+        self._shapes = shapes
+        self._num_fitted = num_fitted
+        self._known: dict[tuple[int, ...], int] = {}
+        self.polynomials: list[tuple[Fraction, ...]] = []
+
+    def polynomial(self, values: tuple[int, ...], label: str) -> int:
+        """Index of the polynomial through ``values``.  Raises NotPolynomialError if there is none."""
+        found = self._known.get(values)
+        if found is None:
+            row = tuple(
+                sum((i * v for i, v in zip(line, values, strict=False) if v), Fraction(0)) for line in self._inverse
+            )
+            for place, powers in enumerate(self._proofs, self._num_fitted):
+                computed = sum((c * p for c, p in zip(row, powers, strict=True)), Fraction(0))
+                if computed != values[place]:
+                    raise NotPolynomialError(
+                        f"the {label} is {values[place]} at {list(self._shapes[place])}, where the polynomial "
+                        f"through the other shapes gives {computed}."
+                    )
+            found = self._known[values] = len(self.polynomials)
+            self.polynomials.append(row)
+        return found
+
+
+def _inverse(matrix: Sequence[Sequence[Fraction]]) -> list[list[Fraction]]:
+    """The inverse by elimination.  Raises NotPolynomialError if the shapes do not determine the polynomials."""
+    size = len(matrix)
+    rows = [[*row, *(Fraction(int(i == j)) for j in range(size))] for i, row in enumerate(matrix)]
+    for column in range(size):
+        pivot = next((i for i in range(column, size) if rows[i][column]), None)
+        if pivot is None:
+            raise NotPolynomialError("the shapes that were traced do not determine the polynomials. Choose others.")
+        rows[column], rows[pivot] = rows[pivot], rows[column]
+        head = rows[column][column]
+        rows[column] = [value / head for value in rows[column]]
+        for i in range(size):
+            factor = rows[i][column]
+            if i != column and factor:
+                rows[i] = [a - factor * b for a, b in zip(rows[i], rows[column], strict=True)]
+    return [row[size:] for row in rows]
+
+
+def _piece(sheet: _Sheet, numbers: Sequence[int], **rest: Any) -> FamilyPiece:
+    """The piece of a sheet whose numbers are the polynomials ``numbers``; equal calls and sections once."""
+    calls: dict[FamilyCall, int] = {}
+    sections: dict[FamilySection, int] = {}
+    places: list[FamilyPlace] = []
+    batch, *observations = sheet.structure
+    for (mode, kind, section), (made, steps, adding, outer, saved) in zip(
+        observations[::2], observations[1::2], strict=True
+    ):
+        indices = []
+        for name, operation_class, dtype, flops, reads, writes, shape in made:
+            call = FamilyCall(
+                name=name,
+                operation_class=operation_class,
+                dtype=dtype,
+                flops=numbers[flops],
+                reads=tuple((storage, numbers[size]) for storage, size in reads),
+                writes=tuple(numbers[size] for size in writes),
+                shape=tuple(numbers[dim] for dim in shape),
+            )
+            indices.append(calls.setdefault(call, len(calls)))
+        found = FamilySection(
+            calls=tuple(indices),
+            steps=tuple(numbers[step] for step in steps),
+            adding=tuple(numbers[step] for step in adding),
+            net=numbers[outer[0]],
+            gradient=numbers[outer[1]],
+            output=numbers[outer[2]],
+            saved=tuple(numbers[size] for size in saved),
+        )
+        seen = sections.setdefault(found, len(sections))
+        places.append(FamilyPlace(mode=mode, kind=kind, section=section, seen=seen))
+    return FamilyPiece(
+        calls=tuple(calls),
+        sections=tuple(sections),
+        places=tuple(places),
+        batch={name: tuple(numbers[dim] for dim in dims) for name, dims in batch},
+        num_samples=numbers[0],
+        num_tokens=numbers[1],
+        resident=numbers[2],
+        **rest,
+    )
