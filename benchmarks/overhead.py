@@ -211,7 +211,7 @@ def seconds_of_noting(training: Training, repeats: int = 200) -> float:
 
 
 def measure_offload(model: Any, batch: Batch, workload: Workload, rounds: int, steps: int) -> dict[str, Any]:
-    """The plan that the search finds with all but the first blocks on the host, next to the plans that the simulator is fitted to.
+    """The plan that the search finds with all but the first blocks on the host, beside those that the fit is made of.
 
     The plan comes from a first fit, the prediction that is judged from the fit of the whole run, in which the plan's
     own measurements have no part.
