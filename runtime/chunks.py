@@ -43,10 +43,12 @@ class DeviceChunk:
         self.chunk = chunk
         self.parameters = tuple(parameters)
         self.is_persistent = is_persistent
+        self.is_resident = is_persistent or chunk.size_bytes == 0
+        """Whether the device holds the chunk's bytes (a copy may still be on its way)."""
         self._device = device
         if is_persistent and device.ledger is not None:
             device.ledger.allocate(chunk.size_bytes, f"chunk {chunk.id}", Content.PARAMETERS)
-        self._flat = torch.empty(chunk.size_bytes, dtype=torch.uint8, device=device.torch_device)
+        self._flat = device.empty(chunk.size_bytes, f"chunk {chunk.id}")
         if device.ledger is not None:
             device.ledger.ignore([self._flat])
         self._home = None if is_persistent else device.host_buffer(chunk.size_bytes)
@@ -68,7 +70,7 @@ class DeviceChunk:
         self.trainable = tuple(p for p, s in zip(parameters, specs, strict=True) if s.trainable)
         self._move_in()
         if not is_persistent:
-            self._flat.untyped_storage().resize_(0)
+            device.resize(self._flat, 0, f"chunk {chunk.id}")
 
     def _move_in(self) -> None:
         staged_bytes = 0
@@ -107,24 +109,30 @@ class DeviceChunk:
 
     # -- residency ---------------------------------------------------------------------------------------------------
 
-    @property
-    def is_resident(self) -> bool:
-        """Whether the device holds the chunk's bytes (a copy may still be on its way)."""
-        return self._flat.untyped_storage().nbytes() > 0 or self.chunk.size_bytes == 0
+    def make_room(self) -> None:
+        """Take the device's bytes.  Raises the device's out-of-memory error if they do not fit."""
+        name = f"chunk {self.chunk.id}"
+        if self._device.ledger is not None:
+            self._device.ledger.allocate(self.chunk.size_bytes, name, Content.PARAMETERS)
+        with self._gathering:
+            self._device.resize(self._flat, self.chunk.size_bytes, name)
+            self.is_resident = True
 
     def gather(self) -> None:
-        """Bring the chunk's home to the device.  Raises the device's out-of-memory error if it does not fit."""
+        """Bring the chunk's home to the device.
+
+        Makes room first, unless the compute thread has ([Note: Memory on one stream] in ``stream_memory``).
+        """
         assert self._home is not None
-        if self._device.ledger is not None:
-            self._device.ledger.allocate(self.chunk.size_bytes, f"chunk {self.chunk.id}", Content.PARAMETERS)
+        if not self._device.runs_behind:
+            self.make_room()
         with self._gathering:
-            self._flat.untyped_storage().resize_(self.chunk.size_bytes)
             self._device.copy(self._flat, self._home, to_device=True)
 
     def release(self) -> None:
-        """Give the device's bytes back, once the current stream has done with them."""
-        self._device.keep_for_current_stream(self._flat)
-        self._flat.untyped_storage().resize_(0)
+        """Give the device's bytes back, in the order of the current stream."""
+        self.is_resident = False
+        self._device.resize(self._flat, 0, f"chunk {self.chunk.id}")
         if self._device.ledger is not None:
             self._device.ledger.free(self.chunk.size_bytes, Content.PARAMETERS)
 
@@ -147,7 +155,6 @@ class DeviceChunk:
             gradient = gradients[place]
             if gradient is not None:
                 self._device.copy(staged, gradient, to_device=False)
-                self._device.keep_for_current_stream(gradient)
             gradients[place] = None
         return present
 

@@ -6,7 +6,7 @@ when it ends, its chunks are released, its gradients leave, and whoever waits fo
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
@@ -47,6 +47,13 @@ class ComputeLane:
         self._swapping = swapping
         self._device = device
         self._leaving = self._offloads_by_source()
+        self._releasing = self._chunks_by_release()
+        self._waits = {task: self._from_other_lanes(schedule.tasks[task]) for task in self._program}
+        self._awaited = self._awaited_elsewhere()
+        # The norm of all gradients, where it is taken, tells as well.
+        has_norm = any(task.kind is TaskKind.GRADIENT_NORM for task in schedule.tasks)
+        self._looked_at = -1 if has_norm else schedule.micro_batches - 1
+        """The micro-batch whose gradients are looked at as they become final; -1 for none."""
         self._left: set[int] = set()
         """Chunks whose gradients have left in this iteration."""
         self._logs = {iteration: self._submit(iteration) for iteration in (0, 1)}
@@ -59,6 +66,29 @@ class ComputeLane:
                 source = max(other for other in task.after if self._schedule.tasks[other].lane is Lane.COMPUTE)
                 found.setdefault(source, []).append(task)
         return found
+
+    def _chunks_by_release(self) -> dict[TaskId, list[int]]:
+        """The chunks that each compute task frees."""
+        found: dict[TaskId, list[int]] = {}
+        for task in self._program:
+            for buffer in (self._schedule.buffers[freed] for freed in self._schedule.tasks[task].frees):
+                if buffer.content is Content.PARAMETERS:
+                    assert buffer.chunk is not None
+                    found.setdefault(task, []).append(buffer.chunk)
+        return found
+
+    def _from_other_lanes(self, task: Task) -> tuple[list[TaskId], list[TaskId]]:
+        """What a compute task waits for beside its own lane: tasks of its iteration, and of the one before."""
+
+        def others(tasks: Iterable[TaskId]) -> list[TaskId]:
+            return [other for other in tasks if self._schedule.tasks[other].lane is not Lane.COMPUTE]
+
+        return others(task.after), others(task.after_previous)
+
+    def _awaited_elsewhere(self) -> frozenset[TaskId]:
+        """The compute tasks that tasks of other lanes wait for."""
+        waiting = [task for task in self._schedule.tasks if task.lane is not Lane.COMPUTE]
+        return frozenset(other for task in waiting for other in (*task.after, *task.after_previous))
 
     def _submit(self, iteration: int) -> IterationLog:
         return IterationLog(iteration, spans=dict(self._lanes.submit(iteration)))
@@ -91,7 +121,11 @@ class ComputeLane:
     # -- an iteration ------------------------------------------------------------------------------------------------
 
     def begin_micro_batch(self, inputs: Sequence[torch.Tensor]) -> None:
-        """Forward is about to run on ``inputs``.  Raises ScheduleError if gradients were changed since the last one."""
+        """Forward is about to run on ``inputs``.
+
+        Raises ScheduleError if gradients were changed since the last one, or if it runs on another stream.
+        """
+        self._device.check_stream()
         if self.is_between_iterations:
             self._logs[self.iteration].is_metered = self._metering.begin_iteration(self.iteration, inputs)
         else:
@@ -147,8 +181,8 @@ class ComputeLane:
                 where = f" {section}" if section is not None else ""
                 raise ScheduleError(f"the model begins {kind}{where} where the schedule expects {task.name}.")
             self._lanes.check()
-            for mark in self._lanes.marks_before(task, self.iteration):
-                self._device.wait_event(mark.wait())
+            self._wait(task)
+            self._lanes.let_go(task, self.iteration)
             if kind is TaskKind.BACKWARD and isinstance(section, int) and section in self._swapping:
                 self._swapping[section].arrive()
             self._metering.begin_task(task)
@@ -161,24 +195,34 @@ class ComputeLane:
             log.started = span.start
         self._running = task
 
+    def _wait(self, task: Task) -> None:
+        """Wait for the tasks of other lanes that a compute task needs; the first iteration has none before it."""
+        same, previous = self._waits[task.id]
+        for other in same:
+            self._device.wait_event(self._lanes.mark(self.iteration, other).wait())
+        if self.iteration > 0:
+            for other in previous:
+                self._device.wait_event(self._lanes.mark(self.iteration - 1, other).wait())
+
     def _finish_running(self) -> None:
         """End the running compute task: free what it frees, let its gradients leave, tell who waits."""
         task = self._running
         if task is None:
             return
         self._logs[self.iteration].spans[task.id].end = self._device.stamp()
-        for buffer_id in task.frees:
-            buffer = self._schedule.buffers[buffer_id]
-            if buffer.content is Content.PARAMETERS:
-                assert buffer.chunk is not None
-                self._placed.chunks[buffer.chunk].release()
+        for chunk in self._releasing.get(task.id, ()):
+            self._placed.chunks[chunk].release()
         leaving: dict[Content, list[torch.Tensor]] = {}
         for offload in self._leaving.get(task.id, ()):
             content = Content.GRADIENTS if offload.chunk is not None else Content.SWAPPED
             leaving.setdefault(content, []).extend(self._lanes.send(offload, self.iteration))
             if offload.chunk is not None:
                 self._left.add(offload.chunk)
+        if task.kind is TaskKind.BACKWARD and task.micro_batch == self._looked_at:
+            self._placed.look_at_gradients(task.section)
         self._metering.end_task(task, leaving, self._placed.gradients)
-        self._lanes.mark(self.iteration, task.id).set(self._device.record_event())
+        self._lanes.make_room(task)
+        if task.id in self._awaited:
+            self._lanes.mark(self.iteration, task.id).set(self._device.record_event())
         self._running = None
         self._place += 1

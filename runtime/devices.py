@@ -15,10 +15,12 @@ from typing import Any
 
 import torch
 
-from ..shared.errors import HardwareError
+from ..shared.errors import DeviceOutOfMemoryError, HardwareError, ScheduleError
 from ..shared.units import format_bytes, format_rate
 from .identity import device_description
 from .ledger import MemoryLedger
+from .pinned import PinnedMemory
+from .stream_clock import Stamp, StreamClock
 
 
 class TrainingDevice(ABC):
@@ -27,6 +29,8 @@ class TrainingDevice(ABC):
     torch_device: torch.device
     ledger: MemoryLedger | None
     """Counts the device's memory where no allocator does; None where the allocator itself is asked."""
+    runs_behind: bool
+    """Whether work is only queued by the call that asks for it ([Note: Memory on one stream] in ``stream_memory``)."""
 
     @property
     @abstractmethod
@@ -38,9 +42,32 @@ class TrainingDevice(ABC):
         """What is emulated, in words."""
         return ()
 
+    def begin_training(self) -> None:
+        """A training begins on the thread and stream that call; one at a time if the device has a budget."""
+        return None
+
+    def end_training(self) -> None:
+        """The training has ended and let go of its memory."""
+        return None
+
+    def check_stream(self) -> None:
+        """Raise ScheduleError unless the current stream is the one that the training began on."""
+        return None
+
     @abstractmethod
     def host_buffer(self, size_bytes: int) -> torch.Tensor:
         """An uninitialised host buffer (uint8) that copies to and from the device can use at full speed."""
+
+    def empty(self, size_bytes: int, name: str) -> torch.Tensor:
+        """An uninitialised buffer (uint8) on the device.  Raises as ``resize`` does."""
+        return torch.empty(size_bytes, dtype=torch.uint8, device=self.torch_device)
+
+    def resize(self, flat: torch.Tensor, size_bytes: int, name: str) -> None:
+        """Give a flat buffer's storage ``size_bytes``: 0 lets go of its memory.
+
+        Raises the device's out-of-memory error, which says that ``name`` needs them.
+        """
+        flat.untyped_storage().resize_(size_bytes)
 
     @abstractmethod
     def make_stream(self) -> Any:
@@ -71,10 +98,6 @@ class TrainingDevice(ABC):
         """Let the calling thread wait for all streams."""
 
     @abstractmethod
-    def keep_for_current_stream(self, tensor: torch.Tensor) -> None:
-        """Keep ``tensor``'s memory, even when it is freed, from other uses until the current stream has come so far."""
-
-    @abstractmethod
     def cut_waits_short(self, when: threading.Event) -> None:
         """Let waits of the calling thread that only emulate something end early, once ``when`` is set."""
 
@@ -84,7 +107,11 @@ class TrainingDevice(ABC):
 
     @abstractmethod
     def seconds(self, stamp: Any) -> float:
-        """A stamp in seconds of ``time.perf_counter``; to be asked only when the work before it is done."""
+        """A stamp in seconds of ``time.perf_counter``; waits for the work before it."""
+
+    def settled(self, stamp: Any) -> Any:
+        """The stamp in seconds if that takes no waiting, else the stamp itself: it may hold on to something."""
+        return stamp
 
     @abstractmethod
     def worker_threads(self, *, is_optimizer: bool) -> int:
@@ -104,6 +131,8 @@ class CpuDevice(TrainingDevice):
     ``budget_bytes`` is enforced: beyond it, ``CpuOutOfMemoryError`` is raised.  The link rates throttle copies, in
     bytes per second; None leaves them at the speed of memory.
     """
+
+    runs_behind = False
 
     def __init__(
         self,
@@ -190,10 +219,6 @@ class CpuDevice(TrainingDevice):
         """Nothing to wait for."""
         return None
 
-    def keep_for_current_stream(self, tensor: torch.Tensor) -> None:
-        """Nothing to do: what was called has ended."""
-        return None
-
     def stamp(self) -> Any:
         """Now."""
         return time.perf_counter()
@@ -208,8 +233,18 @@ class CpuDevice(TrainingDevice):
         return 1
 
 
+class CudaOutOfMemoryError(DeviceOutOfMemoryError, torch.OutOfMemoryError):
+    """A CUDA device has no room for what a schedule puts there; also torch's own out-of-memory error."""
+
+
 class CudaDevice(TrainingDevice):
-    """One CUDA device; lanes are streams, submitted to by worker threads."""
+    """One CUDA device; lanes are streams, submitted to by worker threads.
+
+    ``budget_bytes`` is enforced while a training runs, by torch's allocator: it limits what the allocator holds, with
+    its rounding and fragmentation, but not the memory of CUDA itself.
+    """
+
+    runs_behind = True
 
     def __init__(self, index: int = 0, *, budget_bytes: int | None = None) -> None:
         if not torch.cuda.is_available():
@@ -220,27 +255,87 @@ class CudaDevice(TrainingDevice):
             raise HardwareError(f"there is no cuda:{index}; this machine has {torch.cuda.device_count()} CUDA devices.")
         self.torch_device = torch.device("cuda", index)
         self.ledger = None
-        total_bytes = torch.cuda.get_device_properties(index).total_memory
-        if budget_bytes is not None:
-            if not 0 < budget_bytes <= total_bytes:
-                raise HardwareError(
-                    f"a budget of {format_bytes(budget_bytes)} is outside cuda:{index}'s {format_bytes(total_bytes)}."
-                )
-            torch.cuda.set_per_process_memory_fraction(budget_bytes / total_bytes, index)
-        torch.cuda.synchronize(index)
-        self._base_event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        self._base_event.record(torch.cuda.current_stream(index))
-        self._base_event.synchronize()
-        self._base_s = time.perf_counter()
+        self.pinned = PinnedMemory()
+        """The pinned host memory of its trainings."""
+        self._index = index
+        self._total_bytes = int(torch.cuda.get_device_properties(index).total_memory)
+        if budget_bytes is not None and not 0 < budget_bytes <= self._total_bytes:
+            raise HardwareError(
+                f"a budget of {format_bytes(budget_bytes)} is outside cuda:{index}'s {format_bytes(self._total_bytes)}."
+            )
+        self.budget_bytes = budget_bytes
+        """The enforced budget."""
+        self._fraction_before: float | None = None
+        self._compute_stream: Any = None
+        self._clock = StreamClock(self.torch_device)
 
     @property
     def description(self) -> str:
         """The GPU and the machine that it sits in."""
         return device_description(self.torch_device)
 
+    def begin_training(self) -> None:
+        """Let the budget hold, and remember the stream that compute is queued on.
+
+        Memory that the allocator keeps for later would count, so it is given back.  Raises HardwareError if a training
+        with this device's budget is under way.
+        """
+        self._compute_stream = torch.cuda.current_stream(self._index)
+        if self.budget_bytes is None:
+            return
+        if self._fraction_before is not None:
+            raise HardwareError(
+                "two trainings at once on one device with a budget. Close the first, or give neither a budget."
+            )
+        self._fraction_before = torch.cuda.get_per_process_memory_fraction(self._index)
+        torch.cuda.empty_cache()
+        torch.cuda.set_per_process_memory_fraction(self.budget_bytes / self._total_bytes, self._index)
+
+    def end_training(self) -> None:
+        """Let the limit be what it was.  Idempotent."""
+        if self._fraction_before is not None:
+            torch.cuda.set_per_process_memory_fraction(self._fraction_before, self._index)
+            self._fraction_before = None
+
+    def check_stream(self) -> None:
+        """Memory is freed in the order of the compute stream, so there can be only one."""
+        if self._compute_stream is not None and torch.cuda.current_stream(self._index) != self._compute_stream:
+            raise ScheduleError(
+                "forward runs on another CUDA stream than carry_out() was called on, where memory comes and goes. Call "
+                "both within the same torch.cuda.stream(...)."
+            )
+
     def host_buffer(self, size_bytes: int) -> torch.Tensor:
-        """Page-locked memory."""
-        return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
+        """Page-locked memory of exactly this size."""
+        return self.pinned.buffer(size_bytes)
+
+    def empty(self, size_bytes: int, name: str) -> torch.Tensor:
+        """By way of torch's allocator, in the order of the current stream."""
+        try:
+            return super().empty(size_bytes, name)
+        except torch.OutOfMemoryError as error:
+            raise self.out_of_memory(name, size_bytes) from error
+
+    def resize(self, flat: torch.Tensor, size_bytes: int, name: str) -> None:
+        """By way of torch's allocator, in the order of the current stream."""
+        try:
+            flat.untyped_storage().resize_(size_bytes)
+        except torch.OutOfMemoryError as error:
+            raise self.out_of_memory(name, size_bytes) from error
+
+    def out_of_memory(self, name: str, size_bytes: int) -> CudaOutOfMemoryError:
+        """The error that says who needed how much, and what was there."""
+        allocated_bytes = torch.cuda.memory_allocated(self._index)
+        reserved_bytes = torch.cuda.memory_reserved(self._index)
+        limit_bytes = self.budget_bytes or self._total_bytes
+        limit = f"budget of {format_bytes(limit_bytes)}" if self.budget_bytes else format_bytes(limit_bytes)
+        return CudaOutOfMemoryError(
+            f"out of memory on cuda:{self._index}: {name} needs {format_bytes(size_bytes)}; of the {limit}, "
+            f"{format_bytes(allocated_bytes)} are allocated and {format_bytes(reserved_bytes - allocated_bytes)} more "
+            f"are held by the allocator in pieces. Search a plan for a smaller budget, raise it to at least "
+            f"{format_bytes(reserved_bytes + size_bytes)}, or let the allocator join its pieces (set "
+            f"PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before torch starts)."
+        )
 
     def make_stream(self) -> Any:
         """A stream of the device."""
@@ -255,8 +350,8 @@ class CudaDevice(TrainingDevice):
         destination.copy_(source, non_blocking=True)
 
     def record_event(self) -> Any:
-        """An event at the end of the current stream."""
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        """An event at the end of the current stream.  Threads that wait for it sleep: cores are for CPU Adam."""
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self.torch_device))
         return event
 
@@ -274,26 +369,20 @@ class CudaDevice(TrainingDevice):
         """Wait for the device."""
         torch.cuda.synchronize(self.torch_device)
 
-    def keep_for_current_stream(self, tensor: torch.Tensor) -> None:
-        """Tell the allocator that the current stream uses the memory."""
-        if tensor.untyped_storage().nbytes() > 0:
-            tensor.record_stream(torch.cuda.current_stream(self.torch_device))
-
     def cut_waits_short(self, when: threading.Event) -> None:
         """Nothing is emulated."""
 
     def stamp(self) -> Any:
         """A timing event at the end of the current stream."""
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self.torch_device))
-        return event
+        return self._clock.stamp()
 
     def seconds(self, stamp: Any) -> float:
-        """The clock of the host when the device was set up, plus what the device has counted since."""
-        if isinstance(stamp, float):
-            return stamp
-        stamp.synchronize()
-        return self._base_s + float(self._base_event.elapsed_time(stamp)) * 1e-3
+        """By the host's clock; what the host itself did has its time already."""
+        return self._clock.seconds(stamp) if isinstance(stamp, Stamp) else float(stamp)
+
+    def settled(self, stamp: Any) -> Any:
+        """Seconds, once the stream has come so far: events are not kept longer than they are needed."""
+        return self._clock.seconds(stamp) if isinstance(stamp, Stamp) and stamp.has_passed else stamp
 
     def worker_threads(self, *, is_optimizer: bool) -> int:
         """All for CPU Adam, since compute runs on the device; one for lanes that only queue copies."""

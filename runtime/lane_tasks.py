@@ -16,6 +16,7 @@ from .chunks import DeviceChunk
 from .devices import TrainingDevice
 from .lanes import Cancelled, Mark, Span, WorkerLane
 from .placed_model import PlacedModel
+from .stream_memory import stream_memory
 from .swapping import SwappedBlock
 from .tensors import storage_bytes
 
@@ -49,6 +50,14 @@ class LaneTasks:
         """For which parameters of a chunk there was a gradient in any micro-batch, by iteration and chunk."""
         self._scales: dict[int, torch.Tensor] = {}
         """What the gradients of an iteration are multiplied by, so that their norm keeps to its limit."""
+        self._memory = stream_memory(schedule) if device.runs_behind else None
+        self._held: dict[tuple[int, TaskId], list[torch.Tensor | None]] = {}
+        """Gradients that queued copies still read, by iteration and offload (``_memory`` says until when)."""
+        for task_id in self._memory.room_at_start if self._memory is not None else ():
+            self._make_room(self._tasks[task_id])
+        # The first copies wait for nothing that was queued so far: neither for who had their memory before, nor for
+        # what the model was prepared with.
+        device.synchronize()
         self._lanes: dict[Lane, WorkerLane] = {}
         try:
             for lane in Lane:
@@ -94,6 +103,35 @@ class LaneTasks:
         for lane in self._lanes.values():
             if lane.failure is not None:
                 raise lane.failure
+
+    # -- memory ([Note: Memory on one stream] in ``stream_memory``) ----------------------------------------------------
+
+    def make_room(self, ended: Task) -> None:
+        """The compute task ``ended`` is at its end: make room for the copies to the device that wait for it last.
+
+        Raises the device's out-of-memory error if there is none.
+        """
+        if self._memory is not None:
+            for copying in self._memory.room_at_end.get(ended.id, ()):
+                self._make_room(self._tasks[copying.task])
+
+    def _make_room(self, task: Task) -> None:
+        if task.kind is TaskKind.ACTIVATION_FETCH:
+            self._swapped(task).make_room()
+        else:
+            assert task.chunk is not None
+            self._placed.chunks[task.chunk].make_room()
+
+    def let_go(self, begins: Task, iteration: int) -> None:
+        """The compute stream waits for what ``begins`` waits for: let go of what finished copies have read."""
+        if self._memory is None:
+            return
+        for copying in self._memory.gone_at_begin.get(begins.id, ()):
+            task = self._tasks[copying.task]
+            if task.kind is TaskKind.GRADIENT_OFFLOAD:
+                self._held.pop((iteration + copying.iterations_later, task.id), None)
+            elif iteration + copying.iterations_later >= 0:
+                self._swapped(task).let_go()
 
     # -- tasks -------------------------------------------------------------------------------------------------------
 
@@ -144,7 +182,7 @@ class LaneTasks:
                     case TaskKind.GATHER:
                         work = partial(self._gather, chunk)
                     case TaskKind.GRADIENT_OFFLOAD:
-                        work = partial(self._offload, chunk, iteration, task.micro_batch)
+                        work = partial(self._offload, chunk, iteration, task)
                     case TaskKind.GRADIENT_ACCUMULATE:
                         work = partial(self._accumulate, chunk, iteration, task.micro_batch)
                     case _:
@@ -157,9 +195,12 @@ class LaneTasks:
         self.bytes_host_to_device += chunk.chunk.size_bytes
         self.num_gathers += 1
 
-    def _offload(self, chunk: DeviceChunk, iteration: int, micro_batch: int) -> None:
+    def _offload(self, chunk: DeviceChunk, iteration: int, task: Task) -> None:
+        micro_batch = task.micro_batch
         gradients = self._outgoing.pop((iteration, micro_batch, chunk.chunk.id))
         size_bytes = storage_bytes(gradients)
+        if self._memory is not None:
+            self._held[iteration, task.id] = list(gradients)
         try:
             present = chunk.stage_gradients(gradients, is_first=micro_batch == 0)
         finally:
@@ -202,12 +243,20 @@ class LaneTasks:
             mark.fail(Cancelled("training has stopped"))
         for lane in self._lanes.values():
             lane.close()
+        try:
+            # Copies that were queued may still run, and what they read and write is about to go.
+            self._device.synchronize()
+        finally:
+            self._forget_all()
+
+    def _forget_all(self) -> None:
         for gradients in self._outgoing.values():
             self._free(storage_bytes(gradients))
         for block in self._swapping.values():
-            block.forget()
+            block.close()
         self._marks.clear()
         self._outgoing.clear()
+        self._held.clear()
         self._arrived.clear()
         self._present.clear()
         self._scales.clear()

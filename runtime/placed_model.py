@@ -8,14 +8,14 @@ import torch
 from torch import nn
 
 from ..shared.layout import Layout
-from ..shared.schedule import Content
-from ..shared.workload import Workload
+from ..shared.schedule import Content, Section
+from ..shared.workload import BlockId, Workload
 from .chunks import DeviceChunk
 from .device_steps import DeviceStep, narrow_steps
 from .devices import TrainingDevice
 from .gradient_watch import GradientWatch
 from .loss_scaling import LossScaler
-from .non_finite import refuse_non_finite
+from .non_finite import GradientLooks, refuse_non_finite
 from .optimizer import ChunkOptimizer, MakeOptimizer
 from .step_options import StepOptions
 
@@ -54,10 +54,14 @@ class PlacedModel:
         self._num_counted = 0
         """Parameters whose optimizer state the ledger knows."""
         self._watch = GradientWatch(device.ledger)
+        self._looks: GradientLooks | None = None
+        self._staying: dict[Section, list[nn.Parameter]] = {}
+        """The trainable parameters of each block that stay on the device."""
         self._labels = {id(p): options.label_of(p) for p in model.parameters()}
         self._in_order = [parameter for parameter in model.parameters() if parameter.requires_grad]
         parameters = dict(model.named_parameters(remove_duplicate=False))
         persistent = layout.persistent(n_persist)
+        device.begin_training()
         try:
             with torch.no_grad():
                 for chunk in layout.chunks:
@@ -74,9 +78,22 @@ class PlacedModel:
                     self.chunks.append(made)
                     self._make_optimizers(made, options, make_optimizer)
                 self._step_wide_parameters(options, make_optimizer)
+            if self._is_checking and self._device_steps:
+                self._looks = GradientLooks(device.torch_device)
+                self._staying = self._staying_parameters(parameters, workload)
         except BaseException:
             self.move_out()
             raise
+
+    def _staying_parameters(
+        self, parameters: Mapping[str, nn.Parameter], workload: Workload
+    ) -> dict[Section, list[nn.Parameter]]:
+        stepped = {parameter for step in self._device_steps for parameter in step.parameters}
+        found: dict[Section, list[nn.Parameter]] = {}
+        for spec in workload.parameters:
+            if spec.block is not None and parameters[spec.name] in stepped:
+                found.setdefault(BlockId(spec.block), []).append(parameters[spec.name])
+        return found
 
     def _make_optimizers(self, chunk: DeviceChunk, options: StepOptions, make_optimizer: MakeOptimizer) -> None:
         if not chunk.trainable:
@@ -105,17 +122,22 @@ class PlacedModel:
         """Step the persistent chunks with the gradients that their parameters hold, times ``scale``, and drop these.
 
         Raises, with nothing stepped, ScheduleError if these were changed since ``watch_gradients``, and
-        NonFiniteGradientError if one of them is not finite.
+        NonFiniteGradientError if one of them is not finite; a ``scale`` comes from a norm that was.
         """
         self.check_gradients()
         if scale is not None and self._scaler is None:
             for gradient in self.gradients():
                 gradient.mul_(scale.to(gradient.device))
-        if self._is_checking:
-            refuse_non_finite(*self._waiting_gradients())
+        if self._looks is not None and scale is None:
+            self._looks.refuse_non_finite(*self._waiting_gradients())
         for step in self._device_steps:
             step.run(factor=scale if self._scaler is not None else None)
         self.count_optimizer_state()
+
+    def look_at_gradients(self, section: Section | None) -> None:
+        """The gradients of ``section`` are final: begin to look whether those that stay are finite."""
+        if self._looks is not None and section in self._staying:
+            self._looks.look([parameter.grad for parameter in self._staying[section]])
 
     def count_optimizer_state(self) -> None:
         """Let the ledger know the device's optimizer state."""
@@ -216,7 +238,11 @@ class PlacedModel:
 
     def move_out(self) -> None:
         """Give every parameter a tensor of its own again.  No lane may run any more.  Idempotent."""
+        if self._looks is not None:
+            self._looks.close()
         self.drop_gradients()
+        # Before parameters go back to where they came from: that may be the device, whatever the budget was.
+        self._device.end_training()
         with torch.no_grad():
             for chunk in self.chunks:
                 chunk.move_out()

@@ -24,6 +24,11 @@ _ADAM_SCALARS: Final = 2**23
 ADAM_BYTES_PER_SCALAR: Final = 28
 """Float32 Adam reads weight, gradient and two moments and writes all but the gradient."""
 _STREAM_BYTES: Final = 2**27
+_DEVICE_STREAM_BYTES: Final = 2**30
+"""On an accelerator, whose cache holds up to 50 MiB and whose memory is fast."""
+_WARM_UP_S: Final = 0.05
+_ROW_S: Final = 0.005
+"""How long an accelerator is kept busy for one measurement."""
 
 
 def probe_hardware(
@@ -66,7 +71,7 @@ def probe_hardware(
     advance()
     host_bandwidth = bandwidth if is_cpu else _stream_bytes_per_s(torch.device("cpu"), share_s)
     memory_bytes = host_memory_bytes() if is_cpu else torch.cuda.get_device_properties(target).total_memory
-    if isinstance(chosen, CpuDevice) and chosen.budget_bytes is not None:
+    if isinstance(chosen, (CpuDevice, CudaDevice)) and chosen.budget_bytes is not None:
         memory_bytes = chosen.budget_bytes
     return Hardware(
         name=machine_name() if is_cpu else chosen.description,
@@ -95,21 +100,45 @@ def probe_hardware(
 
 def _median_s(work: Callable[[], object], target: torch.device, budget_s: float) -> float:
     """Median seconds of one call, over as many as fit the budget, at least three after a warm-up."""
-    is_cuda = target.type == "cuda"
-
-    def once() -> float:
-        start = time.perf_counter()
-        work()
-        if is_cuda:
-            torch.cuda.synchronize(target)
-        return time.perf_counter() - start
-
+    once = _event_timer(work, target) if target.type == "cuda" else _host_timer(work)
     once()
     times: list[float] = []
     end = time.perf_counter() + budget_s
     while len(times) < 3 or (time.perf_counter() < end and len(times) < 1000):
         times.append(once())
     return statistics.median(times)
+
+
+def _host_timer(work: Callable[[], object]) -> Callable[[], float]:
+    def once() -> float:
+        start = time.perf_counter()
+        work()
+        return time.perf_counter() - start
+
+    return once
+
+
+def _event_timer(work: Callable[[], object], target: torch.device) -> Callable[[], float]:
+    """Times calls between two events, as many in a row that neither launching the first nor waiting counts."""
+    stream = torch.cuda.current_stream(target)
+
+    def row(calls: int) -> float:
+        start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        start.record(stream)
+        for _ in range(calls):
+            work()
+        end.record(stream)
+        end.synchronize()
+        return float(start.elapsed_time(end)) * 1e-3 / calls
+
+    # What is called for the first time loads its kernels, and a device at rest runs at a lower clock.
+    end = time.perf_counter() + _WARM_UP_S
+    row(1)
+    while time.perf_counter() < end:
+        row(3)
+    calls = max(1, min(100, round(_ROW_S / row(3))))
+    return partial(row, calls)
 
 
 def _matmul_flop_per_s(target: torch.device, dtype: torch.dtype, budget_s: float) -> float:
@@ -127,9 +156,10 @@ def _vector_flop_per_s(target: torch.device, budget_s: float) -> float:
 
 
 def _stream_bytes_per_s(target: torch.device, budget_s: float) -> float:
-    source = torch.ones(_STREAM_BYTES // 4, device=target)
+    size_bytes = _STREAM_BYTES if target.type == "cpu" else _DEVICE_STREAM_BYTES
+    source = torch.ones(size_bytes // 4, device=target)
     destination = torch.empty_like(source)
-    return 2.0 * _STREAM_BYTES / _median_s(lambda: destination.copy_(source), target, budget_s)
+    return 2.0 * size_bytes / _median_s(lambda: destination.copy_(source), target, budget_s)
 
 
 def _launch_s(target: torch.device, budget_s: float) -> float:
@@ -175,8 +205,8 @@ def copy_work(device: TrainingDevice, size_bytes: int, *, to_device: bool) -> Ca
     flat = torch.zeros(size_bytes, dtype=torch.uint8, device=device.torch_device)
 
     def gather() -> None:
-        flat.untyped_storage().resize_(0)
-        flat.untyped_storage().resize_(size_bytes)
+        device.resize(flat, 0, "a chunk")
+        device.resize(flat, size_bytes, "a chunk")
         device.copy(flat, host, to_device=True)
 
     return gather if to_device else partial(device.copy, host, flat, to_device=False)

@@ -34,7 +34,8 @@ _KEPT_LOGS: Final = 200
 class MeteredMemory:
     """One watched iteration."""
 
-    samples: list[tuple[float, int]]
+    samples: list[tuple[Any, int]]
+    """(stamp of the device, level)."""
     peak_bytes: int
     peak_at: str
     alive: tuple[Holding, ...]
@@ -73,6 +74,14 @@ class Recorder:
         log.follows_pause = log.index == self._interrupted
         self.logs.append(log)
         del self.logs[:-_KEPT_LOGS]
+        if self._device.runs_behind and len(self.logs) > 2:
+            self._settle(self.logs[-3])
+
+    def _settle(self, log: IterationLog) -> None:
+        """Turn the stamps of a finished iteration into seconds, so that 200 of them keep no thousands of events."""
+        log.started = self._device.settled(log.started)
+        for span in log.spans.values():
+            span.start, span.end = self._device.settled(span.start), self._device.settled(span.end)
 
     def record(self, *, hardware_name: str = "", since: int = 0, until: int | None = None) -> Record:
         """The Record of the iterations from ``since`` on and before ``until``.
@@ -172,7 +181,8 @@ class Recorder:
             log = max(steady, key=lambda log: log.memory.peak_bytes if log.memory is not None else 0)
             assert log.memory is not None
             start = self._device.seconds(log.started)
-            points = _thin([(time - start, level) for time, level in log.memory.samples])
+            seconds = self._device.seconds
+            points = _thin([(seconds(time) - start, level) for time, level in log.memory.samples])
             curves.append(
                 MemoryCurve(
                     memory=Memory.DEVICE,

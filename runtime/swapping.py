@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import nn
@@ -169,6 +169,8 @@ class SwappedBlock:
         self._device = device
         self._home = device.host_buffer(size_bytes)
         self._travelling: list[SavedStorage] = []
+        self._sent: list[torch.Tensor] = []
+        """What copies that are queued still read ([Note: Memory on one stream] in ``stream_memory``)."""
         self._out_bytes = 0
         self._back_bytes = 0
 
@@ -199,8 +201,9 @@ class SwappedBlock:
         for saved in self._travelling:
             assert saved.source is not None
             flat = _bytes_of(saved.source.untyped_storage(), self._device)
+            if self._device.runs_behind:
+                self._sent.append(flat)
             self._device.copy(self._home[begin : begin + saved.size_bytes], flat, to_device=False)
-            self._device.keep_for_current_stream(flat)
             begin += saved.size_bytes
             storage = weakref.ref(saved.source.untyped_storage())
             del flat
@@ -208,6 +211,10 @@ class SwappedBlock:
             self._let_go(storage, saved.size_bytes)
         self._out_bytes = 0
         return begin
+
+    def let_go(self) -> None:
+        """The current stream waits for the copies to the host: nobody needs the device's storages any more."""
+        self._sent.clear()
 
     def _let_go(self, storage: weakref.ref[Any], size_bytes: int) -> None:
         """The storage counts until nobody holds it; the model may, somewhere outside autograd."""
@@ -222,27 +229,34 @@ class SwappedBlock:
 
     # -- back --------------------------------------------------------------------------------------------------------
 
-    def fetch(self) -> int:
-        """Copy everything back; gives the bytes.  Raises the device's out-of-memory error if it does not fit."""
+    def make_room(self) -> None:
+        """Take the device's bytes for what comes back.  Raises the device's out-of-memory error if they do not fit."""
         ledger = self._device.ledger
         total = sum(saved.size_bytes for saved in self._travelling)
         if ledger is not None:
             ledger.allocate(total, self._name, Content.SWAPPED)
         self._back_bytes = total
+        for saved in self._travelling:
+            saved.returned = self._device.empty(saved.size_bytes, self._name)
+
+    def fetch(self) -> int:
+        """Copy everything back; gives the bytes.
+
+        Makes room first, unless the compute thread has ([Note: Memory on one stream] in ``stream_memory``).
+        """
+        if not self._device.runs_behind:
+            self.make_room()
         begin = 0
         for saved in self._travelling:
-            returned = torch.empty(saved.size_bytes, dtype=torch.uint8, device=self._device.torch_device)
-            self._device.copy(returned, self._home[begin : begin + saved.size_bytes], to_device=True)
-            saved.returned = returned
+            assert saved.returned is not None
+            self._device.copy(saved.returned, self._home[begin : begin + saved.size_bytes], to_device=True)
             begin += saved.size_bytes
-        return total
+        return begin
 
     def arrive(self) -> None:
         """Backward is about to begin: what has come back belongs to its operations now."""
         returned = [saved.returned for saved in self._travelling if saved.returned is not None]
         self._travelling.clear()
-        for tensor in returned:
-            self._device.keep_for_current_stream(tensor)
         back_bytes, self._back_bytes = self._back_bytes, 0
         ledger = self._device.ledger
         if ledger is not None:
@@ -258,6 +272,12 @@ class SwappedBlock:
             ledger.free(self._out_bytes + self._back_bytes, Content.SWAPPED)
         self._out_bytes = self._back_bytes = 0
         self._travelling.clear()
+        self._sent.clear()
+
+    def close(self) -> None:
+        """Give the home on the host back too; no copy may be under way.  Idempotent."""
+        self.forget()
+        self._home = torch.empty(0, dtype=torch.uint8)
 
 
 def _unpack(saved: Any) -> torch.Tensor:
