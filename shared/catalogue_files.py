@@ -29,5 +29,5 @@ def read_model_file(name: str) -> dict[str, Any]:
 
 
 def read_machine_file(name: str) -> dict[str, dict[str, Any]]:
-    """The tables of one of the machine files (``devices``, ``hosts``, ``links``, ``machines``), by name."""
+    """The tables of one of the files in the folder of machines (``devices``, ``hosts``, ...), by name."""
     return tomllib.loads((_folder("machines") / f"{name}.toml").read_text(encoding="utf-8"))

@@ -23,6 +23,9 @@ _BANDWIDTH: Final = _Range(1e5, 1e15, " B/s", "25GB/s; a bare number is bytes pe
 _RATE: Final = _Range(1e6, 1e19, " FLOP/s", "71e12 for 71 TFLOP/s")
 _SECONDS: Final = _Range(0, 1, " s", "5e-6 for 5 µs")
 _CORES: Final = _Range(1, 2**16, "", "64")
+_DEVICES: Final = _Range(1, 2**12, "", "8")
+_NODES: Final = _Range(1, 2**20, "", "4")
+_PRICE: Final = _Range(1e-4, 1e7, " USD/h", "2.5 for 2.50 US dollars an hour")
 
 
 def check_plausible(hardware: Hardware, *, origin: str) -> None:
@@ -54,6 +57,24 @@ def _figures(hardware: Hardware) -> Iterator[tuple[str, float, _Range]]:
         yield "host.adam_bytes_per_s", host.adam_bytes_per_s, _BANDWIDTH
     yield from _link_figures("host_to_device", hardware.host_to_device)
     yield from _link_figures("device_to_host", hardware.device_to_host)
+    if hardware.price_usd_per_hour is not None:
+        yield "price_usd_per_hour", hardware.price_usd_per_hour, _PRICE
+    yield from _cluster_figures(hardware)
+
+
+def _cluster_figures(hardware: Hardware) -> Iterator[tuple[str, float, _Range]]:
+    node, network = hardware.node, hardware.network
+    if node is not None:
+        yield "node.num_devices", node.num_devices, _DEVICES
+        if node.root_bandwidth_bytes_per_s is not None:
+            yield "node.root_bandwidth_bytes_per_s", node.root_bandwidth_bytes_per_s, _BANDWIDTH
+        for field, link in (("device_link", node.device_link), ("host_path", node.host_path)):
+            if link is not None:
+                yield from _link_figures(f"node.{field}", link)
+    if network is not None:
+        yield "network.num_nodes", network.num_nodes, _NODES
+        yield "network.adapters_per_node", network.adapters_per_node, _DEVICES
+        yield from _link_figures("network.link", network.link)
 
 
 def _link_figures(direction: str, link: Link) -> Iterator[tuple[str, float, _Range]]:

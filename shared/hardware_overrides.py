@@ -15,9 +15,9 @@ from pydantic import BaseModel, ValidationError
 
 from .errors import HardwareError
 from .files import describe
-from .hardware import Device, Hardware, Host, Link
+from .hardware import Device, Hardware, Host, Link, Network, Node
 from .hardware_check import check_plausible
-from .machine_parts import device_part, host_part, link_part
+from .machine_parts import device_part, host_part, link_part, network_part, node_part
 from .nearest import did_you_mean, nearest_names
 from .workload import DType, OperationClass
 
@@ -28,7 +28,16 @@ _PARTS: Final[Mapping[str, type[BaseModel]]] = {
     "link": Link,
     "host_to_device": Link,
     "device_to_host": Link,
+    "node": Node,
+    "network": Network,
 }
+_WITHIN: Final[Mapping[str, type[BaseModel]]] = {
+    "node.device_link": Link,
+    "node.host_path": Link,
+    "network.link": Link,
+}
+"""Parts of parts; they are no names of the catalogue's."""
+_TOP: Final = ("name", "full_duplex", "price_usd_per_hour")
 _KEYED: Final[Mapping[str, tuple[str, ...]]] = {
     "device.peak_flop_per_s": tuple(DType),
     "device.efficiency": tuple(OperationClass),
@@ -41,7 +50,7 @@ _MEASURED: Final[Mapping[str, tuple[str, object]]] = {
     "host.num_cores": ("host.adam_bytes_per_s", None),
     **{
         f"{direction}.{figure}": (f"{direction}.table", ())
-        for direction in _DIRECTIONS
+        for direction in (*_DIRECTIONS, *_WITHIN)
         for figure in ("bandwidth_bytes_per_s", "latency_s")
     },
 }
@@ -61,9 +70,10 @@ def override_hardware(hardware: Hardware, overrides: Mapping[str, str]) -> Hardw
 
     Names are either a part, with the catalogue's name of another as value (``host=epyc-64``, ``link=pcie5-x16``), or a
     dotted field with its new value (``device.memory_bytes=40GiB``, ``link.bandwidth_bytes_per_s=50GB/s``,
-    ``device.peak_flop_per_s.bfloat16=100e12``).  ``link`` means both directions.  The order of ``overrides`` does not
-    matter: parts come before fields, and ``link`` before a single direction.  A machine whose device is replaced is
-    named after the new one; what was set by hand is noted in the source of its part.
+    ``device.peak_flop_per_s.bfloat16=100e12``, ``node.sockets=4,4``).  ``link`` means both directions between host and
+    device.  The order of ``overrides`` does not matter: parts come before fields, and ``link`` before a single
+    direction.  A machine whose device is replaced is named after the new one; another network joins as many nodes with
+    as many adapters as the one before; what was set by hand is noted in the source of its part.
 
     Raises HardwareError if a name is unknown or a value impossible, CatalogueError if there is no such part.
     """
@@ -72,12 +82,16 @@ def override_hardware(hardware: Hardware, overrides: Mapping[str, str]) -> Hardw
     content: dict[str, Any] = hardware.model_dump()
     if "device" in overrides:
         content["device"] = device_part(overrides["device"]).model_dump()
-        content["name"] = overrides["device"]
     if "host" in overrides:
         content["host"] = host_part(overrides["host"]).model_dump()
     _replace_links(content, overrides)
+    _replace_node_and_network(content, overrides)
+    if "device" in overrides:
+        node = content["node"]
+        content["name"] = overrides["device"] + ("" if node is None else f"-x{node['num_devices']}")
     changes = dict(_changes(overrides))
     for field, value in changes.items():
+        _check_present(content, field, hardware.name)
         measured, nothing = _MEASURED.get(field, ("", None))
         if measured and measured not in changes and _get(content, measured):
             _set(content, measured, nothing)
@@ -94,14 +108,15 @@ def override_hardware(hardware: Hardware, overrides: Mapping[str, str]) -> Hardw
 
 
 def _fields() -> Iterator[str]:
-    yield from ("name", "full_duplex")
-    for part, model in _PARTS.items():
-        yield part
+    yield from _TOP
+    for part, model in {**_PARTS, **_WITHIN}.items():
+        if part in _PARTS:
+            yield part
         for field in model.model_fields:
             keys = _KEYED.get(f"{part}.{field}")
             if keys is not None:
                 yield from (f"{part}.{field}.{key}" for key in keys)
-            elif field not in _UNSETTABLE:
+            elif field not in _UNSETTABLE and f"{part}.{field}" not in _WITHIN:
                 yield f"{part}.{field}"
 
 
@@ -109,8 +124,10 @@ def _check_name(name: str) -> None:
     if name in _fields():
         return
     part, _, field = name.partition(".")
-    if part in _PARTS and field in _UNSETTABLE:
+    if part in _PARTS and field.rpartition(".")[2] in _UNSETTABLE:
         raise HardwareError(f"{name} is a table and cannot be set in one line. Write it into a machine's .toml file.")
+    if name in _WITHIN:
+        raise HardwareError(f"{name} has several figures: set one, as in {name}.bandwidth_bytes_per_s=50GB/s.")
     if name in _KEYED:
         raise HardwareError(f"{name} needs a key: {name}.{_KEYED[name][0]}, for one of {', '.join(_KEYED[name])}.")
     candidates = [known for known in _fields() if part in _PARTS and known.startswith(f"{part}.")] or list(_fields())
@@ -131,6 +148,32 @@ def _replace_links(content: dict[str, Any], overrides: Mapping[str, str]) -> Non
     if pairs:
         stays = len(pairs) == len(_DIRECTIONS) or content["full_duplex"]
         content["full_duplex"] = stays and all(pair.full_duplex for pair in pairs.values())
+
+
+def _replace_node_and_network(content: dict[str, Any], overrides: Mapping[str, str]) -> None:
+    if "node" in overrides:
+        content["node"] = node_part(overrides["node"]).model_dump()
+    if "network" in overrides:
+        before = content["network"] or {}
+        counts = {field: before[field] for field in ("num_nodes", "adapters_per_node") if field in before}
+        content["network"] = network_part(overrides["network"]).model_dump() | counts
+
+
+def _check_present(content: Mapping[str, Any], field: str, machine_name: str) -> None:
+    """Raise HardwareError if ``field`` belongs to a part that the machine does not have."""
+    within: Any = content
+    *path, _ = field.split(".")
+    for step in path:
+        within = within[step]
+        if within is None:
+            part, _, inner = field.partition(".")
+            advice = (
+                f"Choose one with {part}=NAME (protwin hardware parts lists them), or write it into a machine's file"
+                if step == part
+                else "Write it into a machine's file"
+            )
+            missing = part if step == part else f"{part}.{inner.partition('.')[0]}"
+            raise HardwareError(f"{machine_name} has no {missing}, so that {field} cannot be set. {advice}.")
 
 
 def _changes(overrides: Mapping[str, str]) -> Iterator[tuple[str, str]]:

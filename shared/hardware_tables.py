@@ -5,7 +5,7 @@ Every cell is plain ``Text``: names and sources from files are never read as mar
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Final
 
 from rich import box
@@ -15,14 +15,15 @@ from rich.text import Text
 
 from .hardware import Device, Hardware, Host, Link
 from .machines import machine, machine_names
+from .node_tables import network_rows, node_rows
 from .units import format_bytes, format_rate, format_seconds
 from .workload import DType
 
 _COLUMNS: Final = (
     "memory\nGiB",
     "memory\nGB/s",
-    "16-bit\nTFLOP/s",
-    "float32\nTFLOP/s",
+    "16-bit\nTFLOPS",
+    "32-bit\nTFLOPS",
     "host\ncores",
     "host\nGiB",
     "host\nGB/s",
@@ -34,7 +35,7 @@ _NO_VALUE: Final = "–"
 def hardware_table(names: Iterable[str] | None = None) -> Table:
     """One row for each machine of the catalogue, or of ``names``.  Raises CatalogueError if one is unknown."""
     table = _table("Machines")
-    table.caption = Text("16-bit: bfloat16, or float16 where there is no bfloat16. link: to the device.")
+    table.caption = Text("16-bit: bfloat16, or float16 where there is no bfloat16; 32-bit: float32. link: to the device.")
     table.caption_justify = "left"
     table.add_column("\nname", no_wrap=True)
     for heading in _COLUMNS:
@@ -74,7 +75,26 @@ def hardware_details(hardware: Hardware) -> RenderableType:
         _part("Device to host", to_host.name, _link_rows(to_host), to_host.source),
         Text(""),
         Text(f"Both directions run {duplex}."),
+        *_cluster(hardware),
     )
+
+
+def _cluster(hardware: Hardware) -> Iterator[RenderableType]:
+    """What a machine has beyond one device: the node, the network, the rent."""
+    if hardware.node is not None:
+        yield Text("")
+        yield _part("Node", hardware.node.name, node_rows(hardware.node), hardware.node.source)
+        for title, link in (("Device link", hardware.node.device_link), ("Host path", hardware.node.host_path)):
+            if link is not None:
+                yield Text("")
+                yield _part(title, link.name, _link_rows(link), link.source)
+    if hardware.network is not None:
+        network = hardware.network
+        yield Text("")
+        yield _part("Network", network.name, network_rows(network) | _link_rows(network.link), network.link.source)
+    if hardware.price_usd_per_hour is not None:
+        yield Text("")
+        yield Text(f"One machine costs {hardware.price_usd_per_hour:.4g} USD an hour.")
 
 
 def format_flop_per_s(flop_per_s: float) -> str:

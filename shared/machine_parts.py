@@ -1,20 +1,18 @@
-"""The catalogue's devices, hosts and links: the parts that machines are put together from."""
+"""The catalogue's devices, hosts, links, nodes and networks: the parts that machines are put together from."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any
 
 from pydantic import TypeAdapter
 
 from .catalogue_files import read_machine_file
 from .errors import CatalogueError
 from .files import FrozenModel
-from .hardware import Bandwidth, Device, Host, Link
+from .hardware import Bandwidth, Device, Host, Link, Network, Node
 from .nearest import did_you_mean
-
-_Part = TypeVar("_Part")
 
 
 class LinkPair(FrozenModel):
@@ -27,60 +25,50 @@ class LinkPair(FrozenModel):
 
 def device_names() -> tuple[str, ...]:
     """Names of the catalogue's devices, by vendor and generation."""
-    return tuple(_devices())
+    return tuple(_tables("devices"))
 
 
 def host_names() -> tuple[str, ...]:
     """Names of the catalogue's hosts."""
-    return tuple(_hosts())
+    return tuple(_tables("hosts"))
 
 
 def link_names() -> tuple[str, ...]:
-    """Names of the catalogue's links."""
-    return tuple(_links())
+    """Names of the catalogue's links between host and device."""
+    return tuple(_tables("links"))
 
 
+def device_link_names() -> tuple[str, ...]:
+    """Names of the catalogue's links between devices."""
+    return tuple(_tables("device_links"))
+
+
+def node_names() -> tuple[str, ...]:
+    """Names of the catalogue's nodes."""
+    return tuple(_tables("nodes"))
+
+
+def network_names() -> tuple[str, ...]:
+    """Names of the catalogue's networks."""
+    return tuple(_tables("networks"))
+
+
+@cache
 def device_part(name: str) -> Device:
     """The catalogue's device of that name.  Raises CatalogueError, with the nearest names, if there is none."""
-    return _named(name, _devices(), "device")
+    return Device.model_validate({"name": name} | _table(name, "devices", "device"))
 
 
+@cache
 def host_part(name: str) -> Host:
     """The catalogue's host of that name.  Raises CatalogueError, with the nearest names, if there is none."""
-    return _named(name, _hosts(), "host")
+    return Host.model_validate({"name": name} | _table(name, "hosts", "host"))
 
 
+@cache
 def link_part(name: str) -> LinkPair:
     """The catalogue's link of that name.  Raises CatalogueError, with the nearest names, if there is none."""
-    return _named(name, _links(), "link")
-
-
-def _named(name: str, parts: Mapping[str, _Part], what: str) -> _Part:
-    if name not in parts:
-        raise CatalogueError(f"there is no {what} {name!r} in the catalogue. {did_you_mean(name, parts)}")
-    return parts[name]
-
-
-@cache
-def _devices() -> Mapping[str, Device]:
-    return _read("devices", lambda name, table: Device.model_validate({"name": name} | table))
-
-
-@cache
-def _hosts() -> Mapping[str, Host]:
-    return _read("hosts", lambda name, table: Host.model_validate({"name": name} | table))
-
-
-@cache
-def _links() -> Mapping[str, LinkPair]:
-    return _read("links", _link_pair)
-
-
-def _read(file: str, build: Callable[[str, dict[str, Any]], _Part]) -> Mapping[str, _Part]:
-    return {name: build(name, table) for name, table in read_machine_file(file).items()}
-
-
-def _link_pair(name: str, table: dict[str, Any]) -> LinkPair:
+    table = _table(name, "links", "link")
     bandwidth = TypeAdapter[float](Bandwidth)
     directions = {
         direction: Link(
@@ -92,3 +80,36 @@ def _link_pair(name: str, table: dict[str, Any]) -> LinkPair:
         for direction in ("host_to_device", "device_to_host")
     }
     return LinkPair(**directions, full_duplex=table["full_duplex"])
+
+
+@cache
+def device_link_part(name: str) -> Link:
+    """The catalogue's link between devices.  Raises CatalogueError, with the nearest names, if there is none."""
+    return Link.model_validate({"name": name} | _table(name, "device_links", "device link"))
+
+
+@cache
+def node_part(name: str) -> Node:
+    """The catalogue's node of that name.  Raises CatalogueError, with the nearest names, if there is none."""
+    table = _table(name, "nodes", "node")
+    links = {field: device_link_part(table[field]) for field in ("device_link", "host_path") if field in table}
+    return Node.model_validate({"name": name} | table | links)
+
+
+@cache
+def network_part(name: str, adapters_per_node: int = 1) -> Network:
+    """The catalogue's network of that name, with one node.  Raises CatalogueError, with the nearest names."""
+    table = _table(name, "networks", "network")
+    return Network(name=name, adapters_per_node=adapters_per_node, link=Link.model_validate({"name": name} | table))
+
+
+def _table(name: str, file: str, what: str) -> dict[str, Any]:
+    tables = _tables(file)
+    if name not in tables:
+        raise CatalogueError(f"there is no {what} {name!r} in the catalogue. {did_you_mean(name, tables)}")
+    return tables[name]
+
+
+@cache
+def _tables(file: str) -> Mapping[str, dict[str, Any]]:
+    return read_machine_file(file)

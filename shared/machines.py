@@ -14,7 +14,7 @@ from .errors import CatalogueError, FileError
 from .hardware import Hardware
 from .hardware_check import check_plausible
 from .hardware_overrides import override_hardware
-from .machine_parts import device_part, host_part, link_part
+from .machine_parts import device_part, host_part, link_part, network_part, node_part
 from .nearest import did_you_mean
 
 _SUFFIXES: Final = (".toml", ".json")
@@ -22,16 +22,24 @@ _HEADER: Final = '# A machine.  Sizes may be written as "24GiB", bandwidths as "
 
 
 def machine_names() -> tuple[str, ...]:
-    """Names of the catalogue's machines, by vendor and generation."""
-    return tuple(_machines())
+    """Names of the catalogue's machines with one device, by vendor and generation."""
+    return tuple(name for name, parts in _machines().items() if "node" not in parts)
+
+
+def cluster_names() -> tuple[str, ...]:
+    """Names of the catalogue's machines with several devices, by vendor and generation."""
+    return tuple(name for name, parts in _machines().items() if "node" in parts)
 
 
 def machine(name: str) -> Hardware:
-    """The catalogue's machine of that name.  Raises CatalogueError, with the nearest names, if there is none."""
+    """The catalogue's machine of that name, with one device or several.
+
+    Raises CatalogueError, with the nearest names, if there is none.
+    """
     parts = _machines().get(name)
     if parts is None:
         raise CatalogueError(
-            f"there is no machine {name!r} in the catalogue. {did_you_mean(name, machine_names())} "
+            f"there is no machine {name!r} in the catalogue. {did_you_mean(name, _machines())} "
             f"For a machine of your own, pass the path of its .toml or .json file."
         )
     link = link_part(parts["link"])
@@ -42,6 +50,8 @@ def machine(name: str) -> Hardware:
         host_to_device=link.host_to_device,
         device_to_host=link.device_to_host,
         full_duplex=link.full_duplex,
+        node=node_part(parts["node"]) if "node" in parts else None,
+        network=network_part(parts["network"], parts["adapters_per_node"]) if "network" in parts else None,
     )
 
 
@@ -52,7 +62,7 @@ def load_hardware(name_or_path: str | Path) -> Hardware:
     kind, HardwareError if it describes an impossible machine.
     """
     name = str(name_or_path)
-    if name in machine_names():
+    if name in _machines():
         return machine(name)
     path = Path(name_or_path)
     if path.suffix not in _SUFFIXES:
@@ -77,8 +87,8 @@ def _without_none(table: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @cache
-def _machines() -> Mapping[str, Mapping[str, str]]:
+def _machines() -> Mapping[str, Mapping[str, Any]]:
     return read_machine_file("machines")
 
 
-__all__ = ["hardware_to_toml", "load_hardware", "machine", "machine_names", "override_hardware"]
+__all__ = ["cluster_names", "hardware_to_toml", "load_hardware", "machine", "machine_names", "override_hardware"]

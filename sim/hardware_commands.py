@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -12,7 +13,14 @@ from ..shared.cli_output import show
 from ..shared.extensions import extension
 from ..shared.files import write_atomically
 from ..shared.hardware import Hardware
-from ..shared.machines import hardware_to_toml, load_hardware, machine_names, override_hardware
+from ..shared.machines import (
+    cluster_names,
+    hardware_to_toml,
+    load_hardware,
+    machine,
+    machine_names,
+    override_hardware,
+)
 from ..shared.progress import progress_bar
 
 hardware = command_app()
@@ -26,12 +34,27 @@ MachineOutput = Annotated[
 _LONGEST_PROBE_S: Final = 3600.0
 
 
-@hardware.command(name="list", epilog=examples("protwin hardware list"))
-def list_command() -> None:
-    """List the machines of the catalogue with their main figures."""
+@hardware.command(name="list", epilog=examples("protwin hardware list", "protwin hardware list --json"))
+def list_command(as_json: JsonFlag = False) -> None:
+    """List the machines of the catalogue with their main figures: those with one device, then those with several."""
+    if as_json:
+        names = (*machine_names(), *cluster_names())
+        typer.echo(json.dumps([_parts_of(machine(name)) for name in names], indent=1))
+        return
     from ..shared.hardware_tables import hardware_table
+    from ..shared.node_tables import cluster_table
 
     show(hardware_table(machine_names()))
+    typer.echo()
+    show(cluster_table(cluster_names()))
+
+
+@hardware.command(name="parts", epilog=examples("protwin hardware parts"))
+def parts_command() -> None:
+    """List the hosts, links, nodes and networks that a machine can be given with --set."""
+    from ..shared.node_tables import part_tables
+
+    show(part_tables())
 
 
 @hardware.command(
@@ -39,6 +62,7 @@ def list_command() -> None:
     epilog=examples(
         "protwin hardware show rtx-3090",
         "protwin hardware show rtx-3090 --set device.memory_bytes=48GiB --set link=pcie5-x16 --output machine.toml",
+        "protwin hardware show h100-80gb-x8 --set network.num_nodes=4 --set price_usd_per_hour=24",
     ),
 )
 def show_command(
@@ -51,9 +75,9 @@ def show_command(
 
     --output writes the machine, as TOML to edit if the name ends so.
     """
-    machine = load_hardware(name)
+    found = load_hardware(name)
     wanted = changes_of(changes)
-    _give(override_hardware(machine, wanted) if wanted else machine, output, as_json=as_json)
+    _give(override_hardware(found, wanted) if wanted else found, output, as_json=as_json)
 
 
 @hardware.command(
@@ -72,18 +96,31 @@ def probe_command(
     """
     probe = extension("protwin.probes", "torch")
     with progress_bar("measuring this machine") as on_progress:
-        machine = probe(seconds=seconds, on_progress=on_progress)
-    _give(machine, output, as_json=as_json)
+        found = probe(seconds=seconds, on_progress=on_progress)
+    _give(found, output, as_json=as_json)
 
 
-def _give(machine: Hardware, output: MachineOutput, *, as_json: bool) -> None:
+def _give(found: Hardware, output: MachineOutput, *, as_json: bool) -> None:
     if output is not None and output.suffix == ".toml":
-        write_atomically(output, hardware_to_toml(machine))
+        write_atomically(output, hardware_to_toml(found))
     elif output is not None:
-        machine.save(output)
+        found.save(output)
     if as_json:
-        typer.echo(machine.to_json(), nl=False)
+        typer.echo(found.to_json(), nl=False)
     else:
         from ..shared.hardware_tables import hardware_details
 
-        show(hardware_details(machine))
+        show(hardware_details(found))
+
+
+def _parts_of(found: Hardware) -> dict[str, str | int | None]:
+    """A machine by the names of its parts."""
+    return {
+        "name": found.name,
+        "num_devices": found.num_devices,
+        "device": found.device.name,
+        "host": found.host.name,
+        "link": found.host_to_device.name,
+        "node": None if found.node is None else found.node.name,
+        "network": None if found.network is None else found.network.name,
+    }

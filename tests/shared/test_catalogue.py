@@ -1,4 +1,4 @@
-"""The page of the catalogue says what the catalogue holds."""
+"""The pages of the catalogue say what the catalogue holds."""
 
 from __future__ import annotations
 
@@ -6,19 +6,34 @@ from pathlib import Path
 
 import pytest
 
-from protwin.shared.machine_parts import device_names, device_part, host_names, host_part, link_names, link_part
-from protwin.shared.machines import machine, machine_names
+from protwin.shared.machine_parts import (
+    device_link_names,
+    device_link_part,
+    device_names,
+    device_part,
+    host_names,
+    host_part,
+    link_names,
+    link_part,
+    network_names,
+    network_part,
+    node_names,
+    node_part,
+)
+from protwin.shared.machines import cluster_names, machine, machine_names
 from protwin.shared.models import model_configuration, model_names
 from protwin.shared.workload import DType
 
-PAGE = Path(__file__).parents[2] / "docs" / "catalogue.md"
+DOCS = Path(__file__).parents[2] / "docs"
+PAGES = (DOCS / "catalogue.md", DOCS / "machines.md")
+TEXT = "\n\n".join(page.read_text(encoding="utf-8") for page in PAGES)
 
 
 def tables() -> dict[str, dict[str, list[str]]]:
-    """Rows of the page's tables by the first cell, under the first two columns' headings."""
+    """Rows of the pages' tables by the first cell, under the heading of the second column."""
     found: dict[str, dict[str, list[str]]] = {}
     heading = None
-    for line in PAGE.read_text(encoding="utf-8").splitlines():
+    for line in TEXT.splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")] if line.startswith("|") else []
         if not cells:
             heading = None
@@ -37,6 +52,10 @@ def test_the_page_lists_exactly_what_there_is() -> None:
     assert listed["memory"] == device_names()
     assert listed["cores"] == host_names()
     assert listed["to device"] == link_names()
+    assert listed["num_devices"] == cluster_names()
+    assert listed["one direction"] == device_link_names()
+    assert listed["sockets"] == node_names()
+    assert listed["adapter"] == network_names()
 
 
 @pytest.mark.parametrize("name", model_names())
@@ -65,7 +84,7 @@ def test_devices_on_the_page(name: str) -> None:
         *(device.peak_flop_per_s.get(dtype, 0) / 1e12 for dtype in dtypes),
     ]
     assert tables()["memory"][name] == [f"{figure:.4g}" if figure else "–" for figure in figures]
-    assert f"- {name}: {device.source.split('; reserved_bytes')[0]}." in PAGE.read_text(encoding="utf-8")
+    assert f"- {name}: {device.source.split('; reserved_bytes')[0]}." in TEXT
 
 
 @pytest.mark.parametrize("name", host_names())
@@ -83,3 +102,39 @@ def test_links_on_the_page(name: str) -> None:
     latency = f"{to_device.latency_s * 1e6:.4g} µs"
     duplex = "yes" if pair.full_duplex else "no"
     assert tables()["to device"][name] == [*bandwidths, duplex, latency, to_device.source]
+
+
+@pytest.mark.parametrize("name", cluster_names())
+def test_clusters_on_the_page(name: str) -> None:
+    hardware = machine(name)
+    assert hardware.node is not None
+    network = hardware.network
+    joined = "–" if network is None else f"{network.adapters_per_node} x {network.name}"
+    parts = [hardware.host.name, hardware.host_to_device.name, hardware.node.name]
+    assert tables()["num_devices"][name] == [str(hardware.num_devices), *parts, joined]
+
+
+@pytest.mark.parametrize(("heading", "name"), [("one direction", n) for n in device_link_names()])
+def test_links_between_devices_on_the_page(heading: str, name: str) -> None:
+    link = device_link_part(name)
+    figures = [f"{link.bandwidth_bytes_per_s / 1e9:.4g}", f"{link.latency_s * 1e6:.4g} µs"]
+    assert tables()[heading][name] == [*figures, link.source]
+
+
+@pytest.mark.parametrize("name", node_names())
+def test_nodes_on_the_page(name: str) -> None:
+    node = node_part(name)
+    row = tables()["sockets"][name]
+    for shown, groups in zip(row, (node.sockets, node.pcie_roots), strict=False):
+        count, times, size = shown.partition(" x ")
+        listed = (int(size),) * int(count) if times else tuple(map(int, shown.split(", ")))
+        assert listed == groups
+    links = ["–" if link is None else link.name for link in (node.device_link, node.host_path)]
+    assert row[2:] == [node.topology, *links, node.source]
+
+
+@pytest.mark.parametrize("name", network_names())
+def test_networks_on_the_page(name: str) -> None:
+    link = network_part(name).link
+    figures = [f"{link.bandwidth_bytes_per_s / 1e9:.4g}", f"{link.latency_s * 1e6:.4g} µs"]
+    assert tables()["adapter"][name] == [*figures, link.source]

@@ -11,7 +11,7 @@ from hypothesis import given
 from protwin.shared.errors import CatalogueError, HardwareError
 from protwin.shared.hardware import Hardware, LinkPoint
 from protwin.shared.hardware_overrides import override_fields
-from protwin.shared.machine_parts import device_part, host_part, link_part
+from protwin.shared.machine_parts import device_link_part, device_part, host_part, link_part, network_part, node_part
 from protwin.shared.machines import machine, override_hardware
 from tests.strategies import hardware as random_hardware
 
@@ -30,6 +30,16 @@ VALUES = {
     "source": ("my notes", "my notes"),
     "kind": ("cpu", "cpu"),
     "full_duplex": ("false", False),
+    "price_usd_per_hour": ("2.5", 2.5),
+    "root_bandwidth_bytes_per_s": ("11 GB/s", 11e9),
+    "num_nodes": ("5", 5),
+    "adapters_per_node": ("3", 3),
+    "sockets": ("2, 6", (2, 6)),
+    "pcie_roots": ("4,2,2", (4, 2, 2)),
+    "through_host_memory": ("true", True),
+    "reduces_in_switch": ("true", True),
+    "topology": ("mesh", "mesh"),
+    "num_devices": ("8", 8),
 }
 
 
@@ -43,6 +53,14 @@ def flat(value: Any, path: str = "") -> dict[str, Any]:
 def changes(before: Hardware, after: Hardware) -> dict[str, Any]:
     old, new = flat(before.model_dump()), flat(after.model_dump())
     return {name: new.get(name) for name in old.keys() | new.keys() if old.get(name) != new.get(name)}
+
+
+def cluster() -> Hardware:
+    """A machine that has every part that a machine can have."""
+    base = machine("h100-80gb-x8")
+    assert base.node is not None
+    changes = {"host_path": device_link_part("pcie5-peer"), "reduces_in_switch": False}
+    return base.model_copy(update={"node": base.node.model_copy(update=changes)})
 
 
 def measured_machine() -> Hardware:
@@ -60,18 +78,19 @@ def measured_machine() -> Hardware:
 
 @pytest.mark.parametrize("field", [name for name in override_fields() if "." in name or name in VALUES])
 def test_a_field_changes_itself_alone_and_says_so(field: str) -> None:
-    before = machine("rtx-3090")
+    before = cluster()
     part, _, rest = field.partition(".")
-    text, value = VALUES.get(rest or part, ("0.5", 0.5))
+    text, value = VALUES.get(field.rpartition(".")[2], ("0.5", 0.5))
     if rest.startswith("peak_flop_per_s"):
         text, value = "7e13", 7e13
     after = override_hardware(before, {field: text})
     parts = ("host_to_device", "device_to_host") if part == "link" else (part,)
     names = {f"{target}.{rest}".strip(".") for target in parts}
     found = changes(before, after)
-    assert {name: found[name] for name in names} == dict.fromkeys(names, value)
+    new = flat(after.model_dump())
+    assert {name: new[name] for name in names} == dict.fromkeys(names, value)
     notes = {f"{target}.source" for target in parts} if rest not in ("", "name", "source") else set()
-    assert found.keys() == names | notes
+    assert found.keys() == names - {"node.num_devices"} | notes
     for note in notes:
         assert found[note].endswith(f"set by hand: {rest} = {text}")
 
@@ -196,6 +215,17 @@ def test_a_measured_adam_rate_does_not_outlive_what_it_was_measured_on(field: st
         ("device.memory_byte", "1GiB", "Did you mean device.memory_bytes"),
         ("memory_bytes", "1GiB", "Did you mean .*device.memory_bytes"),
         ("gpu.memory_bytes", "1GiB", "Did you mean .*device.memory_bytes"),
+        ("price_usd_per_hour", "-1", "price_usd_per_hour"),
+        ("price_usd_per_hour", "free", "price_usd_per_hour"),
+        (
+            "node.num_devices",
+            "4",
+            "rtx-3090 has no node, so that node.num_devices cannot be set. Choose one with node=",
+        ),
+        ("network.link.latency_s", "1e-6", "rtx-3090 has no network, .* Choose one with network=NAME"),
+        ("node.device_link", "nvlink4-h100", "has several figures: set one, as in node.device_link.bandwidth"),
+        ("node.device_link.table", "1", "cannot be set in one line"),
+        ("node.device_link.bandwith", "1GB/s", "Did you mean node.device_link.bandwidth_bytes_per_s"),
         ("zzz", "1", "parts are device, host, link"),
         ("", "1", "parts are device, host, link"),
         ("link.table", "1", "cannot be set in one line"),
@@ -213,8 +243,70 @@ def test_an_impossible_override_is_refused_with_its_field(name: str, value: str,
 
 @pytest.mark.parametrize(
     ("part", "asked", "meant"),
-    [("host", "epic-64", "epyc-64"), ("link", "pcie5", "pcie5-x16"), ("device", "a100", "a100")],
+    [
+        ("host", "epic-64", "epyc-64"),
+        ("link", "pcie5", "pcie5-x16"),
+        ("device", "a100", "a100"),
+        ("node", "hgx-h100", "hgx-h100-8"),
+        ("network", "infiniband", "infiniband-ndr"),
+    ],
 )
 def test_an_unknown_part_is_answered_with_the_nearest(part: str, asked: str, meant: str) -> None:
     with pytest.raises(CatalogueError, match=f"no {part} '{asked}' in the catalogue. Did you mean .*{meant}"):
         override_hardware(machine("rtx-3090"), {part: asked})
+
+
+# -- several devices -------------------------------------------------------------------------------------------------
+
+
+def test_nodes_and_networks_come_from_the_catalogue() -> None:
+    alone = machine("h100-80gb")
+    eight = override_hardware(alone, {"node": "hgx-h100-8"})
+    assert eight.node == node_part("hgx-h100-8")
+    assert eight.model_copy(update={"node": None}) == alone
+    joined = override_hardware(eight, {"network": "roce-400g", "network.num_nodes": "16"})
+    assert joined.network is not None
+    assert joined.network.link == network_part("roce-400g").link
+    assert (joined.num_nodes, joined.num_devices) == (16, 128)
+
+
+def test_another_network_joins_the_same_machines() -> None:
+    before = override_hardware(machine("h100-80gb-x8"), {"network.num_nodes": "4"})
+    after = override_hardware(before, {"network": "ethernet-100g"})
+    assert before.network is not None
+    assert after.network is not None
+    assert (after.network.num_nodes, after.network.adapters_per_node) == (4, before.network.adapters_per_node)
+    assert after.network.link == network_part("ethernet-100g").link
+
+
+def test_a_cluster_of_other_devices_is_named_after_them() -> None:
+    assert override_hardware(machine("h100-80gb-x8"), {"device": "h200-141gb"}).name == "h200-141gb-x8"
+    assert override_hardware(machine("h100-80gb"), {"device": "l40s", "node": "pcie4-8"}).name == "l40s-x8"
+
+
+def test_fewer_devices_need_fewer_places() -> None:
+    eight = machine("h100-80gb-x8")
+    with pytest.raises(HardwareError, match=r"sockets 4,4 hold 8 devices, but num_devices is 4; change both"):
+        override_hardware(eight, {"node.num_devices": "4"})
+    four = override_hardware(eight, {"node.num_devices": "4", "node.sockets": "2,2", "node.pcie_roots": "1,1,1,1"})
+    assert four.node is not None
+    assert (four.node.num_devices, four.node.sockets) == (4, (2, 2))
+
+
+def test_a_part_that_the_node_lacks_has_no_figures() -> None:
+    with pytest.raises(HardwareError, match=r"has no node.device_link, so that .* Write it into a machine's file"):
+        override_hardware(machine("rtx-4090-x8"), {"node.device_link.latency_s": "1e-6"})
+
+
+def test_a_measured_table_between_devices_does_not_outlive_its_bandwidth() -> None:
+    before = cluster()
+    assert before.node is not None
+    assert before.node.device_link is not None
+    table = (LinkPoint(size_bytes=2**20, seconds=1e-4),)
+    link = before.node.device_link.model_copy(update={"table": table})
+    measured = before.model_copy(update={"node": before.node.model_copy(update={"device_link": link})})
+    after = override_hardware(measured, {"node.device_link.bandwidth_bytes_per_s": "100GB/s"})
+    assert after.node is not None
+    assert after.node.device_link is not None
+    assert after.node.device_link.table == ()
+    assert "device_link.table = none" in after.node.source
