@@ -5,7 +5,7 @@ A folder cannot be replaced by one rename while it has content, so two are neede
 synced beside it as ``.NAME.part``; then NAME becomes ``.NAME.previous``, the part becomes NAME, and the previous one is
 removed.  So ``.NAME.previous`` matters only while there is no NAME: then it is what a reader gets, and the next writer
 puts it back first.  A part is never read.  Whatever is removed loses its manifest first, by which it is recognised as
-incomplete if its removal is interrupted.
+incomplete if its removal is interrupted.  All of this holds for one writer at a time; ``checkpoint_lock`` sees to it.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ..shared.errors import FileError
+from .checkpoint_lock import FolderLock
 
 
 def find_folder(folder: str | Path) -> Path | None:
@@ -41,12 +42,26 @@ def replaced_folder(folder: str | Path, *, manifest: str, known: Collection[str]
 
     ``known`` are the names that ``folder`` may hold already, ``manifest`` the one that says it is complete.  If the
     block raises, or anything cannot be written, ``folder`` is what it was.  Raises FileError, also if ``folder`` holds
-    anything that would be lost.
+    anything that would be lost, or if somebody else is writing it.
     """
     path = _resolved(folder)
-    part = path.with_name(f".{path.name}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        lock = FolderLock(path)
+    except OSError as error:
+        raise _unwritable(path, error) from error
+    try:
+        with _replaced(path, lock, manifest, known) as part:
+            yield part
+    finally:
+        with suppress(OSError):
+            lock.release()
+
+
+@contextmanager
+def _replaced(path: Path, lock: FolderLock, manifest: str, known: Collection[str]) -> Iterator[Path]:
+    part = path.with_name(f".{path.name}.part")
+    try:
         _finish_swap(path, manifest)
         _check_replaceable(path, manifest, known)
         _remove(part, manifest)
@@ -66,6 +81,7 @@ def replaced_folder(folder: str | Path, *, manifest: str, known: Collection[str]
     try:
         sync_folder(path.parent)
         _remove(_previous(path), manifest)
+        lock.release()
     except OSError as error:
         raise FileError(
             f"{path} is complete, but tidying up after it failed: {error}. Remove {_previous(path)} if it is there."

@@ -1,6 +1,8 @@
 """What a checkpoint holds of a training: collected from it, checked against it, placed in it.
 
-Nothing of it depends on the plan, so a training goes on under another one as if nothing had happened.
+Nothing of it depends on the plan, so a training goes on under another one as if nothing had happened.  Two knobs say
+what a step computes and not only how, and are noted: micro-batches add up to one step, and gradients may be limited.
+Under others a training would go on as another one, which has to be asked for.
 """
 
 from __future__ import annotations
@@ -9,12 +11,13 @@ import copy
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 from torch import nn
 
 from ..shared.errors import FileError
+from ..shared.plan import Plan
 from ..shared.workload import Workload
 from .checkpoints import CheckpointContent
 from .devices import TrainingDevice
@@ -22,6 +25,9 @@ from .loss_scaling import LossScaler
 from .optimizer_state import OptimizerState, on_host
 from .placed_model import PlacedModel
 from .random_states import check_random_states, random_states, set_random_states
+
+STEP_KNOBS: Final = ("micro_batches", "max_gradient_norm")
+"""The knobs of a plan that change what a step computes."""
 
 
 class Scheduler(Protocol):
@@ -55,6 +61,7 @@ class CheckpointState:
         optimizer: torch.optim.Optimizer,
         device: TrainingDevice,
         *,
+        plan: Plan,
         configuration: str | None,
         scaler: LossScaler | None = None,
     ) -> None:
@@ -66,6 +73,7 @@ class CheckpointState:
         self._workload = workload
         self._placed = placed
         self._device = device
+        self._step_knobs = {knob: getattr(plan, knob) for knob in STEP_KNOBS}
         self._configuration = configuration
         self._scaler = scaler
         names = {parameter: name for name, parameter in model.named_parameters()}
@@ -90,6 +98,7 @@ class CheckpointState:
             optimizer=self._optimizer.collect(),
             training={
                 "step": step,
+                "step_knobs": self._step_knobs,
                 "scheduler": _scheduler_state(scheduler),
                 "loss_scaler": None if self._scaler is None else self._scaler.state_dict(),
                 "random": random_states(self._device.torch_device),
@@ -102,10 +111,15 @@ class CheckpointState:
 
     # -- placing -----------------------------------------------------------------------------------------------------
 
-    def check(self, content: CheckpointContent, scheduler: Scheduler | None) -> None:
+    def check(
+        self, content: CheckpointContent, scheduler: Scheduler | None, *, allow_changed_step: bool = False
+    ) -> None:
         """Raise FileError unless ``content`` can be placed; changes nothing."""
         training = content.training
         try:
+            changed = [knob for knob in STEP_KNOBS if training["step_knobs"][knob] != self._step_knobs[knob]]
+            if changed and not allow_changed_step:
+                raise _changed_step(changed, training["step_knobs"], self._step_knobs)
             _check_scheduler(training["scheduler"], scheduler)
             _check_scaler(training["loss_scaler"], self._scaler)
             self._optimizer.check(content.optimizer)
@@ -196,6 +210,15 @@ def _modules_with_extra_state(model: nn.Module) -> Iterator[tuple[str, nn.Module
 
 def _dtype_name(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
+
+
+def _changed_step(changed: list[str], saved: dict[str, Any], own: dict[str, Any]) -> FileError:
+    was, is_now = (", ".join(f"{knob} {knobs[knob]}" for knob in changed) for knobs in (saved, own))
+    return FileError(
+        f"the checkpoint was saved under a plan with {was}; this plan has {is_now}, so steps would compute something "
+        f"else from here on. Carry out a plan that has {was}, or, if the change is meant, call resume(folder, "
+        f"allow_changed_step=True)."
+    )
 
 
 def _scheduler_state(scheduler: Scheduler | None) -> dict[str, Any] | None:

@@ -52,6 +52,10 @@ class Mark:
         """Whether the task's call has returned or failed."""
         return self._done.is_set()
 
+    def wait_for_end(self) -> None:
+        """Block until the task's call has returned or failed."""
+        self._done.wait()
+
     def wait(self) -> Any:
         """Block until the task's call has returned; gives its event.  Raises what the task raised."""
         self._done.wait()

@@ -30,7 +30,7 @@ from .checkpoint_state import CheckpointState, Resumed, Scheduler, configuration
 from .checkpoints import read_checkpoint, write_checkpoint
 from .compute_lane import ComputeLane
 from .devices import CpuDevice, CudaDevice, TrainingDevice
-from .guards import refusing_access
+from .guards import OffloadedWeights, refusing_access, refusing_other_optimizers
 from .identity import model_hash
 from .lane_tasks import LaneTasks
 from .loss_scaling import LossScaling, scaler_for
@@ -163,6 +163,7 @@ class Training:
                 scaler=self.loss_scaler,
             )
             undo.callback(self._placed.move_out)
+            self._offloaded_weights = OffloadedWeights(self._named_offloaded())
             self.optimizer = TrainingOptimizer(
                 options,
                 step=self._step,
@@ -176,11 +177,14 @@ class Training:
                 self._placed,
                 self.optimizer,
                 device,
+                plan=plan,
                 configuration=configuration,
                 scaler=self.loss_scaler,
             )
             undo.callback(self.__dict__.pop, "_state", None)
             undo.enter_context(refusing_access(model))
+            steppers = [stepper.optimizer for stepper, _, _ in self._placed.steppers()]
+            undo.enter_context(refusing_other_optimizers(model, [self.optimizer, *steppers]))
             swapping = self._swapped_blocks()
             self._lanes = LaneTasks(self.schedule, self._placed, device, swapping, plan.max_gradient_norm)
             undo.callback(self._lanes.close)
@@ -191,6 +195,11 @@ class Training:
                 undo.callback(handle.remove)
             undo.callback(self._metering.stop)
             self._undo = undo.pop_all()
+
+    def _named_offloaded(self) -> list[tuple[str, nn.Parameter]]:
+        """The parameters whose home is on the host."""
+        at_home = {p for chunk in self._placed.chunks if not chunk.is_persistent for p in chunk.parameters}
+        return [(name, parameter) for name, parameter in self.model.named_parameters() if parameter in at_home]
 
     def _swapped_blocks(self) -> dict[int, SwappedBlock]:
         """The blocks whose saved activations travel, with room on the host for them."""
@@ -247,6 +256,7 @@ class Training:
                 "decides which blocks are checkpointed (n_checkpoint)."
             )
         self._placed.check_parameters()
+        self._offloaded_weights.check()
         # A weight's cast that autocast keeps from an earlier forward is stale, and its gradient would come late.
         torch.clear_autocast_cache()
         if self._compute.is_between_iterations:
@@ -282,8 +292,9 @@ class Training:
         if not self._compute.is_backward_done:
             raise ScheduleError(
                 f"step() before backward has ended: the iteration is at {self._compute.task_at_hand.name}. Call "
-                f"loss.backward() first."
+                f"loss.backward() first, on a loss that depends on the model's output."
             )
+        self._offloaded_weights.check()
         self.optimizer.begin_step()
         self._recorder.add(self._compute.step_on_device())
         self.optimizer.end_step()
@@ -326,17 +337,21 @@ class Training:
         self.synchronize()
         write_checkpoint(folder, self._state.collect(self.num_steps, scheduler, data_position))
 
-    def resume(self, folder: str | Path, *, scheduler: Scheduler | None = None) -> Resumed:
+    def resume(
+        self, folder: str | Path, *, scheduler: Scheduler | None = None, allow_changed_step: bool = False
+    ) -> Resumed:
         """Go on from the checkpoint in ``folder``, which may have been saved under another plan.
 
         Weights, optimizer, options of the parameter groups, ``scheduler``, random states and buffers become what they
         were, so that what follows is, bit for bit, what would have followed there.  To be called between step() and
-        the next forward.  Raises FileError, with nothing changed, if the checkpoint is missing, damaged, of another
-        model, optimizer or scheduler, or written by a newer version.
+        the next forward.  ``allow_changed_step``: under a plan with other ``micro_batches`` or ``max_gradient_norm``
+        too, where what follows is not what would have followed there.  Raises FileError, with nothing changed, if the
+        checkpoint is missing, damaged, of another model, optimizer or scheduler, of a plan whose steps compute
+        something else, or written by a newer version.
         """
         self._check_between_iterations("a training can be resumed")
         content = read_checkpoint(folder, model_hash=self.workload.model_hash)
-        self._state.check(content, scheduler)
+        self._state.check(content, scheduler, allow_changed_step=allow_changed_step)
         self.synchronize()
         try:
             resumed = self._state.place(content, scheduler)
@@ -423,6 +438,19 @@ class Training:
         with self._undo:
             if self._compute.failure is None:
                 self._lanes.drain(before=self._compute.iteration)
+            else:
+                # What has failed has been raised; the steps that were completed before are to be kept all the same.
+                self._finish_last_step()
+
+    def _finish_last_step(self) -> None:
+        """Wait until CPU Adam of the last completed iteration has run, as far as it can.
+
+        That of earlier ones has: every gather waits for its chunk's.
+        """
+        last = self._compute.iteration - 1
+        for task in self.schedule.tasks:
+            if last >= 0 and task.kind is TaskKind.CPU_ADAM:
+                self._lanes.mark(last, task.id).wait_for_end()
 
     def __enter__(self) -> Self:
         return self
