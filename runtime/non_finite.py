@@ -54,11 +54,15 @@ class GradientLooks:
         """``refuse_non_finite``, with the help of what was seen; forgets that.  Waits for looks under way."""
         looks, self._looks = self._looks, []
         finite: dict[int, _Noted] = {}
-        for noted, sums in looks:
-            for (reference, version), is_finite in zip(noted, sums().isfinite().tolist(), strict=True):
-                gradient = reference()
-                if is_finite and gradient is not None:
-                    finite[id(gradient)] = reference, version
+        # One wait for all, where it is an accelerator that looked.
+        sums = [of().double() for _, of in looks]
+        are_finite = torch.cat(sums).isfinite().tolist() if sums else []
+        for (reference, version), is_finite in zip(
+            (one for noted, _ in looks for one in noted), are_finite, strict=True
+        ):
+            gradient = reference()
+            if is_finite and gradient is not None:
+                finite[id(gradient)] = reference, version
         unknown = [
             None if gradient is None or _is_same(gradient, finite.get(id(gradient))) else gradient
             for gradient in gradients
@@ -88,8 +92,10 @@ def _is_same(gradient: torch.Tensor, noted: _Noted | None) -> bool:
 def _sums(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
     """The sums of gradients; of those of several element types, in float64."""
     sums = [gradient.sum() for gradient in gradients]
-    is_mixed = any(of.dtype != sums[0].dtype or of.device != sums[0].device for of in sums)
-    return torch.stack([of.double().cpu() for of in sums] if is_mixed else sums)
+    if any(of.dtype != sums[0].dtype for of in sums):
+        sums = [of.double() for of in sums]
+    is_spread = any(of.device != sums[0].device for of in sums)
+    return torch.stack([of.cpu() for of in sums] if is_spread else sums)
 
 
 def _emptying_sums(gradients: list[torch.Tensor]) -> torch.Tensor:
