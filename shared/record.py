@@ -109,6 +109,17 @@ class Record(Document):
     num_gathers: NonNegativeInt
     num_cpu_adam_steps: NonNegativeInt
 
+    @model_validator(mode="after")
+    def _tasks_agree(self) -> Self:
+        seen: set[int] = set()
+        for timing in self.tasks:
+            if timing.task in seen:
+                raise ValueError(f"task {timing.task} ({timing.name}) occurs twice in tasks")
+            seen.add(timing.task)
+            if timing.end_s < timing.start_s:
+                raise ValueError(f"{timing.name} ends at {timing.end_s} s, before its start at {timing.start_s} s")
+        return self
+
     def curve(self, memory: Memory) -> MemoryCurve | None:
         """The curve of one memory, if the record holds it."""
         return next((curve for curve in self.memory if curve.memory is memory), None)
