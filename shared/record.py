@@ -8,6 +8,7 @@ from typing import ClassVar, Self
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from .files import Document, FrozenModel
+from .memory_accounts import DeviceReserved, HostMemory
 from .plan import Plan
 from .schedule import Content, Lane, Memory, TaskKind
 
@@ -108,6 +109,10 @@ class Record(Document):
     """What no timing of this schedule can exceed."""
     num_gathers: NonNegativeInt
     num_cpu_adam_steps: NonNegativeInt
+    device_reserved: DeviceReserved | None = None
+    """What the device's allocator holds beyond what is allocated; None where it is not predicted."""
+    host_memory: HostMemory | None = None
+    """What the process holds of the host's memory; None where it is not predicted."""
 
     @model_validator(mode="after")
     def _tasks_agree(self) -> Self:

@@ -14,6 +14,7 @@ from rich.console import Console, Group, JustifyMethod, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from .memory_words import beyond_the_schedule
 from .plan import Plan
 from .record import MemoryCurve, Record
 from .report_words import (
@@ -105,6 +106,8 @@ def memory_table(record: Record) -> RenderableType:
     for curve in record.memory:
         _row(table, MEMORY_NAMES[curve.memory], format_bytes(curve.peak_bytes), curve.peak_at)
     _row(table, "guaranteed device peak", format_bytes(record.guaranteed_peak_device_bytes), "any timing of this plan")
+    for row in beyond_the_schedule(record):
+        _row(table, row.name, format_bytes(row.size_bytes), row.words)
     return _titled("Memory", table)
 
 

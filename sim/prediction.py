@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from ..shared.calibration import Calibration
 from ..shared.errors import WorkloadError
 from ..shared.hardware import Hardware
+from ..shared.layout import Layout, build_layout
 from ..shared.memory_bound import guaranteed_device_peak
+from ..shared.order import HappensBefore
 from ..shared.phase_times import phase_times_s
 from ..shared.plan import Plan
 from ..shared.record import LaneUse, Origin, Record, TaskTiming
 from ..shared.schedule import Schedule, TaskKind
 from ..shared.workload import Workload
+from .allocator_account import device_reserved
+from .host_memory import host_memory
 from .memory import DeviceMemory, pinned_host_curve, window_s
 from .timing import Timing
+
+_ITERATIONS: Final = 3
+"""Over which the happens-before relation is known: what memory accounts need."""
 
 
 def predicted_record(
@@ -22,11 +31,13 @@ def predicted_record(
     calibration: Calibration | None,
     schedule: Schedule,
     timing: Timing,
+    *,
+    layout: Layout | None = None,
 ) -> Record:
     """One iteration of ``timing`` in steady state, with its memory.
 
-    Seconds count from the start of the iteration's first compute task.  Raises WorkloadError if the iteration takes
-    no time.
+    ``layout`` spares building the one of ``plan`` again.  Seconds count from the start of the iteration's first compute
+    task.  Raises WorkloadError if the iteration takes no time.
     """
     if timing.iteration_s <= 0:
         raise WorkloadError(
@@ -36,6 +47,10 @@ def predicted_record(
     begin_s, end_s = window_s(schedule, timing)
     tasks = _task_timings(schedule, timing, begin_s)
     forward_s, backward_s = phase_times_s(schedule, [task.end_s for task in tasks])
+    if layout is None:
+        layout = build_layout(workload.parameters, num_blocks=workload.num_blocks, chunk_bytes=plan.chunk_bytes)
+    order = HappensBefore(schedule, _ITERATIONS)
+    device_curve = DeviceMemory(schedule, timing).curve()
     return Record(
         origin=Origin.SIMULATED,
         plan=plan,
@@ -51,8 +66,12 @@ def predicted_record(
         optimizer_s=max(0.0, end_s - begin_s - forward_s - backward_s),
         tasks=tasks,
         lanes=_lane_uses(schedule, tasks),
-        memory=(DeviceMemory(schedule, timing).curve(), pinned_host_curve(schedule, timing)),
-        guaranteed_peak_device_bytes=guaranteed_device_peak(schedule).size_bytes,
+        memory=(device_curve, pinned_host_curve(schedule, timing)),
+        guaranteed_peak_device_bytes=guaranteed_device_peak(schedule, order).size_bytes,
+        device_reserved=device_reserved(schedule, workload, layout, hardware.device, order=order),
+        host_memory=host_memory(
+            schedule, workload.parameters, layout, hardware, device_peak_bytes=device_curve.peak_bytes
+        ),
         num_gathers=sum(task.kind is TaskKind.GATHER for task in schedule.tasks),
         num_cpu_adam_steps=sum(task.kind is TaskKind.CPU_ADAM for task in schedule.tasks),
     )

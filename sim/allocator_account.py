@@ -1,0 +1,69 @@
+"""How much of a device PyTorch's allocator reserves for a simulated schedule, as a range."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from ..shared.hardware import Device, DeviceKind
+from ..shared.layout import Layout
+from ..shared.memory_accounts import DeviceReserved
+from ..shared.order import HappensBefore
+from ..shared.schedule import Schedule
+from ..shared.workload import Workload
+from .allocator import AllocatorFullError, CachingAllocator
+from .allocator_program import allocation_program
+from .allocator_replay import MAX_ITERATIONS, Inside, Replayed, replay
+from .allocator_rules import SEGMENT_ROUNDING_BYTES, AllocatorSettings
+from .allocator_tensors import static_tensors
+from .library_workspaces import matrix_workspaces, outside_allocator_bytes
+
+_COARSE_ITERATIONS: Final = 2
+"""The coarse reading takes nearly everything that it ever takes in the first iteration and the first with all state."""
+
+
+def device_reserved(
+    schedule: Schedule,
+    workload: Workload,
+    layout: Layout,
+    device: Device,
+    *,
+    order: HappensBefore | None = None,
+    settings: AllocatorSettings | None = None,
+) -> DeviceReserved | None:
+    """What the allocator holds once it asks the driver for no more; None where the CPU is the device, which has none.
+
+    Iterations are replayed from the set-up on ([Note: What a replay knows] in ``sim/allocator_replay.py``), without a
+    limit, in either reading of what happens within tasks.  Where the expected one exceeds the device, it is replayed
+    once more within it, so that cached segments are given back.  ``order`` spares computing the happens-before relation
+    again; ``settings`` are those of the allocator.
+    """
+    if device.kind is DeviceKind.CPU:
+        return None
+    program = allocation_program(schedule, order)
+    static = static_tensors(schedule, workload.parameters, layout)
+    workspaces = matrix_workspaces(device)
+    limit_bytes = device.memory_bytes - outside_allocator_bytes(device)
+
+    def replayed(inside: Inside, *, within: int | None = None, max_iterations: int = MAX_ITERATIONS) -> Replayed:
+        allocator = CachingAllocator(settings, limit_bytes=within)
+        return replay(program, static, allocator, workspaces=workspaces, inside=inside, max_iterations=max_iterations)
+
+    expected = replayed(Inside.LATEST_FIRST)
+    coarse = replayed(Inside.AT_ONCE, max_iterations=_COARSE_ITERATIONS)
+    num_retries: int | None = 0
+    if expected.peak_reserved_bytes > limit_bytes:
+        try:
+            num_retries = replayed(Inside.LATEST_FIRST, within=limit_bytes).num_retries
+        except AllocatorFullError:
+            num_retries = None
+    return DeviceReserved(
+        at_least_bytes=-(-expected.peak_allocated_bytes // SEGMENT_ROUNDING_BYTES) * SEGMENT_ROUNDING_BYTES,
+        expected_bytes=expected.peak_reserved_bytes,
+        at_most_bytes=max(expected.peak_reserved_bytes, coarse.peak_reserved_bytes),
+        workspace_bytes=sum(workspaces),
+        outside_bytes=device.memory_bytes - limit_bytes,
+        limit_bytes=limit_bytes,
+        num_retries=num_retries,
+        num_iterations=expected.num_iterations,
+        is_settled=expected.is_settled,
+    )

@@ -1,0 +1,197 @@
+"""The device allocations of a schedule, replayed through the model of the allocator.
+
+[Note: What a replay knows]
+The schedule says which buffers come and go with which task; a chunk, a block's output and the batch are one tensor
+each, optimizer state is known parameter by parameter.  What a compute task makes while it runs is known as a level over
+time, its phase's curve.  The replay takes every rise of the curve for one tensor, of the size of the rise, and lets
+every fall free the latest ones, the last of which goes on with what is left of it; where the level falls below that at
+the task's start, the buffers go that the task is to free.  At its end, what is left of these tensors is what the task
+leaves behind, the oldest first: saved activations are made by the way, not at the end.  The other reading of ``Inside``
+tells how much depends on this one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final
+
+from ..shared.schedule import BufferId
+from .allocator import CachingAllocator
+from .allocator_blocks import Block
+from .allocator_program import Act, AllocationProgram, Step
+from .allocator_tensors import StaticTensors
+
+MAX_ITERATIONS: Final = 8
+
+
+class Inside(StrEnum):
+    """How the level within a compute task is read as tensors; see [Note: What a replay knows]."""
+
+    LATEST_FIRST = "latest_first"
+    """Falls free the latest tensors, as the end of a function does."""
+    AT_ONCE = "at_once"
+    """All is one tensor, made anew whenever the level changes; what the task leaves behind is made at its end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """What a replay came to."""
+
+    peak_reserved_bytes: int
+    peak_allocated_bytes: int
+    """Blocks in use, rounding included."""
+    num_iterations: int
+    is_settled: bool
+    """Whether the last iteration asked the driver for nothing, with all optimizer state there."""
+    num_retries: int
+
+
+OnChange = Callable[[int], None]
+"""Told the iteration after every change; -1 for the set-up."""
+
+
+def replay(
+    program: AllocationProgram,
+    static: StaticTensors,
+    allocator: CachingAllocator,
+    *,
+    workspaces: Sequence[int] = (),
+    inside: Inside = Inside.LATEST_FIRST,
+    max_iterations: int = MAX_ITERATIONS,
+    on_change: OnChange | None = None,
+) -> Replayed:
+    """Set up, then run iterations until one asks the driver for nothing, or ``max_iterations``.
+
+    ``workspaces``: bytes of what libraries allocate once.  The program repeats, but the allocator may place things
+    differently each time; an iteration that needs no new segment is taken for the end of that.
+    Raises AllocatorFullError if the allocator's limit is exceeded.
+    """
+    run = _Run(program, static, allocator, inside)
+    run.set_up(workspaces)
+    if on_change is not None:
+        on_change(-1)
+    reserved: list[int] = []
+    while len(reserved) < max_iterations and (len(reserved) < 2 or reserved[-1] != reserved[-2]):
+        run.iterate(len(reserved), on_change)
+        reserved.append(allocator.peak_reserved_bytes)
+    return Replayed(
+        peak_reserved_bytes=allocator.peak_reserved_bytes,
+        peak_allocated_bytes=allocator.peak_allocated_bytes,
+        num_iterations=len(reserved),
+        is_settled=len(reserved) >= 2 and reserved[-1] == reserved[-2],
+        num_retries=allocator.num_retries,
+    )
+
+
+class _Run:
+    """What is held while a program is carried out."""
+
+    def __init__(
+        self, program: AllocationProgram, static: StaticTensors, allocator: CachingAllocator, inside: Inside
+    ) -> None:
+        self._program = program
+        self._static = static
+        self._allocator = allocator
+        self._is_at_once = inside is Inside.AT_ONCE
+        self._held: dict[tuple[int, BufferId], list[Block]] = {}
+        """By iteration of the task that made the buffer."""
+        self._tensors: list[Block] = []
+        """Made by the running compute task, in order."""
+        self._leaving: list[Block] = []
+        """Of the buffers that it is to free, in the order in which they came."""
+        self._level_bytes = 0
+
+    def set_up(self, workspaces: Sequence[int]) -> None:
+        """Everything before the first iteration."""
+        malloc = self._allocator.malloc
+        for tensor in self._static.set_up:
+            block = malloc(tensor.size_bytes)
+            if not tensor.stays:
+                self._allocator.free(block)
+        for size_bytes in workspaces:
+            malloc(size_bytes)
+        for step in self._program.before:
+            self.carry_out(step, 0)
+
+    def iterate(self, iteration: int, on_change: OnChange | None) -> None:
+        """The program once."""
+        for step in self._program.steps:
+            self.carry_out(step, iteration)
+            if on_change is not None:
+                on_change(iteration)
+
+    def carry_out(self, step: Step, iteration: int) -> None:
+        """One step of the program in one iteration."""
+        act = step.act
+        if act is Act.LEVEL:
+            change_bytes = step.level_bytes - self._level_bytes
+            self._level_bytes = step.level_bytes
+            if self._is_at_once and self._tensors:
+                change_bytes += self._tensors[0].requested_bytes
+                self._free_all(self._tensors)
+                self._tensors = []
+            if change_bytes > 0:
+                self._tensors.append(self._allocator.malloc(change_bytes))
+            elif change_bytes < 0:
+                self._fall(-change_bytes)
+        elif act is Act.BEGIN:
+            self._leaving = self._take_held(step, iteration)
+            self._level_bytes = 0
+        elif act is Act.END:
+            self._end(step, iteration)
+        elif act is Act.MAKE:
+            for buffer in step.buffers:
+                made = self._allocator.malloc(self._program.sizes_bytes[buffer])
+                self._held[iteration + step.iterations_later, buffer] = [made]
+        elif act is Act.FREE:
+            # What a copy of the iteration before the first would have read was never there.
+            if iteration + step.iterations_later >= 0:
+                self._free_all(self._take_held(step, iteration + step.iterations_later))
+        elif iteration == 0:
+            for size_bytes in self._static.first_step:
+                self._allocator.malloc(size_bytes)
+
+    def _take_held(self, step: Step, iteration: int) -> list[Block]:
+        """The blocks of the step's buffers, which are theirs no more."""
+        return [block for buffer in step.buffers for block in self._held.pop((iteration, buffer))]
+
+    def _end(self, step: Step, iteration: int) -> None:
+        missing: list[tuple[list[Block], int]] = []
+        for buffer in step.buffers:
+            taken, left_bytes = self._take_tensors(self._program.sizes_bytes[buffer])
+            self._held[iteration, buffer] = taken
+            if left_bytes:
+                missing.append((taken, left_bytes))
+        self._free_all(self._tensors)
+        self._free_all(self._leaving)
+        self._tensors, self._leaving = [], []
+        for blocks, size_bytes in missing:
+            blocks.append(self._allocator.malloc(size_bytes))
+
+    def _take_tensors(self, size_bytes: int) -> tuple[list[Block], int]:
+        """The oldest tensors that fit into so many bytes, taken from the task, and the bytes that they leave."""
+        taken: list[Block] = []
+        if not self._is_at_once:
+            while self._tensors and self._tensors[0].requested_bytes <= size_bytes:
+                taken.append(self._tensors.pop(0))
+                size_bytes -= taken[-1].requested_bytes
+        return taken, size_bytes
+
+    def _fall(self, size_bytes: int) -> None:
+        """Free tensors of so many bytes, those of the task itself and those that it is to free."""
+        for blocks in (self._tensors, self._leaving):
+            while size_bytes and blocks:
+                block = blocks.pop()
+                held_bytes = block.requested_bytes
+                self._allocator.free(block)
+                if held_bytes > size_bytes:
+                    blocks.append(self._allocator.malloc(held_bytes - size_bytes))
+                    return
+                size_bytes -= held_bytes
+        assert not size_bytes, "a level falls no further than to what the task frees"
+
+    def _free_all(self, blocks: Sequence[Block]) -> None:
+        for block in blocks:
+            self._allocator.free(block)

@@ -1,0 +1,120 @@
+"""The host's memory: pinned buffers as they are rounded, the model while it loads, and all of it together."""
+
+from __future__ import annotations
+
+import mmap
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from protwin.shared.compile import compile_schedule
+from protwin.shared.hardware import DeviceKind
+from protwin.shared.layout import build_layout
+from protwin.shared.memory_accounts import HostMemory, PinnedRule
+from protwin.shared.schedule import Memory
+from protwin.shared.workload import DType, Workload
+from protwin.sim.host_memory import (
+    PAGE_BYTES,
+    PROCESS_BYTES,
+    host_memory,
+    loading_peak_bytes,
+    pinned_size,
+    power_of_two,
+)
+from tests.sim.hand_made import machine, plan, workload
+from tests.strategies import PlannedWorkload, planned_workloads
+
+
+def next_power(size: int) -> int:
+    found = 1
+    while found < size:
+        found *= 2
+    return found if size else 0
+
+
+@given(st.integers(0, 2**48))
+def test_powers_of_two(size: int) -> None:
+    assert power_of_two(size) == next_power(size) or size > 2**40
+    assert power_of_two(size) < 2 * max(size, 1)
+    assert power_of_two(size) >= size
+    assert power_of_two(size).bit_count() == (size > 0)
+
+
+def test_pinned_buffers_by_hand() -> None:
+    sizes = [0, 1, 4096, 4097, 5 * 2**30]
+    assert pinned_size(sizes, PinnedRule.PAGES) == 3 * 4096 + 4096 + 5 * 2**30
+    assert pinned_size(sizes, PinnedRule.POWER_OF_TWO) == 4096 + 4096 + 8192 + 8 * 2**30
+
+
+def test_the_page_is_this_machine_s_where_it_has_the_usual_one() -> None:
+    assert mmap.PAGESIZE % PAGE_BYTES == 0
+
+
+def of(
+    model: Workload, *, kind: DeviceKind = DeviceKind.CUDA, n_persist: int = 0, device_peak_bytes: int = 0
+) -> HostMemory:
+    chosen = plan(model, n_persist=n_persist)
+    layout = build_layout(model.parameters, num_blocks=model.num_blocks, chunk_bytes=chosen.chunk_bytes)
+    schedule = compile_schedule(chosen, model, layout)
+    return host_memory(schedule, model.parameters, layout, machine(kind=kind), device_peak_bytes=device_peak_bytes)
+
+
+def test_the_account_by_hand() -> None:
+    # Three chunks of 64 float32 scalars; the first stays on the device.  Pinned: parameters and gradients of two
+    # chunks, a page each.  Optimizer state of two: 512 bytes of moments and a count.
+    found = of(workload(3), n_persist=1, device_peak_bytes=12345)
+    assert found.pinned_requested_bytes == 4 * 4096
+    assert found.pinned_rounded_bytes == 4 * 4096
+    assert found.pinned_bytes == 4 * 4096
+    assert found.state_bytes == 2 * 516
+    assert found.device_bytes == 0
+    # Loading: 768 bytes of the model; chunk 0 goes to the device, 512 left; two pages for chunk 1, 256 left; two more.
+    assert found.loading_bytes == 256 + 4 * 4096
+    assert found.total_bytes == PROCESS_BYTES[DeviceKind.CUDA] + 4 * 4096 + 2 * 516
+
+
+def test_a_cpu_s_device_memory_is_the_host_s() -> None:
+    found = of(workload(3), kind=DeviceKind.CPU, n_persist=1, device_peak_bytes=10**6)
+    assert found.device_bytes == 10**6
+    assert found.total_bytes == PROCESS_BYTES[DeviceKind.CPU] + 4 * 4096 + 2 * 516 + 10**6
+
+
+def test_nothing_offloaded_still_loads_the_model() -> None:
+    model = workload(3)
+    on_gpu, on_cpu = of(model, n_persist=3), of(model, kind=DeviceKind.CPU, n_persist=3)
+    assert on_gpu.pinned_bytes == on_gpu.state_bytes == 0
+    assert on_gpu.loading_bytes == 3 * 256
+    assert on_cpu.loading_bytes == 3 * 256 + 256  # chunk 0 is there twice until the model's copy goes
+
+
+def test_narrow_parameters_have_masters_from_the_beginning() -> None:
+    model = workload(2)
+    narrow = model.model_copy(
+        update={"parameters": tuple(p.model_copy(update={"dtype": DType.BFLOAT16}) for p in model.parameters)}
+    )
+    # 128 bytes each: a page for parameters and one for gradients of either, and masters of 256.  When the second chunk
+    # is filled, the model's own copy of the first has gone.
+    assert of(narrow).loading_bytes == 128 + 4 * 4096 + 2 * 256
+
+
+@given(planned_workloads(), st.booleans())
+def test_the_model_is_there_when_loading_begins(drawn: PlannedWorkload, is_on_host: bool) -> None:
+    schedule = compile_schedule(drawn.plan, drawn.workload, drawn.layout)
+    parameters = drawn.workload.parameters
+    peak = loading_peak_bytes(schedule, parameters, drawn.layout, is_on_host=is_on_host)
+    model_bytes = sum(parameter.size_bytes for parameter in parameters)
+    pinned = [b.size_bytes for b in schedule.buffers if b.memory is Memory.PINNED_HOST and b.chunk is not None]
+    homes = pinned_size(pinned, PinnedRule.PAGES)
+    masters = sum(p.num_elements * 4 for p in parameters if p.trainable and p.dtype.item_bytes < 4)
+    flats = sum(chunk.size_bytes for chunk in drawn.layout.chunks) if is_on_host else 0
+    assert model_bytes <= peak <= model_bytes + homes + masters + flats
+
+
+@pytest.mark.parametrize("kind", DeviceKind)
+def test_the_rounding_that_applies_is_the_one_that_counts(kind: DeviceKind) -> None:
+    found = of(workload(3), kind=kind)
+    other = found.model_copy(update={"pinned_rule": PinnedRule.POWER_OF_TWO})
+    assert found.pinned_rule is PinnedRule.PAGES
+    assert found.pinned_bytes == found.pinned_requested_bytes
+    assert other.pinned_bytes == found.pinned_rounded_bytes
