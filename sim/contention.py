@@ -7,7 +7,8 @@ A slowdown belongs to a lane within a set of active lanes.  Sets come from three
 2. Composed: the other lanes of the set are split into groups, each of which was measured together with the lane, and
    the slowdowns multiply.  Of all such splits the one with the fewest groups counts (it leaves the least to the
    assumption that groups slow the lane independently), and of several the slowest.
-3. The resource model, for pairs that nobody measured; it stands in for a measurement of that pair.
+3. The resource model, for pairs that nobody measured; it stands in for a measurement of that pair.  On a machine
+   that nobody measured at all it gives every set.
 
 Whatever the source, a lane in more company is never faster: measured sets are raised to their measured subsets where
 noise has put them below, and the others are kept between their subsets and the measured sets that contain them.
@@ -15,7 +16,7 @@ noise has put them below, and the others are kept between their subsets and the 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations
@@ -24,9 +25,10 @@ from types import MappingProxyType
 from typing import Final, Self
 
 from ..shared.calibration import Calibration
-from ..shared.hardware import DeviceKind, Hardware
+from ..shared.hardware import Hardware
 from ..shared.schedule import Lane
-from .costs import host_adam_bytes_per_s
+from .fair_share import fair_shares
+from .resources import Resource, lane_demands
 
 LaneSet = frozenset[Lane]
 Slowdowns = Mapping[Lane, float]
@@ -35,13 +37,8 @@ _SETS: Final[tuple[LaneSet, ...]] = tuple(
     frozenset(lanes) for size in range(1, len(Lane) + 1) for lanes in combinations(Lane, size)
 )
 """Every set of lanes, smaller ones first."""
-_CPU_COMPUTE_FRAC: Final = 0.23
-"""Share of the host's memory bandwidth that compute draws when the CPU is the device.
-
-Its products work from the cache.  Measured on a two-core machine: compute slows 1.13 times beside a copy or beside CPU
-Adam, which slow each other 1.8 times; if they draw 0.9 each, compute draws 1.13 - 0.9.  All three together then slow
-2.03 times, where 1.6 to 2.5 was measured.
-"""
+_WHOLE: Final = dict.fromkeys(Resource, 1.0)
+"""Demands are shares of a resource."""
 
 
 @dataclass(frozen=True)
@@ -84,42 +81,22 @@ def _freeze(slowdowns: Mapping[LaneSet, dict[Lane, float]]) -> Mapping[LaneSet, 
 
 
 def _from_resources(hardware: Hardware) -> dict[LaneSet, dict[Lane, float]]:
-    """Each resource that a set of lanes overdraws slows its users by demand over capacity; the worst one counts.
+    """The slowdowns that follow from what lanes draw on (``sim/resources.py``), shared fairly (``sim/fair_share.py``).
 
-    Resources are the host's memory bandwidth and, where copies of both directions share it, the link.  The device's
-    own memory is none: a link takes a few percent of its bandwidth.  More lanes demand more, so slowdowns never fall.
+    Fair sharing can let a lane gain by company: a third lane may hold up the one that it shares with.  The search's
+    bounds do not need it, but measured sets never show it beyond their noise, so slowdowns are raised to those of
+    smaller sets here as well.
     """
-    resources = [_host_memory_fracs(hardware)]
-    if not hardware.full_duplex:
-        resources.append({Lane.H2D: 1.0, Lane.D2H: 1.0})
-    return {lanes: {lane: _overdraft(lane, lanes, resources) for lane in lanes} for lanes in _SETS}
-
-
-def _overdraft(lane: Lane, lanes: LaneSet, resources: Iterable[Mapping[Lane, float]]) -> float:
-    """The largest demand over capacity, at least 1, among the resources that ``lane`` uses beside ``lanes``."""
-    demands = [
-        sum(demand.get(other, 0.0) for other in sorted(lanes)) for demand in resources if demand.get(lane, 0.0) > 0
-    ]
-    return max(1.0, *demands) if demands else 1.0
-
-
-def _host_memory_fracs(hardware: Hardware) -> dict[Lane, float]:
-    """The share of the host's memory bandwidth that each lane draws when it runs alone.
-
-    A copy to or from a device passes the host's memory once; where the CPU is the device it reads there and writes
-    there.
-    """
-    total = hardware.host.memory_bandwidth_bytes_per_s
-    on_cpu = hardware.device.kind is DeviceKind.CPU
-    passes = 2 if on_cpu else 1
-    fracs = {
-        Lane.H2D: passes * hardware.host_to_device.bandwidth_bytes_per_s / total,
-        Lane.D2H: passes * hardware.device_to_host.bandwidth_bytes_per_s / total,
-        Lane.CPU_OPTIM: host_adam_bytes_per_s(hardware.host) / total,
-    }
-    if on_cpu:
-        fracs[Lane.COMPUTE] = _CPU_COMPUTE_FRAC
-    return {lane: min(1.0, frac) for lane, frac in fracs.items()}
+    demands = lane_demands(hardware)
+    slowdowns: dict[LaneSet, dict[Lane, float]] = {}
+    for lanes in _SETS:
+        ordered = sorted(lanes)
+        shares = fair_shares([demands.get(lane, {}) for lane in ordered], _WHOLE)
+        slowdowns[lanes] = {
+            lane: max([1 / share, *(slowdowns[lanes - {other}][lane] for other in ordered if other is not lane)])
+            for lane, share in zip(ordered, shares, strict=True)
+        }
+    return slowdowns
 
 
 # -- from measurements -----------------------------------------------------------------------------------------------

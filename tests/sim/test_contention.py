@@ -11,8 +11,12 @@ from hypothesis import strategies as st
 
 from protwin.shared.calibration import Calibration, Contention
 from protwin.shared.hardware import DeviceKind, Hardware
+from protwin.shared.machines import machine as known_machine
+from protwin.shared.machines import machine_names
 from protwin.shared.schedule import Lane
 from protwin.sim.contention import ContentionModel
+from protwin.sim.fair_share import fair_shares
+from protwin.sim.resources import COLLECTIVE, Resource, lane_demands
 from tests.sim.hand_made import MACHINE, STEPPED_BYTES, machine
 from tests.strategies import calibrations, hardware
 
@@ -136,6 +140,83 @@ def test_a_two_core_machine_whose_cpu_is_the_device() -> None:
         assert slowdowns[frozenset({COMPUTE, lane})][COMPUTE] == pytest.approx(1.13)
     assert slowdowns[frozenset({H2D, CPU_OPTIM})][H2D] == pytest.approx(1.8)
     assert 1.6 <= slowdowns[frozenset({COMPUTE, H2D, CPU_OPTIM})][COMPUTE] <= 2.5
+
+
+@given(hardware())
+def test_no_resource_of_an_unmeasured_machine_gives_more_than_it_has(hardware: Hardware) -> None:
+    demands, contention = lane_demands(hardware), ContentionModel.of(hardware)
+    assert all(0 <= share <= 1 for demand in demands.values() for share in demand.values())
+    for lanes in SETS:
+        rates = contention.rates(lanes)
+        for resource in Resource:
+            assert sum(rates[lane] * demands[lane].get(resource, 0.0) for lane in lanes) <= 1 + 1e-9
+
+
+@given(hardware())
+def test_lanes_that_are_alike_are_slowed_alike(hardware: Hardware) -> None:
+    alike = hardware.model_copy(update={"device_to_host": hardware.host_to_device})
+    contention = ContentionModel.of(alike)
+    for lanes in SETS:
+        if {H2D, D2H} <= lanes:
+            assert contention.rates(lanes)[H2D] == pytest.approx(contention.rates(lanes)[D2H])
+
+
+@given(hardware(), st.floats(1, 8))
+def test_more_host_memory_bandwidth_never_slows_the_slowest(hardware: Hardware, factor: float) -> None:
+    # CPU Adam's own rate is stated: a machine that derives it from the bandwidth would ask for more.
+    host = hardware.host.model_copy(update={"adam_bytes_per_s": 1e9})
+    faster = host.model_copy(update={"memory_bandwidth_bytes_per_s": factor * host.memory_bandwidth_bytes_per_s})
+    before = ContentionModel.of(hardware.model_copy(update={"host": host}))
+    after = ContentionModel.of(hardware.model_copy(update={"host": faster}))
+    for lanes in SETS:
+        assert min(after.rates(lanes).values()) >= min(before.rates(lanes).values()) * (1 - 1e-9)
+
+
+def test_a_link_that_holds_up_copies_leaves_memory_to_cpu_adam() -> None:
+    # Copies of 1 792 bytes a second each share a link: together they draw 1 792 from the host, as CPU Adam does.
+    shared = machine(
+        gather_s=256 / 1792, offload_s=256 / 1792, full_duplex=False, host_bytes_per_s=2 * float(STEPPED_BYTES)
+    )
+    device = shared.device.model_copy(update={"memory_bandwidth_bytes_per_s": 1e9})
+    shared = shared.model_copy(update={"device": device})
+    assert dict(ContentionModel.of(shared).rates(frozenset({H2D, D2H, CPU_OPTIM}))) == pytest.approx(
+        {H2D: 0.5, D2H: 0.5, CPU_OPTIM: 1.0}
+    )
+    both_ways = shared.model_copy(update={"full_duplex": True})
+    assert ContentionModel.of(both_ways).rates(frozenset({H2D, D2H, CPU_OPTIM}))[CPU_OPTIM] == pytest.approx(2 / 3)
+
+
+def test_cores_are_shared_where_the_cpu_computes() -> None:
+    # Copies too slow to trouble the memory, CPU Adam that keeps all cores busy, compute on three of four.
+    small = machine(kind=DeviceKind.CPU, gather_s=1.0, offload_s=1.0, cpu_adam_s=1792 / 40e9)
+    host = small.host.model_copy(update={"num_cores": 4, "memory_bandwidth_bytes_per_s": 1e13})
+    rates = ContentionModel.of(small.model_copy(update={"host": host})).rates
+    assert dict(rates(frozenset({COMPUTE, CPU_OPTIM}))) == pytest.approx({COMPUTE: 1 / 1.75, CPU_OPTIM: 1 / 1.75})
+    assert dict(rates(frozenset({COMPUTE, H2D}))) == pytest.approx({COMPUTE: 1.0, H2D: 1.0})
+
+
+def test_collectives_share_the_device_with_compute() -> None:
+    h100 = known_machine("h100-80gb-x8")
+    demands = lane_demands(h100)
+    assert demands[COLLECTIVE][Resource.DEVICE_MEMORY] == pytest.approx(3 * 370 / 3350)
+    both = fair_shares([demands[Lane.COMPUTE], demands[COLLECTIVE]], dict.fromkeys(Resource, 1.0))
+    assert both == pytest.approx((132 / 152, 132 / 152))  # 20 of 132 processors
+    through_memory = lane_demands(known_machine("rtx-4090-x8"))
+    assert Resource.HOST_MEMORY in through_memory[COLLECTIVE]
+    assert Resource.HOST_MEMORY not in demands[COLLECTIVE]
+
+
+@pytest.mark.parametrize("name", machine_names())
+def test_copies_alone_disturb_neither_compute_nor_each_other(name: str) -> None:
+    hardware = known_machine(name)
+    rates = ContentionModel.of(hardware).rates(frozenset({COMPUTE, H2D}))
+    assert dict(rates) == {COMPUTE: 1.0, H2D: 1.0}
+    both = ContentionModel.of(hardware).rates(frozenset({H2D, D2H}))
+    host_shared = (
+        hardware.host_to_device.bandwidth_bytes_per_s + hardware.device_to_host.bandwidth_bytes_per_s
+        > hardware.host.memory_bandwidth_bytes_per_s
+    )
+    assert (both[H2D] == both[D2H] == 1.0) == (hardware.full_duplex and not host_shared)
 
 
 def test_no_lanes_no_rates() -> None:
