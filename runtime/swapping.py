@@ -6,6 +6,10 @@ block itself made: not parameters and buffers, not what it was given, not what i
 copy costs more than its memory.  Autograd keeps a handle instead of such a tensor; ``unpack`` makes the tensor anew, as
 a view of the storage that has come back, so strides and shared storages stay what they were.  Each storage that has
 come back goes when the last operation that saved a part of it has run backward, as it would have gone without the trip.
+
+Autocast holds its casts of weights until its own end, so that they would stay on the device besides travelling; it lets
+go of them when a block that travels has run.  A weight that several such blocks share is then cast for each of them, and
+the gradients of these casts add up in the weight's type, not in the narrow one.
 """
 
 from __future__ import annotations
@@ -109,6 +113,7 @@ class SwappableTally:
         self._sizes.clear()
         with saved_tensors_hooks(self._pack, lambda tensor: tensor):
             output = forward(*args, **kwargs)
+        torch.clear_autocast_cache()
         handed_on = _storages(output)
         self.sizes_bytes = [size for key, size in self._sizes.items() if key not in handed_on]
         return output
@@ -133,6 +138,7 @@ class SavedActivations:
         self._found.clear()
         with saved_tensors_hooks(self._pack, _unpack):
             output = forward(*args, **kwargs)
+        torch.clear_autocast_cache()
         handed_on = _storages(output)
         for key, saved in self._found.items():
             assert saved.source is not None

@@ -18,6 +18,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import protwin.runtime.batches as batches_module
+import protwin.runtime.swapping as swapping_module
 from protwin.runtime import carry_out, device_steps, trace
 from protwin.runtime.loss_scaling import LossScaler, LossScaling
 from protwin.runtime.non_finite import NonFiniteGradientError
@@ -125,13 +126,13 @@ def test_autocast_computes_in_the_narrow_type() -> None:
     assert losses == pytest.approx(case.plain.losses, rel=2**-6)
 
 
-def peaks_under_autocast(n_checkpoint: int) -> tuple[int, int]:
+def peaks_under_autocast(n_checkpoint: int, n_swap: int = 0) -> tuple[int, int]:
     """The measured peak of a training within autocast, and the most that a plan traced within it allows."""
     case = autocast_cases()["llama"]
     model = case.build()
     with autocast():
         workload = trace(case.build(), case.batches[0], repeats=0)
-        plan = half_offloaded(workload).model_copy(update={"n_checkpoint": n_checkpoint})
+        plan = half_offloaded(workload).model_copy(update={"n_checkpoint": n_checkpoint, "n_swap": n_swap})
         with ends_in_time(), carry_out(model, plan, workload, optimizer=adamw) as training:
             for batch in case.batches:
                 case.loss(model, batch).backward()
@@ -139,19 +140,17 @@ def peaks_under_autocast(n_checkpoint: int) -> tuple[int, int]:
             return training.peak_device_bytes, guaranteed_device_peak(training.schedule).size_bytes
 
 
-@pytest.mark.parametrize("n_checkpoint", [0, 2, 4])
-def test_a_trace_within_autocast_accounts_for_casts(n_checkpoint: int) -> None:
-    measured_bytes, guaranteed_bytes = peaks_under_autocast(n_checkpoint)
+@pytest.mark.parametrize(("n_checkpoint", "n_swap"), [(0, 0), (2, 0), (4, 0), (0, 4), (0, 2), (2, 1)])
+def test_a_trace_within_autocast_accounts_for_casts(n_checkpoint: int, n_swap: int) -> None:
+    measured_bytes, guaranteed_bytes = peaks_under_autocast(n_checkpoint, n_swap)
     assert measured_bytes <= 1.005 * guaranteed_bytes
 
 
 def test_a_trace_that_reuses_casts_misses_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """The wrong variant: the casts of a first iteration serve the one that is looked at."""
-    monkeypatch.setattr(
-        batches_module,
-        "torch",
-        SimpleNamespace(**{**vars(torch), "clear_autocast_cache": lambda: None}),
-    )
+    forgetful = SimpleNamespace(**{**vars(torch), "clear_autocast_cache": lambda: None})
+    for module in (batches_module, swapping_module):
+        monkeypatch.setattr(module, "torch", forgetful)
     measured_bytes, guaranteed_bytes = peaks_under_autocast(0)
     assert measured_bytes > 1.1 * guaranteed_bytes
 
