@@ -7,9 +7,9 @@ copy costs more than its memory.  Autograd keeps a handle instead of such a tens
 a view of the storage that has come back, so strides and shared storages stay what they were.  Each storage that has
 come back goes when the last operation that saved a part of it has run backward, as it would have gone without the trip.
 
-Autocast holds its casts of weights until its own end, so that they would stay on the device besides travelling; it lets
-go of them when a block that travels has run.  A weight that several such blocks share is then cast for each of them, and
-the gradients of these casts add up in the weight's type, not in the narrow one.
+Autocast holds its casts of weights until its own end, so that they would stay on the device besides travelling; it is
+made to let go of them when a block that travels has run.  A weight that several such blocks share is then cast for each
+of them, and the gradients of these casts add up in the weight's type, not in the narrow one.
 """
 
 from __future__ import annotations
