@@ -1,0 +1,198 @@
+"""Published training runs beside what the simulator says of them: prediction, measurement, signed error.
+
+Run it with ``make published`` (``--json`` for a document).  It needs torch, to trace the models, and no hardware.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from typing import Any, Final
+
+from rich.console import Console, RenderableType
+from rich.text import Text
+
+from ..shared.progress import progress_bar
+from ..shared.table_style import add_row, plain_table, spaced, titled
+from ..shared.units import format_seconds
+from .published_prediction import Prediction
+from .published_predictions import MATCHING, NUM_RANKS, predict_published
+from .published_rows import (
+    DATA_PARALLEL,
+    ON_DEVICE,
+    PUBLISHED_RUNS,
+    REPLICATED,
+    SHARDED,
+    Measurement,
+    PublishedRun,
+    Quantity,
+)
+
+AIM_FRAC: Final = {Quantity.ITERATION: 0.15, Quantity.DEVICE_PEAK: 0.05, Quantity.PINNED: 0.05}
+"""How near predictions are to come."""
+_SAMPLES: Final = {ON_DEVICE: 2, DATA_PARALLEL: 2 * NUM_RANKS, REPLICATED: 2 * NUM_RANKS, SHARDED: 2 * NUM_RANKS}
+"""Of one iteration of R1, over all ranks."""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Predict all published runs and print them."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="print a JSON document instead of tables")
+    as_json = parser.parse_args(arguments).json
+    with progress_bar("predicting published runs") as on_progress:
+        predictions = predict_published(on_progress)
+    if as_json:
+        print(json.dumps(published_document(predictions), indent=2))  # noqa: T201
+    else:
+        console = Console(highlight=False)
+        (console if console.is_terminal else Console(highlight=False, width=150)).print(published_tables(predictions))
+
+
+def predictions_of(measurement: Measurement, predictions: Sequence[Prediction]) -> list[Prediction]:
+    """The predictions of one measurement, the one that counts first."""
+    key = (measurement.row, measurement.case, measurement.quantity)
+    found = [p for p in predictions if (p.row, p.case, p.quantity) == key]
+    return sorted(found, key=lambda prediction: prediction.variant)
+
+
+def published_document(predictions: Sequence[Prediction]) -> dict[str, Any]:
+    """Every run with its measurements, predictions and signed errors, as JSON; units are those of the quantity."""
+    return {
+        "runs": [
+            run.model_dump(mode="json", exclude={"measurements"})
+            | {
+                "figures": [
+                    measurement.model_dump(mode="json", exclude={"row"})
+                    | {
+                        "predictions": [
+                            prediction.model_dump(mode="json", exclude={"row", "case", "quantity"})
+                            | {"error_frac": [prediction.error_frac(reading) for reading in measurement.readings]}
+                            for prediction in predictions_of(measurement, predictions)
+                        ]
+                    }
+                    for measurement in run.measurements
+                ]
+            }
+            for run in PUBLISHED_RUNS
+        ],
+        "order_of_R1": {"measured": measured_order(), "predicted": predicted_order(predictions)},
+    }
+
+
+def published_tables(predictions: Sequence[Prediction]) -> RenderableType:
+    """Every run as a table, and what it comes to."""
+    return spaced([*(_run_tables(run, predictions) for run in PUBLISHED_RUNS), _summary(predictions)])
+
+
+def _run_tables(run: PublishedRun, predictions: Sequence[Prediction]) -> RenderableType:
+    notes: list[str] = []
+    table = plain_table("", "figure", ">measured", ">predicted", ">range", ">error", "within", "note")
+    for measurement in run.measurements:
+        for prediction in predictions_of(measurement, predictions):
+            if prediction.how not in notes:
+                notes.append(prediction.how)
+            add_row(
+                table,
+                measurement.case + (f" ({prediction.variant})" if prediction.variant else ""),
+                _NAMES[measurement.quantity],
+                " or ".join(_show(measurement.quantity, reading) for reading in measurement.readings),
+                _show(measurement.quantity, prediction.likely),
+                f"{_show(measurement.quantity, prediction.low)} – {_show(measurement.quantity, prediction.high)}",
+                "given"
+                if prediction.is_given
+                else " or ".join(f"{prediction.error_frac(reading):+.1%}" for reading in measurement.readings),
+                _verdict(measurement, prediction),
+                f"[{notes.index(prediction.how) + 1}]",
+            )
+    lines = [f"[{number}] {note}" for number, note in enumerate(notes, start=1)]
+    if run.remark is not None:
+        lines.append(f"Remark: {run.remark}")
+    lines += [f"Unknown: {'; '.join(run.unknown)}.", f"Source: {run.source}."]
+    if run.not_predicted is not None:
+        return spaced([Text(f"{run.row}: {run.title}", style="bold"), Text(f"Not predicted: {run.not_predicted}")])
+    return spaced([titled(f"{run.row}: {run.title}", table), Text("\n".join(lines), style="dim")])
+
+
+def _verdict(measurement: Measurement, prediction: Prediction) -> str:
+    """Whether the aim is met by the likely prediction, or else the range by any."""
+    if prediction.is_given:
+        return ""
+    if is_within_aim(measurement, prediction):
+        return "aim"
+    return "range" if prediction.holds(measurement.readings) else "no"
+
+
+def is_within_aim(measurement: Measurement, prediction: Prediction) -> bool:
+    """Whether the likely prediction comes as near as it is to come to one reading of the measurement."""
+    aim_frac = AIM_FRAC.get(measurement.quantity)
+    return aim_frac is not None and any(abs(prediction.error_frac(r)) <= aim_frac for r in measurement.readings)
+
+
+def measured_order() -> list[str]:
+    """The cases of R1 by samples per second as measured, fastest first."""
+    measured = {
+        m.case: m.readings[0]
+        for run in PUBLISHED_RUNS
+        for m in run.measurements
+        if (m.row, m.quantity) == ("R1", Quantity.ITERATION)
+    }
+    return sorted(_SAMPLES, key=lambda case: measured[case] / _SAMPLES[case])
+
+
+def predicted_order(predictions: Sequence[Prediction], variant: str = "") -> list[str]:
+    """The cases of R1 by samples per second as predicted, fastest first; ``variant`` where there is one."""
+    of_case = {
+        case: [p for p in predictions if (p.row, p.case, p.quantity) == ("R1", case, Quantity.ITERATION)]
+        for case in _SAMPLES
+    }
+    chosen = {case: next((p for p in found if p.variant == variant), found[0]) for case, found in of_case.items()}
+    return sorted(_SAMPLES, key=lambda case: chosen[case].likely / _SAMPLES[case])
+
+
+def _summary(predictions: Sequence[Prediction]) -> RenderableType:
+    figures = [m for run in PUBLISHED_RUNS for m in run.measurements if m.quantity in AIM_FRAC]
+    pairs = [(m, p) for m in figures for p in predictions_of(m, predictions) if not p.variant and not p.is_given]
+    lines = []
+    for name, quantities in (("time within 15 %", [Quantity.ITERATION]), ("memory within 5 %", [Quantity.DEVICE_PEAK])):
+        chosen = [(m, p) for m, p in pairs if m.quantity in quantities]
+        aims = sum(is_within_aim(m, p) for m, p in chosen)
+        ranges = sum(is_within_aim(m, p) or p.holds(m.readings) for m, p in chosen)
+        lines.append(f"{name}: {aims} of {len(chosen)} figures; within the range of what is unknown: {ranges}")
+    measured = measured_order()
+    lines.append("R1 by samples/s, measured:  " + " > ".join(measured))
+    for variant in ("", MATCHING):
+        predicted = predicted_order(predictions, variant)
+        verdict = "the same" if predicted == measured else "another order"
+        lines.append(
+            f"R1 by samples/s, predicted{f' ({variant})' if variant else ''}: {' > '.join(predicted)} ({verdict})"
+        )
+    return titled("What it comes to", _as_table(lines))
+
+
+def _as_table(lines: Sequence[str]) -> Any:
+    table = plain_table("")
+    for line in lines:
+        add_row(table, line)
+    return table
+
+
+_NAMES: Final = {
+    Quantity.ITERATION: "iteration",
+    Quantity.DEVICE_PEAK: "device peak",
+    Quantity.PINNED: "pinned host",
+    Quantity.LARGEST: "parameters",
+    Quantity.ADAM: "full update",
+}
+
+
+def _show(quantity: Quantity, value: float) -> str:
+    if quantity is Quantity.LARGEST:
+        return f"{value / 1e9:.1f} B"
+    if quantity in (Quantity.ITERATION, Quantity.ADAM):
+        return format_seconds(value)
+    return f"{value / 1e9:.2f}e9 B"
+
+
+if __name__ == "__main__":
+    main()

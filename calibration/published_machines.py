@@ -1,0 +1,134 @@
+"""The machines of published runs, each as the range that is left open: favourable, likely and unfavourable.
+
+[Note: Ranks on one host]
+Four ranks of one machine copy at the same time, and all copies pass the host's memory: a rank's link carries its share
+of the host's memory bandwidth at most.  GeForce boards have no access to each other's memory over PCIe, so a hop of a
+ring goes through the host's memory too: the sender writes it there, the receiver reads it.  A ring's all-gather of S
+bytes over N ranks brings (N - 1) / N of S to each rank in N - 1 hops, its all-reduce twice that (Patarasuk and Yuan,
+doi 10.1016/j.jpdc.2008.09.002).  A sharded rank fetches its own Nth from the host before.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from ..shared.hardware import Device, Hardware, Link
+from ..shared.machine_parts import host_part, link_part
+from ..shared.machines import machine
+
+HOP_LATENCY_S: Final = 10e-6
+"""A hop's copies by either side and the flag between them: two copies of 5 to 7 µs (catalogue, links)."""
+SLOW_DISPATCH: Final = 2.0
+"""An old server core dispatches operations at half the rate of a desktop's: 2.2 to 2.6 GHz against 4.5 to 5 GHz."""
+BASE_CLOCK_FRAC: Final = {"rtx-3090": 1.395 / 1.695, "rtx-3090-ti": 1.56 / 1.86}
+"""Base over boost clock (NVIDIA's product pages): where a board runs that its power limit holds back."""
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Three readings of what a run leaves open; times ascend from the first to the last."""
+
+    favourable: Hardware
+    likely: Hardware
+    unfavourable: Hardware
+
+    @property
+    def all(self) -> tuple[Hardware, Hardware, Hardware]:
+        """The three, favourable first."""
+        return (self.favourable, self.likely, self.unfavourable)
+
+
+def four_rank_machine() -> Range:
+    """R1 and the data-parallel part of R2: RTX 3090 on PCIe 3.0 x16.
+
+    The host is unknown: two channels of DDR4, four (the catalogue's only one of that generation of PCIe) or eight.
+    """
+    return Range(
+        favourable=_machine("rtx-3090", "epyc-64", "pcie3-x16"),
+        likely=_machine("rtx-3090", "xeon-20", "pcie3-x16"),
+        unfavourable=_machine("rtx-3090", "desktop-16", "pcie3-x16", at_base_clock=True, dispatch=SLOW_DISPATCH),
+    )
+
+
+def one_rank_machine() -> Range:
+    """The first part of R2: an RTX 3090 or 3090 Ti, in a slot of PCIe 3 or 4."""
+    return Range(
+        favourable=_machine("rtx-3090-ti", "epyc-64", "pcie4-x16"),
+        likely=_machine("rtx-3090", "desktop-16", "pcie4-x16"),
+        unfavourable=_machine("rtx-3090", "xeon-20", "pcie3-x16", at_base_clock=True, dispatch=SLOW_DISPATCH),
+    )
+
+
+def _machine(device: str, host: str, link: str, *, at_base_clock: bool = False, dispatch: float = 1.0) -> Hardware:
+    found, links = machine(device), link_part(link)
+    frac = BASE_CLOCK_FRAC[device] if at_base_clock else 1.0
+    return found.model_copy(
+        update={
+            "device": _slowed(found.device, frac, dispatch),
+            "host": host_part(host),
+            "host_to_device": links.host_to_device,
+            "device_to_host": links.device_to_host,
+            "full_duplex": links.full_duplex,
+        }
+    )
+
+
+def _slowed(device: Device, clock_frac: float, dispatch: float) -> Device:
+    return device.model_copy(
+        update={
+            "peak_flop_per_s": {dtype: peak * clock_frac for dtype, peak in device.peak_flop_per_s.items()},
+            "vector_flop_per_s": device.vector_flop_per_s * clock_frac,
+            "launch_overhead_s": device.launch_overhead_s * dispatch,
+        }
+    )
+
+
+def replicated_rank(hardware: Hardware, num_ranks: int) -> Hardware:
+    """One of ``num_ranks`` ranks that copy at the same time; see [Note: Ranks on one host]."""
+    share = hardware.host.memory_bandwidth_bytes_per_s / num_ranks
+    return _with_links(
+        hardware,
+        _limited(hardware.host_to_device, share),
+        _limited(hardware.device_to_host, share),
+    )
+
+
+def sharded_rank(hardware: Hardware, num_ranks: int) -> Hardware:
+    """One of ``num_ranks`` ranks that each fetch their share of a chunk and gather the rest from each other.
+
+    The two follow each other on the same link, and are modelled as one slower link from the host.
+    """
+    rank = replicated_rank(hardware, num_ranks)
+    hop = hop_bytes_per_s(hardware, num_ranks)
+    seconds_per_byte = 1 / (num_ranks * rank.host_to_device.bandwidth_bytes_per_s) + (num_ranks - 1) / num_ranks / hop
+    gather = rank.host_to_device.model_copy(
+        update={
+            "bandwidth_bytes_per_s": 1 / seconds_per_byte,
+            "latency_s": rank.host_to_device.latency_s + (num_ranks - 1) * HOP_LATENCY_S,
+        }
+    )
+    return _with_links(rank, gather, rank.device_to_host)
+
+
+def all_reduce_s(size_bytes: int, hardware: Hardware, num_ranks: int) -> float:
+    """Seconds of a ring's all-reduce over ``num_ranks`` ranks on one host; see [Note: Ranks on one host]."""
+    hops = 2 * (num_ranks - 1)
+    return hops * (HOP_LATENCY_S + size_bytes / num_ranks / hop_bytes_per_s(hardware, num_ranks))
+
+
+def hop_bytes_per_s(hardware: Hardware, num_ranks: int) -> float:
+    """Rate of a hop while all ranks have one under way: each byte is written to the host's memory and read again."""
+    return min(
+        hardware.host_to_device.bandwidth_bytes_per_s,
+        hardware.device_to_host.bandwidth_bytes_per_s,
+        hardware.host.memory_bandwidth_bytes_per_s / (2 * num_ranks),
+    )
+
+
+def _limited(link: Link, bytes_per_s: float) -> Link:
+    return link.model_copy(update={"bandwidth_bytes_per_s": min(link.bandwidth_bytes_per_s, bytes_per_s)})
+
+
+def _with_links(hardware: Hardware, host_to_device: Link, device_to_host: Link) -> Hardware:
+    return hardware.model_copy(update={"host_to_device": host_to_device, "device_to_host": device_to_host})

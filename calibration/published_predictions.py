@@ -1,0 +1,229 @@
+"""What the simulator says of the published runs, from data sheets and configurations alone.
+
+Every prediction is a range: what a run leaves open is given its favourable, its likely and its unfavourable reading.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+
+from ..shared.errors import InfeasibleError
+from ..shared.hardware import Hardware
+from ..shared.layout import build_layout
+from ..shared.plan import Plan
+from ..shared.record import Record
+from ..shared.workload import Workload
+from ..sim.search import search
+from ..sim.simulator import simulate
+from ..sim.space import SearchSpace
+from .published_adam import adam_predictions
+from .published_largest import largest_predictions
+from .published_machines import (
+    Range,
+    all_reduce_s,
+    four_rank_machine,
+    one_rank_machine,
+    replicated_rank,
+    sharded_rank,
+)
+from .published_prediction import Prediction
+from .published_rows import (
+    DATA_PARALLEL,
+    ON_DEVICE,
+    PLAN_OF_130_CHUNKS,
+    PUBLISHED_RUNS,
+    REPLICATED,
+    SHARDED,
+    Quantity,
+)
+from .published_workloads import adapted_workload, llama
+
+NUM_RANKS: Final = 4
+BUDGET_BYTES: Final = 4 * 2**30
+CHUNK_BYTES: Final = 128 * 2**20
+"""The chunk size that the fork's pages name for R2, taken for its other offloaded runs as well."""
+
+MATCHING: Final = "by its memory"
+
+OnStep = Callable[[int, int], None]
+
+
+def predict_published(on_step: OnStep = lambda done, total: None) -> tuple[Prediction, ...]:
+    """Every figure of ``PUBLISHED_RUNS`` that can be predicted.  ``on_step`` is told how much is done."""
+    parts: Sequence[Callable[[], list[Prediction]]] = (_small_llama, _llama_7b, largest_predictions, adam_predictions)
+    found: list[Prediction] = []
+    for done, part in enumerate(parts):
+        on_step(done, len(parts))
+        found += part()
+    on_step(len(parts), len(parts))
+    return tuple(found)
+
+
+@dataclass(frozen=True, slots=True)
+class _Scenario:
+    """One reading of everything that a run leaves open."""
+
+    workload: Workload
+    hardware: Hardware
+
+
+def _scenarios(machines: Range, configuration: dict[str, Any], name: str, batch_size: int) -> list[_Scenario]:
+    """Favourable, likely and unfavourable; adapters in the base's element type are the favourable reading."""
+    narrow, wide = (
+        adapted_workload(configuration, name, batch_size=batch_size, sequence_length=256, adapter_dtype=dtype)
+        for dtype in (torch.float16, torch.float32)
+    )
+    return [
+        _Scenario(workload, hardware) for workload, hardware in zip((narrow, wide, wide), machines.all, strict=True)
+    ]
+
+
+def _small_llama() -> list[Prediction]:
+    """R1."""
+    scenarios = _scenarios(four_rank_machine(), llama(2560, 26, 20, 6912), "llama-2.2b-lora", batch_size=2)
+    found = _all_on_device("R1", scenarios) + _data_parallel("R1", scenarios)
+    found += _offloaded(REPLICATED, scenarios, replicated_rank, 1, "all ranks copy at once through the host's memory")
+    return found + _offloaded(
+        SHARDED,
+        scenarios,
+        sharded_rank,
+        NUM_RANKS,
+        "a rank's own share comes from the host, the rest by a ring through the host's memory",
+    )
+
+
+def _offloaded(
+    case: str, scenarios: Sequence[_Scenario], rank: Callable[[Hardware, int], Hardware], num_shards: int, how: str
+) -> list[Prediction]:
+    """The best plan under the budget, and the plan that the run's own memory figures point to."""
+    best = [
+        search(s.workload, rank(s.hardware, NUM_RANKS), device_budget_bytes=BUDGET_BYTES).prediction for s in scenarios
+    ]
+    matching = [_simulated(plan_of_figures(case, s, num_shards), s, rank) for s in scenarios]
+    plans = f"the plan nearest to the memory figures of the run; {how}"
+    return [
+        _seconds("R1", case, best, how=f"the best plan under 4 GiB; {how}"),
+        _peaks("R1", case, best, how="the best plan under 4 GiB"),
+        _pinned(case, best, num_shards, how="the best plan under 4 GiB"),
+        _seconds("R1", case, matching, how=plans, variant=MATCHING),
+        _peaks("R1", case, matching, how=plans, variant=MATCHING, is_given=True),
+        _pinned(case, matching, num_shards, how=plans, variant=MATCHING, is_given=True),
+    ]
+
+
+def _simulated(plan: Plan, scenario: _Scenario, rank: Callable[[Hardware, int], Hardware]) -> Record:
+    return simulate(plan, scenario.workload, rank(scenario.hardware, NUM_RANKS))
+
+
+def plan_of_figures(case: str, scenario: _Scenario, num_shards: int) -> Plan:
+    """The fastest plan that pins as much as was pinned and peaks no higher than was measured.
+
+    Its chunk size is the one that the fork's pages name for another run.
+    """
+    pinned_bytes = measured("R1", case, Quantity.PINNED)[0] * num_shards
+    workload = scenario.workload
+    layout = build_layout(workload.parameters, num_blocks=workload.num_blocks, chunk_bytes=CHUNK_BYTES)
+
+    def missing(n_persist: int) -> float:
+        persistent = layout.persistent(n_persist)
+        sizes = sum(chunk.size_bytes + chunk.staging_bytes for chunk in layout.chunks if chunk.id not in persistent)
+        return abs(sizes - pinned_bytes)
+
+    space = SearchSpace(chunk_bytes=(CHUNK_BYTES,), n_persist=(min(range(len(layout.chunks)), key=missing),))
+    for peak_bytes in measured("R1", case, Quantity.DEVICE_PEAK):
+        try:
+            return search(workload, scenario.hardware, device_budget_bytes=int(peak_bytes), space=space).plan
+        except InfeasibleError:
+            continue
+    return search(workload, scenario.hardware, device_budget_bytes=BUDGET_BYTES, space=space).plan
+
+
+def _llama_7b() -> list[Prediction]:
+    """R2."""
+    shape = llama(4096, 32, 32, 11008)
+    records, numbers = [], set()
+    for scenario in _scenarios(one_rank_machine(), shape, "llama-7b-lora", batch_size=1):
+        workload = scenario.workload
+        layout = build_layout(workload.parameters, num_blocks=workload.num_blocks, chunk_bytes=CHUNK_BYTES)
+        numbers.add(len(layout.chunks))
+        plan = Plan(
+            workload_id=workload.identity,
+            chunk_bytes=CHUNK_BYTES,
+            n_persist=113,
+            n_buffer=8,
+            prefetch_depth=2,
+            n_checkpoint=31,
+        )
+        records.append(simulate(plan, workload, scenario.hardware, layout=layout))
+    chunks = " or ".join(map(str, sorted(numbers)))
+    how = f"the published plan: 8 buffers, 31 of 32 blocks checkpointed; {chunks} chunks here"
+    found = [_seconds("R2", PLAN_OF_130_CHUNKS, records, how=how), _peaks("R2", PLAN_OF_130_CHUNKS, records, how=how)]
+    scenarios = _scenarios(four_rank_machine(), shape, "llama-7b-lora", batch_size=2)
+    return found + _all_on_device("R2", scenarios) + _data_parallel("R2", scenarios)
+
+
+def _all_on_device(row: str, scenarios: Sequence[_Scenario]) -> list[Prediction]:
+    records = [simulate(plan_on_device(s.workload), s.workload, s.hardware) for s in scenarios]
+    how = "every chunk persistent, every block checkpointed"
+    found = [_seconds(row, ON_DEVICE, records, how=how)]
+    if measured(row, ON_DEVICE, Quantity.DEVICE_PEAK):
+        found.append(_peaks(row, ON_DEVICE, records, how=how))
+    return found
+
+
+def _data_parallel(row: str, scenarios: Sequence[_Scenario]) -> list[Prediction]:
+    """As on one device, and after backward a ring's all-reduce of the adapters' gradients, which nothing hides."""
+    seconds, peaks = [], []
+    for scenario in scenarios:
+        workload = scenario.workload
+        gradient_bytes = sum(parameter.size_bytes for parameter in workload.parameters if parameter.trainable)
+        record = simulate(plan_on_device(workload), workload, scenario.hardware)
+        seconds.append(record.iteration_s + all_reduce_s(gradient_bytes, scenario.hardware, NUM_RANKS))
+        peaks.append(record.peak_device_bytes + gradient_bytes)
+    how = "one device, a ring's all-reduce after backward, and the bucket that it reduces"
+    found = [Prediction.of(row, DATA_PARALLEL, Quantity.ITERATION, seconds, how=how)]
+    if measured(row, DATA_PARALLEL, Quantity.DEVICE_PEAK):
+        found.append(Prediction.of(row, DATA_PARALLEL, Quantity.DEVICE_PEAK, peaks, how=how))
+    return found
+
+
+def plan_on_device(workload: Workload) -> Plan:
+    """Everything on the device, every block checkpointed."""
+    layout = build_layout(workload.parameters, num_blocks=workload.num_blocks, chunk_bytes=CHUNK_BYTES)
+    return Plan(
+        workload_id=workload.identity,
+        chunk_bytes=CHUNK_BYTES,
+        n_persist=len(layout.chunks),
+        n_buffer=0,
+        n_checkpoint=workload.num_blocks,
+    )
+
+
+def measured(row: str, case: str, quantity: Quantity) -> tuple[float, ...]:
+    """The readings of a published figure; empty if there is none."""
+    run = next(run for run in PUBLISHED_RUNS if run.row == row)
+    return next((m.readings for m in run.measurements if (m.case, m.quantity) == (case, quantity)), ())
+
+
+def _seconds(row: str, case: str, records: Sequence[Record], *, how: str, variant: str = "") -> Prediction:
+    times = [record.iteration_s for record in records]
+    return Prediction.of(row, case, Quantity.ITERATION, times, how=how, variant=variant)
+
+
+def _peaks(
+    row: str, case: str, records: Sequence[Record], *, how: str, variant: str = "", is_given: bool = False
+) -> Prediction:
+    sizes = [record.peak_device_bytes for record in records]
+    return Prediction.of(row, case, Quantity.DEVICE_PEAK, sizes, how=how, variant=variant, is_given=is_given)
+
+
+def _pinned(
+    case: str, records: Sequence[Record], num_shards: int, *, how: str, variant: str = "", is_given: bool = False
+) -> Prediction:
+    """Of one rank; a sharded rank pins its share."""
+    sizes = [max(1.0, record.peak_pinned_bytes / num_shards) for record in records]
+    return Prediction.of("R1", case, Quantity.PINNED, sizes, how=how, variant=variant, is_given=is_given)

@@ -1,0 +1,108 @@
+"""The models of published runs: Llamas with low-rank adapters, and Llamas of any depth, traced without weights."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from ..runtime.configurations import build_model, quiet
+from ..runtime.tracing import trace
+from ..shared.workload import Block, Workload
+
+ADAPTED: Final = ("q_proj", "k_proj", "v_proj", "o_proj")
+
+
+class AdaptedLinear(nn.Module):
+    """A frozen linear map with a trainable one of low rank beside it: x W + (x A) B * scale (arXiv 2106.09685).
+
+    Where the adapter's weights are float32, its input and the sum are cast: PEFT makes them so beside a base in 16 bit
+    unless it is told otherwise (its option ``autocast_adapter_dtype``).
+    """
+
+    def __init__(self, base: nn.Linear, rank: int, scale: float, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down = nn.Linear(base.in_features, rank, bias=False, device=base.weight.device, dtype=dtype)
+        self.up = nn.Linear(rank, base.out_features, bias=False, device=base.weight.device, dtype=dtype)
+        self.scale = scale
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The adapted map of ``x``."""
+        plain: torch.Tensor = self.base(x)
+        adapted: torch.Tensor = plain + self.up(self.down(x.to(self.down.weight.dtype))) * self.scale
+        return adapted.to(plain.dtype)
+
+
+def adapted_workload(
+    configuration: dict[str, Any],
+    name: str,
+    *,
+    batch_size: int,
+    sequence_length: int,
+    rank: int = 8,
+    adapter_dtype: torch.dtype = torch.float32,
+) -> Workload:
+    """LoRA training of a Llama in float16 with adapters on the attention's four maps, everything else frozen."""
+    model = build_model(configuration, name, torch.float16)
+    model.requires_grad_(False)
+    for module in list(model.modules()):
+        for child in ADAPTED:
+            base = getattr(module, child, None)
+            if isinstance(base, nn.Linear):
+                setattr(module, child, AdaptedLinear(base, rank, scale=2.0, dtype=adapter_dtype))
+    return _traced(model, name, batch_size, sequence_length)
+
+
+def dense_workload(configuration: dict[str, Any], name: str, *, batch_size: int, sequence_length: int) -> Workload:
+    """Full training of a Llama in bfloat16, with float32 masters and moments."""
+    return _traced(build_model(configuration, name, torch.bfloat16), name, batch_size, sequence_length)
+
+
+def _traced(model: Any, name: str, batch_size: int, sequence_length: int) -> Workload:
+    tokens = torch.empty((batch_size, sequence_length), dtype=torch.long, device="meta")
+    with quiet():
+        return trace(model, {"input_ids": tokens, "labels": tokens.clone()}, name=name)
+
+
+def with_depth(workload: Workload, num_blocks: int) -> Workload:
+    """The model with ``num_blocks`` equal blocks: the last but one of those traced stands for all that are added."""
+    traced = workload.num_blocks
+    assert traced >= 3
+    owned = [index for index, parameter in enumerate(workload.parameters) if parameter.block is not None]
+    before, after = workload.parameters[: owned[0]], workload.parameters[owned[-1] + 1 :]
+    sources = [*range(traced - 2), *[traced - 2] * (num_blocks - traced + 1), traced - 1]
+    blocks = tuple(
+        Block(name=_renumbered(workload.blocks[source].name, index), profile=workload.blocks[source].profile)
+        for index, source in enumerate(sources)
+    )
+    parameters = [
+        parameter.model_copy(update={"name": _renumbered(parameter.name, index), "block": index})
+        for index, source in enumerate(sources)
+        for parameter in workload.parameters
+        if parameter.block == source
+    ]
+    return workload.model_copy(update={"blocks": blocks, "parameters": (*before, *parameters, *after)})
+
+
+def _renumbered(name: str, index: int) -> str:
+    return re.sub(r"\.\d+(?=\.|$)", f".{index}", name, count=1)
+
+
+def llama(
+    hidden_size: int, num_blocks: int, num_heads: int, intermediate_size: int, vocab_size: int = 32000
+) -> dict[str, Any]:
+    """A Llama's configuration in the Hugging Face form, without grouped heads."""
+    return {
+        "model_type": "llama",
+        "hidden_size": hidden_size,
+        "num_hidden_layers": num_blocks,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": num_heads,
+        "intermediate_size": intermediate_size,
+        "vocab_size": vocab_size,
+        "max_position_embeddings": 4096,
+        "use_cache": False,
+    }
