@@ -29,6 +29,9 @@ PAGE_BYTES: Final = 4096
 PINNED_RULE: Final = PinnedRule.PAGES
 """What ``host_buffer`` of the runtime's devices does; see [Note: Pinned buffers]."""
 
+RESERVE_BYTES: Final = 4 * 2**30
+"""The most host memory that plans leave to the system, Python and the data loader."""
+
 PROCESS_BYTES: Final = {DeviceKind.CPU: 400 * 2**20, DeviceKind.CUDA: 2048 * 2**20}
 """Resident memory of a process that has imported what training needs, and trained something small.  A data loader's
 workers are processes of their own and not in it.
@@ -110,3 +113,28 @@ def loading_peak_bytes(schedule: Schedule, parameters: Sequence[Parameter], layo
             level += filling_bytes
         level -= sum(parameter.size_bytes for parameter in members)
     return peak
+
+
+def default_reserve_bytes(memory_bytes: int, kind: DeviceKind) -> int:
+    """Host memory that plans leave alone: a tenth of ``memory_bytes`` or 4 GiB, whichever is less.
+
+    At least what Python and the libraries take, on a host that has four times that.
+    """
+    reserve_bytes = min(memory_bytes // 10, RESERVE_BYTES)
+    process_bytes = PROCESS_BYTES[kind]
+    return max(reserve_bytes, process_bytes) if memory_bytes >= 4 * process_bytes else reserve_bytes
+
+
+def shares_of_one_memory(
+    memory_bytes: int, *, most_device_bytes: int, host_needs_bytes: Sequence[int]
+) -> tuple[int, int]:
+    """Budgets for device and host where the CPU is the device and no budget is given: (device, host), bytes.
+
+    Both lie in ``memory_bytes``.  Where there is room, the host has what the plan needs that offloads the most (the
+    largest of ``host_needs_bytes``), and the device all the rest.  Otherwise the device comes first, up to what any
+    plan could use of it (``most_device_bytes``), for there plans are fastest; but the host always has what the plan
+    needs that offloads the least, without which there would be none.
+    """
+    host_bytes = min(max(host_needs_bytes), max(memory_bytes - most_device_bytes, min(host_needs_bytes)))
+    host_bytes = max(0, min(host_bytes, memory_bytes - 1))
+    return max(1, memory_bytes - host_bytes), host_bytes

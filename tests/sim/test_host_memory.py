@@ -17,10 +17,13 @@ from protwin.shared.workload import DType, Workload
 from protwin.sim.host_memory import (
     PAGE_BYTES,
     PROCESS_BYTES,
+    RESERVE_BYTES,
+    default_reserve_bytes,
     host_memory,
     loading_peak_bytes,
     pinned_size,
     power_of_two,
+    shares_of_one_memory,
 )
 from tests.sim.hand_made import machine, plan, workload
 from tests.strategies import PlannedWorkload, planned_workloads
@@ -118,3 +121,42 @@ def test_the_rounding_that_applies_is_the_one_that_counts(kind: DeviceKind) -> N
     assert found.pinned_rule is PinnedRule.PAGES
     assert found.pinned_bytes == found.pinned_requested_bytes
     assert other.pinned_bytes == found.pinned_rounded_bytes
+
+
+# -- budgets ---------------------------------------------------------------------------------------------------------
+
+GIB = 2**30
+
+
+@pytest.mark.parametrize(
+    ("memory_bytes", "expected_bytes"),
+    [
+        (10**9, 10**8),
+        (8 * GIB - 1, (8 * GIB - 1) // 10),
+        (8 * GIB, 2 * GIB),
+        (30 * GIB, 3 * GIB),
+        (64 * GIB, 4 * GIB),
+        (1024 * GIB, RESERVE_BYTES),
+    ],
+)
+def test_the_reserve_has_room_for_the_process(memory_bytes: int, expected_bytes: int) -> None:
+    assert default_reserve_bytes(memory_bytes, DeviceKind.CUDA) == expected_bytes
+
+
+def test_one_memory_is_shared_by_need() -> None:
+    # There is room for both: the host has what any plan needs, the device the rest.
+    assert shares_of_one_memory(100, most_device_bytes=60, host_needs_bytes=[0, 30]) == (70, 30)
+    # There is not: the device comes first, with what any plan could use of it.
+    assert shares_of_one_memory(100, most_device_bytes=80, host_needs_bytes=[0, 30]) == (80, 20)
+    assert shares_of_one_memory(100, most_device_bytes=150, host_needs_bytes=[0, 30]) == (100, 0)
+    # All plans offload something: without room for that, none would be left.
+    assert shares_of_one_memory(100, most_device_bytes=150, host_needs_bytes=[25, 30]) == (75, 25)
+    assert shares_of_one_memory(100, most_device_bytes=150, host_needs_bytes=[500]) == (1, 99)
+
+
+@given(st.integers(1, 1000), st.integers(0, 2000), st.lists(st.integers(0, 2000), min_size=1))
+def test_shares_never_exceed_the_memory(memory_bytes: int, most_device: int, host_needs: list[int]) -> None:
+    device, host = shares_of_one_memory(memory_bytes, most_device_bytes=most_device, host_needs_bytes=host_needs)
+    assert device + host == memory_bytes
+    assert device >= 1
+    assert host >= 0
