@@ -12,8 +12,8 @@ from torch import nn
 
 from ..runtime.batches import Batch, Loss, loss_of
 from ..runtime.configurations import build_model, training_dtype
-from ..runtime.devices import CpuDevice, TrainingDevice
-from ..runtime.identity import machine_name, software_versions
+from ..runtime.devices import CpuDevice, CudaDevice, TrainingDevice
+from ..runtime.identity import software_versions
 from ..runtime.optimizer import MakeOptimizer
 from ..runtime.snapshot import left_as_found
 from ..runtime.text import byte_batches, python_reference
@@ -22,7 +22,7 @@ from ..runtime.tracing import trace
 from ..runtime.training import carry_out, default_optimizer
 from ..shared.calibration import Calibration, Contention
 from ..shared.errors import CalibrationError
-from ..shared.hardware import Hardware
+from ..shared.hardware import DeviceKind, Hardware
 from ..shared.plan import Plan
 from ..shared.record import Record
 from ..shared.workload import Workload
@@ -126,18 +126,24 @@ def calibrate_configuration(
     Raises CalibrationError if ``hardware`` was not probed on this machine, WorkloadError if the model is too large
     for it.
     """
-    if hardware.name != machine_name():
+    make_device: Callable[[], TrainingDevice] = CpuDevice
+    if hardware.device.kind is DeviceKind.CUDA and torch.cuda.is_available():
+        make_device = CudaDevice
+    device = make_device()
+    if hardware.name != device.description:
         raise CalibrationError(
-            f"{hardware.name} is not this machine ({machine_name()}), so factors measured here would say nothing "
+            f"{hardware.name} is not this machine ({device.description}), so factors measured here would say nothing "
             f"about it. Describe this one: protwin hardware probe --output machine.toml"
         )
-    leave_a_core_for_lanes()
+    if not device.runs_behind:
+        leave_a_core_for_lanes()
     torch.manual_seed(seed)
-    model = build_model(configuration, name, training_dtype(configuration, dtype), device="cpu")
-    batch = next(
-        byte_batches(
-            python_reference(), batch_size=batch_size, sequence_length=sequence_length, num_batches=1, seed=seed
-        )
+    model = build_model(configuration, name, training_dtype(configuration, dtype), device="cpu").to(device.torch_device)
+    batches = byte_batches(
+        python_reference(), batch_size=batch_size, sequence_length=sequence_length, num_batches=1, seed=seed
     )
+    batch = {key: tensor.to(device.torch_device) for key, tensor in next(batches).items()}
     workload = trace(model, batch, name=name)
-    return workload, calibrate(model, batch, workload, hardware, steps=steps, on_progress=on_progress)
+    return workload, calibrate(
+        model, batch, workload, hardware, make_device=make_device, steps=steps, on_progress=on_progress
+    )

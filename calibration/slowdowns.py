@@ -26,6 +26,12 @@ _COPY_BYTES: Final = 2**22
 _ADAM_SCALARS: Final = 2**20
 _ROWS: Final = 512
 _WIDTH: Final = 384
+_CUDA_COPY_BYTES: Final = 2**26
+_CUDA_ADAM_SCALARS: Final = 2**22
+_CUDA_ROWS: Final = 4096
+_CUDA_WIDTH: Final = 2048
+"""On an accelerator every piece must take milliseconds: threads that launch short ones wait for each other, which is
+no slowdown of the device."""
 _SETS: Final = tuple(frozenset(lanes) for size in range(1, len(Lane) + 1) for lanes in combinations(Lane, size))
 
 
@@ -42,11 +48,13 @@ def measure_slowdowns(
     ``compute`` is one piece of compute work; by default forward and backward of a small multilayer perceptron, whose
     mix of products and element-wise operations is a transformer block's.
     """
+    is_cuda = device.torch_device.type == "cuda"
+    copy_bytes = _CUDA_COPY_BYTES if is_cuda else _COPY_BYTES
     work = {
         Lane.COMPUTE: compute or _perceptron_work(device.torch_device),
-        Lane.H2D: copy_work(device, _COPY_BYTES, to_device=True),
-        Lane.D2H: copy_work(device, _COPY_BYTES, to_device=False),
-        Lane.CPU_OPTIM: adam_work(_ADAM_SCALARS),
+        Lane.H2D: copy_work(device, copy_bytes, to_device=True),
+        Lane.D2H: copy_work(device, copy_bytes, to_device=False),
+        Lane.CPU_OPTIM: adam_work(_CUDA_ADAM_SCALARS if is_cuda else _ADAM_SCALARS),
     }
     share_s = seconds / (rounds * len(_SETS))
     times: dict[frozenset[Lane], dict[Lane, list[float]]] = {s: {lane: [] for lane in s} for s in _SETS}
@@ -123,13 +131,14 @@ def _trimmed_mean(values: list[float]) -> float:
 
 
 def _perceptron_work(target: torch.device) -> Callable[[], None]:
+    num_rows, width = (_CUDA_ROWS, _CUDA_WIDTH) if target.type == "cuda" else (_ROWS, _WIDTH)
     model = torch.nn.Sequential(
-        torch.nn.Linear(_WIDTH, 4 * _WIDTH),
+        torch.nn.Linear(width, 4 * width),
         torch.nn.GELU(),
-        torch.nn.Linear(4 * _WIDTH, _WIDTH),
-        torch.nn.LayerNorm(_WIDTH),
+        torch.nn.Linear(4 * width, width),
+        torch.nn.LayerNorm(width),
     ).to(target)
-    rows = torch.randn(_ROWS, _WIDTH, device=target)
+    rows = torch.randn(num_rows, width, device=target)
 
     def work() -> None:
         model(rows).square().sum().backward()

@@ -218,7 +218,12 @@ class SectionWalker:
         def forward(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
                 return original(*args, **kwargs)
-            return checkpoint(original, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+            named = tensor_only_by_name(args, kwargs)
+            if named is None:
+                return checkpoint(original, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+            return checkpoint(
+                lambda _, *a, **k: original(*a, **k), named, *args, use_reentrant=False, context_fn=contexts, **kwargs
+            )
 
         module.forward = forward
 
@@ -232,6 +237,17 @@ class SectionWalker:
             return block.run(original, args, kwargs)
 
         module.forward = forward
+
+
+def tensor_only_by_name(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
+    """A CUDA tensor among the keyword arguments if there is none among the others, else None.
+
+    Checkpointing keeps the random states of the devices of positional arguments alone; without them the dropout of a
+    block that is given its tensors by name would be another one when it is recomputed.
+    """
+    if any(tensor.is_cuda for tensor in tensors_in(args)):
+        return None
+    return next((tensor for tensor in tensors_in(kwargs) if tensor.is_cuda), None)
 
 
 def _index(section: Section) -> int:
