@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
 from pydantic import TypeAdapter
 
-from .catalogue_files import read_machine_file
+from .catalogue_files import machine_sections, read_machine_table
 from .errors import CatalogueError
 from .files import FrozenModel
 from .hardware import Bandwidth, Device, Host, Link, Network, Node
@@ -25,32 +24,32 @@ class LinkPair(FrozenModel):
 
 def device_names() -> tuple[str, ...]:
     """Names of the catalogue's devices, by vendor and generation."""
-    return tuple(_tables("devices"))
+    return tuple(machine_sections("devices"))
 
 
 def host_names() -> tuple[str, ...]:
     """Names of the catalogue's hosts."""
-    return tuple(_tables("hosts"))
+    return tuple(machine_sections("hosts"))
 
 
 def link_names() -> tuple[str, ...]:
     """Names of the catalogue's links between host and device."""
-    return tuple(_tables("links"))
+    return tuple(machine_sections("links"))
 
 
 def device_link_names() -> tuple[str, ...]:
     """Names of the catalogue's links between devices."""
-    return tuple(_tables("device_links"))
+    return tuple(machine_sections("device_links"))
 
 
 def node_names() -> tuple[str, ...]:
     """Names of the catalogue's nodes."""
-    return tuple(_tables("nodes"))
+    return tuple(machine_sections("nodes"))
 
 
 def network_names() -> tuple[str, ...]:
     """Names of the catalogue's networks."""
-    return tuple(_tables("networks"))
+    return tuple(machine_sections("networks"))
 
 
 @cache
@@ -104,12 +103,7 @@ def network_part(name: str, adapters_per_node: int = 1) -> Network:
 
 
 def _table(name: str, file: str, what: str) -> dict[str, Any]:
-    tables = _tables(file)
-    if name not in tables:
-        raise CatalogueError(f"there is no {what} {name!r} in the catalogue. {did_you_mean(name, tables)}")
-    return tables[name]
-
-
-@cache
-def _tables(file: str) -> Mapping[str, dict[str, Any]]:
-    return read_machine_file(file)
+    known = machine_sections(file)
+    if name not in known:
+        raise CatalogueError(f"there is no {what} {name!r} in the catalogue. {did_you_mean(name, known)}")
+    return read_machine_table(file, name)

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import tomli_w
 
-from .catalogue_files import read_machine_file
+from .catalogue_files import machine_sections, read_machine_table
 from .errors import CatalogueError, FileError
 from .hardware import Hardware
 from .hardware_check import check_plausible
@@ -23,12 +23,12 @@ _HEADER: Final = '# A machine.  Sizes may be written as "24GiB", bandwidths as "
 
 def machine_names() -> tuple[str, ...]:
     """Names of the catalogue's machines with one device, by vendor and generation."""
-    return tuple(name for name, parts in _machines().items() if "node" not in parts)
+    return tuple(name for name in machine_sections("machines") if "node" not in _parts(name))
 
 
 def cluster_names() -> tuple[str, ...]:
     """Names of the catalogue's machines with several devices, by vendor and generation."""
-    return tuple(name for name, parts in _machines().items() if "node" in parts)
+    return tuple(name for name in machine_sections("machines") if "node" in _parts(name))
 
 
 def machine(name: str) -> Hardware:
@@ -36,12 +36,13 @@ def machine(name: str) -> Hardware:
 
     Raises CatalogueError, with the nearest names, if there is none.
     """
-    parts = _machines().get(name)
-    if parts is None:
+    known = machine_sections("machines")
+    if name not in known:
         raise CatalogueError(
-            f"there is no machine {name!r} in the catalogue. {did_you_mean(name, _machines())} "
+            f"there is no machine {name!r} in the catalogue. {did_you_mean(name, known)} "
             f"For a machine of your own, pass the path of its .toml or .json file."
         )
+    parts = _parts(name)
     link = link_part(parts["link"])
     return Hardware(
         name=name,
@@ -62,7 +63,7 @@ def load_hardware(name_or_path: str | Path) -> Hardware:
     kind, HardwareError if it describes an impossible machine.
     """
     name = str(name_or_path)
-    if name in _machines():
+    if name in machine_sections("machines"):
         return machine(name)
     path = Path(name_or_path)
     if path.suffix not in _SUFFIXES:
@@ -87,8 +88,9 @@ def _without_none(table: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @cache
-def _machines() -> Mapping[str, Mapping[str, Any]]:
-    return read_machine_file("machines")
+def _parts(name: str) -> Mapping[str, Any]:
+    """The names of a machine's parts."""
+    return read_machine_table("machines", name)
 
 
 __all__ = ["cluster_names", "hardware_to_toml", "load_hardware", "machine", "machine_names", "override_hardware"]

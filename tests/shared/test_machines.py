@@ -17,7 +17,8 @@ import tomli_w
 from hypothesis import given
 from pydantic import BaseModel
 
-from protwin.shared.catalogue_files import read_machine_file
+import protwin.shared.hardware
+from protwin.shared.catalogue_files import machine_sections, read_machine_table
 from protwin.shared.errors import CatalogueError, FileError, HardwareError
 from protwin.shared.hardware import Device, DeviceKind, Hardware, Host, Link, LinkPoint, Network, Node, Topology
 from protwin.shared.hardware_tables import hardware_details, hardware_table
@@ -115,6 +116,12 @@ CHANNELS = {
     "xeon-56-ddr5-5600": (8, 5600e6),
     "grace-72": (32, 2e9),  # 512 GB/s
 }
+
+
+def whole_file(name: str) -> dict[str, Any]:
+    """A file in the folder of machines, parsed in one go."""
+    folder = Path(protwin.shared.hardware.__file__).parent / "catalogue" / "machines"
+    return tomllib.loads((folder / f"{name}.toml").read_text(encoding="utf-8"))
 
 
 def peaks_agree(device: Device, silicon: Silicon) -> bool:
@@ -215,7 +222,7 @@ def test_half_of_the_lanes_carry_half(gib_s: tuple[str, int]) -> None:
 
 
 def test_every_machine_is_made_of_known_parts() -> None:
-    machines = read_machine_file("machines")
+    machines = whole_file("machines")
     for part, known in (("device", machine_names()), ("host", host_names())):
         assert {parts[part] for parts in machines.values()} == set(known)
     assert {parts["link"] for parts in machines.values()} <= set(link_names())
@@ -548,3 +555,10 @@ def test_details_show_text_as_it_is() -> None:
     assert "[red]x[/]" in shown
     assert "copy of 1 KiB" in shown
     assert "7 GB/s, measured" in shown
+
+
+@pytest.mark.parametrize("file", ["devices", "hosts", "links", "device_links", "nodes", "networks", "machines"])
+def test_tables_read_one_by_one_are_those_of_the_file(file: str) -> None:
+    whole = whole_file(file)
+    assert list(machine_sections(file)) == list(whole)
+    assert {name: read_machine_table(file, name) for name in whole} == whole
