@@ -11,10 +11,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..shared.cli_options import (
+    AutocastName,
     ConfigurationName,
     DeviceBudget,
     DTypeName,
+    FrozenParts,
     JsonFlag,
+    LoraRank,
+    LoraTargets,
     OutputPath,
     RequiredBatchSize,
     RequiredSequenceLength,
@@ -23,6 +27,7 @@ from ..shared.cli_options import (
     command_app,
     examples,
     keep_apart,
+    options_of,
 )
 from ..shared.cli_output import show
 from ..shared.errors import PlanError, ProtwinError, WorkloadError
@@ -55,6 +60,10 @@ def trace_command(
     batch_size: RequiredBatchSize,
     sequence_length: RequiredSequenceLength,
     dtype: DTypeName = None,
+    lora_rank: LoraRank = None,
+    lora_targets: LoraTargets = None,
+    frozen: FrozenParts = None,
+    autocast: AutocastName = None,
     is_real: Annotated[
         bool, typer.Option("--real", help="Build the model with random weights and time it on this machine.")
     ] = False,
@@ -65,6 +74,11 @@ def trace_command(
     """Write down what a model does in one iteration: its workload, from which everything else is answered."""
     keep_apart({"--output": output}, {"--model": model})
     described = load_model_configuration(model)
+    options = options_of(lora_rank, lora_targets, frozen, autocast)
+    if is_real and not options.is_full:
+        raise ProtwinError(
+            "--real times full training alone. Leave out --lora-rank, --freeze and --autocast, or trace without it."
+        )
     if is_real:
         built = _real_model(described.config, described.name, dtype, seed)
         workload = _trace_real(built, described.name, batch_size, sequence_length, seed)
@@ -78,6 +92,7 @@ def trace_command(
                 batch_size=batch_size,
                 sequence_length=sequence_length,
                 dtype=dtype,
+                options=options,
                 on_progress=on_progress,
             )
     if output is not None:

@@ -22,6 +22,9 @@ class FakeGroupedProducts(TorchDispatchMode):
     ) -> Any:
         """Answer grouped products; hand everything else on."""
         kwargs = kwargs or {}
+        if func is torch.ops.prim.device.default and not args[0].fake_mode.in_kernel_invocation:
+            # Most of what is asked while fake tensors run: the answer of their own mode, without the way there.
+            return args[0].fake_device
         if func is not torch.ops.aten._grouped_mm.default or args[0].dtype is torch.bfloat16:
             return func(*args, **kwargs)
         first, second = args[0], args[1]

@@ -25,6 +25,8 @@ from ..shared.units import format_bytes
 from .tensors import tensors_in
 
 _LIFT_FRESH: Final = torch.ops.aten.lift_fresh.default
+_DEVICE: Final = torch.ops.prim.device.default
+"""A question of autograd's to fake tensors, and no operation."""
 
 
 class CpuOutOfMemoryError(DeviceOutOfMemoryError, torch.OutOfMemoryError):
@@ -292,6 +294,8 @@ class _WatchingMode(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func is _DEVICE:
+            return func(*args, **kwargs)
         if self._ledger is not None and self._ledger.before_operation is not None:
             self._ledger.before_operation()
         result = func(*args, **kwargs)

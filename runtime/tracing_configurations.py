@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final
 
 import torch
@@ -11,7 +12,7 @@ from torch import nn
 from ..shared.errors import WorkloadError
 from ..shared.training_options import FULL_TRAINING, TrainingOptions
 from ..shared.uncollected import uncollected
-from ..shared.workload import Workload
+from ..shared.workload import DType, Workload
 from ..shared.workload_family import BATCH_SIZE, MAX_TOKENS, SEQUENCE_LENGTH, TARGET_LENGTH, Limit
 from .configurations import build_model, quiet, training_dtype
 from .freezing import freeze
@@ -20,6 +21,7 @@ from .tracing import trace
 
 _LEARNED_POSITIONS: Final = ("bert", "gpt2", "gpt_neo", "opt")
 """Families whose table of positions ends."""
+_AUTOCAST: Final = (DType.BFLOAT16, DType.FLOAT16)
 
 
 @uncollected()
@@ -47,7 +49,7 @@ def workload_of_configuration(
     model = configured_model(configuration, name, dtype, options)
     given = {BATCH_SIZE: batch_size, SEQUENCE_LENGTH: sequence_length, TARGET_LENGTH: sequence_length}
     check_limits(model, name, given)
-    with quiet():
+    with quiet(), autocast_of(options):
         return trace(model, batch_of(model, given), name=name, on_progress=on_progress)
 
 
@@ -60,6 +62,15 @@ def configured_model(
         add_lora(model, rank=options.lora.rank, targets=options.lora.targets)
     freeze(model, options.frozen)
     return model
+
+
+def autocast_of(options: TrainingOptions) -> AbstractContextManager[Any]:
+    """What forward runs within.  Raises WorkloadError if nothing computes in that element type."""
+    if options.autocast is None:
+        return nullcontext()
+    if options.autocast not in _AUTOCAST:
+        raise WorkloadError(f"autocast to {options.autocast} is not known; use {' or '.join(_AUTOCAST)}.")
+    return torch.autocast("cpu", dtype=getattr(torch, options.autocast))
 
 
 def variables_of(model: Any) -> tuple[str, ...]:

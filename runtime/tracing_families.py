@@ -15,11 +15,11 @@ from ..shared.uncollected import uncollected
 from ..shared.workload import DType
 from ..shared.workload_assembly import TracedShape, assemble
 from ..shared.workload_family import SEQUENCE_LENGTH, TARGET_LENGTH, FamilyPiece, Limit, WorkloadFamily
-from ..shared.workload_family_fit import NotPolynomialError, Shape, fit_piece
+from ..shared.workload_family_fit import NotPolynomialError, Shape, do_the_same, fit_piece
 from .blocks import find_blocks
 from .configurations import quiet
 from .tracing import FakeSubject, traced_model
-from .tracing_configurations import batch_of, configured_model, limits_of, variables_of
+from .tracing_configurations import autocast_of, batch_of, configured_model, limits_of, variables_of
 
 _BATCHES: Final = (2, 3)
 """Figures are of first degree in the batch's size.  A batch of one is another piece where it is another program."""
@@ -30,6 +30,8 @@ _LONGEST_PROVEN: Final = 131_101
 _SHORTEST: Final = 2
 """A sequence of one token is no sequence: transposed copies become views."""
 _DEGREE: Final = 2
+_ABOUT: Final = 13
+"""Traces that most models need, for progress."""
 _TWINS: Final = {DType.BFLOAT16: DType.FLOAT16, DType.FLOAT16: DType.BFLOAT16}
 
 
@@ -50,7 +52,7 @@ def family_of_configuration(
     polynomials within the ranges that are tried.
     """
     model = configured_model(configuration, name, dtype, options)
-    with quiet():
+    with quiet(), autocast_of(options):
         tracer = _Tracer(model, on_progress)
         pieces = tuple(tracer.pieces())
         facts = traced_model(model, find_blocks(model), tracer.subject.stands_for, name=name, traced_with="fake")
@@ -73,15 +75,14 @@ def family_of_configuration(
 def _with_twin(
     family: WorkloadFamily, twin: DType, configuration: Mapping[str, Any], name: str, options: TrainingOptions
 ) -> WorkloadFamily:
-    """``family`` with its twin, once a trace of that at a proven shape of every piece has shown no other difference."""
+    """``family`` with its twin, once a trace of that has shown no other difference."""
     model = configured_model(configuration, name, twin, options)
     subject = FakeSubject(model)
     facts = traced_model(model, find_blocks(model), subject.stands_for, name=name, traced_with="fake")
     known = family.model_copy(update={"twins": {twin: facts.model_hash}})
-    for piece in family.pieces:
-        shape = dict(zip(family.variables, piece.proven_at[0], strict=True))
-        if known.in_dtype(twin).at(**shape) != assemble(facts, subject.at(batch_of(model, shape))):
-            raise NotPolynomialError(f"{name} does not do the same in {twin} as in {family.compute_dtype}.")
+    shape = dict(zip(family.variables, family.pieces[-1].proven_at[0], strict=True))
+    if known.in_dtype(twin).at(**shape) != assemble(facts, subject.at(batch_of(model, shape))):
+        raise NotPolynomialError(f"{name} does not do the same in {twin} as in {family.compute_dtype}.")
     return known
 
 
@@ -115,10 +116,10 @@ class _Tracer:
     def pieces(self) -> Iterator[FamilyPiece]:
         """All pieces, those of the smallest shapes first."""
         for lengths in self._length_ranges():
-            any_batch = _Range(1, None, _BATCHES, (*_PROVEN_BATCHES, 1))
-            try:
-                yield self._piece([any_batch, *lengths])
-            except NotPolynomialError:
+            at = tuple(each.fitted[0] for each in lengths)
+            if do_the_same(self._at((1, *at)), self._at((_BATCHES[0], *at))):
+                yield self._piece([_Range(1, None, _BATCHES, (1, *_PROVEN_BATCHES)), *lengths])
+            else:
                 yield self._piece([_Range(1, 1, (1,), (1,)), *lengths])
                 yield self._piece([_Range(2, None, _BATCHES, _PROVEN_BATCHES), *lengths])
 
@@ -145,7 +146,7 @@ class _Tracer:
         fitted = [tuple(each.fitted[e] for each, e in zip(ranges, places, strict=True)) for places in monomials]
         proven = dict.fromkeys(_proofs(ranges))
         shapes = [*fitted, *(shape for shape in proven if shape not in fitted)]
-        traced = {shape: self._at(shape, len(shapes)) for shape in shapes}
+        traced = {shape: self._at(shape) for shape in shapes}
         return fit_piece(
             {shape: traced[shape] for shape in fitted},
             {shape: traced[shape] for shape in shapes[len(fitted) :]},
@@ -154,12 +155,12 @@ class _Tracer:
             most=tuple(each.most for each in ranges),
         )
 
-    def _at(self, shape: Shape, total: int) -> TracedShape:
+    def _at(self, shape: Shape) -> TracedShape:
         if shape not in self._done:
             given: dict[str, int | None] = dict(zip(self.variables, shape, strict=True))
             self._done[shape] = self.subject.at(batch_of(self._model, given))
         if self._on_progress is not None:
-            self._on_progress(min(len(self._done), total), total)
+            self._on_progress(min(len(self._done), _ABOUT), _ABOUT)
         return self._done[shape]
 
 
@@ -174,13 +175,9 @@ def _length_range(least: int, most: int | None) -> _Range:
 
 
 def _proofs(ranges: Sequence[_Range]) -> Iterator[Shape]:
-    """Shapes at the ends of the ranges: all combinations, of three variables each end of each at least once."""
-    if len(ranges) < 3:
-        yield from product(*(each.proven for each in ranges))
-        return
+    """Shapes at the ends of the ranges: each end of each at least once, and lengths unequal where there are two."""
     for place in range(max(len(each.proven) for each in ranges)):
-        for turn in range(len(ranges)):
-            yield tuple(each.proven[(place + (turn == i)) % len(each.proven)] for i, each in enumerate(ranges))
+        yield tuple(each.proven[(place + i) % len(each.proven)] for i, each in enumerate(ranges))
 
 
 def _window_of(model: Any) -> int | None:

@@ -6,12 +6,14 @@ import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Final
 
 import typer
 
 from .errors import FileError, ProtwinError
+from .training_options import LoraOptions, TrainingOptions
 from .units import parse_bytes
+from .workload import DType
 
 
 def writable(path: Path | None) -> Path | None:
@@ -56,6 +58,8 @@ def keep_apart(outputs: Mapping[str, Path | None], inputs: Mapping[str, str | Pa
         if owner != option:
             raise FileError(f"{option} {path} would take the place of {owner}, the same file. Name another one.")
 
+
+_AUTOCAST: Final = (DType.BFLOAT16, DType.FLOAT16)
 
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON for programs instead of tables.")]
 OutputPath = Annotated[
@@ -116,6 +120,30 @@ CalibrationPath = Annotated[
     Path | None,
     typer.Option("--calibration", metavar="FILE", help="What protwin calibrate wrote."),
 ]
+LoraRank = Annotated[
+    int | None,
+    typer.Option(
+        "--lora-rank", min=1, metavar="RANK", help="Train low-rank matrices beside linear maps, not the model."
+    ),
+]
+LoraTargets = Annotated[
+    str | None,
+    typer.Option(
+        "--lora-targets", metavar="NAMES", help="Linear maps that get them (q_proj,v_proj), instead of all of a block."
+    ),
+]
+FrozenParts = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--freeze",
+        metavar="PATTERN",
+        help="Do not train these: model.embed_tokens, 'model.layers.[0-9].*' (repeatable).",
+    ),
+]
+AutocastName = Annotated[
+    str | None,
+    typer.Option("--autocast", metavar="NAME", help="Compute in this element type, by autocast (bfloat16, float16)."),
+]
 NoCacheFlag = Annotated[bool, typer.Option("--no-cache", help="Trace the model anew and keep nothing of it.")]
 
 
@@ -127,6 +155,24 @@ def command_app() -> typer.Typer:
 def examples(*lines: str) -> str:
     """The ``epilog`` of a command: example calls, kept line by line in its help."""
     return "\b\n" + "\n".join(("Examples:" if len(lines) > 1 else "Example:", *(f"  {line}" for line in lines)))
+
+
+def options_of(
+    lora_rank: int | None, lora_targets: str | None, frozen: list[str] | None, autocast: str | None
+) -> TrainingOptions:
+    """What the options say of how a model is trained.  Raises ProtwinError if they make no sense together."""
+    if autocast is not None and autocast not in _AUTOCAST:
+        raise ProtwinError(f"--autocast {autocast} is not known. Use {' or '.join(_AUTOCAST)}.")
+    targets = tuple(name.strip() for name in (lora_targets or "").split(",") if name.strip())
+    if lora_targets is not None and (lora_rank is None or not targets):
+        missing = "--lora-rank is missing" if lora_rank is None else "it names nothing"
+        raise ProtwinError(
+            f"--lora-targets is {lora_targets!r}, but {missing}. Write --lora-rank 16 --lora-targets q_proj."
+        )
+    lora = LoraOptions(rank=lora_rank, targets=targets) if lora_rank is not None else None
+    return TrainingOptions(
+        lora=lora, frozen=tuple(frozen or ()), autocast=DType(autocast) if autocast is not None else None
+    )
 
 
 def changes_of(assignments: list[str] | None) -> dict[str, str]:

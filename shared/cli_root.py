@@ -21,6 +21,7 @@ from .uncollected import uncollected
 
 COMMANDS: Final[dict[str, str]] = {
     "hardware": "List and show known machines, or probe this one.",
+    "models": "List the models of the catalogue.",
     "trace": "Trace a model into a workload file.",
     "calibrate": "Measure this machine and fit the simulator to it.",
     "search": "Find the fastest plan that fits a model on a machine.",

@@ -26,6 +26,12 @@ _SIZES: Final = (
     "max_position_embeddings",
     "n_positions",
     "word_embed_proj_dim",
+    "num_local_experts",
+    "num_experts_per_tok",
+    "type_vocab_size",
+    "image_size",
+    "patch_size",
+    "num_channels",
 )
 _MAX_COUNT: Final = 100_000
 _MAX_SIZE: Final = 2**31 - 1
@@ -67,6 +73,7 @@ def _complaints(config: Mapping[str, Any], *, prefix: str) -> Iterator[str]:
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= bound:
             yield f"{prefix}{field} is {_shown(value)} but must be a whole number from 1 to {bound}."
     yield from _head_complaints(config, prefix=prefix, is_rotary=family is not None and family.is_rotary)
+    yield from _part_complaints(config, prefix=prefix)
     yield from _value_complaints(config, prefix=prefix)
     for name, part in config.items():
         if name.endswith("_config") and isinstance(part, Mapping):
@@ -96,6 +103,16 @@ def _head_complaints(config: Mapping[str, Any], *, prefix: str, is_rotary: bool)
             f"{prefix}num_key_value_heads {num_kv_heads} does not divide {prefix}num_attention_heads {num_heads}. "
             f"Query heads share key-value heads in equal groups."
         )
+
+
+def _part_complaints(config: Mapping[str, Any], *, prefix: str) -> Iterator[str]:
+    """Experts and patches: parts that must not be more or larger than the whole."""
+    num_experts, num_chosen = config.get("num_local_experts"), config.get("num_experts_per_tok")
+    if isinstance(num_experts, int) and isinstance(num_chosen, int) and num_chosen > num_experts:
+        yield f"{prefix}num_experts_per_tok {num_chosen} exceeds {prefix}num_local_experts {num_experts}. Lower it."
+    image, patch = config.get("image_size"), config.get("patch_size")
+    if isinstance(image, int) and isinstance(patch, int) and image < patch:
+        yield f"{prefix}patch_size {patch} exceeds {prefix}image_size {image}. Lower it."
 
 
 def _value_complaints(config: Mapping[str, Any], *, prefix: str) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""How many parameters a decoder has, from its configuration alone.
+"""How many parameters a model has, from its configuration alone.
 
 Independent of any implementation: the counts follow from the architectures' papers.  Every linear map counts its
 matrix and its bias, every normalization its scale (and shift, for layer normalization), tied embeddings once.
@@ -22,8 +22,8 @@ class Family:
     """Whether positions turn pairs of a head's dims, so that there must be an even number of them."""
 
 
-def num_decoder_parameters(config: Mapping[str, Any]) -> int | None:
-    """Scalars of the causal language model that a Hugging Face configuration describes; None if its family is unknown.
+def num_parameters_of(config: Mapping[str, Any]) -> int | None:
+    """Scalars of the model that a Hugging Face configuration describes, as it is trained; None for unknown families.
 
     ``config`` must give the sizes of its family (``FAMILIES``).
     """
@@ -82,6 +82,65 @@ def _count_opt(config: Mapping[str, Any]) -> int:
     return int(tokens + projections + positions + blocks + (normalization if ends_normalized else 0))
 
 
+def _count_mixtral(config: Mapping[str, Any]) -> int:
+    """As Llama, with several gated MLPs and a router over them.  Source: Mixtral (arXiv 2401.04088), section 2."""
+    hidden, num_experts = config["hidden_size"], config["num_local_experts"]
+    more = (num_experts - 1) * 3 * hidden * config["intermediate_size"] + num_experts * hidden
+    return int(_count_llama(config) + config["num_hidden_layers"] * more)
+
+
+def _count_gemma2(config: Mapping[str, Any]) -> int:
+    """As Llama, normalized also behind attention and MLP; embeddings are tied.  Source: Gemma 2 (arXiv 2408.00118)."""
+    tied = {"tie_word_embeddings": config.get("tie_word_embeddings", True)}
+    return int(_count_llama({**config, **tied}) + config["num_hidden_layers"] * 2 * config["hidden_size"])
+
+
+def _count_t5(config: Mapping[str, Any]) -> int:
+    """Encoder and decoder with relative positions of the first block of each, scales without shifts, no biases.
+
+    The head is tied to the embeddings, as published for the first release.  Source: T5 (arXiv 1910.10683), section 2.1.
+    """
+    hidden, num_heads = config["d_model"], config["num_heads"]
+    attention = 4 * hidden * num_heads * config["d_kv"] + hidden
+    is_gated = str(config.get("feed_forward_proj", "relu")).startswith("gated")
+    mlp = (3 if is_gated else 2) * hidden * config["d_ff"] + hidden
+    num_encoding = config["num_layers"]
+    num_decoding = config.get("num_decoder_layers") or num_encoding
+    positions = 2 * config.get("relative_attention_num_buckets", 32) * num_heads
+    blocks = num_encoding * (attention + mlp) + num_decoding * (2 * attention + mlp)
+    return int(config["vocab_size"] * hidden + blocks + positions + 2 * hidden)
+
+
+def _count_bert(config: Mapping[str, Any]) -> int:
+    """Three embeddings, layer normalization behind each part, and the head that predicts masked words.
+
+    Source: BERT (arXiv 1810.04805), section 3; the head's matrix is the embeddings'.
+    """
+    hidden, vocab = config["hidden_size"], config["vocab_size"]
+    tables = (vocab + config["max_position_embeddings"] + config.get("type_vocab_size", 2)) * hidden
+    head = _linear(hidden, hidden) + 2 * hidden + vocab
+    return int(tables + 2 * hidden + config["num_hidden_layers"] * _encoder_block(config) + head)
+
+
+def _count_vit(config: Mapping[str, Any]) -> int:
+    """Patches as tokens behind one for the class, learned positions, a linear classifier.
+
+    Source: Vision Transformer (arXiv 2010.11929), section 3.1.
+    """
+    hidden, patch = config["hidden_size"], config["patch_size"]
+    num_positions = (config["image_size"] // patch) ** 2 + 1
+    tables = hidden + num_positions * hidden + _linear(patch * patch * config.get("num_channels", 3), hidden)
+    head = 2 * hidden + _linear(hidden, config.get("num_labels", 2))
+    return int(tables + config["num_hidden_layers"] * _encoder_block(config) + head)
+
+
+def _encoder_block(config: Mapping[str, Any]) -> int:
+    """Attention and MLP with biases, two layer normalizations.  Source: Vaswani et al. (arXiv 1706.03762)."""
+    hidden, intermediate = config["hidden_size"], config["intermediate_size"]
+    mlp = _linear(hidden, intermediate) + _linear(intermediate, hidden)
+    return int(4 * _linear(hidden, hidden) + mlp + 4 * hidden)
+
+
 def _linear(num_in: int, num_out: int) -> int:
     return num_in * num_out + num_out
 
@@ -95,6 +154,26 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "qwen2": Family(count=_count_llama, sizes=_GROUPED_SIZES, is_rotary=True),
     "qwen3": Family(count=_count_llama, sizes=(*_GROUPED_SIZES, "head_dim"), is_rotary=True),
     "phi3": Family(count=_count_llama, sizes=_LLAMA_SIZES, is_rotary=True),
+    "mixtral": Family(
+        count=_count_mixtral, sizes=(*_GROUPED_SIZES, "num_local_experts", "num_experts_per_tok"), is_rotary=True
+    ),
+    "gemma2": Family(count=_count_gemma2, sizes=(*_GROUPED_SIZES, "head_dim"), is_rotary=True),
+    "t5": Family(
+        count=_count_t5, sizes=("vocab_size", "d_model", "d_ff", "d_kv", "num_heads", "num_layers"), is_rotary=False
+    ),
+    "bert": Family(count=_count_bert, sizes=(*_LLAMA_SIZES, "max_position_embeddings"), is_rotary=False),
+    "vit": Family(
+        count=_count_vit,
+        sizes=(
+            "hidden_size",
+            "intermediate_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "image_size",
+            "patch_size",
+        ),
+        is_rotary=False,
+    ),
     "gpt2": Family(
         count=_count_gpt2, sizes=("vocab_size", "n_embd", "n_layer", "n_head", "n_positions"), is_rotary=False
     ),
@@ -111,4 +190,4 @@ FAMILIES: Final[Mapping[str, Family]] = {
         is_rotary=False,
     ),
 }
-"""Decoders that are counted, by ``model_type``."""
+"""Models that are counted, by ``model_type``."""

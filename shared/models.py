@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from pydantic import PositiveInt
 
 from .catalogue_files import model_file_names, read_model_file
 from .errors import CatalogueError
-from .files import Document, read_mapping
+from .files import Document, FrozenModel, read_mapping
 from .model_check import check_model_configuration
-from .model_size import num_decoder_parameters
+from .model_size import num_parameters_of
 from .nearest import did_you_mean
 from .workload import DType
 
@@ -25,7 +25,7 @@ class ModelConfiguration(Document):
     source: str
     """Where the configuration was published, or the file that it was read from."""
     num_parameters: PositiveInt | None
-    """Scalars of the causal language model, tied ones once; None if the family is not counted."""
+    """Scalars of the model as it is trained, tied ones once; None if the family is not counted."""
     config: dict[str, Any]
     """The published ``config.json`` in the Hugging Face form, as transformers takes it."""
 
@@ -35,6 +35,40 @@ class ModelConfiguration(Document):
         stated = self.config.get("dtype", self.config.get("torch_dtype"))
         name = stated.removeprefix("torch.") if isinstance(stated, str) else None
         return DType(name) if name is not None and name != "auto" else None
+
+
+class ListedModel(FrozenModel):
+    """One line of the catalogue."""
+
+    name: str
+    num_parameters: PositiveInt | None
+    dtype: DType
+    """Element type in which the weights were published."""
+    architecture: str
+    source: str
+
+
+class ModelList(Document):
+    """All models of the catalogue, by name."""
+
+    KIND: ClassVar[str] = "model_list"
+
+    models: tuple[ListedModel, ...]
+
+    @classmethod
+    def of_catalogue(cls) -> Self:
+        """The list as it is shipped."""
+        return cls(models=tuple(_listed(model_configuration(name)) for name in model_names()))
+
+
+def _listed(model: ModelConfiguration) -> ListedModel:
+    return ListedModel(
+        name=model.name,
+        num_parameters=model.num_parameters,
+        dtype=model.dtype or DType.FLOAT32,
+        architecture=str(model.config["model_type"]),
+        source=model.source,
+    )
 
 
 def model_names() -> tuple[str, ...]:
@@ -70,7 +104,7 @@ def read_model_configuration(path: str | Path) -> ModelConfiguration:
     return ModelConfiguration(
         name=path.resolve().parent.name if path.name == "config.json" else path.stem,
         source=str(path),
-        num_parameters=num_decoder_parameters(content),
+        num_parameters=num_parameters_of(content),
         config=content,
     )
 

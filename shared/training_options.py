@@ -7,6 +7,7 @@ from typing import Final
 from pydantic import PositiveInt
 
 from .files import FrozenModel
+from .workload import DType
 
 
 class LoraOptions(FrozenModel):
@@ -23,11 +24,14 @@ class TrainingOptions(FrozenModel):
     lora: LoraOptions | None = None
     frozen: tuple[str, ...] = ()
     """Names or patterns of parameters that are not trained."""
+    autocast: DType | None = None
+    """Element type that forward computes in, by ``torch.autocast``, while parameters, which are then their own masters,
+    and gradients keep theirs; None: that of the parameters."""
 
     @property
     def is_full(self) -> bool:
-        """Whether every parameter is trained and none is added."""
-        return self.lora is None and not self.frozen
+        """Whether every parameter is trained, none is added, and all compute in their own element type."""
+        return self == FULL_TRAINING
 
 
 FULL_TRAINING: Final = TrainingOptions()

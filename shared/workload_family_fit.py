@@ -67,6 +67,11 @@ def fit_piece(
     )
 
 
+def do_the_same(first: TracedShape, second: TracedShape) -> bool:
+    """Whether a model runs one program at both shapes, so that both may belong to one piece."""
+    return _Sheet.of(first).structure == _Sheet.of(second).structure
+
+
 @dataclass
 class _Sheet:
     """All numbers of a trace in a fixed order, and everything of it that is no number."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from rich.console import RenderableType
 from rich.table import Table
 
+from .models import ModelList
 from .table_style import add_row, plain_table, spaced, titled
 from .units import format_bytes, format_seconds
 from .workload import Phase, Workload
@@ -14,6 +15,15 @@ def workload_tables(workload: Workload) -> RenderableType:
     """What the model is, and what each distinct block does."""
     facts = titled(f"Workload {workload.model_name}", _facts(workload))
     return spaced((facts, titled("What each part does", _phases(workload))))
+
+
+def models_table(listed: ModelList) -> RenderableType:
+    """The catalogue of models."""
+    table = plain_table("name", ">parameters", "published as", "architecture", "source")
+    for model in listed.models:
+        parameters = f"{model.num_parameters:,}" if model.num_parameters is not None else ""
+        add_row(table, model.name, parameters, str(model.dtype), model.architecture, model.source)
+    return table
 
 
 def _facts(workload: Workload) -> Table:

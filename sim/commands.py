@@ -9,13 +9,17 @@ import typer
 
 from ..shared.calibration import Calibration
 from ..shared.cli_options import (
+    AutocastName,
     BatchSize,
     CalibrationPath,
     DeviceBudget,
     DTypeName,
+    FrozenParts,
     HardwareChanges,
     HardwareName,
     JsonFlag,
+    LoraRank,
+    LoraTargets,
     ModelName,
     NoCacheFlag,
     OutputPath,
@@ -26,6 +30,7 @@ from ..shared.cli_options import (
     command_app,
     examples,
     keep_apart,
+    options_of,
     warn,
 )
 from ..shared.cli_output import show
@@ -63,6 +68,10 @@ def search_command(
     sequence_length: SequenceLength = None,
     dtype: DTypeName = None,
     changes: HardwareChanges = None,
+    lora_rank: LoraRank = None,
+    lora_targets: LoraTargets = None,
+    frozen: FrozenParts = None,
+    autocast: AutocastName = None,
     device_budget_bytes: DeviceBudget = None,
     calibration: CalibrationPath = None,
     chunk_bytes: Annotated[
@@ -118,6 +127,7 @@ def search_command(
         cache=None if no_cache else cache_folder(),
         warn=warn,
     )
+        options=options_of(lora_rank, lora_targets, frozen, autocast),
     with progress_bar("searching") as on_progress:
         result = search_plans(
             workload,
@@ -153,6 +163,10 @@ def simulate_command(
     dtype: DTypeName = None,
     changes: HardwareChanges = None,
     device_budget_bytes: DeviceBudget = None,
+    lora_rank: LoraRank = None,
+    lora_targets: LoraTargets = None,
+    frozen: FrozenParts = None,
+    autocast: AutocastName = None,
     calibration: CalibrationPath = None,
     timeline: TimelinePath = None,
     output: OutputPath = None,
@@ -180,6 +194,7 @@ def simulate_command(
         warn=warn,
     )
     schedule = compile_schedule(chosen, workload)
+        options=options_of(lora_rank, lora_targets, frozen, autocast),
     record = simulate_plan(chosen, workload, machine, factors, schedule=schedule)
     budget_bytes = device_budget_bytes or machine.device.usable_bytes
     if record.guaranteed_peak_device_bytes > budget_bytes:

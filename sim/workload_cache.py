@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Final
 
 from ..shared.errors import FileError
 from ..shared.files import Document
+from ..shared.training_options import FULL_TRAINING, TrainingOptions
 from ..shared.workload import Workload
 
 _SOFTWARE: Final = ("protwin", "torch", "transformers")
@@ -43,15 +44,17 @@ class TraceRequest:
     """The model's ``config.json`` in the Hugging Face form."""
     name: str
     batch_size: int
-    sequence_length: int
+    sequence_length: int | None
+    """None for models of images."""
     dtype: str | None
     """Element type of the parameters, instead of the configuration's."""
+    options: TrainingOptions = FULL_TRAINING
 
 
 def cache_key(request: TraceRequest) -> str:
     """Hash of everything that decides what a trace gives: the model, the shape, the software that traces."""
     facts = [
-        asdict(request),
+        asdict(replace(request, options=FULL_TRAINING)) | {"options": request.options.model_dump(mode="json")},
         Workload.SCHEMA_VERSION,
         {package: _version(package) for package in _SOFTWARE},
         _tracer_fingerprint(),
@@ -94,10 +97,11 @@ def _version(package: str) -> str | None:
 
 def _tracer_fingerprint() -> str | None:
     """Hash of the tracer's sources, which change between releases in an editable installation; imports nothing."""
-    spec = find_spec("protwin.runtime")
-    if spec is None or spec.origin is None:
+    spec, shared = find_spec("protwin.runtime"), find_spec("protwin.shared.observation")
+    if spec is None or spec.origin is None or shared is None or shared.origin is None:
         return None
     digest = hashlib.sha256()
-    for path in sorted(Path(spec.origin).parent.glob("*.py")):
+    assembling = [Path(shared.origin).with_name(f"{name}.py") for name in ("observation", "workload_assembly")]
+    for path in (*sorted(Path(spec.origin).parent.glob("*.py")), *assembling):
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()

@@ -1,6 +1,7 @@
 """From what a user calls a model to its workload: a saved workload, a configuration, or a name of the catalogue.
 
-The trace of a configuration needs torch and lives in another folder, which names it in the entry-point group
+Full training of a model of the catalogue is answered from the family of workloads that comes with the package.  The
+trace of anything else needs torch and lives in another folder, which names it in the entry-point group
 ``protwin.tracers``; it is imported only when nothing cheaper answers.
 """
 
@@ -8,17 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Final
 
 from ..shared.errors import FileError, WorkloadError
 from ..shared.extensions import extension
 from ..shared.files import read_mapping
-from ..shared.models import load_model_configuration, model_names
+from ..shared.models import ModelConfiguration, load_model_configuration, model_names
 from ..shared.progress import progress_bar
-from ..shared.workload import Workload
+from ..shared.training_options import FULL_TRAINING, TrainingOptions
+from ..shared.workload import DType, Workload
 from .workload_cache import TraceRequest, cache_key, load_cached, store_cached
 from .workload_check import check_magnitude
 
 Warn = Callable[[str], None]
+_TRAINABLE: Final = (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16)
 
 
 def resolve_workload(
@@ -29,25 +33,43 @@ def resolve_workload(
     dtype: str | None,
     cache: Path | None,
     warn: Warn,
+    options: TrainingOptions = FULL_TRAINING,
 ) -> Workload:
     """The workload that ``model`` names: a saved workload's path, a configuration's path, or a catalogue name.
 
-    ``cache`` is the folder of traced workloads; None: trace anew and keep nothing.  ``warn`` gets a message if that
-    folder cannot be written.  Raises ProtwinError if the model is unknown, its file is damaged, or the shape is
-    missing (configurations) or another one (saved workloads).
+    ``cache`` is the folder of traced workloads; None: trace anew and keep nothing.  ``options`` say what of the model
+    is trained.  ``warn`` gets a message if that folder cannot be written, and if a model of the catalogue has to be
+    traced.  Raises ProtwinError if the model is unknown, its file is damaged, or the shape is missing (configurations)
+    or another one (saved workloads).
     """
     saved = _saved_workload(model)
     if saved is not None:
         check_magnitude(saved)
         _check_shape(saved, model, batch_size=batch_size, sequence_length=sequence_length, dtype=dtype)
+        if not options.is_full:
+            raise WorkloadError(
+                f"{model} is a workload, traced as it was to be trained. Leave out --lora-rank, --lora-targets, "
+                f"--freeze and --autocast, or name the model that it was traced from."
+            )
         return saved
+    if dtype is not None and dtype not in _TRAINABLE:
+        raise WorkloadError(f"dtype {dtype!r} cannot be trained; use {', '.join(_TRAINABLE)}.")
     described = load_model_configuration(model)
-    if batch_size is None or sequence_length is None:
+    if batch_size is None or (sequence_length is None and _has_sequence(described)):
         raise WorkloadError(
             f"{model} is a configuration, which fixes no batch. Say its shape, for example "
             f"--batch-size {batch_size or 1} --sequence-length {sequence_length or 2048}."
         )
-    request = TraceRequest(described.config, described.name, batch_size, sequence_length, dtype)
+    request = TraceRequest(described.config, described.name, batch_size, sequence_length, dtype, options)
+    if model in model_names():
+        found = _shipped(described, request, warn)
+        if found is not None:
+            return found
+    return _traced(request, cache, warn)
+
+
+def _traced(request: TraceRequest, cache: Path | None, warn: Warn) -> Workload:
+    """The workload from the cache, else from a trace, which is then kept."""
     if cache is None:
         return _trace(request)
     key = cache_key(request)
@@ -59,6 +81,29 @@ def resolve_workload(
         except FileError as error:
             warn(f"the traced workload is not kept: {error}")
     return found
+
+
+def _shipped(described: ModelConfiguration, request: TraceRequest, warn: Warn) -> Workload | None:
+    """The answer of the family that comes with the package; None, with a warning, if it has none."""
+    from ..shared.workload_catalogue import shipped_family
+    from ..shared.workload_family import OutsideFamilyError
+
+    dtype = DType(request.dtype) if request.dtype is not None else described.dtype or DType.FLOAT32
+    family = shipped_family(described.name, dtype) if request.options.is_full else None
+    if family is None:
+        way = "full training" if request.options.is_full else "training with LoRA, frozen parts or autocast"
+        warn(f"no workload of {way} of {described.name} in {dtype} comes with protwin, so it is traced, with torch.")
+        return None
+    try:
+        return family.at(batch_size=request.batch_size, sequence_length=request.sequence_length)
+    except OutsideFamilyError as error:
+        warn(f"{error} It is traced, with torch.")
+        return None
+
+
+def _has_sequence(described: ModelConfiguration) -> bool:
+    """Whether a batch has a second dim: images have none."""
+    return "image_size" not in described.config or "vocab_size" in described.config
 
 
 def _saved_workload(model: str) -> Workload | None:
@@ -77,6 +122,7 @@ def _trace(request: TraceRequest) -> Workload:
             batch_size=request.batch_size,
             sequence_length=request.sequence_length,
             dtype=request.dtype,
+            options=request.options,
             on_progress=on_progress,
         )
     assert isinstance(traced, Workload)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from protwin.shared.errors import CatalogueError, FileError
-from protwin.shared.model_size import FAMILIES, num_decoder_parameters
+from protwin.shared.model_size import FAMILIES, num_parameters_of
 from protwin.shared.models import (
     ModelConfiguration,
     load_model_configuration,
@@ -22,11 +22,21 @@ from protwin.shared.models import (
 from protwin.shared.workload import DType
 
 PUBLISHED = {
-    # Sums over the tensors of the published checkpoints, tied ones once.
+    # Sums over the tensors of the published checkpoints, tied ones once; vit-huge as torchvision states vit_h_14.
     "gpt2": 124_439_808,
     "gpt2-medium": 354_823_168,
     "gpt2-large": 774_030_080,
     "gpt2-xl": 1_557_611_200,
+    "bert-large": 335_174_458,
+    "gemma-2-9b": 9_241_705_984,
+    "gemma-2-27b": 27_227_128_320,
+    "mixtral-8x7b": 46_702_792_704,
+    "t5-small": 60_506_624,
+    "t5-base": 222_903_552,
+    "t5-large": 737_668_096,
+    "t5-3b": 2_851_598_336,
+    "t5-11b": 11_307_321_344,
+    "vit-huge": 632_045_800,
     "llama-2-7b": 6_738_415_616,
     "llama-2-13b": 13_015_864_320,
     "llama-2-70b": 68_976_648_192,
@@ -74,7 +84,7 @@ def test_sizes_are_the_published_ones(name: str) -> None:
 @pytest.mark.parametrize("name", model_names())
 def test_the_count_from_the_configuration_equals_the_stated_size(name: str) -> None:
     model = model_configuration(name)
-    assert num_decoder_parameters(model.config) == model.num_parameters
+    assert num_parameters_of(model.config) == model.num_parameters
     assert model.name == name
     assert "Hugging Face" in model.source
 
@@ -89,12 +99,18 @@ def test_the_count_from_the_configuration_equals_the_stated_size(name: str) -> N
         ("qwen2.5-7b", "model_type", "llama"),  # no biases on query, key and value
         ("qwen3-8b", "model_type", "llama"),  # no normalization of query and key
         ("gpt2", "n_positions", 2048),
+        ("mixtral-8x7b", "model_type", "mistral"),  # one expert
+        ("gemma-2-9b", "model_type", "mistral"),  # two normalizations in a block
+        ("t5-3b", "d_kv", 32),  # heads as wide as the model in all
+        ("t5-base", "feed_forward_proj", "gated-gelu"),
+        ("bert-large", "type_vocab_size", 1),
+        ("vit-huge", "patch_size", 16),
         ("opt-1.3b", "max_position_embeddings", 2046),  # without the two positions that OPT adds
     ],
 )
 def test_a_wrong_configuration_has_another_size(name: str, field: str, value: object) -> None:
     model = model_configuration(name)
-    assert num_decoder_parameters(model.config | {field: value}) != model.num_parameters
+    assert num_parameters_of(model.config | {field: value}) != model.num_parameters
 
 
 def test_published_element_types() -> None:
@@ -129,11 +145,12 @@ def test_the_catalogues_import_no_torch() -> None:
 def test_transformers_builds_every_model_with_that_size() -> None:
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
+    from protwin.runtime.configurations import build_model
+
     for name in model_names():
         model = model_configuration(name)
         config = transformers.AutoConfig.for_model(**model.config)
-        with torch.device("meta"):
-            built = transformers.AutoModelForCausalLM.from_config(config)
+        built = build_model(model.config, name, torch.bfloat16)
         assert type(built).__name__ in model.config["architectures"]
         assert sum(parameter.numel() for parameter in built.parameters()) == model.num_parameters, name
         assert str(config.dtype).removeprefix("torch.") == str(model.dtype), name

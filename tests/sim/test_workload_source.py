@@ -11,7 +11,8 @@ import pytest
 
 from protwin.shared.errors import CatalogueError, FileError, ProtwinError, WorkloadError
 from protwin.shared.plan import Plan
-from protwin.shared.workload import Workload
+from protwin.shared.training_options import FULL_TRAINING, LoraOptions, TrainingOptions
+from protwin.shared.workload import DType, Workload
 from protwin.sim import workload_source
 from protwin.sim.workload_source import resolve_workload
 from tests.shared.laid_out import decoder_workload
@@ -68,7 +69,14 @@ def configuration(tmp_path: Path) -> Path:
 def test_a_configuration_is_traced_once_for_each_shape(ask: Ask, configuration: Path, tracer: Tracer) -> None:
     first = ask(configuration)
     assert tracer.asked == [
-        {"configuration": CONFIGURATION, "name": "small", "batch_size": 1, "sequence_length": 8, "dtype": None}
+        {
+            "configuration": CONFIGURATION,
+            "name": "small",
+            "batch_size": 1,
+            "sequence_length": 8,
+            "dtype": None,
+            "options": FULL_TRAINING,
+        }
     ]
     assert ask(configuration) == first
     assert len(tracer.asked) == 1
@@ -111,10 +119,74 @@ def test_a_cache_that_cannot_be_written_is_a_warning(
     assert warning.startswith("the traced workload is not kept: ")
 
 
-def test_a_name_of_the_catalogue_is_traced_from_its_configuration(tracer: Tracer, ask: Ask) -> None:
-    ask("gpt2")
+def test_a_name_of_the_catalogue_is_answered_without_a_trace(ask: Ask, tracer: Tracer, warnings: list[str]) -> None:
+    found = ask("gpt2", batch_size=3, sequence_length=77)
+    assert (found.model_name, found.batch_shapes["input_ids"], found.num_blocks) == ("gpt2", (3, 77), 12)
+    assert found.num_parameters == 124_439_808
+    assert found.compute_dtype is DType.FLOAT32
+    assert ask("gpt2", dtype="float16").compute_dtype is DType.FLOAT16
+    assert tracer.asked == []
+    assert warnings == []
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"batch_size": 1, "sequence_length": 1025}, "sequence_length is 1025.*1024.*learned positions"),
+        ({"batch_size": 2**62, "sequence_length": 8}, "batch_size is 4611686018427387904"),
+        ({"dtype": "float64"}, "dtype 'float64' cannot be trained"),
+        ({"dtype": "floaty"}, "dtype 'floaty' cannot be trained"),
+    ],
+)
+def test_impossible_questions_about_a_shipped_model(ask: Ask, asked: dict[str, Any], message: str) -> None:
+    with pytest.raises(WorkloadError, match=message):
+        ask("gpt2", **asked)
+
+
+def test_images_have_no_sequence(ask: Ask, tracer: Tracer) -> None:
+    assert ask("vit-huge", batch_size=4, sequence_length=None).batch_shapes["pixel_values"] == (4, 3, 224, 224)
+    with pytest.raises(WorkloadError, match="sequence_length is 8, but vit-huge has none"):
+        ask("vit-huge")
+    with pytest.raises(WorkloadError, match="fixes no batch"):
+        ask("vit-huge", batch_size=None, sequence_length=None)
+
+
+@pytest.mark.parametrize(
+    ("asked", "reason"),
+    [
+        ({"sequence_length": 1}, "sequence_length 1 is outside of what is known exactly"),
+        (
+            {"options": TrainingOptions(frozen=("transformer.wte",))},
+            "LoRA, frozen parts or autocast of gpt2",
+        ),
+        ({"options": TrainingOptions(lora=LoraOptions(rank=4))}, "LoRA, frozen parts or autocast of gpt2"),
+    ],
+)
+def test_what_is_not_shipped_is_traced_and_says_so(
+    ask: Ask, tracer: Tracer, warnings: list[str], asked: dict[str, Any], reason: str
+) -> None:
+    ask("gpt2", **asked)
     assert tracer.asked[0]["name"] == "gpt2"
     assert tracer.asked[0]["configuration"]["n_layer"] == 12
+    assert tracer.asked[0]["options"] == asked.get("options", FULL_TRAINING)
+    (warning,) = warnings
+    assert reason in warning
+    assert "traced, with torch" in warning
+
+
+def test_other_options_are_other_entries_of_the_cache(ask: Ask, configuration: Path, tracer: Tracer) -> None:
+    several = [
+        FULL_TRAINING,
+        TrainingOptions(frozen=("a",)),
+        TrainingOptions(autocast=DType.BFLOAT16),
+        TrainingOptions(lora=LoraOptions(rank=4)),
+        TrainingOptions(lora=LoraOptions(rank=8)),
+        TrainingOptions(lora=LoraOptions(rank=8, targets=("c_attn",))),
+    ]
+    for _ in range(2):
+        for options in several:
+            ask(configuration, options=options)
+    assert [asked["options"] for asked in tracer.asked] == several
 
 
 def test_a_name_of_the_catalogue_goes_before_a_file(
@@ -122,8 +194,14 @@ def test_a_name_of_the_catalogue_goes_before_a_file(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "gpt2").write_text("a file that happens to be called so")
-    ask("gpt2")
-    assert tracer.asked[0]["name"] == "gpt2"
+    assert ask("gpt2").model_name == "gpt2"
+
+
+def test_a_saved_workload_is_trained_as_it_was_traced(ask: Ask, tmp_path: Path) -> None:
+    decoder_workload(3).save(tmp_path / "workload.json")
+    asked = {"batch_size": None, "sequence_length": None, "options": TrainingOptions(frozen=("a",))}
+    with pytest.raises(WorkloadError, match="--freeze"):
+        ask(tmp_path / "workload.json", **asked)
 
 
 def test_a_saved_workload_is_read(ask: Ask, tracer: Tracer, tmp_path: Path) -> None:
