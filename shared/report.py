@@ -1,29 +1,29 @@
-"""The report: one self-contained HTML page that lays a prediction and its measurement over each other.
-
-It needs no network and runs no script; its policy forbids both.  Figures are drawn here as SVG, the look is in
-``report.css``.
-"""
+"""The report of an iteration: a prediction, and where there is one the measurement laid over it, on one page."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from html import escape
-from importlib.resources import files
+from typing import Final
 
 from .comparison import Comparison, signed_error_frac
 from .errors import ProtwinError
-from .record import Record
+from .record import Origin, Record
 from .report_losses import agreement, losses_chart
-from .report_memory import alive_chart, limits, memory_chart
-from .report_svg import tag
+from .report_memory import Limit, alive_chart, limits, memory_chart, stack_chart
+from .report_page import Report, Section, card, card_grid
+from .report_search import search_sections
+from .report_stack import memory_stack
+from .report_svg import Figure, tag
 from .report_tables import alive_table, comparison_section, knob_table, traffic_table
 from .report_timeline import lane_charts, time_range_s
 from .report_words import ORIGIN_NAMES, format_error, format_share
 from .schedule import Schedule
+from .search_result import SearchResult
 from .timeline import check_schedule
 from .units import format_bytes, format_seconds
 
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
+_ONE_ITERATION: Final = "One iteration of the steady state. What runs past its end overlaps with the next one."
 
 
 def html_report(
@@ -37,45 +37,84 @@ def html_report(
     comparison: Comparison | None = None,
     notes: Sequence[str] = (),
     schedule: Schedule | None = None,
+    search: SearchResult | None = None,
 ) -> str:
-    """The page as text; equal input gives equal bytes.
+    """``report`` as a page of HTML; equal input gives equal bytes."""
+    return report(
+        title=title,
+        predicted=predicted,
+        measured=measured,
+        budget_bytes=budget_bytes,
+        losses=losses,
+        plain_peak_bytes=plain_peak_bytes,
+        comparison=comparison,
+        notes=notes,
+        schedule=schedule,
+        search=search,
+    ).html
+
+
+def report(
+    *,
+    title: str,
+    predicted: Record,
+    measured: Record | None = None,
+    budget_bytes: int | None = None,
+    losses: Mapping[str, Sequence[float]] | None = None,
+    plain_peak_bytes: int | None = None,
+    comparison: Comparison | None = None,
+    notes: Sequence[str] = (),
+    schedule: Schedule | None = None,
+    search: SearchResult | None = None,
+) -> Report:
+    """Everything that is known of an iteration, as figures and tables.
 
     ``losses``: per run (say "plain" and "planned") the loss of every step.  ``plain_peak_bytes``: device memory that
-    training without a plan needs.  ``schedule``, where it is at hand, adds the bytes that each task moves.
-    Raises ProtwinError if the records, the comparison and the schedule do not all belong to one plan.
+    training without a plan needs.  ``schedule``, where it is at hand, adds what each task moves and waits for, and
+    what the memory holds over time.  ``search``: the search that found the plan, shown in front of all else.
+    Raises ProtwinError if the records, the comparison, the schedule and the search do not all belong to one plan.
     """
     records = [predicted] if measured is None else [predicted, measured]
-    _check_one_plan(records, comparison, schedule)
+    _check_one_plan(records, comparison, schedule, search)
     held_against = limits(budget_bytes=budget_bytes, plain_peak_bytes=plain_peak_bytes)
-    memory = memory_chart(records, time_range_s(records), held_against)
-    alive = alive_chart(records, held_against)
-    body = [
-        _header(title, records),
-        _cards(predicted, measured, budget_bytes, plain_peak_bytes, losses),
-        _section("Plan", tag("div", knob_table(predicted), traffic_table(records), class_="columns")),
-        _section(
-            "Timeline",
-            tag(
-                "p",
-                "One iteration of the steady state. What runs past its end overlaps with the next one.",
-                class_="quiet",
-            ),
-            lane_charts(records, schedule),
-        ),
+    sections = [
+        *(search_sections(search) if search is not None else ()),
+        Section("Plan", (tag("div", knob_table(predicted), traffic_table(records), class_="columns"),)),
+        Section("Timeline", (tag("p", _ONE_ITERATION, class_="quiet"), *lane_charts(records, schedule))),
+        Section("Device memory", _memory_figures(records, schedule, held_against)),
     ]
-    if memory:
-        body.append(_section("Device memory", memory))
-    if alive:
-        body.append(_section("Alive at the peak", alive, alive_table(records)))
+    if alive := alive_chart(records, held_against):
+        sections.append(Section("Alive at the peak", (alive, alive_table(records))))
     if losses and (drawing := losses_chart(losses)):
-        body.append(_section("Losses", drawing))
+        sections.append(Section("Losses", (drawing,)))
     if comparison is not None:
-        body.append(_section("Predicted against measured", comparison_section(comparison)))
-    body.append(_section("Notes", _notes(records, notes)))
-    return _page(title, "\n".join(body))
+        sections.append(Section("Predicted against measured", (comparison_section(comparison),)))
+    sections.append(Section("Notes", (_notes(records, notes),)))
+    return Report(
+        title=title,
+        subtitle=_subtitle(records),
+        cards=_cards(predicted, measured, budget_bytes, plain_peak_bytes, losses),
+        sections=tuple(section for section in sections if section.content),
+    )
 
 
-def _check_one_plan(records: Sequence[Record], comparison: Comparison | None, schedule: Schedule | None) -> None:
+def _memory_figures(
+    records: Sequence[Record], schedule: Schedule | None, held_against: Sequence[Limit]
+) -> tuple[Figure, ...]:
+    """The curves of all records, and what the simulated one consists of."""
+    range_s = time_range_s(records)
+    figures = []
+    if curves := memory_chart(records, range_s, held_against):
+        figures.append(curves)
+    simulated = next((record for record in records if record.origin is Origin.SIMULATED), None)
+    if schedule is not None and simulated is not None and (stack := memory_stack(simulated, schedule)):
+        figures.append(stack_chart(stack, range_s, held_against))
+    return tuple(figures)
+
+
+def _check_one_plan(
+    records: Sequence[Record], comparison: Comparison | None, schedule: Schedule | None, search: SearchResult | None
+) -> None:
     plan_id = records[0].plan_id
     for record in records:
         if record.plan_id != plan_id:
@@ -89,30 +128,18 @@ def _check_one_plan(records: Sequence[Record], comparison: Comparison | None, sc
             f"the records follow plan {plan_id} but the comparison is of plan {comparison.plan_id}. "
             f"Compare these records."
         )
+    if search is not None and search.prediction.plan_id != plan_id:
+        raise ProtwinError(
+            f"the records follow plan {plan_id} but the search found plan {search.prediction.plan_id}. "
+            f"Give the search that found the plan."
+        )
 
 
-def _page(title: str, body: str) -> str:
-    style = files(__package__).joinpath("report.css").read_text(encoding="utf-8")
-    return (
-        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(title)}</title>\n<style>\n{style}</style>\n</head>\n"
-        f"<body>\n<main>\n{body}\n</main>\n</body>\n</html>\n"
-    )
-
-
-def _section(heading: str, *content: str) -> str:
-    name = heading.lower().replace(" ", "-")
-    return tag("section", tag("h2", escape(heading), id=name), *content, aria_labelledby=name)
-
-
-def _header(title: str, records: Sequence[Record]) -> str:
+def _subtitle(records: Sequence[Record]) -> str:
     first = records[0]
     origins = " and ".join(ORIGIN_NAMES[record.origin] for record in records)
     machine = next((record.machine for record in records if record.machine), first.hardware_name)
-    subtitle = f"{first.model_name} on {machine}: {first.num_tokens:,} tokens per iteration, {origins}"
-    return tag("header", tag("h1", escape(title)), tag("p", escape(subtitle), class_="quiet"))
+    return f"{first.model_name} on {machine}: {first.num_tokens:,} tokens per iteration, {origins}"
 
 
 # -- headline --------------------------------------------------------------------------------------------------------
@@ -132,26 +159,15 @@ def _cards(
     cards += [_throughput_card(measured or predicted), _offload_card(measured or predicted)]
     if losses and (found := agreement(losses)) is not None:
         names = " and ".join(losses)
-        cards.append(_card(f"Losses, {names}", found.headline, escape(found.detail)))
-    return tag("div", *cards, class_=f"cards {'four' if len(cards) == 4 else 'three'}")
-
-
-def _card(label: str, figure: str, *details: str) -> str:
-    """``details`` are markup."""
-    return tag(
-        "div",
-        tag("div", escape(label), class_="label"),
-        tag("div", escape(figure), class_="figure"),
-        *(tag("div", detail, class_="detail") for detail in details),
-        class_="card",
-    )
+        cards.append(card(f"Losses, {names}", found.headline, escape(found.detail)))
+    return card_grid(cards)
 
 
 def _iteration_card(predicted: Record, measured: Record | None) -> str:
     if measured is None:
-        return _card("Iteration, predicted", format_seconds(predicted.iteration_s), *_spread(predicted))
+        return card("Iteration, predicted", format_seconds(predicted.iteration_s), *_spread(predicted))
     error = format_error(signed_error_frac(predicted.iteration_s, measured.iteration_s))
-    return _card(
+    return card(
         "Iteration, measured",
         format_seconds(measured.iteration_s),
         f"predicted {tag('b', escape(format_seconds(predicted.iteration_s)))}, error {tag('b', error)}",
@@ -166,9 +182,9 @@ def _spread(record: Record) -> list[str]:
 def _peak_card(predicted: Record, measured: Record | None) -> str:
     bound = f"never above {format_bytes(predicted.guaranteed_peak_device_bytes)}, whatever the timing"
     if measured is None or not measured.peak_device_bytes:
-        return _card("Peak device memory, predicted", format_bytes(predicted.peak_device_bytes), bound)
+        return card("Peak device memory, predicted", format_bytes(predicted.peak_device_bytes), bound)
     error = format_error(signed_error_frac(predicted.peak_device_bytes, measured.peak_device_bytes))
-    return _card(
+    return card(
         "Peak device memory, measured",
         format_bytes(measured.peak_device_bytes),
         f"predicted {tag('b', escape(format_bytes(predicted.peak_device_bytes)))}, error {tag('b', error)}",
@@ -180,7 +196,7 @@ def _budget_card(record: Record, budget_bytes: int | None, plain_peak_bytes: int
     details = []
     plain = tag("b", escape(format_bytes(plain_peak_bytes))) if plain_peak_bytes else ""
     if budget_bytes is None:
-        return _card("Device budget", "none", f"plain training needs {plain}")
+        return card("Device budget", "none", f"plain training needs {plain}")
     if plain_peak_bytes:
         details.append(f"{format_share(budget_bytes / plain_peak_bytes)} of plain training's {plain}")
     left_bytes = budget_bytes - record.peak_device_bytes
@@ -188,17 +204,17 @@ def _budget_card(record: Record, budget_bytes: int | None, plain_peak_bytes: int
         details.append(f"{format_bytes(left_bytes)} to spare at the peak")
     else:
         details.append(tag("span", f"exceeded by {format_bytes(-left_bytes)}", class_="over"))
-    return _card("Device budget", format_bytes(budget_bytes), *details)
+    return card("Device budget", format_bytes(budget_bytes), *details)
 
 
 def _throughput_card(record: Record) -> str:
     label = f"Tokens per second, {ORIGIN_NAMES[record.origin]}"
-    return _card(label, f"{record.tokens_per_s:,.4g}", f"{record.num_tokens:,} tokens per iteration")
+    return card(label, f"{record.tokens_per_s:,.4g}", f"{record.num_tokens:,} tokens per iteration")
 
 
 def _offload_card(record: Record) -> str:
     moved_bytes = sum(use.moved_bytes for use in record.lanes)
-    return _card(
+    return card(
         "Moved per iteration",
         format_bytes(moved_bytes),
         f"{record.num_gathers} chunks gathered, {record.num_cpu_adam_steps} CPU Adam steps",

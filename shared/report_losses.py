@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from .report_svg import Scale, Unit, figure, legend, line, svg, tag, text, ticks
+from .report_svg import Figure, Scale, Unit, line, tag, text, ticks
 from .report_svg import value_text as px
 
 _WIDTH: Final = 1120.0
@@ -20,11 +20,11 @@ _MOST_MARKERS: Final = 60
 _ONE: Final = Unit(1.0, "")
 
 
-def losses_chart(losses: Mapping[str, Sequence[float]]) -> str:
-    """The first run as a broad band, every other as a thin line with rings upon it; empty without a finite loss."""
+def losses_chart(losses: Mapping[str, Sequence[float]]) -> Figure | None:
+    """The first run as a broad band, every other as a thin line with rings upon it; None without a finite loss."""
     finite = [loss for run in losses.values() for loss in run if math.isfinite(loss)]
     if not finite:
-        return ""
+        return None
     low, high = min(finite), max(finite)
     margin = 0.05 * (high - low) or 0.05 * abs(high) or 1.0
     across = Scale(0.0, max(1, max(len(run) for run in losses.values()) - 1), _LEFT, _RIGHT)
@@ -40,8 +40,15 @@ def losses_chart(losses: Mapping[str, Sequence[float]]) -> str:
             drawn.append(_rings(run, across, upwards, colour))
             mark += tag("circle", cx=12.0, cy=6.0, r=3.5, class_=f"ring stroke-{colour}")
         marks.append((mark, name))
-    label = "Loss by step: " + ", ".join(losses)
-    return figure(svg(_WIDTH, _BOTTOM + 36, *drawn, label=label), caption=_caption(losses), below=legend(marks))
+    return Figure(
+        name="losses",
+        width=_WIDTH,
+        height=_BOTTOM + 36,
+        drawing="".join(drawn),
+        label="Loss by step: " + ", ".join(losses),
+        caption=_caption(losses),
+        legend=tuple(marks),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +59,9 @@ class Agreement:
     detail: str
 
 
-def _caption(losses: Mapping[str, Sequence[float]]) -> str:
+def _caption(losses: Mapping[str, Sequence[float]]) -> tuple[str, str]:
     found = agreement(losses)
-    return f"{tag('b', found.headline.capitalize())}, {found.detail}" if found is not None else ""
+    return (found.headline.capitalize(), f", {found.detail}") if found is not None else ("", "")
 
 
 def agreement(losses: Mapping[str, Sequence[float]]) -> Agreement | None:

@@ -8,7 +8,8 @@ from html import escape
 from typing import Final
 
 from .record import MemoryCurve, Record
-from .report_svg import Scale, bytes_axis, bytes_unit, figure, legend, line, spread, svg, tag, text, ticks, time_axis
+from .report_stack import Stack
+from .report_svg import Figure, Scale, area_mark, bytes_axis, bytes_unit, line, spread, tag, text, ticks, time_axis
 from .report_svg import value_text as px
 from .report_timeline import LEFT_PX, RIGHT_PX
 from .report_words import CONTENT_NAMES, ORIGIN_NAMES, Alive, alive_at_peak, format_share
@@ -29,7 +30,7 @@ CONTENT_COLOURS: Final[dict[Content | None, str]] = {
     None: "gold",
 }
 CURVE_COLOURS: Final = ("blue", "orange")
-"""Of the first record and the second."""
+"""Of the first record and the second; the second is also dashed."""
 
 _WIDTH: Final = 1120.0
 _TOP: Final = 16.0
@@ -58,11 +59,13 @@ def limits(*, budget_bytes: int | None, plain_peak_bytes: int | None) -> list[Li
     return known
 
 
-def memory_chart(records: Sequence[Record], time_range_s: tuple[float, float], limits: Sequence[Limit]) -> str:
-    """The device memory of all records over time, one drawing; empty if none holds a curve."""
+def memory_chart(
+    records: Sequence[Record], time_range_s: tuple[float, float], limits: Sequence[Limit]
+) -> Figure | None:
+    """The device memory of all records over time, one drawing; None if none holds a curve."""
     curves = [(record, curve) for record in records if (curve := record.curve(Memory.DEVICE)) and curve.times_s]
     if not curves:
-        return ""
+        return None
     highest = max(max(curve.peak_bytes, *curve.levels_bytes) for _, curve in curves)
     near = [limit for limit in limits if limit.size_bytes <= _FAR_FACTOR * highest]
     top_bytes = 1.06 * max(highest, 1, *(limit.size_bytes for limit in near))
@@ -70,13 +73,85 @@ def memory_chart(records: Sequence[Record], time_range_s: tuple[float, float], l
     upwards = Scale(0.0, top_bytes, _BOTTOM, _TOP)
     drawn = [time_axis(across, top=_TOP, bottom=_BOTTOM), bytes_axis(upwards, left=LEFT_PX, right=RIGHT_PX)]
     for index, (record, curve) in enumerate(curves):
-        drawn.append(_curve(record, curve, across, upwards, CURVE_COLOURS[index % 2], has_wash=index == 0))
+        drawn.append(_curve(record, curve, across, upwards, _line_class(index), has_wash=index == 0))
     drawn.append(_limit_lines(limits, upwards))
-    marks = [
-        (_curve_mark(CURVE_COLOURS[i % 2]), _curve_words(record, curve)) for i, (record, curve) in enumerate(curves)
-    ]
-    label = "Device memory over one iteration: " + "; ".join(words for _, words in marks)
-    return figure(svg(_WIDTH, _BOTTOM + 24, *drawn, label=label), below=legend(marks))
+    marks = [(_curve_mark(_line_class(i)), _curve_words(record, curve)) for i, (record, curve) in enumerate(curves)]
+    return Figure(
+        name="memory",
+        width=_WIDTH,
+        height=_BOTTOM + 24,
+        drawing="".join(drawn),
+        label="Device memory over one iteration: " + "; ".join(words for _, words in marks),
+        legend=tuple(marks),
+    )
+
+
+def stack_chart(stack: Stack, time_range_s: tuple[float, float], limits: Sequence[Limit]) -> Figure:
+    """Predicted device memory over time, stacked by what it holds; where a pixel has several levels, its highest."""
+    total = stack.total_bytes
+    highest = int(total.max())
+    near = [limit for limit in limits if limit.size_bytes <= _FAR_FACTOR * highest]
+    across = Scale(*time_range_s, LEFT_PX, RIGHT_PX)
+    upwards = Scale(0.0, 1.06 * max(highest, 1, *(limit.size_bytes for limit in near)), _BOTTOM, _TOP)
+    columns = _highest_per_pixel(stack, across)
+    drawn = [time_axis(across, top=_TOP, bottom=_BOTTOM), bytes_axis(upwards, left=LEFT_PX, right=RIGHT_PX)]
+    contents = [content for content in CONTENT_COLOURS if content in stack.levels_bytes]
+    base = [0] * len(columns)
+    ends_s = [float(stack.begins_s[step]) for step in columns[1:]] + [stack.end_s]
+    xs = [px(across(float(stack.begins_s[step]))) for step in columns]
+    x_ends = [px(across(end_s)) for end_s in ends_s]
+    for content in contents:
+        levels = stack.levels_bytes[content]
+        top = [below + int(levels[step]) for below, step in zip(base, columns, strict=True)]
+        peak = format_bytes(int(levels.max()))
+        area = _area(xs, x_ends, [px(upwards(level)) for level in base], [px(upwards(level)) for level in top])
+        words = f"{CONTENT_NAMES[content]}, at most {peak}"
+        drawn.append(tag("path", tag("title", escape(words)), d=area, class_=f"layer fill-{CONTENT_COLOURS[content]}"))
+        base = top
+    drawn.append(_limit_lines(limits, upwards))
+    return Figure(
+        name="memory-contents",
+        width=_WIDTH,
+        height=_BOTTOM + 24,
+        drawing="".join(drawn),
+        label="Predicted device memory over one iteration by content: "
+        + ", ".join(CONTENT_NAMES[content] for content in contents),
+        caption=("What it holds", ", predicted, with the most of each at any time"),
+        legend=tuple(
+            (
+                area_mark(CONTENT_COLOURS[content]),
+                f"{CONTENT_NAMES[content]}, {format_bytes(int(stack.levels_bytes[content].max()))}",
+            )
+            for content in reversed(contents)
+        ),
+    )
+
+
+def _highest_per_pixel(stack: Stack, across: Scale) -> list[int]:
+    """Per pixel column the step with the highest total, of those that begin within it; ascending."""
+    total = stack.total_bytes
+    columns: dict[int, int] = {}
+    for step, begin_s in enumerate(stack.begins_s.tolist()):
+        column = int(across(begin_s))
+        best = columns.setdefault(column, step)
+        if total[step] > total[best]:
+            columns[column] = step
+    return sorted(columns.values())
+
+
+def _area(xs: Sequence[str], x_ends: Sequence[str], low: Sequence[str], high: Sequence[str]) -> str:
+    """The stepped area between two curves: along the upper one, and back along the lower one."""
+    there, back = [f"M{xs[0]} {high[0]}"], []
+    for place in range(len(xs)):
+        if place == 0 or high[place] != high[place - 1]:
+            there.append(f"H{xs[place]}V{high[place]}")
+        if place + 1 == len(xs) or low[place] != low[place + 1]:
+            back.append(f"H{x_ends[place]}V{low[place]}")
+    return "".join([*there, f"H{x_ends[-1]}", *reversed(back), f"H{xs[0]}Z"])
+
+
+def _line_class(index: int) -> str:
+    return f"line stroke-{CURVE_COLOURS[index % 2]}" + (" dashed" if index % 2 else "")
 
 
 def _curve_words(record: Record, curve: MemoryCurve) -> str:
@@ -87,13 +162,14 @@ def _curve_words(record: Record, curve: MemoryCurve) -> str:
     return words
 
 
-def _curve_mark(colour: str) -> str:
-    return line(0, 6, 24, 6, f"line stroke-{colour}") + tag(
-        "circle", cx=12.0, cy=6.0, r=3.5, class_=f"ring stroke-{colour}"
-    )
+def _curve_mark(line_class: str) -> str:
+    ring = line_class.replace("line", "ring").replace(" dashed", "")
+    return line(0, 6, 24, 6, line_class) + tag("circle", cx=12.0, cy=6.0, r=3.5, class_=ring)
 
 
-def _curve(record: Record, curve: MemoryCurve, across: Scale, upwards: Scale, colour: str, *, has_wash: bool) -> str:
+def _curve(
+    record: Record, curve: MemoryCurve, across: Scale, upwards: Scale, line_class: str, *, has_wash: bool
+) -> str:
     """The steps of one curve up to the end of the iteration, and a ring at its peak."""
     times_s = paced_times_s(record, curve)
     points = thinned(times_s, curve.levels_bytes, across.per_px)
@@ -105,8 +181,8 @@ def _curve(record: Record, curve: MemoryCurve, across: Scale, upwards: Scale, co
     if has_wash:
         base = upwards(0)
         area = f"{path}V{px(base)}H{px(across(points[0][0]))}Z"
-        drawn.append(tag("path", d=area, class_=f"wash fill-{colour}"))
-    drawn.append(tag("path", d=path, class_=f"line stroke-{colour}"))
+        drawn.append(tag("path", d=area, class_="wash"))
+    drawn.append(tag("path", d=path, class_=line_class))
     peak_s = times_s[curve.levels_bytes.index(max(curve.levels_bytes))]
     words = f"{_curve_words(record, curve)}"
     drawn.append(
@@ -116,7 +192,7 @@ def _curve(record: Record, curve: MemoryCurve, across: Scale, upwards: Scale, co
             cx=across(peak_s),
             cy=upwards(curve.peak_bytes),
             r=4.5,
-            class_=f"ring stroke-{colour}",
+            class_=line_class.replace("line", "ring").replace(" dashed", ""),
         )
     )
     return "".join(drawn)
@@ -160,11 +236,11 @@ _BAR_PITCH: Final = 52.0
 _CHARACTER_PX: Final = 7.2
 
 
-def alive_chart(records: Sequence[Record], limits: Sequence[Limit]) -> str:
-    """One stacked bar per record of what its device memory held at the peak; empty if none holds a curve."""
+def alive_chart(records: Sequence[Record], limits: Sequence[Limit]) -> Figure | None:
+    """One stacked bar per record of what its device memory held at the peak; None if none holds a curve."""
     curves = [(record, curve) for record in records if (curve := record.curve(Memory.DEVICE)) and curve.peak_bytes]
     if not curves:
-        return ""
+        return None
     highest = max(curve.peak_bytes for _, curve in curves)
     near = [limit for limit in limits if limit.line_class == "limit-line" and limit.size_bytes <= 1.5 * highest]
     across = Scale(
@@ -180,8 +256,24 @@ def alive_chart(records: Sequence[Record], limits: Sequence[Limit]) -> str:
         x = across(limit.size_bytes)
         drawn.append(line(x, 16, x, bottom, limit.line_class))
         drawn.append(text(x, 6, limit.words, anchor="end" if x > _WIDTH - 100 else "middle", class_=limit.text_class))
-    label = "Device memory at the peak by content"
-    return figure(svg(_WIDTH, bottom + 24, *drawn, label=label))
+    return Figure(
+        name="alive",
+        width=_WIDTH,
+        height=bottom + 24,
+        drawing="".join(drawn),
+        label="Device memory at the peak by content",
+        legend=_contents_legend([curve for _, curve in curves]),
+    )
+
+
+def _contents_legend(curves: Sequence[MemoryCurve]) -> tuple[tuple[str, str], ...]:
+    held = {row.content for curve in curves for row in alive_at_peak(curve) if row.is_itemized}
+    marks = [
+        (area_mark(colour), CONTENT_NAMES[content]) for content, colour in CONTENT_COLOURS.items() if content in held
+    ]
+    if any(not row.is_itemized for curve in curves for row in alive_at_peak(curve)):
+        marks.append((area_mark("rest"), "not itemized"))
+    return tuple(marks)
 
 
 def _alive_axis(across: Scale, bottom: float) -> str:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
+from typing import Final
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +67,10 @@ def value_text(value: str | float) -> str:
     return f"{value:.2f}".rstrip("0").rstrip(".")
 
 
-def svg(width: float, height: float, *content: str, label: str) -> str:
+def svg(width: float, height: float, *content: str, label: str, class_: str | None = None) -> str:
     """A drawing that scales with the page; ``label`` is what a screen reader says of it."""
-    return tag("svg", *content, viewBox=f"0 0 {value_text(width)} {value_text(height)}", role="img", aria_label=label)
+    view = f"0 0 {value_text(width)} {value_text(height)}"
+    return tag("svg", *content, viewBox=view, role="img", aria_label=label, class_=class_)
 
 
 def text(x: float, y: float, words: str, *, anchor: str = "start", class_: str | None = None) -> str:
@@ -160,6 +162,41 @@ def spread(positions: Sequence[float], *, gap: float) -> list[float]:
     return [placed[index] for index in range(len(positions))]
 
 
+LEGEND_MARK_PX: Final = 24.0
+"""Width of a legend's mark; its height is half of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One drawing with its words: a part of the page, and a picture of its own."""
+
+    name: str
+    """Unique in a report, fit for the name of a file."""
+    width: float
+    height: float
+    drawing: str
+    """What is within the svg element, as markup."""
+    label: str
+    """What a screen reader says of it."""
+    caption: tuple[str, str] = ("", "")
+    """What stands above it: stressed words, then plain ones."""
+    legend: tuple[tuple[str, str], ...] = ()
+    """Marks, each the content of a drawing of 24 by 12, with their words."""
+    below: str = ""
+    """Markup under it that only the page has."""
+    class_: str | None = None
+
+    @property
+    def markup(self) -> str:
+        """The figure as a part of a page."""
+        stressed, plain = self.caption
+        words = tag("b", escape(stressed)) if stressed else ""
+        words = tag("figcaption", words + escape(plain)) if stressed or plain else ""
+        drawn = svg(self.width, self.height, self.drawing, label=self.label, class_=self.class_)
+        marks = legend(self.legend) if self.legend else ""
+        return tag("figure", words, tag("div", drawn, class_="scroll"), marks, self.below, id=f"figure-{self.name}")
+
+
 def legend(entries: Iterable[tuple[str, str]]) -> str:
     """A list of marks, given as the content of a 24 by 12 drawing, each with its words."""
     items = (
@@ -169,7 +206,6 @@ def legend(entries: Iterable[tuple[str, str]]) -> str:
     return tag("ul", *items, class_="legend")
 
 
-def figure(drawing: str, *, caption: str = "", below: str = "") -> str:
-    """A drawing with its caption (markup) above and, say, a legend below."""
-    words = tag("figcaption", caption) if caption else ""
-    return tag("figure", words, tag("div", drawing, class_="scroll"), below)
+def area_mark(colour: str) -> str:
+    """The mark of what is drawn as an area of ``colour``."""
+    return tag("rect", x=5.0, y=0.0, width=14.0, height=12.0, rx=2.0, class_=f"fill-{colour}")

@@ -74,7 +74,7 @@ def alive_table(records: Sequence[Record]) -> str:
     for name in names:
         if not any(name in found for found in alive):
             continue
-        cells = [tag("th", tag("span", class_=f"swatch fill-{colours.get(name) or 'rest'}"), escape(name), scope="row")]
+        cells = [tag("th", _swatch(colours.get(name)), escape(name), scope="row")]
         for (_, curve), found in zip(curves, alive, strict=True):
             if name in found:
                 share = format_share(found[name].size_bytes / curve.peak_bytes)
@@ -165,6 +165,11 @@ def _table(
     body = (tag("tr", *row, class_="total" if place in totals else None) for place, row in enumerate(rows))
     parts.append(tag("tbody", *body))
     return tag("div", tag("table", *parts), class_="scroll")
+
+
+def _swatch(colour: str | None) -> str:
+    rect = tag("rect", width=12.0, height=12.0, rx=2.0, class_=f"fill-{colour or 'rest'}")
+    return tag("svg", rect, width=12.0, height=12.0, aria_hidden="true", class_="swatch")
 
 
 def _name(words: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -9,7 +10,8 @@ from html import escape
 from typing import Final
 
 from .record import Record, TaskTiming
-from .report_svg import Scale, figure, legend, line, svg, tag, text, time_axis
+from .report_svg import Figure, Scale, area_mark, line, tag, text, time_axis
+from .report_waits import Waits, waits_of
 from .report_words import KIND_NAMES, LANE_NAMES, ORIGIN_NAMES, bottleneck, busy_frac, format_share, task_name
 from .schedule import Lane, Schedule, TaskKind
 from .timeline import paced_times_s, subject_of
@@ -45,6 +47,8 @@ _NARROWEST_PX: Final = 1.5
 _EDGED_ABOVE_PX: Final = 4.0
 """Bars narrower than this have no edge: it would hide them."""
 _CHARACTER_PX: Final = 7.0
+_PREVIOUS_MARK: Final = tag("rect", x=5.0, y=0.0, width=14.0, height=12.0, class_="previous")
+_HINT: Final = "Point at a task to see what it waits for and what waits for it; a click holds it, arrow keys walk."
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,24 +94,14 @@ def time_range_s(records: Sequence[Record]) -> tuple[float, float]:
     return min(times_s), max(times_s)
 
 
-def lane_charts(records: Sequence[Record], schedule: Schedule | None) -> str:
-    """One chart per record on a common time axis, and the legend of the task kinds that occur."""
+def lane_charts(records: Sequence[Record], schedule: Schedule | None) -> tuple[Figure, ...]:
+    """One chart per record on a common time axis, each with the legend of the task kinds that occur in it."""
     low, high = time_range_s(records)
     scale = Scale(low, high, LEFT_PX, RIGHT_PX)
-    charts = (lane_chart(record, scale, schedule) for record in records)
-    kinds = {timing.kind for record in records for timing in record.tasks}
-    marks = (
-        (
-            tag("rect", x=6.0, y=0.0, width=12.0, height=12.0, rx=2.0, class_=f"fill-{KIND_COLOURS[kind]}"),
-            KIND_NAMES[kind],
-        )
-        for kind in TaskKind
-        if kind in kinds
-    )
-    return legend(marks) + "".join(charts)
+    return tuple(lane_chart(record, scale, schedule) for record in records)
 
 
-def lane_chart(record: Record, scale: Scale, schedule: Schedule | None) -> str:
+def lane_chart(record: Record, scale: Scale, schedule: Schedule | None) -> Figure:
     """The lanes of one record; at the right the share of the iteration that each is busy."""
     bottom = _TOP + len(Lane) * _LANE_HEIGHT
     busiest = bottleneck(record)
@@ -128,17 +122,125 @@ def lane_chart(record: Record, scale: Scale, schedule: Schedule | None) -> str:
         )
         drawn.append(text(_WIDTH, middle, format_share(busy_frac(record, lane)), anchor="end", class_=emphasis))
     drawn.append(time_axis(scale, top=_TOP, bottom=bottom))
-    for row, lane in enumerate(Lane):
-        timings = [timing for timing in record.tasks if timing.lane is lane]
-        top = _TOP + (row + 0.5) * _LANE_HEIGHT - _BAR_HEIGHT / 2
-        drawn += [_bar(stretch, scale, top, schedule) for stretch in merged(timings, scale.per_px)]
+    bars = _Bars.of(record, scale, schedule)
+    drawn += [_of_previous(run, record, scale) for run in _runs_into_next(record, scale)]
+    drawn += [bars.drawn(place, scale) for place in range(len(bars.stretches))]
     drawn.append(_period(record, scale, bottom))
+    drawn.append(tag("g", class_="links"))
     name = ORIGIN_NAMES[record.origin]
-    caption = f"{tag('b', name.capitalize())}, iteration {escape(format_seconds(record.iteration_s))}"
+    caption = f", iteration {format_seconds(record.iteration_s)}"
     if busiest is not None:
         caption += f", bottleneck: {LANE_NAMES[busiest]}"
-    label = f"Timeline, {name}: {len(record.tasks)} tasks on {len(Lane)} lanes"
-    return figure(svg(_WIDTH, bottom + 22, *drawn, label=label), caption=caption)
+    kinds = {timing.kind for timing in record.tasks}
+    return Figure(
+        name=f"timeline-{name}",
+        width=_WIDTH,
+        height=bottom + 22,
+        drawing="".join(drawn),
+        label=f"Timeline, {name}: {len(record.tasks)} tasks on {len(Lane)} lanes",
+        caption=(name.capitalize(), f"{caption}. {bars.thinning_words}".rstrip()),
+        legend=(
+            *((area_mark(KIND_COLOURS[kind]), KIND_NAMES[kind]) for kind in TaskKind if kind in kinds),
+            *([(_PREVIOUS_MARK, "previous iteration")] if any(_runs_into_next(record, scale)) else []),
+        ),
+        below=tag("p", _HINT, class_="told quiet", aria_live="polite") if schedule is not None else "",
+        class_="lanes" if schedule is not None else None,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Bars:
+    """The bars of one chart, and how the tasks behind them wait for each other."""
+
+    stretches: tuple[Stretch, ...]
+    """Lane by lane, in order of start."""
+    place_of: dict[int, int]
+    """The bar of every task."""
+    waits: dict[int, Waits]
+    """Empty without a schedule."""
+    schedule: Schedule | None
+
+    @classmethod
+    def of(cls, record: Record, scale: Scale, schedule: Schedule | None) -> _Bars:
+        """The bars of a record, on a time axis."""
+        stretches: list[Stretch] = []
+        for lane in Lane:
+            stretches += merged([timing for timing in record.tasks if timing.lane is lane], scale.per_px)
+        place_of = {timing.task: place for place, stretch in enumerate(stretches) for timing in stretch.timings}
+        waits = waits_of(record, schedule) if schedule is not None else {}
+        return cls(tuple(stretches), place_of, waits, schedule)
+
+    @property
+    def thinning_words(self) -> str:
+        """How many tasks are not drawn one by one; empty if all are."""
+        joint = [stretch for stretch in self.stretches if len(stretch.timings) > 1]
+        if not joint:
+            return ""
+        num_merged = sum(len(stretch.timings) for stretch in joint)
+        bars = "1 joint bar" if len(joint) == 1 else f"{len(joint):,} joint bars"
+        return (
+            f"{num_merged:,} of {len(self.place_of):,} tasks are too short to be told apart at this width and drawn "
+            f"as {bars}."
+        )
+
+    def drawn(self, place: int, scale: Scale) -> str:
+        """One bar, with what it waits for as the places of other bars."""
+        stretch = self.stretches[place]
+        left, right = scale(stretch.start_s), scale(stretch.end_s)
+        width = max(right - left, _NARROWEST_PX)
+        colour = KIND_COLOURS[stretch.kind]
+        top = _TOP + (tuple(Lane).index(stretch.timings[0].lane) + 0.5) * _LANE_HEIGHT - _BAR_HEIGHT / 2
+        bar = tag(
+            "rect",
+            tag("title", escape(self._words(stretch))),
+            x=left,
+            y=top,
+            width=width,
+            height=_BAR_HEIGHT,
+            fill_opacity=max(_FAINTEST, stretch.busy_frac) if stretch.busy_frac < 1 else None,
+            class_=f"bar {'task' if width > _EDGED_ABOVE_PX else 'thin'} fill-{colour}",
+            data_after=self._places(place, [t for timing in stretch.timings for t in self._after(timing)]),
+            data_earlier=self._places(place, [t for timing in stretch.timings for t in self._earlier(timing)]),
+        )
+        label = _short_label(stretch)
+        if len(label) * _CHARACTER_PX + 3 > width:
+            return bar
+        return bar + text(left + width / 2, top + _BAR_HEIGHT / 2, label, anchor="middle", class_=f"on-{colour}")
+
+    def _after(self, timing: TaskTiming) -> Sequence[int]:
+        return self.waits[timing.task].after if self.waits else ()
+
+    def _earlier(self, timing: TaskTiming) -> Sequence[int]:
+        return self.waits[timing.task].earlier if self.waits else ()
+
+    def _places(self, own: int, tasks: Sequence[int]) -> str | None:
+        """The bars of these tasks, the last to end first, without the bar itself; None if there are none."""
+        places = dict.fromkeys(self.place_of[task] for task in tasks)
+        places.pop(own, None)
+        return " ".join(map(str, places)) or None
+
+    def _words(self, stretch: Stretch) -> str:
+        """What the pointer shows."""
+        span = f"{format_seconds(stretch.start_s)} to {format_seconds(stretch.end_s)}"
+        tasks = self.schedule.tasks if self.schedule is not None else None
+        moved_bytes = sum(tasks[timing.task].moved_bytes for timing in stretch.timings) if tasks is not None else 0
+        moved = f"\n{format_bytes(moved_bytes)} moved" if moved_bytes else ""
+        if len(stretch.timings) == 1:
+            timing = stretch.timings[0]
+            name = task_name(timing.name, timing.kind)
+            return f"{name}\n{span} ({format_seconds(timing.duration_s)}){moved}{self._held_up(timing)}"
+        counts = Counter(timing.kind for timing in stretch.timings)
+        kinds = ", ".join(f"{KIND_NAMES[kind]} × {counts[kind]}" for kind in TaskKind if counts[kind])
+        seconds = sum(timing.duration_s for timing in stretch.timings)
+        return f"{len(stretch.timings)} tasks: {kinds}\n{span} (busy {format_seconds(seconds)}){moved}"
+
+    def _held_up(self, timing: TaskTiming) -> str:
+        waits = self.waits.get(timing.task)
+        if waits is None or waits.held_up_by is None or self.schedule is None:
+            return ""
+        task = self.schedule.tasks[waits.held_up_by]
+        lane = ", the task before it on its lane" if waits.is_held_by_lane else ""
+        return f"\nheld up by {task_name(task.name, task.kind)}{lane}"
 
 
 def _period(record: Record, scale: Scale, bottom: float) -> str:
@@ -152,6 +254,38 @@ def _period(record: Record, scale: Scale, bottom: float) -> str:
         else:
             drawn.append(text(x - 4, _TOP - 12, words, anchor="end"))
     return "".join(drawn)
+
+
+def _runs_into_next(record: Record, scale: Scale) -> Iterator[tuple[Lane, float, float]]:
+    """Per lane, when it is busy after the iteration's end: begin and end, gaps below two pixels closed."""
+    for lane in Lane:
+        late = [timing for timing in record.tasks if timing.lane is lane and timing.end_s > record.iteration_s]
+        begin_s = end_s = -math.inf
+        for timing in sorted(late, key=lambda t: t.start_s):
+            start_s = max(timing.start_s, record.iteration_s)
+            if start_s - end_s > _MERGED_BELOW_PX * scale.per_px:
+                if end_s > begin_s:
+                    yield lane, begin_s, end_s
+                begin_s = start_s
+            end_s = max(end_s, timing.end_s)
+        if end_s > begin_s:
+            yield lane, begin_s, end_s
+
+
+def _of_previous(run: tuple[Lane, float, float], record: Record, scale: Scale) -> str:
+    """The same stretch of the previous iteration, which keeps the lane busy at the beginning of this one."""
+    lane, begin_s, end_s = run
+    left, right = scale(begin_s - record.iteration_s), scale(end_s - record.iteration_s)
+    middle = _TOP + (tuple(Lane).index(lane) + 0.5) * _LANE_HEIGHT
+    return tag(
+        "rect",
+        tag("title", "still at work for the previous iteration"),
+        x=left,
+        y=middle - _BAR_HEIGHT / 2,
+        width=max(0.5, right - left),
+        height=_BAR_HEIGHT,
+        class_="previous",
+    )
 
 
 def merged(timings: Sequence[TaskTiming], per_px: float) -> Iterator[Stretch]:
@@ -173,41 +307,7 @@ def merged(timings: Sequence[TaskTiming], per_px: float) -> Iterator[Stretch]:
         yield Stretch(tuple(pending))
 
 
-def _bar(stretch: Stretch, scale: Scale, top: float, schedule: Schedule | None) -> str:
-    left, right = scale(stretch.start_s), scale(stretch.end_s)
-    width = max(right - left, _NARROWEST_PX)
-    colour = KIND_COLOURS[stretch.kind]
-    bar = tag(
-        "rect",
-        tag("title", escape(_words(stretch, schedule))),
-        x=left,
-        y=top,
-        width=width,
-        height=_BAR_HEIGHT,
-        fill_opacity=max(_FAINTEST, stretch.busy_frac) if stretch.busy_frac < 1 else None,
-        class_=f"{'task' if width > _EDGED_ABOVE_PX else 'thin'} fill-{colour}",
-    )
-    label = _short_label(stretch)
-    if len(label) * _CHARACTER_PX + 3 > width:
-        return bar
-    return bar + text(left + width / 2, top + _BAR_HEIGHT / 2, label, anchor="middle", class_=f"on-{colour}")
-
-
 def _short_label(stretch: Stretch) -> str:
     """The block or chunk, as it stands in the bar where there is room."""
     subject = subject_of(stretch.timings[0]) if len(stretch.timings) == 1 else None
     return subject[1] if subject is not None else ""
-
-
-def _words(stretch: Stretch, schedule: Schedule | None) -> str:
-    """What the pointer shows."""
-    span = f"{format_seconds(stretch.start_s)} to {format_seconds(stretch.end_s)}"
-    moved_bytes = sum(schedule.tasks[timing.task].moved_bytes for timing in stretch.timings) if schedule else 0
-    moved = f"\n{format_bytes(moved_bytes)} moved" if moved_bytes else ""
-    if len(stretch.timings) == 1:
-        timing = stretch.timings[0]
-        return f"{task_name(timing.name, timing.kind)}\n{span} ({format_seconds(timing.duration_s)}){moved}"
-    counts = Counter(timing.kind for timing in stretch.timings)
-    kinds = ", ".join(f"{KIND_NAMES[kind]} × {counts[kind]}" for kind in TaskKind if counts[kind])
-    seconds = sum(timing.duration_s for timing in stretch.timings)
-    return f"{len(stretch.timings)} tasks: {kinds}\n{span} (busy {format_seconds(seconds)}){moved}"

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import re
+from base64 import b64encode
 from dataclasses import dataclass, field
+from hashlib import sha256
 from html.parser import HTMLParser
 from importlib.resources import files
 from itertools import pairwise
@@ -20,6 +22,7 @@ from protwin.shared.record import Record, TaskTiming
 from protwin.shared.report import html_report
 from protwin.shared.report_losses import agreement
 from protwin.shared.report_memory import CONTENT_COLOURS, thinned
+from protwin.shared.report_patterns import STROKES
 from protwin.shared.report_svg import Scale, Unit, spread, ticks
 from protwin.shared.report_timeline import KIND_COLOURS, merged
 from protwin.shared.schedule import Content, Lane, Memory, TaskKind
@@ -27,7 +30,9 @@ from protwin.shared.units import format_bytes, format_seconds
 from tests.shared.laid_out import LaidOut, laid_out
 
 VOID = {"meta"}
-CSS = files("protwin.shared").joinpath("report.css").read_text(encoding="utf-8")
+PAGE_CSS = files("protwin.shared").joinpath("report.css").read_text(encoding="utf-8")
+FIGURES_CSS = files("protwin.shared").joinpath("report_figures.css").read_text(encoding="utf-8")
+CSS = PAGE_CSS + FIGURES_CSS
 LOSSES = [5.0 * math.exp(-step / 10) + 2.0 for step in range(30)]
 
 
@@ -82,8 +87,8 @@ def parse(html: str) -> Page:
 
 
 def check_self_contained(page: Page) -> None:
-    """No script, nothing that loads, nothing that runs."""
-    forbidden = {"script", "link", "img", "iframe", "object", "embed", "base", "form", "image", "use", "foreignobject"}
+    """Nothing that loads, no references but to the page's own patterns, and no script but the one of the policy."""
+    forbidden = {"link", "img", "iframe", "object", "embed", "base", "form", "image", "use", "foreignobject"}
     assert not forbidden & {element.tag for element in page.elements}
     for element in page.elements:
         for name, value in element.attributes.items():
@@ -91,8 +96,15 @@ def check_self_contained(page: Page) -> None:
             assert not name.startswith("on")
             assert "url(" not in (value or "")
     style = "".join(element.words for element in page.named("style"))
-    assert "url(" not in style
+    patterns = {element.attributes["id"] for element in page.named("pattern")}
+    assert set(re.findall(r"url\(([^)]*)\)", style)) <= {f"#{name}" for name in patterns}
     assert "@import" not in style
+    (script,) = page.named("script")
+    policy = next(m for m in page.named("meta") if m.attributes.get("http-equiv") == "Content-Security-Policy")
+    digest = b64encode(sha256(script.words.encode()).digest()).decode()
+    assert policy.attributes["content"] == (
+        f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -128,8 +140,6 @@ def test_the_page_is_whole_and_needs_nothing_else(example: LaidOut, comparison: 
     page = parse(html)
     check_self_contained(page)
     assert "http" not in html.replace("http-equiv", "")
-    policy = next(m for m in page.named("meta") if m.attributes.get("http-equiv") == "Content-Security-Policy")
-    assert policy.attributes["content"] == "default-src 'none'; style-src 'unsafe-inline'"
 
 
 def test_the_headline_figures_appear(example: LaidOut, comparison: Comparison) -> None:
@@ -170,14 +180,15 @@ def test_figures_have_words_for_those_who_cannot_see_them(example: LaidOut, comp
     assert all(cell.attributes.get("scope") for cell in page.named("th"))
     identifiers = [e.attributes["id"] for e in page.elements if "id" in e.attributes]
     assert len(identifiers) == len(set(identifiers))
-    assert {s.attributes["aria-labelledby"] for s in page.named("section")} == set(identifiers)
+    headings = {heading.attributes["id"] for heading in page.named("h2")}
+    assert {s.attributes["aria-labelledby"] for s in page.named("section")} == headings
     assert next(iter(page.named("html"))).attributes["lang"] == "en"
 
 
 def test_every_class_has_a_look(example: LaidOut, comparison: Comparison) -> None:
     page = parse(full_report(example, comparison))
     used = {name for e in page.elements for name in (e.attributes.get("class") or "").split()}
-    styled = set(re.findall(r"\.([a-z][a-z-]*)", CSS))
+    styled = set(re.findall(r"\.([a-z][a-z-]*)", re.sub(r"/\*.*?\*/", "", CSS, flags=re.DOTALL)))
     assert used - styled - {"cards", "card"} == set()
     palette = {*KIND_COLOURS.values(), *CONTENT_COLOURS.values()}
     assert {f"{part}-{colour}" for part in ("fill", "on") for colour in palette} <= styled
@@ -272,12 +283,14 @@ def test_the_check_notices_a_name_that_is_not_escaped(example: LaidOut, monkeypa
     """Every module that escapes, one at a time, is given a version that does not."""
     import protwin.shared.report
     import protwin.shared.report_memory
+    import protwin.shared.report_page
     import protwin.shared.report_tables
     import protwin.shared.report_timeline
 
     modules = (
         protwin.shared.report,
         protwin.shared.report_memory,
+        protwin.shared.report_page,
         protwin.shared.report_tables,
         protwin.shared.report_timeline,
         report_svg,
@@ -519,6 +532,22 @@ def test_words_and_marks_stand_out(palette: dict[str, str]) -> None:
     for colour in {*KIND_COLOURS.values(), *CONTENT_COLOURS.values()}:
         assert contrast(palette[colour], palette["page"]) >= 3, colour
         assert contrast(palette[f"on-{colour}"], palette[colour]) >= 4.5, colour
+
+
+def test_both_themes_define_every_colour_in_use() -> None:
+    used = set(re.findall(r"var\(--([a-z-]+)\)", CSS))
+    assert "blue" in used
+    for palette in palettes():
+        assert used <= palette.keys()
+    assert not re.search(r"#[0-9a-f]{3,8}\b", re.sub(r"--[a-z-]+: #[0-9a-f]{6};", "", CSS).replace("#pattern-", ""))
+
+
+def test_areas_stay_apart_without_colour() -> None:
+    """Every area is filled with a pattern, and every pattern is another texture."""
+    assert len(set(STROKES.values())) == len(STROKES)
+    assert {*KIND_COLOURS.values(), *CONTENT_COLOURS.values()} < STROKES.keys()
+    for colour in STROKES:
+        assert f".fill-{colour} {{ fill: url(#pattern-{colour}); }}" in FIGURES_CSS
 
 
 def test_every_kind_and_content_has_a_colour_of_its_own() -> None:
