@@ -40,6 +40,7 @@ from ..shared.hardware import Hardware
 from ..shared.machines import load_hardware, override_hardware
 from ..shared.plan import Plan
 from ..shared.progress import progress_bar
+from ..shared.record import Record
 from ..shared.uncollected import uncollected
 from ..shared.units import format_bytes, parse_bytes
 from .hardware_commands import hardware
@@ -67,11 +68,11 @@ def search_command(
     batch_size: BatchSize = None,
     sequence_length: SequenceLength = None,
     dtype: DTypeName = None,
-    changes: HardwareChanges = None,
     lora_rank: LoraRank = None,
     lora_targets: LoraTargets = None,
     frozen: FrozenParts = None,
     autocast: AutocastName = None,
+    changes: HardwareChanges = None,
     device_budget_bytes: DeviceBudget = None,
     calibration: CalibrationPath = None,
     chunk_bytes: Annotated[
@@ -126,8 +127,8 @@ def search_command(
         dtype=dtype,
         cache=None if no_cache else cache_folder(),
         warn=warn,
-    )
         options=options_of(lora_rank, lora_targets, frozen, autocast),
+    )
     with progress_bar("searching") as on_progress:
         result = search_plans(
             workload,
@@ -137,6 +138,7 @@ def search_command(
             space=space,
             on_progress=on_progress,
         )
+    _warn_of_memory(result.prediction, machine)
     if output is not None:
         result.plan.save(output)
     if as_json:
@@ -161,12 +163,12 @@ def simulate_command(
     batch_size: BatchSize = None,
     sequence_length: SequenceLength = None,
     dtype: DTypeName = None,
-    changes: HardwareChanges = None,
-    device_budget_bytes: DeviceBudget = None,
     lora_rank: LoraRank = None,
     lora_targets: LoraTargets = None,
     frozen: FrozenParts = None,
     autocast: AutocastName = None,
+    changes: HardwareChanges = None,
+    device_budget_bytes: DeviceBudget = None,
     calibration: CalibrationPath = None,
     timeline: TimelinePath = None,
     output: OutputPath = None,
@@ -192,9 +194,9 @@ def simulate_command(
         dtype=dtype,
         cache=None if no_cache else cache_folder(),
         warn=warn,
+        options=options_of(lora_rank, lora_targets, frozen, autocast),
     )
     schedule = compile_schedule(chosen, workload)
-        options=options_of(lora_rank, lora_targets, frozen, autocast),
     record = simulate_plan(chosen, workload, machine, factors, schedule=schedule)
     budget_bytes = device_budget_bytes or machine.device.usable_bytes
     if record.guaranteed_peak_device_bytes > budget_bytes:
@@ -202,6 +204,7 @@ def simulate_command(
             f"this plan may need {format_bytes(record.guaranteed_peak_device_bytes)} of device memory but the budget "
             f"is {format_bytes(budget_bytes)}."
         )
+    _warn_of_memory(record, machine)
     if output is not None:
         record.save(output)
     if timeline is not None:
@@ -230,6 +233,15 @@ def _check_budget(budget_bytes: int | None, machine: Hardware) -> None:
             f"the device budget is {format_bytes(budget_bytes)} but {machine.device.name} has "
             f"{format_bytes(usable_bytes)} for training. For a larger device, use --set device.memory_bytes=SIZE."
         )
+
+
+def _warn_of_memory(record: Record, machine: Hardware) -> None:
+    """Warn of segments or host memory that do not fit although all that the plan allocates does."""
+    from ..shared.memory_words import allocator_warning, host_warning
+
+    for message in (allocator_warning(record), host_warning(record, machine.host.memory_bytes)):
+        if message is not None:
+            warn(message)
 
 
 def _calibration(path: Path | None) -> Calibration | None:
