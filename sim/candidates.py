@@ -1,11 +1,12 @@
 """The plans that may still win, best bound first, looked at no closer than needed.
 
 [Note: Levels of a bound]
-A *family* is all plans of a layout with the same persistent chunks.  A plan's bound is sharpened in levels, each dearer
-than the one before: the bound of its family; its own ([Note: Time bounds] in ``sim/time_bounds.py``); whether it fits,
-by a lower bound of its peak; and whether it fits exactly, for which slots must be assigned to its residency.  One heap
-holds families, residencies and plans by what is known of them, so that whatever comes out of it as a plan fits, and no
-plan that is still inside has a lower bound.
+A *group* is all plans of a layout with the same number of swapped blocks, a *family* those of a group with the same
+persistent chunks.  A plan's bound is sharpened in levels, each dearer than the one before: the bound of its group, by
+the work of a whole period; that of its family; its own ([Note: Time bounds] in ``sim/time_bounds.py``); whether it
+fits, by a lower bound of its peak; and whether it fits exactly, for which slots must be assigned to its residency.  One
+heap holds groups, families, residencies and plans by what is known of them, so that whatever comes out of it as a plan
+fits, and no plan that is still inside has a lower bound.
 """
 
 from __future__ import annotations
@@ -19,44 +20,62 @@ from typing import Final
 import numpy as np
 
 from .compute_table import FloatArray
+from .held_memory import guaranteed_peaks
 from .residency import Residency, residency
 from .search_problem import SearchProblem
 from .space import BoolArray, IntArray
+from .traffic import Traffic
 
-_FAMILY: Final = 0
-_RESIDENCY: Final = 1
-_PLAN: Final = 2
+_GROUP: Final = 0
+_FAMILY: Final = 1
+_RESIDENCY: Final = 2
+_PLAN: Final = 3
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Candidate:
     """A plan that fits by all that is known before it is compiled."""
 
     layout: int
     index: tuple[int, int, int]
-    """Residency, prefetch depth and number of checkpointed blocks, as indices into the layout's grid."""
+    """Residency, prefetch depth and modes, as indices into the layout's grid."""
     simplicity: tuple[int, ...]
-    residency: Residency
+    traffic: Traffic
     bound_s: float
     """No simulation of it takes less."""
     peak_bytes: int
     """Guaranteed device peak."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
+class _Group:
+    """The plans of a layout with the same number of swapped blocks."""
+
+    layout: int
+    number: int
+    """Among the groups of ``ModeRows``."""
+    may_fit: BoolArray
+    """(F, K) what a quick bound of memory leaves of every family; K choices of modes of the group."""
+
+
+@dataclass(frozen=True, eq=False)
 class _Family:
     layout: int
+    group: int
     n_persist: int
-    may_fit: BoolArray
-    """(K,) what the family's quick bound of memory leaves."""
+    modes: IntArray
+    """(K,) the choices of modes that the group's quick bound of memory leaves."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Residency:
-    """The plans of one residency that a bound of their peak leaves."""
+    """The plans of one family and residency that a bound of their peak leaves."""
 
     layout: int
+    group: int
     row: int
+    modes: IntArray
+    """(K,)"""
     bound_s: FloatArray
     """(D, K), infinite for plans that do not fit or are not distinct."""
 
@@ -64,24 +83,21 @@ class _Residency:
 class _Plans:
     """The plans of one residency that fit, best bound first, then simplest."""
 
-    def __init__(self, layout: int, row: int, resident: Residency, bound_s: FloatArray, peaks: IntArray) -> None:
-        self.layout = layout
-        self.row = row
-        self.residency = resident
-        depth, checkpoint = np.isfinite(bound_s).nonzero()
-        order = np.lexsort((depth, checkpoint, bound_s[depth, checkpoint]))
-        depth, checkpoint = depth[order], checkpoint[order]
-        self.left = list(
-            zip(
-                bound_s[depth, checkpoint].tolist(),
-                depth.tolist(),
-                checkpoint.tolist(),
-                peaks[depth, checkpoint].tolist(),
-                strict=True,
-            )
-        )
-        """(bound, depth, checkpoint, peak), the next plan last."""
+    def __init__(self, found: _Residency, traffic: Traffic, fits: BoolArray, peaks: IntArray) -> None:
+        self.layout = found.layout
+        self.row = found.row
+        self.traffic = traffic
+        depth, place = fits.nonzero()
+        bound_s = found.bound_s[depth, place]
+        order = np.lexsort((depth, place, bound_s))
+        depth, place = depth[order], place[order]
+        columns = bound_s[order], depth, found.modes[place], peaks[depth, place]
+        self.left = list(zip(*(column.tolist() for column in columns), strict=True))
+        """(bound, depth, modes, peak), the next plan last."""
         self.left.reverse()
+
+
+_Entry = _Group | _Family | _Residency | _Plans
 
 
 class Candidates:
@@ -91,9 +107,10 @@ class Candidates:
         self._problem = problem
         self.num_bounded_by_memory = 0
         self._ticket = count()
-        self._heap: list[tuple[float, int, tuple[int, ...], int, _Family | _Residency | _Plans]] = []
+        self._heap: list[tuple[float, int, tuple[int, ...], int, _Entry]] = []
+        self._residencies: dict[tuple[int, int], Residency] = {}
         for layout in range(len(problem.layouts)):
-            self._add_families(layout)
+            self._add_groups(layout)
         heapify(self._heap)
 
     @property
@@ -109,71 +126,95 @@ class Candidates:
                 yield self._take(entry)
             elif isinstance(entry, _Residency):
                 self._add_plans(entry)
-            else:
+            elif isinstance(entry, _Family):
                 self._add_residencies(entry)
+            else:
+                self._add_families(entry)
 
-    def _push(self, bound_s: float, level: int, key: tuple[int, ...], entry: _Family | _Residency | _Plans) -> None:
+    def _push(self, bound_s: float, level: int, key: tuple[int, ...], entry: _Entry) -> None:
         heappush(self._heap, (bound_s, level, key, next(self._ticket), entry))
 
-    def _add_families(self, index: int) -> None:
-        """Bound every family by its most generous plan, and leave out those that no budget holds."""
+    def _add_groups(self, index: int) -> None:
+        """Bound every group by its most generous plan, and leave out families that no budget holds."""
         problem, layout = self._problem, self._problem.layouts[index]
-        grid, table, prefixes = layout.grid, layout.table, layout.prefixes
+        prefixes, most_buffers = layout.prefixes, np.full(len(layout.prefixes), len(layout.table.size_bytes))
+        static_bytes = layout.table.static_device_bytes(prefixes, problem.workload.resident_bytes)
+        for number, (n_swap, modes) in enumerate(layout.grid.modes.groups):
+            bounds_s = layout.time.whole_s(prefixes, most_buffers, modes)
+            levels = layout.memory.activation_bytes[modes]
+            may_fit = static_bytes[:, None] + levels <= problem.device_budget_bytes
+            may_fit &= (problem.host_bytes(index, prefixes, n_swap) <= problem.host_budget_bytes)[:, None]
+            self.num_bounded_by_memory += int((layout.num_residencies(n_swap)[:, None] * ~may_fit).sum())
+            if may_fit.any():
+                bound_s = float(np.where(may_fit, bounds_s, np.inf).min())
+                self._push(bound_s, _GROUP, (n_swap, index), _Group(index, number, may_fit))
+
+    def _add_families(self, group: _Group) -> None:
+        layout = self._problem.layouts[group.layout]
+        n_swap, modes = layout.grid.modes.groups[group.number]
+        fits = group.may_fit.any(axis=1)
+        prefixes, may_fit = layout.prefixes[fits], group.may_fit[fits]
         most_buffers = np.full(len(prefixes), len(layout.table.size_bytes))
-        deepest = np.full(len(prefixes), grid.prefetch_depth[-1])
-        bounds_s = layout.time.iteration_s(prefixes, most_buffers, deepest)
-        levels = (problem.compute.alive_bytes + problem.compute.peak_bytes).max(axis=1)
-        static_bytes = table.static_device_bytes(prefixes, problem.workload.resident_bytes)
-        may_fit = static_bytes[:, None] + levels <= problem.device_budget_bytes
-        host_bytes = table.pinned_host_bytes(prefixes) + table.host_bytes(prefixes)
-        may_fit &= (host_bytes <= problem.host_budget_bytes)[:, None]
-        sizes = [np.count_nonzero(grid.is_distinct[grid.n_persist == prefix]) for prefix in prefixes]
-        self.num_bounded_by_memory += int((np.array(sizes)[:, None] * ~may_fit).sum())
-        for prefix, bound_s, fits in zip(
-            prefixes, np.where(may_fit, bounds_s, np.inf).min(axis=1), may_fit, strict=True
-        ):
-            if fits.any():
-                self._push(float(bound_s), _FAMILY, (index, int(prefix)), _Family(index, int(prefix), fits))
+        deepest = np.full(len(prefixes), layout.grid.prefetch_depth[-1])
+        bounds_s = np.where(may_fit, layout.time.iteration_s(prefixes, most_buffers, deepest, modes), np.inf)
+        for prefix, bound_s, mask in zip(prefixes.tolist(), bounds_s.min(axis=1).tolist(), may_fit, strict=True):
+            family = _Family(group.layout, group.number, prefix, modes[mask])
+            self._push(bound_s, _FAMILY, (n_swap, group.layout, prefix), family)
 
     def _add_residencies(self, family: _Family) -> None:
         problem, layout = self._problem, self._problem.layouts[family.layout]
-        grid = layout.grid
+        grid, modes = layout.grid, family.modes
+        n_swap = int(grid.modes.n_swap[modes[0]])
         rows = np.flatnonzero(grid.n_persist == family.n_persist)
-        columns = np.flatnonzero(family.may_fit)
-        peaks = layout.memory.peak_bytes(family.n_persist, grid.n_buffer[rows], grid.prefetch_depth, columns)
-        is_open = grid.is_distinct[rows][:, :, None]
+        peaks = layout.memory.peak_bytes(family.n_persist, grid.n_buffer[rows], grid.prefetch_depth, modes)
+        is_open = grid.is_distinct(n_swap)[rows][:, :, None]
         fits = is_open & (peaks <= problem.device_budget_bytes)
         self.num_bounded_by_memory += int(np.count_nonzero(is_open & ~fits))
         row, depth = np.nonzero(fits.any(axis=2))
-        bounds_s = np.full((*fits.shape[:2], len(family.may_fit)), np.inf)
+        if not len(row):
+            return
+        bounds_s = np.full(fits.shape, np.inf)
         found_s = layout.time.iteration_s(
-            grid.n_persist[rows[row]], grid.n_buffer[rows[row]], grid.prefetch_depth[depth], columns
+            grid.n_persist[rows[row]], grid.n_buffer[rows[row]], grid.prefetch_depth[depth], modes
         )
-        bounds_s[row[:, None], depth[:, None], columns] = np.where(fits[row, depth], found_s, np.inf)
+        bounds_s[row, depth] = np.where(fits[row, depth], found_s, np.inf)
         for number in np.flatnonzero(np.bincount(row)).tolist():
             index, bound_s = int(rows[number]), bounds_s[number]
-            found = _Residency(family.layout, index, bound_s)
-            self._push(float(bound_s.min()), _RESIDENCY, (family.layout, index), found)
+            found = _Residency(family.layout, family.group, index, modes, bound_s)
+            self._push(float(bound_s.min()), _RESIDENCY, (n_swap, family.layout, index), found)
 
     def _add_plans(self, found: _Residency) -> None:
         problem, layout = self._problem, self._problem.layouts[found.layout]
-        grid, row = layout.grid, found.row
-        resident = residency(layout.table, int(grid.n_persist[row]), int(grid.n_buffer[row]))
-        peaks = resident.peak_bytes(problem.compute, grid.prefetch_depth, problem.workload.resident_bytes)
-        fits = peaks <= problem.device_budget_bytes
-        self.num_bounded_by_memory += int(np.count_nonzero(np.isfinite(found.bound_s) & ~fits))
-        self._queue(_Plans(found.layout, row, resident, np.where(fits, found.bound_s, np.inf), peaks))
+        traffic = Traffic(
+            self._residency(found.layout, found.row),
+            problem.compute,
+            int(layout.grid.modes.n_swap[found.modes[0]]),
+        )
+        peaks = guaranteed_peaks(traffic, layout.grid.prefetch_depth, found.modes, problem.workload.resident_bytes)
+        is_open = np.isfinite(found.bound_s)
+        fits = is_open & (peaks <= problem.device_budget_bytes)
+        self.num_bounded_by_memory += int(np.count_nonzero(is_open & ~fits))
+        self._queue(_Plans(found, traffic, fits, peaks))
+
+    def _residency(self, index: int, row: int) -> Residency:
+        """Groups share their residencies."""
+        known = self._residencies.get((index, row))
+        if known is None:
+            layout = self._problem.layouts[index]
+            known = residency(layout.table, int(layout.grid.n_persist[row]), int(layout.grid.n_buffer[row]))
+            self._residencies[index, row] = known
+        return known
 
     def _queue(self, plans: _Plans) -> None:
         if plans.left:
-            bound_s, depth, checkpoint, _ = plans.left[-1]
-            simplicity = self._problem.layouts[plans.layout].grid.simplicity(plans.row, depth, checkpoint)
+            bound_s, depth, mode, _ = plans.left[-1]
+            simplicity = self._problem.layouts[plans.layout].grid.simplicity(plans.row, depth, mode)
             self._push(bound_s, _PLAN, simplicity, plans)
 
     def _take(self, plans: _Plans) -> Candidate:
         """The next plan of a residency; the others go back into the queue."""
-        bound_s, depth, checkpoint, peak_bytes = plans.left.pop()
+        bound_s, depth, mode, peak_bytes = plans.left.pop()
         self._queue(plans)
-        simplicity = self._problem.layouts[plans.layout].grid.simplicity(plans.row, depth, checkpoint)
-        index = (plans.row, depth, checkpoint)
-        return Candidate(plans.layout, index, simplicity, plans.residency, bound_s, peak_bytes)
+        simplicity = self._problem.layouts[plans.layout].grid.simplicity(plans.row, depth, mode)
+        index = (plans.row, depth, mode)
+        return Candidate(plans.layout, index, simplicity, plans.traffic, bound_s, peak_bytes)

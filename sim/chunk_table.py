@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache, cached_property
+from typing import Final
 
 import numpy as np
 
@@ -12,9 +13,12 @@ from ..shared.compile_updates import stepped_bytes
 from ..shared.layout import Layout
 from ..shared.schedule import Task, TaskId, TaskKind
 from ..shared.workload import Workload
-from .compute_table import FloatArray
+from .compute_table import FloatArray, Positions
 from .costs import CostModel
 from .space import BoolArray, IntArray
+from .step_rule import StepRule
+
+_NO_RULE: Final = StepRule()
 
 
 @dataclass(frozen=True)
@@ -42,10 +46,12 @@ class ChunkTable:
     """(C,) of its gradients; 0 where there are none."""
     cpu_adam_s: FloatArray
     """(C,) 0 where nothing is stepped."""
+    accumulate_s: FloatArray
+    """(C,) adding gradients of a later micro-batch up; 0 where nothing is stepped."""
     num_stepped: IntArray
     """(C,) scalars that the optimizer steps."""
     stepped_bytes: IntArray
-    """(C,) memory traffic of stepping it."""
+    """(C,) memory traffic of stepping it, the scaling of its gradients included where their norm is limited."""
     gradient_chunk: IntArray
     """(E,) chunk of each gradient buffer."""
     gradient_block: IntArray
@@ -55,6 +61,12 @@ class ChunkTable:
     update_order: IntArray
     """(T,) chunks as their gradients leave and CPU Adam steps them: last block first."""
     costs: CostModel
+    rule: StepRule
+
+    @cached_property
+    def positions(self) -> Positions:
+        """The program of the compute lane."""
+        return Positions(self.layout.num_blocks, self.rule.micro_batches)
 
     def is_offloaded(self, n_persist: int | IntArray) -> BoolArray:
         """(..., C) whether a chunk is not persistent, for each entry of ``n_persist``."""
@@ -70,7 +82,8 @@ class ChunkTable:
 
     def pinned_host_bytes(self, n_persist: IntArray) -> IntArray:
         """(R,) of offloaded chunks: parameters and the buffers that receive gradients."""
-        return self.offloaded_sum(self.size_bytes + self.staging_bytes)[n_persist]
+        num_buffers = 2 if self.rule.accumulates else 1
+        return self.offloaded_sum(self.size_bytes + num_buffers * self.staging_bytes)[n_persist]
 
     def host_bytes(self, n_persist: IntArray) -> IntArray:
         """(R,) host memory that is not pinned: optimizer state of offloaded chunks."""
@@ -84,15 +97,34 @@ class ChunkTable:
         price = cache(lambda pair: self.costs.task_s(_chunk_task(TaskKind.DEVICE_ADAM, *pair)))
         return np.array([price(pair) for pair in zip(moved.tolist(), stepped.tolist(), strict=True)])
 
+    @cached_property
+    def norm_s(self) -> FloatArray:
+        """(C + 1,) seconds of the norm of all gradients, for every ``n_persist``; 0 where it is not limited."""
+        if not self.rule.limits_norm:
+            return np.zeros(len(self.size_bytes) + 1)
+        read_bytes = self.offloaded_sum(np.where(self.is_stepped, self.offload_bytes, 0))
+        price = cache(lambda size: self.costs.task_s(Task(TaskId(0), TaskKind.GRADIENT_NORM, stepped_bytes=size)))
+        return np.array([price(size) for size in read_bytes.tolist()])
+
+    @cached_property
+    def offload_bytes(self) -> IntArray:
+        """(C,) bytes of gradients."""
+        return _integers(sum(chunk.gradient_bytes) for chunk in self.layout.chunks)
+
     def offloaded_sum(self, values: IntArray) -> IntArray:
         """(C + 1,) the sum of ``values`` (C,) over offloaded chunks, for every ``n_persist``."""
         return np.append(np.where(self.is_owned, values, 0)[::-1].cumsum()[::-1], 0)
 
 
-def chunk_table(workload: Workload, layout: Layout, costs: CostModel) -> ChunkTable:
+def chunk_table(workload: Workload, layout: Layout, costs: CostModel, rule: StepRule = _NO_RULE) -> ChunkTable:
     """Tabulate ``layout``."""
     chunks = layout.chunks
-    moved = [stepped_bytes(chunk, workload.parameters) for chunk in chunks]
+    gradient_bytes = [sum(chunk.gradient_bytes) for chunk in chunks]
+    scaled_bytes = gradient_bytes if rule.limits_norm else [0] * len(chunks)
+    moved = [
+        stepped_bytes(chunk, workload.parameters) + 2 * scaled
+        for chunk, scaled in zip(chunks, scaled_bytes, strict=True)
+    ]
     stepped = [chunk for chunk in chunks if chunk.blocks and chunk.is_trainable]
     gradients = [
         (chunk.id, block, size_bytes)
@@ -120,10 +152,11 @@ def chunk_table(workload: Workload, layout: Layout, costs: CostModel) -> ChunkTa
         first_block=_integers(chunk.blocks[0] if chunk.blocks else layout.num_blocks for chunk in chunks),
         last_block=_integers(chunk.blocks[-1] if chunk.blocks else layout.num_blocks for chunk in chunks),
         gather_s=seconds(TaskKind.GATHER, [chunk.size_bytes for chunk in chunks], none),
-        offload_s=np.where(
-            is_stepped, seconds(TaskKind.GRADIENT_OFFLOAD, [sum(chunk.gradient_bytes) for chunk in chunks], none), 0.0
-        ),
+        offload_s=np.where(is_stepped, seconds(TaskKind.GRADIENT_OFFLOAD, gradient_bytes, none), 0.0),
         cpu_adam_s=np.where(is_stepped, seconds(TaskKind.CPU_ADAM, moved, num_stepped), 0.0),
+        accumulate_s=np.where(
+            is_stepped, seconds(TaskKind.GRADIENT_ACCUMULATE, [3 * size for size in gradient_bytes], none), 0.0
+        ),
         num_stepped=_integers(num_stepped),
         stepped_bytes=_integers(moved),
         gradient_chunk=_integers(chunk for chunk, _, _ in gradients),
@@ -131,15 +164,15 @@ def chunk_table(workload: Workload, layout: Layout, costs: CostModel) -> ChunkTa
         gradient_bytes=_integers(size_bytes for _, _, size_bytes in gradients),
         update_order=_integers(c.id for c in sorted(stepped, key=lambda chunk: (-chunk.blocks[0], -chunk.id))),
         costs=costs,
+        rule=rule,
     )
 
 
 def _chunk_task(kind: TaskKind, moved: int, stepped: int) -> Task:
     """A task with nothing but what its price depends on."""
-    is_adam = kind in (TaskKind.CPU_ADAM, TaskKind.DEVICE_ADAM)
-    if is_adam:
-        return Task(TaskId(0), kind, num_stepped=stepped, stepped_bytes=moved)
-    return Task(TaskId(0), kind, moved_bytes=moved)
+    if kind in (TaskKind.GATHER, TaskKind.GRADIENT_OFFLOAD):
+        return Task(TaskId(0), kind, moved_bytes=moved)
+    return Task(TaskId(0), kind, num_stepped=stepped, stepped_bytes=moved)
 
 
 def _integers(values: Iterable[int]) -> IntArray:

@@ -1,7 +1,8 @@
-"""The compute lane under every number of checkpointed blocks at once: seconds and device bytes, position by position.
+"""The compute lane under every choice of activation modes at once: seconds and device bytes, position by position.
 
 [Note: Positions]
-The program of the compute lane, with a place for every recomputation whether the plan has it or not.  For n blocks:
+The program of the compute lane, with a place for every recomputation whether the plan has it or not.  For n blocks,
+each micro-batch has 3n + 4 positions:
 
     0              forward of the prologue
     1 + b          forward of block b
@@ -9,30 +10,33 @@ The program of the compute lane, with a place for every recomputation whether th
     n + 3 + 2s     recomputation of block n - 1 - s (of no length where the block keeps its activations)
     n + 4 + 2s     backward of block n - 1 - s
     3n + 3         backward of the prologue
-    3n + 4         device Adam
 
-So plans that differ in activation modes alone have their tasks at the same positions, and one numpy axis holds them.
-A step (see [Note: Steps] in ``shared/compile.py``) is one forward position, or a recomputation and its backward.
+and the last position of the iteration is device Adam.  So plans that differ in activation modes alone have their tasks
+at the same positions, and one numpy axis holds them.  A step (see [Note: Steps] in ``shared/compile.py``) is one
+forward position, or a recomputation and its backward.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
-from ..shared.plan import ActivationMode, place_activation_modes
-from ..shared.schedule import TaskKind
+from ..shared.schedule import Task, TaskId, TaskKind
 from ..shared.workload import Phase, Workload
+from .activation_levels import NO_TASK_BYTES, ActivationLevels, activation_levels
 from .costs import CostModel
-from .space import BoolArray, IntArray
+from .space import BoolArray, IntArray, ModeRows
+from .step_rule import StepRule
 
 FloatArray = npt.NDArray[np.float64]
 
-NO_TASK_BYTES: Final = -(2**62)
-"""The level at a position without a task: below everything that can be added to it."""
+__all__ = ["NO_TASK_BYTES", "ComputeTable", "FloatArray", "Positions", "compute_table"]
+
+_NO_RULE: Final = StepRule()
 
 
 @dataclass(frozen=True)
@@ -40,54 +44,96 @@ class Positions:
     """Where tasks stand in the program of the compute lane; see [Note: Positions]."""
 
     num_blocks: int
+    micro_batches: int = 1
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of one iteration."""
+        return 2 * self.num_blocks * self.micro_batches
+
+    @property
+    def micro_length(self) -> int:
+        """Positions of one micro-batch."""
+        return 3 * self.num_blocks + 4
 
     @property
     def length(self) -> int:
         """Positions of one iteration."""
-        return 3 * self.num_blocks + 5
+        return self.micro_length * self.micro_batches + 1
 
     @property
     def device_adam(self) -> int:
         """The last position."""
         return self.length - 1
 
-    def backward(self, block: IntArray) -> IntArray:
+    def backward(self, block: IntArray, micro_batch: int | IntArray = 0) -> IntArray:
         """The backward of each block."""
-        return self.num_blocks + 4 + 2 * (self.num_blocks - 1 - block)
+        return self.micro_length * micro_batch + self.num_blocks + 4 + 2 * (self.num_blocks - 1 - block)
+
+    def last_backward(self, block: IntArray) -> IntArray:
+        """The backward of each block in the last micro-batch."""
+        return self.backward(block, self.micro_batches - 1)
 
     def step_begin(self, step: IntArray) -> IntArray:
         """The first position of each step."""
-        return np.where(step < self.num_blocks, 1 + step, 3 - self.num_blocks + 2 * step)
+        return self._position(step, 3)
 
     def step_end(self, step: IntArray) -> IntArray:
         """The last position of each step."""
-        return np.where(step < self.num_blocks, 1 + step, 4 - self.num_blocks + 2 * step)
+        return self._position(step, 4)
+
+    def _position(self, step: IntArray, offset: int) -> IntArray:
+        micro_batch, within = np.divmod(step, 2 * self.num_blocks)
+        place = np.where(within < self.num_blocks, 1 + within, offset - self.num_blocks + 2 * within)
+        return self.micro_length * micro_batch + place
 
 
 @dataclass(frozen=True)
 class ComputeTable:
-    """Seconds and bytes of compute tasks.  Shapes: K numbers of checkpointed blocks, L positions."""
+    """Seconds and bytes of compute tasks.  Shapes: K choices of modes, W positions of a micro-batch, n blocks."""
 
+    modes: ModeRows
+    positions: Positions
     seconds: FloatArray
-    """(K, L) alone on the machine; without device Adam, whose work depends on the persistent chunks."""
-    alive_bytes: IntArray
-    """(K, L) device level of activations, outputs and incoming gradients before the task starts."""
-    peak_bytes: IntArray
-    """(K, L) the task's own peak above that; ``NO_TASK_BYTES`` where there is no task."""
+    """(K, W) alone on the machine, the same in every micro-batch; without device Adam, whose work depends on the
+    persistent chunks."""
+    levels: ActivationLevels
+    swap_bytes: IntArray
+    """(n,) what each block moves when it swaps."""
+    swap_out_s: FloatArray
+    """(n,) its copy to the host."""
+    swap_in_s: FloatArray
+    """(n,) its copy back."""
+
+    def iteration_s(self, row: int, device_adam_s: float) -> FloatArray:
+        """(L,) seconds of the whole lane for the modes of ``row``."""
+        micro_batches = self.positions.micro_batches
+        repeated = self.seconds[row] if micro_batches == 1 else np.tile(self.seconds[row], micro_batches)
+        return np.append(repeated, device_adam_s)
+
+    @cached_property
+    def swapped_bytes(self) -> IntArray:
+        """(n + 1,) pinned host memory of the first so many blocks' swapping."""
+        return np.append(0, self.swap_bytes.cumsum())
 
 
-def compute_table(workload: Workload, n_checkpoint: IntArray, costs: CostModel) -> ComputeTable:
-    """Tabulate the compute lane of ``workload`` for each entry of ``n_checkpoint``."""
-    num_blocks = workload.num_blocks
-    is_checkpoint = np.array(
-        [
-            [mode is ActivationMode.CHECKPOINT for mode in place_activation_modes(num_blocks, n_checkpoint=int(count))]
-            for count in n_checkpoint
-        ],
-        dtype=np.bool_,
-    ).reshape(len(n_checkpoint), num_blocks)
-    alive_bytes, peak_bytes = _memory(workload, is_checkpoint)
-    return ComputeTable(_seconds(workload, is_checkpoint, costs), alive_bytes, peak_bytes)
+def compute_table(workload: Workload, modes: ModeRows, costs: CostModel, rule: StepRule = _NO_RULE) -> ComputeTable:
+    """Tabulate the compute lane of ``workload`` for each choice of ``modes``."""
+    swap_bytes = np.array([workload.profile_of(block).swappable_bytes for block in range(workload.num_blocks)])
+
+    def copies_s(kind: TaskKind) -> FloatArray:
+        price = {size: costs.task_s(Task(TaskId(0), kind, moved_bytes=size)) if size else 0.0 for size in swap_bytes}
+        return np.array([price[size] for size in swap_bytes])
+
+    return ComputeTable(
+        modes=modes,
+        positions=Positions(workload.num_blocks, rule.micro_batches),
+        seconds=_seconds(workload, modes.is_checkpoint, costs),
+        levels=activation_levels(workload, modes, rule.micro_batches),
+        swap_bytes=swap_bytes,
+        swap_out_s=copies_s(TaskKind.ACTIVATION_OFFLOAD),
+        swap_in_s=copies_s(TaskKind.ACTIVATION_FETCH),
+    )
 
 
 def _seconds(workload: Workload, is_checkpoint: BoolArray, costs: CostModel) -> FloatArray:
@@ -99,7 +145,7 @@ def _seconds(workload: Workload, is_checkpoint: BoolArray, costs: CostModel) -> 
         kept = 0.0 if keep is None else np.array([costs.phase_s(phase, kind) for phase in keep])
         return np.where(is_checkpoint, np.array([costs.phase_s(phase, kind) for phase in checkpoint]), kept)
 
-    seconds = np.zeros((len(is_checkpoint), positions.length))
+    seconds = np.zeros((len(is_checkpoint), positions.micro_length))
     seconds[:, 0] = costs.phase_s(workload.prologue_forward, TaskKind.FORWARD)
     seconds[:, 1 : num_blocks + 1] = by_mode(
         [p.forward for p in profiles], [p.checkpoint_forward for p in profiles], TaskKind.FORWARD
@@ -113,69 +159,3 @@ def _seconds(workload: Workload, is_checkpoint: BoolArray, costs: CostModel) -> 
     seconds[:, at - 1] = recompute
     seconds[:, 3 * num_blocks + 3] = costs.phase_s(workload.prologue_backward, TaskKind.BACKWARD)
     return seconds
-
-
-def _memory(workload: Workload, is_checkpoint: BoolArray) -> tuple[IntArray, IntArray]:
-    """``ComputeTable.alive_bytes`` and ``peak_bytes``: the compiler's buffers, followed through the iteration.
-
-    While a task runs, everything that the tasks before it left is alive, and the task adds its own peak.  What
-    backwards leave is the measured level, or what must still be alive if that is more: the incoming gradient is the
-    difference, and not below 0.
-    """
-    num_blocks = workload.num_blocks
-    gradient_bytes = _gradient_bytes(workload)
-    profiles = [workload.profile_of(block) for block in range(num_blocks)]
-    positions = Positions(num_blocks)
-    alive_bytes = np.zeros((len(is_checkpoint), positions.length), dtype=np.int64)
-    peak_bytes = np.zeros_like(alive_bytes)
-    output_bytes = np.array([profile.output_bytes for profile in profiles])
-    checkpointed_bytes = np.array([profile.checkpoint_forward.net_bytes for profile in profiles])
-    outputs = np.where(is_checkpoint, np.maximum(output_bytes, checkpointed_bytes), output_bytes)
-    saved = np.where(is_checkpoint, 0, np.array([max(0, p.forward.net_bytes - p.output_bytes) for p in profiles]))
-
-    peak_bytes[:, 0] = workload.prologue_forward.peak_bytes
-    measured = np.full(len(is_checkpoint), workload.prologue_forward.net_bytes, dtype=np.int64)
-    alive = np.maximum(measured, 0)
-    for block, profile in enumerate(profiles):
-        net, peak = _by_mode(is_checkpoint[:, block], profile.forward, profile.checkpoint_forward)
-        alive_bytes[:, 1 + block], peak_bytes[:, 1 + block] = alive, peak
-        measured = measured + net
-        alive = alive + outputs[:, block] + saved[:, block]
-
-    forward, backward = workload.epilogue_forward, workload.epilogue_backward
-    held = alive - outputs[:, -1]
-    """Outputs and saved activations that backward has yet to consume; ``alive`` adds what tasks hand on."""
-    alive_bytes[:, num_blocks + 1], peak_bytes[:, num_blocks + 1] = alive, forward.peak_bytes
-    alive_bytes[:, num_blocks + 2] = alive + max(0, forward.net_bytes)
-    peak_bytes[:, num_blocks + 2] = backward.peak_bytes
-    measured = measured + forward.net_bytes + backward.net_bytes
-    alive = np.maximum(measured, held)
-    for block in reversed(range(num_blocks)):
-        profile, checkpoint = profiles[block], is_checkpoint[:, block]
-        at = int(positions.backward(np.array(block)))
-        recomputed = np.where(checkpoint, profile.recompute.net_bytes, 0)
-        alive_bytes[:, at - 1] = alive
-        peak_bytes[:, at - 1] = np.where(checkpoint, profile.recompute.peak_bytes, NO_TASK_BYTES)
-        net, peak = _by_mode(checkpoint, profile.backward, profile.checkpoint_backward)
-        alive_bytes[:, at], peak_bytes[:, at] = alive + np.maximum(recomputed, 0), peak
-        measured = measured + recomputed + net - gradient_bytes[block]
-        held = held - saved[:, block] - (outputs[:, block - 1] if block > 0 else 0)
-        alive = np.maximum(measured, held)
-    alive_bytes[:, -2], peak_bytes[:, -2] = alive, workload.prologue_backward.peak_bytes
-    alive_bytes[:, -1] = np.maximum(measured + workload.prologue_backward.net_bytes, 0)
-    return alive_bytes, peak_bytes
-
-
-def _by_mode(is_checkpoint: BoolArray, keep: Phase, checkpoint: Phase) -> tuple[IntArray, IntArray]:
-    """Net and peak bytes (K,) of the phase that each plan runs."""
-    net_bytes = np.where(is_checkpoint, checkpoint.net_bytes, keep.net_bytes)
-    return net_bytes, np.where(is_checkpoint, checkpoint.peak_bytes, keep.peak_bytes)
-
-
-def _gradient_bytes(workload: Workload) -> list[int]:
-    """Bytes of gradients that the backward of each block leaves in buffers of their own."""
-    sizes = [0] * workload.num_blocks
-    for parameter in workload.parameters:
-        if parameter.block is not None and parameter.trainable:
-            sizes[parameter.block] += parameter.size_bytes
-    return sizes

@@ -9,8 +9,10 @@ import numpy as np
 from ..shared.errors import InfeasibleError
 from ..shared.plan import Plan
 from ..shared.units import format_bytes
+from .held_memory import guaranteed_peaks
 from .residency import residency
 from .search_problem import SearchProblem
+from .traffic import Traffic
 
 
 @dataclass(frozen=True)
@@ -42,56 +44,58 @@ def _least_host(problem: SearchProblem) -> _Need:
     """The plan that needs the least host memory."""
     needs = []
     for index, layout in enumerate(problem.layouts):
-        host_bytes = layout.table.pinned_host_bytes(layout.prefixes) + layout.table.host_bytes(layout.prefixes)
-        needs += [
-            (need, index, prefix) for need, prefix in zip(host_bytes.tolist(), layout.prefixes.tolist(), strict=True)
-        ]
-    least = min(need for need, _, _ in needs)
-    plans = [_cheapest_of_prefix(problem, index, prefix) for need, index, prefix in needs if need == least]
+        for number, (n_swap, _) in enumerate(layout.grid.modes.groups):
+            host_bytes = problem.host_bytes(index, layout.prefixes, n_swap).tolist()
+            needs += [
+                (need, index, number, prefix) for need, prefix in zip(host_bytes, layout.prefixes.tolist(), strict=True)
+            ]
+    least = min(needs)[0]
+    plans = [_cheapest_of_prefix(problem, *where) for need, *where in needs if need == least]
     return min(plans, key=lambda need: need.device_bytes)
 
 
 def _least_device(problem: SearchProblem, host_limit_bytes: int | None) -> _Need:
     """The plan with the smallest guaranteed device peak, of those within the host's limit."""
-    bounds: list[tuple[int, int, int]] = []
+    bounds: list[tuple[int, int, int, int]] = []
     for index, layout in enumerate(problem.layouts):
-        table, grid = layout.table, layout.grid
-        for prefix in layout.prefixes.tolist():
-            prefixes = np.array([prefix])
-            host_bytes = int(table.pinned_host_bytes(prefixes)[0] + table.host_bytes(prefixes)[0])
-            if host_limit_bytes is None or host_bytes <= host_limit_bytes:
-                n_buffer = grid.n_buffer[grid.n_persist == prefix]
-                peaks = layout.memory.peak_bytes(prefix, n_buffer, grid.prefetch_depth)
-                bounds.append((int(peaks.min()), index, prefix))
+        grid = layout.grid
+        for number, (n_swap, modes) in enumerate(grid.modes.groups):
+            for prefix in layout.prefixes.tolist():
+                host_bytes = int(problem.host_bytes(index, np.array([prefix]), n_swap)[0])
+                if host_limit_bytes is None or host_bytes <= host_limit_bytes:
+                    n_buffer = grid.n_buffer[grid.n_persist == prefix]
+                    peaks = layout.memory.peak_bytes(prefix, n_buffer, grid.prefetch_depth, modes)
+                    bounds.append((int(peaks.min()), index, number, prefix))
     best: _Need | None = None
-    for bound_bytes, index, prefix in sorted(bounds):
+    for bound_bytes, index, number, prefix in sorted(bounds):
         if best is not None and bound_bytes >= best.device_bytes:
             break
-        found = _cheapest_of_prefix(problem, index, prefix)
+        found = _cheapest_of_prefix(problem, index, number, prefix)
         if best is None or found.device_bytes < best.device_bytes:
             best = found
     assert best is not None, "some plan is within the host's limit"
     return best
 
 
-def _cheapest_of_prefix(problem: SearchProblem, index: int, n_persist: int) -> _Need:
-    """The plan with these persistent chunks that has the smallest guaranteed device peak."""
+def _cheapest_of_prefix(problem: SearchProblem, index: int, group: int, n_persist: int) -> _Need:
+    """The plan with these persistent chunks and swapped blocks that has the smallest guaranteed device peak."""
     layout = problem.layouts[index]
-    grid, table = layout.grid, layout.table
+    grid = layout.grid
+    n_swap, modes = grid.modes.groups[group]
     rows = np.flatnonzero(grid.n_persist == n_persist)
-    bounds = layout.memory.peak_bytes(n_persist, grid.n_buffer[rows], grid.prefetch_depth).min(axis=(1, 2))
+    bounds = layout.memory.peak_bytes(n_persist, grid.n_buffer[rows], grid.prefetch_depth, modes).min(axis=(1, 2))
     best: tuple[int, tuple[int, ...], tuple[int, int, int]] | None = None
     for bound_bytes, row in sorted(zip(bounds.tolist(), rows.tolist(), strict=True)):
         if best is not None and bound_bytes > best[0]:
             break
-        resident = residency(table, n_persist, int(grid.n_buffer[row]))
-        peaks = resident.peak_bytes(problem.compute, grid.prefetch_depth, problem.workload.resident_bytes)
-        for depth, checkpoint in np.argwhere(peaks == peaks.min()).tolist():
-            key = (int(peaks.min()), grid.simplicity(row, depth, checkpoint), (row, depth, checkpoint))
+        traffic = Traffic(residency(layout.table, n_persist, int(grid.n_buffer[row])), problem.compute, n_swap)
+        peaks = guaranteed_peaks(traffic, grid.prefetch_depth, modes, problem.workload.resident_bytes)
+        for depth, place in np.argwhere(peaks == peaks.min()).tolist():
+            mode = int(modes[place])
+            key = (int(peaks.min()), grid.simplicity(row, depth, mode), (row, depth, mode))
             best = key if best is None else min(best, key)
     assert best is not None
-    prefixes = np.array([n_persist])
-    host_bytes = int(table.pinned_host_bytes(prefixes)[0] + table.host_bytes(prefixes)[0])
+    host_bytes = int(problem.host_bytes(index, np.array([n_persist]), n_swap)[0])
     return _Need(problem.plan(index, *best[2]), best[0], host_bytes)
 
 
@@ -102,6 +106,7 @@ def _knobs(plan: Plan) -> str:
     return (
         f"chunk_bytes = {plan.chunk_bytes}, n_persist = {plan.n_persist}, n_buffer = {plan.n_buffer}, "
         f"prefetch_depth = {plan.prefetch_depth}, n_checkpoint = {plan.n_checkpoint}"
+        f"{f', n_swap = {plan.n_swap}' if plan.n_swap else ''}"
     )
 
 

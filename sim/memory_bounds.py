@@ -10,6 +10,9 @@ first forward to its last backward, and chunks that do not survive are gathered 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cached_property
+
 import numpy as np
 
 from .chunk_table import ChunkTable
@@ -18,37 +21,39 @@ from .space import BoolArray, IntArray
 
 
 class MemoryBounds:
-    """Bounds for the plans of one layout.  Shapes: R rows of (n_persist, n_buffer), D depths, K checkpoint counts."""
+    """Bounds for the plans of one layout.
+
+    Shapes: R rows of (n_persist, n_buffer), D depths, K choices of activation modes, n blocks.
+    """
 
     def __init__(self, table: ChunkTable, compute: ComputeTable, resident_bytes: int) -> None:
         self._table = table
+        self._modes = compute.modes
+        self._levels = compute.levels
+        self._swap_bytes = compute.swap_bytes
         num_blocks = table.layout.num_blocks
-        blocks = np.arange(num_blocks)
-        positions = Positions(num_blocks)
-        levels = compute.alive_bytes + compute.peak_bytes
-        backward = positions.backward(blocks)
-        self._forward = levels[:, 1 + blocks]
-        """(K, n) level of activations during each block's forward."""
-        self._backward = np.maximum(levels[:, backward - 1], levels[:, backward])
-        """(K, n) the higher of its recomputation and its backward."""
-        self._turn = levels[:, num_blocks + 1 : num_blocks + 3].max(axis=1)
-        """(K,) at the epilogue."""
-        self._ends = np.stack([levels[:, 0], levels[:, -2], levels[:, -1]], axis=1)
-        """(K, 3) during both tasks of the prologue, and device Adam."""
+        self._blocks = np.arange(num_blocks)
+        self._backward_at = Positions(num_blocks).backward(self._blocks)
         self._static = table.static_device_bytes(np.arange(len(table.size_bytes) + 1), resident_bytes)
         self._needs = np.zeros((num_blocks, len(table.size_bytes)), dtype=np.bool_)
         for block, chunks in enumerate(table.layout.chunks_of_block):
             self._needs[block, list(chunks)] = True
+        kinds = range(compute.levels.alive_bytes.shape[1])
+        self._parts = tuple(self._activation_levels(kind) for kind in kinds)
 
-    def peak_bytes(
-        self, n_persist: int, n_buffer: IntArray, depths: IntArray, checkpoints: IntArray | None = None
-    ) -> IntArray:
+    @cached_property
+    def activation_bytes(self) -> IntArray:
+        """(K,) the highest level of activations alone."""
+        highest = [part.highest_bytes for part in self._parts]
+        bytes_: IntArray = np.maximum(np.stack(highest).max(axis=0), self._levels.end_bytes)
+        return bytes_
+
+    def peak_bytes(self, n_persist: int, n_buffer: IntArray, depths: IntArray, modes: IntArray) -> IntArray:
         """(R, D, K) bytes that the guaranteed peak does not fall below, for the plans with ``n_persist``.
 
-        ``checkpoints``: (K,) the rows of the compute table that are asked for; all of them if None.
+        ``modes``: (K,) rows of the compute table.
         """
-        table, blocks = self._table, np.arange(self._needs.shape[0])
-        asked = np.arange(len(self._turn)) if checkpoints is None else checkpoints
+        table, blocks = self._table, self._blocks
         offloaded = table.is_offloaded(n_persist)
         # Ranks by last block; of chunks that end together the smallest are taken to survive.
         order = np.lexsort((-table.size_bytes, table.last_block))
@@ -60,27 +65,72 @@ class MemoryBounds:
         sizes = table.size_bytes.astype(np.float64)
         # Survivors that are there at each block, and its own chunks where they do not survive; (R, n).
         held = survives @ ((is_live & ~is_needed) * sizes).T + is_needed @ sizes
-        gradients = self._gradient_bytes(offloaded, depths)
-        during_forward = (held[:, None, :] + self._forward[asked]).max(axis=2)
-        during_backward = (held[:, None, None, :] + (gradients[:, None, :] + self._backward[asked])).max(axis=3)
-        at_turn = (survives @ sizes)[:, None] + self._turn[asked]
-        stepped = np.where(offloaded[table.gradient_chunk], 0, table.gradient_bytes).sum()
-        ends = self._ends[asked]
-        at_ends = np.maximum(ends[:, 0], stepped + ends[:, 1:].max(axis=1))
-        elsewhere = np.maximum(np.maximum(during_forward, at_turn), at_ends)
-        peaks: IntArray = np.maximum(during_backward, elsewhere[:, None, :]).astype(np.int64)
+        at_turn = (survives @ sizes)[:, None]
+        stay_bytes = np.where(offloaded[table.gradient_chunk], 0, table.gradient_bytes).sum()
+        peaks = np.full((len(n_buffer), len(depths), len(modes)), stay_bytes + self._levels.end_bytes[modes])
+        for kind, part in enumerate(self._parts):
+            is_later = kind > 0
+            earlier_bytes = stay_bytes if is_later else 0
+            gradients = self._gradient_bytes(offloaded, depths, is_later)
+            during_forward = (held[:, None, :] + part.forward[modes]).max(axis=2) + earlier_bytes
+            during_backward = held[:, None, None, :] + (gradients[:, None, :] + part.backward[modes])
+            ends = np.maximum(part.begin[modes] + earlier_bytes, part.end[modes] + stay_bytes)
+            turn = at_turn + part.turn[modes] + earlier_bytes
+            elsewhere = np.maximum(np.maximum(during_forward, turn), ends)
+            found = np.maximum(during_backward.max(axis=3), elsewhere[:, None, :])
+            peaks = np.maximum(peaks, found.astype(np.int64))
         peaks += self._static[n_persist]
         return peaks
 
-    def _gradient_bytes(self, offloaded: BoolArray, depths: IntArray) -> IntArray:
+    def _activation_levels(self, kind: int) -> _Part:
+        levels, num_blocks = self._levels, len(self._blocks)
+        # Which of the two peaks a later backward has depends on the persistent chunks: the lesser is the bound.
+        own = levels.peak_bytes if kind == 0 else np.minimum(levels.peak_bytes, levels.adding_bytes)
+        during = levels.alive_bytes[:, kind] + own
+        at = self._backward_at
+        swapped = np.where(self._modes.is_swap, self._swap_bytes, 0)
+        forward = during[:, 1 + self._blocks].copy()
+        # What a block swaps has a step at least to leave.
+        forward[:, 1:] += swapped[:, :-1]
+        turn = during[:, num_blocks + 1 : num_blocks + 3].max(axis=1) + swapped[:, -1]
+        backward = np.maximum(during[:, at - 1], during[:, at] + swapped)
+        return _Part(forward, backward, turn, during[:, 0], during[:, -1])
+
+    def _gradient_bytes(self, offloaded: BoolArray, depths: IntArray, is_later: bool) -> IntArray:
         """(D, n) gradients of other blocks that may be there during each block's backward.
 
         Those of persistent chunks stay; those of offloaded ones leave when their last block is done, and may take as
         many more steps as the prefetch depth.
         """
-        table, blocks = self._table, np.arange(self._needs.shape[0])
+        table, blocks = self._table, self._blocks
         is_made = table.gradient_block > blocks[:, None]
         leaves_at = table.first_block[table.gradient_chunk] - depths[:, None, None]
-        is_there = is_made & (~offloaded[table.gradient_chunk] | (blocks[:, None] >= leaves_at))
+        is_offloaded = offloaded[table.gradient_chunk]
+        is_there = is_made & (~is_offloaded | (blocks[:, None] >= leaves_at))
+        if is_later:
+            is_there |= ~is_offloaded
         gradient_bytes: IntArray = is_there @ table.gradient_bytes
         return gradient_bytes
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Levels of activations within one kind of micro-batch."""
+
+    forward: IntArray
+    """(K, n) during each block's forward."""
+    backward: IntArray
+    """(K, n) the higher of its recomputation and its backward."""
+    turn: IntArray
+    """(K,) at the epilogue."""
+    begin: IntArray
+    """(K,) during the prologue's forward."""
+    end: IntArray
+    """(K,) during the prologue's backward."""
+
+    @property
+    def highest_bytes(self) -> IntArray:
+        """(K,)."""
+        blocks = np.maximum(self.forward, self.backward).max(axis=1)
+        highest: IntArray = np.maximum(np.maximum(blocks, self.turn), np.maximum(self.begin, self.end))
+        return highest

@@ -19,10 +19,10 @@ import numpy as np
 from ..shared.schedule import Lane
 from .compute_table import ComputeTable, FloatArray
 from .contention import ContentionModel
-from .lane_programs import CopyPrograms, LaneProgram, copy_programs
-from .residency import Residency
+from .lane_programs import COMPUTE, D2H, WAITS_FOR, LaneProgram, copy_programs
 from .simulator import MIN_ITERATIONS
 from .space import BoolArray, IntArray
+from .traffic import Traffic
 
 REPLAY_FRAC: Final = 1 - 1e-5
 """Covers the tolerance of "periodic" and the rounding of sums in another order."""
@@ -30,15 +30,11 @@ REPLAY_FRAC: Final = 1 - 1e-5
 _STEADY_FRAC: Final = 1e-6
 """How far, as a share of the period, tasks may be from periodic; as in ``sim/timing.py``."""
 _LANES: Final = tuple(Lane)
-_COMPUTE, _H2D, _D2H, _CPU_OPTIM = (_LANES.index(lane) for lane in (Lane.COMPUTE, Lane.H2D, Lane.D2H, Lane.CPU_OPTIM))
-_WAITS_FOR: Final = np.array([[_H2D, _D2H], [_COMPUTE, _CPU_OPTIM], [_COMPUTE, _COMPUTE], [_D2H, _D2H]], dtype=np.int64)
-"""The two lanes that tasks of each lane may wait for."""
-_WAITS_FOR_A: Final = _WAITS_FOR[:, 0].copy()
-_WAITS_FOR_B: Final = _WAITS_FOR[:, 1].copy()
+_WAITS_FOR: Final = tuple(WAITS_FOR[:, column].copy() for column in range(WAITS_FOR.shape[1]))
 _LANE_BITS: Final = (1 << np.arange(len(_LANES))).astype(np.uint8)
 _UNROLLED: Final = MIN_ITERATIONS + 1
 """Iterations of every program: while the last lane completes the last of them, others have begun the next."""
-_NEVER: Final = np.full((1, 2), 2**40)
+_NEVER: Final = np.full((1, WAITS_FOR.shape[1]), 2**40)
 """A wait that is never over."""
 _SIMULTANEOUS: Final = 1 + 1e-12
 _FOREVER_S: Final = 1e300
@@ -51,10 +47,10 @@ _WORTH_DROPPING: Final = 0.75
 class ReplayPlan:
     """One plan to replay."""
 
-    residency: Residency
+    traffic: Traffic
     depth: int
-    """Index into the replayer's prefetch depths."""
-    checkpoint: int
+    """Prefetch depth."""
+    mode: int
     """Row of the compute table."""
 
 
@@ -64,8 +60,8 @@ class _Programs:
 
     durations_s: FloatArray
     """(N,)"""
-    waits: tuple[IntArray, IntArray]
-    """(M,) each: how many tasks the lanes of ``_WAITS_FOR`` must have ended, since the beginning."""
+    waits: tuple[IntArray, ...]
+    """(M,) each: how many tasks the lanes of ``WAITS_FOR`` must have ended, since the beginning."""
     first_duration: IntArray
     """(J, 4) where each plan's lanes begin in ``durations_s``."""
     first_wait: IntArray
@@ -75,31 +71,32 @@ class _Programs:
 
 
 class Replayer:
-    """Replays plans of one workload on one machine; what it has learnt of a residency it keeps."""
+    """Replays plans of one workload on one machine; what it has learnt of their copies it keeps."""
 
-    def __init__(self, compute: ComputeTable, contention: ContentionModel, depths: IntArray) -> None:
+    def __init__(self, compute: ComputeTable, contention: ContentionModel) -> None:
         self._compute = compute
-        self._depths = depths
         self._slowdowns = _slowdown_table(contention)
-        self._known: dict[int, tuple[Residency, CopyPrograms]] = {}
-        """By ``id``; the residency itself keeps its id from being reused."""
+        self._known: dict[tuple[int, int], tuple[Traffic, tuple[LaneProgram, ...]]] = {}
+        """By ``id`` and depth; the traffic itself keeps its id from being reused."""
 
     def periods_s(self, plans: Sequence[ReplayPlan]) -> FloatArray:
         """(J,) the period of every plan, NaN where it is not periodic after ``MIN_ITERATIONS`` iterations."""
         if not plans:
             return np.zeros(0)
         builder = _Builder(self._compute)
-        programs = builder.programs([builder.lanes(plan, self._copies(plan.residency)) for plan in plans])
+        programs = builder.programs([builder.lanes(plan, self._copies(plan)) for plan in plans])
         ends_s = _run(programs, self._slowdowns)
         lengths = programs.lengths
         begins = np.append(0, lengths.sum(axis=1).cumsum()[:-1])
-        return _periods_s(ends_s, begins, begins + lengths[:, _COMPUTE] - 1)
+        return _periods_s(ends_s, begins, begins + lengths[:, COMPUTE] - 1)
 
-    def _copies(self, residency: Residency) -> CopyPrograms:
-        known = self._known.get(id(residency))
+    def _copies(self, plan: ReplayPlan) -> tuple[LaneProgram, ...]:
+        key = id(plan.traffic), plan.depth
+        known = self._known.get(key)
         if known is None:
-            slowest_offload = float(self._slowdowns[:, _D2H].max())
-            known = self._known[id(residency)] = (residency, copy_programs(residency, self._depths, slowest_offload))
+            slowest_offload = float(self._slowdowns[:, D2H].max())
+            known = plan.traffic, copy_programs(plan.traffic, plan.depth, slowest_offload)
+            self._known[key] = known
         return known[1]
 
 
@@ -133,48 +130,50 @@ class _Lane:
 
 
 class _Builder:
-    """Lays programs end to end; plans share the copies of a residency, and rows of the compute table."""
+    """Lays programs end to end; plans share what travels, and rows of the compute table."""
 
     def __init__(self, compute: ComputeTable) -> None:
         self._compute = compute
         self._durations: list[FloatArray] = []
         self._waits: list[IntArray] = []
         self._num_durations = self._num_waits = 0
-        self._updates: dict[int, tuple[_Lane, _Lane]] = {}
-        self._gathers: dict[tuple[int, int], tuple[int, _Lane]] = {}
+        self._copies: dict[tuple[int, int], tuple[int, tuple[_Lane, ...]]] = {}
         self._seconds: dict[tuple[int, float], int] = {}
 
-    def lanes(self, plan: ReplayPlan, copies: CopyPrograms) -> tuple[_Lane, ...]:
-        """The programs of a plan, in the order of ``Lane``."""
-        key, length = id(plan.residency), copies.compute_waits.shape[1]
-        if key not in self._updates:
-            d2h_lane = self._lane(copies.d2h, (length, 0))
-            self._updates[key] = d2h_lane, self._lane(copies.cpu_optim, (d2h_lane.length, 0))
-        d2h_lane, cpu_lane = self._updates[key]
-        if (key, plan.depth) not in self._gathers:
-            h2d_lane = self._lane(copies.h2d[plan.depth], (length, cpu_lane.length))
-            place = self._add_waits(copies.compute_waits[plan.depth], (h2d_lane.length, d2h_lane.length))
-            self._gathers[key, plan.depth] = place, h2d_lane
-        first_wait, h2d_lane = self._gathers[key, plan.depth]
-        row = (plan.checkpoint, plan.residency.device_adam_s)
+    def lanes(self, plan: ReplayPlan, copies: tuple[LaneProgram, ...]) -> tuple[_Lane, ...]:
+        """The programs of a plan, in the order of ``Lane``; ``copies``: ``copy_programs``."""
+        key = id(plan.traffic), plan.depth
+        lengths = np.array([len(program.waits) for program in copies])
+        if key not in self._copies:
+            compute, *others = copies
+            lanes = tuple(
+                _Lane(
+                    len(program.waits),
+                    self._add_durations(program.durations_s),
+                    self._add_waits(program.waits, lengths[WAITS_FOR[1 + place]]),
+                )
+                for place, program in enumerate(others)
+            )
+            self._copies[key] = self._add_waits(compute.waits, lengths[WAITS_FOR[COMPUTE]]), lanes
+        first_wait, lanes = self._copies[key]
+        row = (plan.mode, plan.traffic.residency.device_adam_s)
         if row not in self._seconds:
-            self._seconds[row] = self._add_durations(np.append(self._compute.seconds[row[0], :-1], row[1]))
-        return _Lane(length, self._seconds[row], first_wait), h2d_lane, d2h_lane, cpu_lane
+            self._seconds[row] = self._add_durations(self._compute.iteration_s(*row))
+        return (_Lane(int(lengths[COMPUTE]), self._seconds[row], first_wait), *lanes)
 
     def programs(self, lanes: Sequence[tuple[_Lane, ...]]) -> _Programs:
         """The programs of the plans with these lanes."""
         waits = np.concatenate(self._waits)
+        columns = [np.ascontiguousarray(waits[:, column]) for column in range(waits.shape[1])]
+        # Few plans wait for a third lane: for others two columns say it all.
+        is_needed = bool(np.any((columns[2] > 0) & (columns[2] < _NEVER[0, 2])))
         return _Programs(
             durations_s=np.concatenate([*self._durations, np.zeros(1)]),
-            waits=(np.ascontiguousarray(waits[:, 0]), np.ascontiguousarray(waits[:, 1])),
+            waits=tuple(columns if is_needed else columns[:2]),
             first_duration=np.array([[lane.first_duration for lane in of_plan] for of_plan in lanes]),
             first_wait=np.array([[lane.first_wait for lane in of_plan] for of_plan in lanes]),
             lengths=np.array([[lane.length for lane in of_plan] for of_plan in lanes]),
         )
-
-    def _lane(self, program: LaneProgram, lengths: tuple[int, int]) -> _Lane:
-        place = self._add_durations(program.durations_s)
-        return _Lane(len(program.waits), place, self._add_waits(program.waits, lengths))
 
     def _add_durations(self, durations_s: FloatArray) -> int:
         place = self._num_durations
@@ -182,16 +181,14 @@ class _Builder:
         self._num_durations += len(durations_s) * _UNROLLED
         return place
 
-    def _add_waits(self, waits: IntArray, lengths: tuple[int, int]) -> int:
+    def _add_waits(self, waits: IntArray, lengths: IntArray) -> int:
         """Waits of every iteration, counted from the beginning; at the end one that is never over.
 
-        ``lengths``: of the two lanes that are waited for.
+        ``lengths``: of the lanes that are waited for.
         """
         place = self._num_waits
-        per_iteration = np.array(lengths)
-        for _ in range(_UNROLLED):
-            self._waits.append(waits)
-            waits = waits + per_iteration
+        for iteration in range(_UNROLLED):
+            self._waits.append(waits + iteration * lengths)
         self._waits.append(_NEVER)
         self._num_waits += len(waits) * _UNROLLED + 1
         return place
@@ -215,8 +212,8 @@ class _Lanes:
         """Tasks that have ended since the beginning."""
         self.left_s = np.full(len(self.target), np.inf)
         """Progress that the lane's task still needs; infinite while the lane waits."""
-        self.wait_a, self.wait_b = (column.take(self.first_wait) for column in programs.waits)
-        """How many tasks the lanes of ``_WAITS_FOR`` must have ended before the lane's next one starts."""
+        self.waits = [column.take(self.first_wait) for column in programs.waits]
+        """How many tasks the lanes of ``WAITS_FOR`` must have ended before the lane's next one starts."""
         self.next_s = programs.durations_s.take(self.first_duration)
         """Seconds of the lane's next task."""
         self._number(lengths.shape[1])
@@ -229,10 +226,9 @@ class _Lanes:
     def keep(self, plans: BoolArray) -> None:
         """Drop the lanes of all other plans."""
         lanes = np.tile(plans, len(_LANES))
-        for name in ("target", "first_wait", "first_duration", "first_end", "ended", "left_s"):
+        for name in ("target", "first_wait", "first_duration", "first_end", "ended", "left_s", "next_s"):
             setattr(self, name, getattr(self, name)[lanes])
-        for name in ("wait_a", "wait_b", "next_s"):
-            setattr(self, name, getattr(self, name)[lanes])
+        self.waits = [column[lanes] for column in self.waits]
         self._number(int(np.count_nonzero(plans)))
 
 
@@ -275,9 +271,9 @@ def _step(lanes: _Lanes, now_s: FloatArray, slowdowns: FloatArray, programs: _Pr
     shape = lanes.of_plan
     is_idle = np.isinf(lanes.left_s).reshape(shape)
     ended = lanes.ended.reshape(shape)
-    may = ended.take(_WAITS_FOR_A, axis=0, mode="clip") >= lanes.wait_a.reshape(shape)
-    may &= ended.take(_WAITS_FOR_B, axis=0, mode="clip") >= lanes.wait_b.reshape(shape)
-    may &= is_idle
+    may = is_idle.copy()
+    for others, waits in zip(_WAITS_FOR, lanes.waits, strict=False):
+        may &= ended.take(others, axis=0, mode="clip") >= waits.reshape(shape)
     starting = may.ravel().nonzero()[0]
     lanes.left_s[starting] = lanes.next_s.take(starting, mode="clip")
     is_idle ^= may
@@ -298,10 +294,9 @@ def _step(lanes: _Lanes, now_s: FloatArray, slowdowns: FloatArray, programs: _Pr
     ends_s[at] = now_s.take(lanes.plan.take(ending, mode="clip"), mode="clip")
     done += 1
     lanes.ended[ending] = done
-    waits_a, waits_b = programs.waits
-    wait = done + lanes.first_wait.take(ending, mode="clip")
-    lanes.wait_a[ending] = waits_a.take(wait, mode="clip")
-    lanes.wait_b[ending] = waits_b.take(wait, mode="clip")
+    place = done + lanes.first_wait.take(ending, mode="clip")
+    for waits, column in zip(lanes.waits, programs.waits, strict=True):
+        waits[ending] = column.take(place, mode="clip")
     done += lanes.first_duration.take(ending, mode="clip")
     lanes.next_s[ending] = programs.durations_s.take(done, mode="clip")
 

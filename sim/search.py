@@ -35,6 +35,7 @@ from .replay import REPLAY_FRAC, Replayer, ReplayPlan
 from .search_problem import SearchProblem, search_problem
 from .simulator import simulate_timing
 from .space import SearchSpace
+from .step_rule import StepRule
 from .timing import Timing
 
 _BATCH: Final = 512
@@ -56,6 +57,8 @@ def search(
     device_budget_bytes: int | None = None,
     host_budget_bytes: int | None = None,
     space: SearchSpace | None = None,
+    micro_batches: int = 1,
+    max_gradient_norm: float | None = None,
     tolerance_frac: float = 0.005,
     max_replays: int | None = None,
     on_progress: OnProgress | None = None,
@@ -66,6 +69,7 @@ def search(
     pinned and other host memory within ``host_budget_bytes`` (``default_host_budget_bytes``).  No plan of the space
     is faster than the fastest one found by more than ``tolerance_frac``; with 0 the result is that of simulating every
     plan.  Of plans within the tolerance of the fastest, the simplest counts (``LayoutGrid.simplicity``).
+    ``micro_batches`` and ``max_gradient_norm`` say what a step is, and every plan has them.
     ``max_replays`` ends the search after that many plans were looked at closely; then the certificate says so.
     ``on_progress`` is told, now and then, how many plans of how many are decided.
 
@@ -80,6 +84,7 @@ def search(
         device_budget_bytes=device_budget_bytes,
         host_budget_bytes=host_budget_bytes,
         space=space,
+        rule=StepRule(micro_batches, max_gradient_norm),
     )
     if max_replays is not None and max_replays < 1:
         raise PlanError(f"max_replays is {max_replays}; it must be at least 1.")
@@ -133,7 +138,7 @@ class _Hunt:
         self.max_replays = max_replays
         self.on_progress = on_progress
         self.candidates = Candidates(problem)
-        self.replayer = Replayer(problem.compute, problem.contention, problem.layouts[0].grid.prefetch_depth)
+        self.replayer = Replayer(problem.compute, problem.contention)
         self.replayed: list[_Replayed] = []
         """In their order."""
         self.simulated: list[_Simulated] = []
@@ -165,13 +170,18 @@ class _Hunt:
         residencies: set[int] = set()
         for candidate in islice(self.candidates.below(self.limit_s), size):
             batch.append(candidate)
-            residencies.add(id(candidate.residency))
+            residencies.add(id(candidate.traffic))
             if self.best is None and len(residencies) == _FIRST_RESIDENCIES:
                 break
         return batch
 
     def _replay(self, batch: list[Candidate]) -> None:
-        plans = [ReplayPlan(candidate.residency, *candidate.index[1:]) for candidate in batch]
+        depths = self.problem.layouts[0].grid.prefetch_depth.tolist()
+        plans = [
+            ReplayPlan(candidate.traffic, depths[depth], mode)
+            for candidate in batch
+            for _, depth, mode in (candidate.index,)
+        ]
         periods_s = self.replayer.periods_s(plans)
         for candidate, period_s in zip(batch, periods_s.tolist(), strict=True):
             bound_s = candidate.bound_s if np.isnan(period_s) else max(candidate.bound_s, period_s * REPLAY_FRAC)
@@ -270,14 +280,15 @@ class _Hunt:
     def _outcome(self, known: _Known) -> PlanOutcome:
         problem, candidate = self.problem, known.candidate
         plan = problem.plan(candidate.layout, *candidate.index)
-        table, n_persist = problem.layouts[candidate.layout].table, np.array([plan.n_persist])
+        n_persist = np.array([plan.n_persist])
+        pinned_bytes = int(problem.pinned_host_bytes(candidate.layout, n_persist, plan.n_swap)[0])
         return PlanOutcome(
             plan=plan,
             iteration_s=known.iteration_s,
             is_simulated=known.is_simulated,
             guaranteed_peak_device_bytes=known.peak_bytes,
-            pinned_host_bytes=int(table.pinned_host_bytes(n_persist)[0]),
-            host_bytes=int(table.host_bytes(n_persist)[0]),
+            pinned_host_bytes=pinned_bytes,
+            host_bytes=int(problem.host_bytes(candidate.layout, n_persist, plan.n_swap)[0]) - pinned_bytes,
         )
 
 
@@ -291,15 +302,15 @@ class _Known:
     is_simulated: bool
 
     @property
-    def character(self) -> tuple[int, int, int]:
-        """What makes plans more than variants of one another: layout, offloaded chunks, checkpointed blocks."""
-        n_checkpoint, _, num_offloaded, *_ = self.candidate.simplicity
-        return self.candidate.layout, num_offloaded, n_checkpoint
+    def character(self) -> tuple[int, ...]:
+        """What makes plans more than variants of one another: layout, offloaded chunks, modes."""
+        n_swap, n_checkpoint, _, num_offloaded, *_ = self.candidate.simplicity
+        return self.candidate.layout, num_offloaded, n_checkpoint, n_swap
 
 
 def _alternatives(chosen: Candidate, known: list[_Known]) -> list[_Known]:
     """The next best of another character than ``chosen`` and each other; ``known`` fastest first."""
-    found: dict[tuple[int, int, int], _Known] = {}
+    found: dict[tuple[int, ...], _Known] = {}
     for one in known:
         found.setdefault(one.character, one)
     found.pop(next(one.character for one in known if one.candidate is chosen))

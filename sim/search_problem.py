@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Final
 
 import numpy as np
 
@@ -17,15 +16,13 @@ from .chunk_table import ChunkTable, chunk_table
 from .compute_table import ComputeTable, compute_table
 from .contention import ContentionModel
 from .costs import CostModel
+from .host_memory import default_reserve_bytes, shares_of_one_memory
 from .memory_bounds import MemoryBounds
 from .space import IntArray, LayoutGrid, SearchSpace, enumerate_space
+from .step_rule import StepRule
 from .throughput import throughput_weights
 from .time_bounds import TimeBounds
 from .workload_check import check_magnitude
-
-_HOST_RESERVE_FRAC: Final = 0.1
-_HOST_RESERVE_BYTES: Final = 4 * 2**30
-"""Host memory that plans leave alone, for the system, Python and the data loader: a tenth, at most so much."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +41,13 @@ class LayoutProblem:
         distinct: IntArray = n_persist[np.append(True, n_persist[1:] != n_persist[:-1])]
         return distinct
 
+    def num_residencies(self, n_swap: int) -> IntArray:
+        """(F,) distinct residencies and prefetch depths of every prefix, for the plans with this ``n_swap``."""
+        place = np.searchsorted(self.prefixes, self.grid.n_persist)
+        found = np.bincount(place, self.grid.is_distinct(n_swap).sum(axis=1), minlength=len(self.prefixes))
+        num_residencies: IntArray = found.astype(np.int64)
+        return num_residencies
+
 
 @dataclass(frozen=True)
 class SearchProblem:
@@ -59,6 +63,7 @@ class SearchProblem:
     costs: CostModel
     contention: ContentionModel
     compute: ComputeTable
+    rule: StepRule
     layouts: tuple[LayoutProblem, ...]
 
     @property
@@ -66,9 +71,18 @@ class SearchProblem:
         """Distinct plans."""
         return sum(layout.grid.num_candidates for layout in self.layouts)
 
-    def plan(self, layout: int, residency: int, depth: int, checkpoint: int) -> Plan:
+    def plan(self, layout: int, residency: int, depth: int, mode: int) -> Plan:
         """The plan at these indices."""
-        return self.layouts[layout].grid.plan(self.workload, residency, depth, checkpoint)
+        return self.layouts[layout].grid.plan(self.workload, residency, depth, mode)
+
+    def pinned_host_bytes(self, layout: int, n_persist: IntArray, n_swap: int) -> IntArray:
+        """(R,) pinned host memory: of offloaded chunks, and of what blocks swap."""
+        pinned: IntArray = self.layouts[layout].table.pinned_host_bytes(n_persist) + self.compute.swapped_bytes[n_swap]
+        return pinned
+
+    def host_bytes(self, layout: int, n_persist: IntArray, n_swap: int) -> IntArray:
+        """(R,) all host memory."""
+        return self.pinned_host_bytes(layout, n_persist, n_swap) + self.layouts[layout].table.host_bytes(n_persist)
 
 
 def search_problem(
@@ -79,9 +93,12 @@ def search_problem(
     device_budget_bytes: int | None = None,
     host_budget_bytes: int | None = None,
     space: SearchSpace | None = None,
+    rule: StepRule | None = None,
 ) -> SearchProblem:
     """Lay out the space and tabulate its costs.  Arguments and errors as of ``search``."""
     check_magnitude(workload)
+    rule = rule or StepRule()
+    is_shared = hardware.device.kind is DeviceKind.CPU and device_budget_bytes is None and host_budget_bytes is None
     if device_budget_bytes is None:
         device_budget_bytes = hardware.device.usable_bytes
     if host_budget_bytes is None:
@@ -91,11 +108,11 @@ def search_problem(
             raise PlanError(f"{name}_budget_bytes is {budget}; it must be at least {least}. Give the bytes to fill.")
     costs = CostModel(hardware, calibration, use_measured=workload.measured_on == hardware.name)
     contention = ContentionModel.of(hardware, calibration)
-    grids = enumerate_space(workload, space)
-    compute = compute_table(workload, grids[0].n_checkpoint, costs)
+    grids = enumerate_space(workload, space, rule)
+    compute = compute_table(workload, grids[0].modes, costs, rule)
     weights = throughput_weights(contention)
-    tables = [chunk_table(workload, grid.layout, costs) for grid in grids]
-    return SearchProblem(
+    tables = [chunk_table(workload, grid.layout, costs, rule) for grid in grids]
+    problem = SearchProblem(
         workload=workload,
         hardware=hardware,
         calibration=calibration,
@@ -105,6 +122,7 @@ def search_problem(
         costs=costs,
         contention=contention,
         compute=compute,
+        rule=rule,
         layouts=tuple(
             LayoutProblem(
                 grid, table, TimeBounds(table, compute, weights), MemoryBounds(table, compute, workload.resident_bytes)
@@ -112,15 +130,34 @@ def search_problem(
             for grid, table in zip(grids, tables, strict=True)
         ),
     )
+    return _with_shares(problem) if is_shared else problem
+
+
+def _with_shares(problem: SearchProblem) -> SearchProblem:
+    """The problem with budgets that share the one memory of a host whose CPU is the device."""
+    memory_bytes = min(default_host_budget_bytes(problem.hardware, 0), problem.hardware.device.usable_bytes)
+    most_device: list[int] = []
+    host_needs: list[int] = []
+    for index, layout in enumerate(problem.layouts):
+        table, ends = layout.table, layout.prefixes[[0, -1]]
+        static_bytes = table.static_device_bytes(ends, problem.workload.resident_bytes)[-1]
+        moving_bytes = table.size_bytes.sum() + table.gradient_bytes.sum() + layout.memory.activation_bytes.max()
+        most_device.append(int(static_bytes + moving_bytes))
+        for n_swap, _ in layout.grid.modes.groups:
+            host_needs += problem.host_bytes(index, ends, n_swap).tolist()
+    device_bytes, host_bytes = shares_of_one_memory(
+        memory_bytes, most_device_bytes=max(most_device), host_needs_bytes=host_needs
+    )
+    return replace(problem, device_budget_bytes=device_bytes, host_budget_bytes=host_bytes)
 
 
 def default_host_budget_bytes(hardware: Hardware, device_budget_bytes: int) -> int:
-    """Host memory that plans may fill: all of it, less a reserve of a tenth or 4 GiB, whichever is less.
+    """Host memory that plans may fill: all of it, less ``default_reserve_bytes``.
 
     Where the CPU is the device, the device's budget is a part of the same memory.
     """
     memory_bytes = hardware.host.memory_bytes
-    left_bytes = memory_bytes - min(int(memory_bytes * _HOST_RESERVE_FRAC), _HOST_RESERVE_BYTES)
+    left_bytes = memory_bytes - default_reserve_bytes(memory_bytes, hardware.device.kind)
     if hardware.device.kind is DeviceKind.CPU:
         left_bytes -= device_budget_bytes
     return max(0, left_bytes)

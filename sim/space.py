@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
 from typing import Annotated, Any, Final
@@ -18,6 +18,7 @@ from ..shared.files import FrozenModel
 from ..shared.layout import ALIGNMENT_BYTES, Layout, aligned, build_layout
 from ..shared.plan import Plan
 from ..shared.workload import Workload
+from .step_rule import StepRule
 
 IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
@@ -61,13 +62,48 @@ class SearchSpace(FrozenModel):
     n_buffer: _NonNegative | None = None
     prefetch_depth: _Positive = (1, 2, 3)
     n_checkpoint: _NonNegative | None = None
+    n_swap: _NonNegative | None = None
+
+
+@dataclass(frozen=True)
+class ModeRows:
+    """The choices of activation modes in the space: K of n_swap and n_checkpoint, for n blocks."""
+
+    num_blocks: int
+    n_swap: IntArray
+    """(K,) ascending."""
+    n_checkpoint: IntArray
+    """(K,) ascending for each ``n_swap``."""
+
+    @cached_property
+    def is_checkpoint(self) -> BoolArray:
+        """(K, n) the blocks in mode CHECKPOINT, as ``place_activation_modes`` places them."""
+        is_checkpoint = np.zeros((len(self.n_swap), self.num_blocks), dtype=np.bool_)
+        row = np.repeat(np.arange(len(self.n_swap)), self.n_checkpoint)
+        first = np.repeat(self.n_checkpoint.cumsum() - self.n_checkpoint, self.n_checkpoint)
+        number = np.arange(len(row)) - first
+        others = self.num_blocks - self.n_swap[row]
+        is_checkpoint[row, self.n_swap[row] + ((2 * number + 1) * others) // (2 * self.n_checkpoint[row])] = True
+        return is_checkpoint
+
+    @cached_property
+    def is_swap(self) -> BoolArray:
+        """(K, n) the blocks in mode SWAP."""
+        is_swap: BoolArray = np.arange(self.num_blocks) < self.n_swap[:, None]
+        return is_swap
+
+    @cached_property
+    def groups(self) -> tuple[tuple[int, IntArray], ...]:
+        """Every ``n_swap`` with its rows."""
+        values = sorted(set(self.n_swap.tolist()))
+        return tuple((value, np.flatnonzero(self.n_swap == value)) for value in values)
 
 
 @dataclass(frozen=True)
 class LayoutGrid:
-    """All candidates that share a layout: residencies x prefetch depths x numbers of checkpointed blocks.
+    """All candidates that share a layout: residencies x prefetch depths x choices of activation modes.
 
-    Shapes: R residencies, D prefetch depths, K numbers of checkpointed blocks.
+    Shapes: R residencies, D prefetch depths, K choices of modes.
     """
 
     layout: Layout
@@ -79,21 +115,24 @@ class LayoutGrid:
     """(R,) chunks that are not persistent."""
     prefetch_depth: IntArray
     """(D,) ascending."""
-    n_checkpoint: IntArray
-    """(K,) ascending."""
+    modes: ModeRows
+    rule: StepRule = field(default_factory=StepRule)
 
-    @cached_property
-    def is_distinct(self) -> BoolArray:
-        """(R, D) whether the plan differs from those before it: without offloaded chunks no depth matters."""
-        is_distinct: BoolArray = (self.num_offloaded[:, None] > 0) | (np.arange(len(self.prefetch_depth)) == 0)
+    def is_distinct(self, n_swap: int) -> BoolArray:
+        """(R, D) whether the plans with this ``n_swap`` differ from those before them.
+
+        Where nothing travels, no chunk and no activation, no depth matters.
+        """
+        travels = (self.num_offloaded > 0) | (n_swap > 0)
+        is_distinct: BoolArray = travels[:, None] | (np.arange(len(self.prefetch_depth)) == 0)
         return is_distinct
 
-    @property
+    @cached_property
     def num_candidates(self) -> int:
         """Distinct plans of this layout."""
-        return int(self.is_distinct.sum()) * len(self.n_checkpoint)
+        return sum(int(self.is_distinct(n_swap).sum()) * len(rows) for n_swap, rows in self.modes.groups)
 
-    def plan(self, workload: Workload, residency: int, depth: int, checkpoint: int) -> Plan:
+    def plan(self, workload: Workload, residency: int, depth: int, mode: int) -> Plan:
         """The plan at these indices."""
         return Plan(
             workload_id=workload.identity,
@@ -101,17 +140,21 @@ class LayoutGrid:
             n_persist=int(self.n_persist[residency]),
             n_buffer=int(self.n_buffer[residency]),
             prefetch_depth=int(self.prefetch_depth[depth]),
-            n_checkpoint=int(self.n_checkpoint[checkpoint]),
+            n_swap=int(self.modes.n_swap[mode]),
+            n_checkpoint=int(self.modes.n_checkpoint[mode]),
+            micro_batches=self.rule.micro_batches,
+            max_gradient_norm=self.rule.max_gradient_norm,
         )
 
-    def simplicity(self, residency: int, depth: int, checkpoint: int) -> tuple[int, ...]:
+    def simplicity(self, residency: int, depth: int, mode: int) -> tuple[int, ...]:
         """Smaller is simpler.
 
-        Fewer recomputed blocks, less look-ahead, fewer offloaded chunks, fewer buffers, larger chunks.  No two distinct
-        plans of a space share it, so a choice by it depends on no order of enumeration.
+        Fewer swapped blocks, fewer recomputed ones, less look-ahead, fewer offloaded chunks, fewer buffers, larger
+        chunks.  No two distinct plans of a space share it, so a choice by it depends on no order of enumeration.
         """
         return (
-            int(self.n_checkpoint[checkpoint]),
+            int(self.modes.n_swap[mode]),
+            int(self.modes.n_checkpoint[mode]),
             int(self.prefetch_depth[depth]),
             int(self.num_offloaded[residency]),
             int(self.n_buffer[residency]),
@@ -119,14 +162,16 @@ class LayoutGrid:
         )
 
 
-def enumerate_space(workload: Workload, space: SearchSpace | None = None) -> tuple[LayoutGrid, ...]:
-    """Every distinct plan of ``space``, grouped by layout; smallest chunks first.
+def enumerate_space(
+    workload: Workload, space: SearchSpace | None = None, rule: StepRule | None = None
+) -> tuple[LayoutGrid, ...]:
+    """Every distinct plan of ``space`` under ``rule``, grouped by layout; smallest chunks first.
 
     Two plans are the same if they have the same layout, persistent chunks, buffers in use, modes and, where a chunk
-    is offloaded, prefetch depth.  Raises PlanError if no plan is left.
+    is offloaded or a block swaps, prefetch depth.  Raises PlanError if no plan is left.
     """
-    space = space or SearchSpace()
-    n_checkpoint = _checkpoint_counts(workload, space.n_checkpoint)
+    space, rule = space or SearchSpace(), rule or StepRule()
+    modes = _mode_rows(workload, space)
     layouts = _layouts(workload, space.chunk_bytes)
     # All layouts agree when every chunk is persistent: only the one with the largest chunks keeps that residency.
     residencies: list[tuple[Layout, _Residencies]] = []
@@ -142,7 +187,8 @@ def enumerate_space(workload: Workload, space: SearchSpace | None = None) -> tup
             n_buffer=found.n_buffer,
             num_offloaded=found.num_offloaded,
             prefetch_depth=np.array(sorted(set(space.prefetch_depth)), dtype=np.int64),
-            n_checkpoint=np.array(n_checkpoint, dtype=np.int64),
+            modes=modes,
+            rule=rule,
         )
         for layout, found in reversed(residencies)
         if len(found.n_persist)
@@ -152,16 +198,66 @@ def enumerate_space(workload: Workload, space: SearchSpace | None = None) -> tup
     return grids
 
 
-def _checkpoint_counts(workload: Workload, wanted: Sequence[int] | None) -> list[int]:
+# -- modes -----------------------------------------------------------------------------------------------------------
+
+
+def _mode_rows(workload: Workload, space: SearchSpace) -> ModeRows:
+    """Every distinct choice of modes that the space allows.
+
+    A block that has nothing to move keeps its activations in mode SWAP, so that several choices may come to the same:
+    the one with the fewest swapped blocks stands for them.
+    """
+    num_blocks = workload.num_blocks
+    pairs = [
+        (n_swap, n_checkpoint)
+        for n_swap in _swap_counts(workload, space.n_swap)
+        for n_checkpoint in _checkpoint_counts(num_blocks, space.n_checkpoint)
+        if n_swap + n_checkpoint <= num_blocks
+    ]
+    if not pairs:
+        raise _no_modes(num_blocks, space)
+    every = np.array(pairs, dtype=np.int64)
+    rows = ModeRows(num_blocks, every[:, 0].copy(), every[:, 1].copy())
+    moves = np.array([workload.profile_of(block).swappable_bytes > 0 for block in range(num_blocks)])
+    if moves.all():
+        return rows
+    distinct: dict[bytes, int] = {}
+    for row, modes in enumerate(np.concatenate([rows.is_checkpoint, rows.is_swap & moves], axis=1)):
+        distinct.setdefault(modes.tobytes(), row)
+    kept = sorted(distinct.values())
+    return ModeRows(num_blocks, rows.n_swap[kept], rows.n_checkpoint[kept])
+
+
+def _swap_counts(workload: Workload, wanted: Sequence[int] | None) -> list[int]:
+    """None, powers of two, and all blocks; where nothing can be moved, none."""
+    num_blocks = workload.num_blocks
+    if wanted is not None:
+        return sorted({count for count in wanted if count <= num_blocks})
+    if not any(workload.profile_of(block).swappable_bytes for block in range(num_blocks)):
+        return [0]
+    return sorted({0, num_blocks, *(2**power for power in range(num_blocks.bit_length()) if 2**power <= num_blocks)})
+
+
+def _checkpoint_counts(num_blocks: int, wanted: Sequence[int] | None) -> list[int]:
     if wanted is None:
-        return list(range(workload.num_blocks + 1))
-    possible = sorted({count for count in wanted if count <= workload.num_blocks})
-    if not possible:
-        raise PlanError(
-            f"the space holds no plan: n_checkpoint is at least {min(wanted)} but the workload has "
-            f"{workload.num_blocks} blocks. Allow {workload.num_blocks} or fewer."
-        )
-    return possible
+        return list(range(num_blocks + 1))
+    return sorted({count for count in wanted if count <= num_blocks})
+
+
+def _no_modes(num_blocks: int, space: SearchSpace) -> PlanError:
+    for knob, wanted in (("n_checkpoint", space.n_checkpoint), ("n_swap", space.n_swap)):
+        if wanted is not None and min(wanted) > num_blocks:
+            return PlanError(
+                f"the space holds no plan: {knob} is at least {min(wanted)} but the workload has "
+                f"{num_blocks} blocks. Allow {num_blocks} or fewer."
+            )
+    assert space.n_checkpoint is not None
+    assert space.n_swap is not None
+    least = min(space.n_swap)
+    return PlanError(
+        f"the space holds no plan: n_swap is at least {least} and n_checkpoint at least {min(space.n_checkpoint)}, "
+        f"together more than the workload's {num_blocks} blocks. Allow n_checkpoint = {num_blocks - least} or fewer."
+    )
 
 
 # -- layouts ---------------------------------------------------------------------------------------------------------

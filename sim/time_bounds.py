@@ -32,6 +32,14 @@ updates do after its backward is counted in the last stretch.)
 2. From there to the start of the backward of q.
 3. From there on: the compute tasks that are left.
 
+Where there are several micro-batches, the first stretch begins in the first one and j is the backward of the last one;
+the passes between the two lie in the first stretch with all their work.  Of what swaps, the copies count that begin
+after the stretch's first forward and are awaited before its last backward.
+
+*Through the norm.*  Where the norm of all gradients is limited, CPU Adam takes the chunks in their order, after the
+norm, and that after all backwards.  So from the forward of any block with an update there are the compute tasks to the
+last backward, the norm, CPU Adam up to the block's chunk, and its gather.  The way through CPU Adam is not one then.
+
 In both ways the first stretch may be cut once more where the forward of t starts, after the last of the first gathers.
 Chunks that do not survive the turn ([Note: Survivors] in ``sim/memory_bounds.py``) are gathered again in backward.
 
@@ -60,32 +68,57 @@ _NONE: Final = np.zeros(1)
 class TimeBounds:
     """Bounds for the plans of one layout.
 
-    Shapes: R plans, J cuts, V weights, K numbers of checkpointed blocks.
+    Shapes: R plans, J cuts, V weights, K choices of activation modes.
     """
 
     def __init__(self, table: ChunkTable, compute: ComputeTable, weights: FloatArray) -> None:
         self._weights = weights
         self._sums = WorkSums(table, compute)
+        self._rule = table.rule
+        self._n_swap = compute.modes.n_swap
 
-    def iteration_s(
-        self, n_persist: IntArray, n_buffer: IntArray, depths: IntArray, checkpoints: IntArray | None = None
-    ) -> FloatArray:
+    def whole_s(self, n_persist: IntArray, n_buffer: IntArray, modes: IntArray) -> FloatArray:
+        """(R, K) the bound of the whole period alone.  Arguments as of ``iteration_s``."""
+        bound: FloatArray = self._whole_s(n_persist, n_buffer, modes) * _BOUND_FRAC
+        return bound
+
+    def iteration_s(self, n_persist: IntArray, n_buffer: IntArray, depths: IntArray, modes: IntArray) -> FloatArray:
         """(R, K) bounds of the plans with these knobs, each (R,).
 
-        ``checkpoints``: (K,) the rows of the compute table that are asked for; all of them if None.
+        ``modes``: (K,) rows of the compute table, all with the same ``n_swap``.
         """
         sums = self._sums
-        columns = np.arange(sums.compute_s.shape[1]) if checkpoints is None else checkpoints
-        again_s = sums.again(n_persist, n_buffer)
-        copies = (sums.gather_s[n_persist, -1] + again_s, sums.offload_s[n_persist, -1], sums.adam_s[n_persist, -1])
-        bound: FloatArray = self._weigh(sums.compute_s[n_persist[:, None], columns], *copies).max(axis=1)
+        bound = self._whole_s(n_persist, n_buffer, modes)
         is_cycle = sums.first[n_persist] < sums.num_blocks
         if is_cycle.any():
-            rows = WorkRows(sums, n_persist[is_cycle, None], again_s[is_cycle, None], columns)
+            prefixes, buffers = n_persist[is_cycle], n_buffer[is_cycle]
+            rows = WorkRows(
+                sums,
+                prefixes[:, None],
+                sums.again(prefixes, buffers)[:, None],
+                sums.least(prefixes, buffers)[:, None],
+                modes,
+                int(self._n_swap[modes[0]]),
+            )
             cycle = _Cycle(rows, depths[is_cycle, None])
-            through = np.maximum(self._through_adam(cycle), self._through_compute(cycle))
-            bound[is_cycle] = np.maximum(bound[is_cycle], through)
+            through_cpu = self._through_norm(rows) if self._rule.limits_norm else self._through_adam(cycle)
+            bound[is_cycle] = np.maximum(bound[is_cycle], np.maximum(through_cpu, self._through_compute(cycle)))
         bound *= _BOUND_FRAC
+        return bound
+
+    def _whole_s(self, n_persist: IntArray, n_buffer: IntArray, modes: IntArray) -> FloatArray:
+        sums, micro_batches = self._sums, self._sums.positions.micro_batches
+        n_swap = int(self._n_swap[modes[0]])
+        h2d_s = sums.gather_s[n_persist, -1] + sums.again(n_persist, n_buffer)
+        if micro_batches > 1:
+            h2d_s = h2d_s + (2 * micro_batches - 2) * sums.least(n_persist, n_buffer)
+        d2h_s = sums.offload_s[n_persist, -1]
+        bound: FloatArray = self._weigh(
+            sums.compute_s[n_persist[:, None], modes],
+            h2d_s + micro_batches * sums.swap_in_s[n_swap],
+            micro_batches * (d2h_s + sums.swap_out_s[n_swap]),
+            sums.cpu_s[n_persist],
+        ).max(axis=1)
         return bound
 
     def _weigh(self, compute_s: FloatArray, h2d_s: FloatArray, d2h_s: FloatArray, cpu_s: FloatArray) -> FloatArray:
@@ -101,14 +134,20 @@ class TimeBounds:
         """
         rows, cuts = cycle.rows, cycle.cuts
         stop = cycle.backward(cuts) + 1
-        awaited_s = rows.offloads_s(cuts + cycle.depth + 1)
+        awaited_s = rows.offloads_s(cuts + cycle.depth + 1) + cycle.earlier_offloads_s(cuts)
         gathers_s = rows.gathers_s(step)
-        whole = self._weigh(
-            rows.compute_s(start, stop), gathers_s + cycle.gathers_again_s(step, cuts), awaited_s, _NONE
-        )
+        h2d_s = gathers_s + rows.passes_s(step) + cycle.gathers_again_s(step, cuts)
+        d2h_s = awaited_s
+        if rows.n_swap:
+            h2d_s = h2d_s + cycle.fetches_s(start - 1, cuts)
+            d2h_s = d2h_s + cycle.outs_s(start - 1, cuts)
+        whole = self._weigh(rows.compute_s(start, stop), h2d_s, d2h_s, _NONE)
         turn = np.maximum(1 + cycle.last_gathered, start)
         until_turn = self._weigh(rows.compute_s(start, turn), gathers_s, _NONE, _NONE).max(axis=2)
-        again_s = cycle.gathers_again_s(cycle.last_gathered + cycle.depth + 1, cuts)
+        after = cycle.last_gathered + cycle.depth + 1
+        again_s = rows.passes_s(after) + cycle.gathers_again_s(after, cuts)
+        if rows.n_swap:
+            again_s = again_s + cycle.later_fetches_s(after, cuts)
         from_turn = self._weigh(rows.compute_s(turn, stop), again_s, awaited_s, _NONE).max(axis=2)
         return whole, np.maximum(whole.max(axis=2), until_turn + from_turn)
 
@@ -117,7 +156,7 @@ class TimeBounds:
         rows, cuts, p = cycle.rows, cycle.cuts, cycle.first
         first, first_s = self._first_stretch(cycle, 1 + p, p + cycle.depth + 1)
         adam_s, offload_s = rows.adam_s(p, cuts + 1), rows.offloads_s(p, cuts + 1)
-        later_s = rows.gathers_again_s(p, cuts - cycle.depth)
+        later_s = rows.gathers_again_s(p, cuts - cycle.depth) + rows.fetches_s(p, cuts - cycle.depth)
         second = self._weigh(
             rows.compute_s(cycle.backward(cuts) + 1, cycle.backward(p) + 1), later_s, offload_s, adam_s
         )
@@ -128,6 +167,24 @@ class TimeBounds:
         floating = np.stack([rows.offloads_s(cuts + 1) - awaited_s, rows.adam_s(cuts + 1)], axis=-1)
         floated = self._with_floating(first[:, 0], second[:, 0], floating[:, 0])
         bound: FloatArray = np.maximum(found, floated) + cycle.last_gathers_s
+        return bound
+
+    def _through_norm(self, rows: WorkRows) -> FloatArray:
+        """(R, K) the way through the norm: to a chunk that CPU Adam steps after it, and to its block's forward."""
+        sums = self._sums
+        norm_s = sums.norm_s[rows.row]
+        begin = np.searchsorted(sums.stepped, rows.row)
+        num_stepped = len(sums.stepped) - begin
+        if not num_stepped.any():
+            return np.zeros((len(rows.row), len(rows.columns)))
+        cuts = begin + np.rint((np.maximum(num_stepped, 1) - 1) * np.linspace(0, 1, _NUM_CUTS)).astype(np.int64)
+        is_cut = num_stepped > 0
+        cuts = np.minimum(cuts, len(sums.stepped) - 1)
+        start = 1 + sums.stepped_block[cuts]
+        until_norm_s = rows.compute_s(start, np.full_like(start, sums.positions.device_adam))
+        adam_s = sums.stepped_until_s[cuts + 1] - sums.stepped_until_s[np.minimum(begin, len(sums.stepped) - 1)]
+        after_s = np.where(is_cut, norm_s + adam_s + sums.stepped_gather_s[cuts], 0.0)
+        bound: FloatArray = (until_norm_s * is_cut[..., None] + after_s[..., None]).max(axis=1)
         return bound
 
     def _through_compute(self, cycle: _Cycle) -> FloatArray:
@@ -141,7 +198,7 @@ class TimeBounds:
         """Gathers and gradients of blocks from here on lie between the two."""
         _, first_s = self._first_stretch(cycle, start, least)
         offload_s = rows.offloads_s(least, cuts + 1)
-        later_s = rows.gathers_again_s(p, cuts - depth)
+        later_s = rows.gathers_again_s(p, cuts - depth) + rows.fetches_s(p, cuts - depth)
         second_s = self._weigh(rows.compute_s(cycle.backward(cuts) + 1, stop), later_s, offload_s, _NONE).max(axis=2)
         rest_s = rows.iteration_s - rows.compute_s(start, stop)
         own = [np.where(is_block, 0.0, work(p, p + 1)) for work in (rows.offloads_s, rows.adam_s)]
@@ -149,6 +206,9 @@ class TimeBounds:
         serial_s = np.where(is_block, 0.0, cycle.shortest_offload_s) + own[1] + tail_s
         third_s = np.maximum(self._weigh(rest_s, tail_s, *own).max(axis=2), serial_s[..., None])
         bound: FloatArray = (first_s + second_s + third_s).max(axis=1)
+        if self._rule.limits_norm:
+            # CPU Adam steps the chunks of p first there, and not last.
+            bound = np.where(is_block, bound, 0.0)
         return bound
 
     def _with_floating(self, first: FloatArray, second: FloatArray, floating: FloatArray) -> FloatArray:
@@ -184,12 +244,51 @@ class _Cycle:
         self.shortest_offload_s = sums.shortest_offload_s[rows.row]
 
     def backward(self, block: IntArray) -> IntArray:
-        """The compute position of a block's backward."""
-        return self.rows.sums.positions.backward(block)
+        """The compute position of a block's backward in the last micro-batch."""
+        return self.rows.sums.positions.last_backward(block)
 
     def gathers_again_s(self, step: IntArray, block: IntArray) -> FloatArray:
-        """Gathers in backward for steps from ``step`` on, that have ended before the backward of ``block`` starts.
+        """Gathers in the last backward for steps from ``step`` on, ended before the backward of ``block`` starts.
 
-        The step of a gather in backward is 2n - 1 less the chunk's last block.
+        The step of a gather in the last backward is that of the last block's, less the chunk's last block.
         """
-        return self.rows.gathers_again_s(block, 2 * self.rows.sums.num_blocks - step)
+        return self.rows.gathers_again_s(block, self.rows.sums.positions.num_steps - step)
+
+    def earlier_offloads_s(self, cuts: IntArray) -> FloatArray | float:
+        """Copies of the gradients of all micro-batches but the last one, where they are gone before the cut."""
+        sums = self.rows.sums
+        num_earlier = sums.positions.micro_batches - 1
+        if not num_earlier:
+            return 0.0
+        gone = np.where(self.depth + 1 <= 2 * sums.num_blocks - cuts, num_earlier, num_earlier - 1)
+        earlier_s: FloatArray = gone * sums.offload_s[self.rows.row, -1]
+        return earlier_s
+
+    def outs_s(self, first: IntArray, cuts: IntArray) -> FloatArray:
+        """What swaps, on its way to the host, that begins after the forward of ``first`` and is gone before the cut."""
+        rows, num_blocks = self.rows, self.rows.sums.num_blocks
+        micro_batches = rows.sums.positions.micro_batches
+        is_gone = rows.n_swap + self.depth <= 2 * num_blocks - 1 - cuts
+        begun_s, all_s = rows.outs_s(first, num_blocks), rows.outs_s(0, num_blocks)
+        if micro_batches == 1:
+            return np.where(is_gone, begun_s, 0.0)
+        return begun_s + np.where(is_gone, micro_batches - 1, micro_batches - 2) * all_s
+
+    def fetches_s(self, first: IntArray, cuts: IntArray) -> FloatArray:
+        """Its way back, that begins after the forward of ``first`` and has ended before the backward of the cut."""
+        rows, num_blocks = self.rows, self.rows.sums.num_blocks
+        micro_batches = rows.sums.positions.micro_batches
+        last_s = rows.fetches_s(np.maximum(cuts + 1, first), num_blocks)
+        if micro_batches == 1:
+            return last_s
+        begun_s, all_s = rows.fetches_s(first, num_blocks), rows.fetches_s(0, num_blocks)
+        return begun_s + (micro_batches - 2) * all_s + rows.fetches_s(cuts + 1, num_blocks)
+
+    def later_fetches_s(self, step: IntArray, cuts: IntArray) -> FloatArray:
+        """Its way back for steps from ``step`` on, that has ended before the backward of the cut."""
+        rows, positions = self.rows, self.rows.sums.positions
+        last_s = rows.fetches_s(cuts + 1, positions.num_steps - step)
+        all_s = rows.fetches_s(0, rows.sums.num_blocks)
+        num_between = np.maximum(0, positions.micro_batches - 1 - np.maximum(1, -(-step // (2 * rows.sums.num_blocks))))
+        later_s: FloatArray = last_s + num_between * all_s
+        return later_s

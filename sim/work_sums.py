@@ -7,26 +7,27 @@ from dataclasses import dataclass
 import numpy as np
 
 from .chunk_table import ChunkTable
-from .compute_table import ComputeTable, FloatArray, Positions
+from .compute_table import ComputeTable, FloatArray
 from .space import BoolArray, IntArray
 
 
 class WorkSums:
     """Sums over the chunks of one layout, by ``n_persist``.
 
-    Shapes: C chunks, n blocks, K numbers of checkpointed blocks, L compute positions.
+    Shapes: C chunks, n blocks, K choices of activation modes, W compute positions of a micro-batch.
     """
 
     def __init__(self, table: ChunkTable, compute: ComputeTable) -> None:
         num_chunks, num_blocks = len(table.size_bytes), table.layout.num_blocks
         self.num_blocks = num_blocks
-        self.positions = Positions(num_blocks)
+        self.positions = compute.positions
+        micro_batches = self.positions.micro_batches
         offloaded = table.is_offloaded(np.arange(num_chunks + 1))
         stepped = np.logical_and(offloaded, table.is_stepped)
         self.num_offloaded: IntArray = offloaded.sum(axis=1)
         self.until_s = np.concatenate([np.zeros((1, len(compute.seconds))), compute.seconds.cumsum(axis=1).T])
-        """(L + 1, K) seconds of compute before each position, without device Adam."""
-        self.compute_s: FloatArray = self.until_s[-1] + table.device_adam_s[:, None]
+        """(W + 1, K) seconds of compute before each position of a micro-batch."""
+        self.compute_s: FloatArray = micro_batches * self.until_s[-1] + table.device_adam_s[:, None]
         """(C + 1, K) of the whole iteration."""
 
         by_first = np.argsort(table.first_block, kind="stable")
@@ -39,6 +40,17 @@ class WorkSums:
         self.gather_s = by_block(table.gather_s, offloaded)
         self.offload_s = by_block(table.offload_s, stepped)
         self.adam_s = by_block(table.cpu_adam_s, stepped)
+        self.sum_s = by_block(table.accumulate_s, stepped)
+        """Of one micro-batch, where there are several."""
+        self.norm_s = table.norm_s
+        self.cpu_s: FloatArray = self.adam_s[:, -1] + (micro_batches - 1) * self.sum_s[:, -1] + table.norm_s
+        """(C + 1,) of the whole iteration."""
+        if micro_batches == 1:
+            self.sum_s = np.zeros_like(self.sum_s)
+        self.swap_in_s = np.append(0.0, compute.swap_in_s.cumsum())
+        """(n + 1,) copies back of the first so many blocks, in one micro-batch."""
+        self.swap_out_s = np.append(0.0, compute.swap_out_s.cumsum())
+        """(n + 1,) their copies to the host."""
         shortest_s = np.where(stepped, table.offload_s, np.inf).min(axis=1, initial=np.inf)
         self.shortest_offload_s: FloatArray = np.where(np.isfinite(shortest_s), shortest_s, 0.0)
         """(C + 1,) the shortest copy of an update's gradients."""
@@ -48,6 +60,9 @@ class WorkSums:
         self.again_s = _prefix_sums(offloaded[:, order] * table.gather_s[order])
         """(C + 1, C + 1) seconds to gather the first so many in that order."""
         self.rank = np.cumsum(offloaded[:, order], axis=1)
+        quickest = np.sort(np.where(offloaded, table.gather_s, np.inf), axis=1)
+        self.least_s = _prefix_sums(np.where(np.isfinite(quickest), quickest, 0.0))
+        """(C + 1, C + 1) seconds of the so many quickest gathers."""
         self.place_of_block = np.searchsorted(table.last_block[order], np.arange(num_blocks + 1))
         """(n + 1,) how many chunks, in that order, end before each block."""
 
@@ -63,6 +78,21 @@ class WorkSums:
         is_after = np.logical_and(is_of_first, ids >= last_update[:, None])
         self.last_gathers_s: FloatArray = np.where(is_after, table.gather_s, 0.0).sum(axis=1)
         """(C + 1,) gathers for the first block with an update, from the chunk on that CPU Adam steps last."""
+
+        # Where the norm is limited, CPU Adam steps chunks in their order, and each waits for those before it.
+        self.stepped = np.flatnonzero(table.is_stepped)
+        self.stepped_block = table.first_block[self.stepped]
+        self.stepped_gather_s = table.gather_s[self.stepped]
+        self.stepped_until_s = np.append(0.0, table.cpu_adam_s[self.stepped].cumsum())
+
+    def least(self, n_persist: IntArray, n_buffer: IntArray) -> FloatArray:
+        """(R,) least seconds of gathers in any pass over the blocks but the first: as many as there are no buffers for.
+
+        At the turn from one pass to the next at most ``n_buffer`` chunks are there.
+        """
+        num_missing = np.maximum(self.num_offloaded[n_persist] - n_buffer, 0)
+        seconds: FloatArray = self.least_s[n_persist, num_missing]
+        return seconds
 
     def again(self, n_persist: IntArray, n_buffer: IntArray) -> FloatArray:
         """(R,) least seconds of gathers in backward: of the chunks that do not survive the turn."""
@@ -81,8 +111,11 @@ class WorkRows:
     """(R, 1) ``n_persist``."""
     again_s: FloatArray
     """(R, 1) ``WorkSums.again``."""
+    least_s: FloatArray
+    """(R, 1) ``WorkSums.least``."""
     columns: IntArray
-    """(K,) the numbers of checkpointed blocks that are asked for, as indices."""
+    """(K,) the choices of modes that are asked for, as indices; all with the same ``n_swap``."""
+    n_swap: int
 
     @property
     def iteration_s(self) -> FloatArray:
@@ -93,7 +126,28 @@ class WorkRows:
     def compute_s(self, start: IntArray, stop: IntArray) -> FloatArray:
         """(R, J, K) seconds of the compute positions from ``start`` to before ``stop``."""
         until_s = self.sums.until_s[:, self.columns]
-        seconds: FloatArray = until_s[stop] - until_s[start]
+        if self.sums.positions.micro_batches == 1:
+            seconds: FloatArray = until_s[stop] - until_s[start]
+            return seconds
+        length = self.sums.positions.micro_length
+        (stop_in, stop_at), (start_in, start_at) = np.divmod(stop, length), np.divmod(start, length)
+        seconds = until_s[stop_at] - until_s[start_at] + (stop_in - start_in)[..., None] * until_s[-1]
+        return seconds
+
+    def fetches_s(self, first: IntArray | int, stop: IntArray | int) -> FloatArray:
+        """Copies back, in one micro-batch, of what the swapped blocks from ``first`` to before ``stop`` have saved."""
+        return _range_s(self.sums.swap_in_s, first, np.minimum(stop, self.n_swap))
+
+    def outs_s(self, first: IntArray | int, stop: IntArray | int) -> FloatArray:
+        """Their copies to the host."""
+        return _range_s(self.sums.swap_out_s, first, np.minimum(stop, self.n_swap))
+
+    def passes_s(self, step: IntArray) -> FloatArray:
+        """Gathers for the passes between the first one and the last one, of those that begin with ``step`` or later."""
+        sums = self.sums
+        num_passes = 2 * sums.positions.micro_batches - 2
+        before = np.clip(-(-step // sums.num_blocks) - 1, 0, num_passes)
+        seconds: FloatArray = (num_passes - before) * self.least_s
         return seconds
 
     def gathers_s(self, first: IntArray, stop: IntArray | None = None) -> FloatArray:
@@ -105,8 +159,8 @@ class WorkRows:
         return self._between(self.sums.offload_s, first, stop)
 
     def adam_s(self, first: IntArray, stop: IntArray | None = None) -> FloatArray:
-        """CPU Adam of these chunks."""
-        return self._between(self.sums.adam_s, first, stop)
+        """CPU Adam of these chunks and, where there are several micro-batches, adding up the last one's gradients."""
+        return self._between(self.sums.adam_s, first, stop) + self._between(self.sums.sum_s, first, stop)
 
     def gathers_again_s(self, first: IntArray, stop: IntArray) -> FloatArray:
         """Gathers in backward of the chunks whose last block is ``first`` or later, and before ``stop``."""
@@ -122,6 +176,13 @@ class WorkRows:
         until: FloatArray = prefix_s[self.row, np.clip(top if stop is None else stop, 0, top)]
         seconds: FloatArray = np.maximum(until - before, 0.0)
         return seconds
+
+
+def _range_s(until_s: FloatArray, first: IntArray | int, stop: IntArray | int) -> FloatArray:
+    """Seconds of the blocks from ``first`` to before ``stop``."""
+    top = len(until_s) - 1
+    seconds: FloatArray = np.maximum(until_s[np.clip(stop, 0, top)] - until_s[np.clip(first, 0, top)], 0.0)
+    return seconds
 
 
 def _prefix_sums(values: FloatArray) -> FloatArray:

@@ -24,12 +24,16 @@ from protwin.sim.chunk_table import ChunkTable, chunk_table
 from protwin.sim.compute_table import ComputeTable, compute_table
 from protwin.sim.contention import ContentionModel
 from protwin.sim.costs import CostModel
+from protwin.sim.held_memory import guaranteed_peaks
 from protwin.sim.memory_bounds import MemoryBounds
 from protwin.sim.replay import REPLAY_FRAC, Replayer, ReplayPlan
 from protwin.sim.residency import residency
 from protwin.sim.simulator import simulate_timing
+from protwin.sim.space import ModeRows
+from protwin.sim.step_rule import StepRule
 from protwin.sim.throughput import throughput_weights
 from protwin.sim.time_bounds import TimeBounds
+from protwin.sim.traffic import Traffic
 from tests.sim.hand_made import Seconds, machine, plan, workload
 from tests.strategies import calibrations, contentions, hardware, plans, workloads
 
@@ -56,6 +60,21 @@ class Case:
         schedule = self.schedule
         return simulate_timing(schedule, self.costs.durations_s(schedule), self.contention).iteration_s
 
+    @property
+    def mode(self) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+        """The plan's row of the compute table."""
+        modes = self.compute.modes
+        is_mode = (modes.n_swap == self.plan.n_swap) & (modes.n_checkpoint == self.plan.n_checkpoint)
+        return np.flatnonzero(is_mode)
+
+    def traffic(self) -> Traffic:
+        found = residency(self.chunks, self.plan.n_persist, self.plan.n_buffer)
+        return Traffic(found, self.compute, self.plan.n_swap)
+
+    def whole_bound_s(self) -> float:
+        bounds = TimeBounds(self.chunks, self.compute, throughput_weights(self.contention))
+        return float(bounds.whole_s(np.array([self.plan.n_persist]), np.array([self.plan.n_buffer]), self.mode)[0, 0])
+
     def time_bound_s(self, n_buffer: int | None = None, prefetch_depth: int | None = None) -> float:
         bounds = TimeBounds(self.chunks, self.compute, throughput_weights(self.contention))
         knobs = (
@@ -63,27 +82,33 @@ class Case:
             self.plan.n_buffer if n_buffer is None else n_buffer,
             self.plan.prefetch_depth if prefetch_depth is None else prefetch_depth,
         )
-        return float(bounds.iteration_s(*(np.array([knob]) for knob in knobs))[0, self.plan.n_checkpoint])
+        return float(bounds.iteration_s(*(np.array([knob]) for knob in knobs), self.mode)[0, 0])
 
     def memory_bound_bytes(self) -> int:
         bounds = MemoryBounds(self.chunks, self.compute, self.workload.resident_bytes)
         knobs = (np.array([self.plan.n_buffer]), np.array([self.plan.prefetch_depth]))
-        return int(bounds.peak_bytes(self.plan.n_persist, *knobs)[0, 0, self.plan.n_checkpoint])
+        return int(bounds.peak_bytes(self.plan.n_persist, *knobs, self.mode)[0, 0, 0])
+
+    def activation_bound_bytes(self) -> int:
+        static = self.chunks.static_device_bytes(np.array([self.plan.n_persist]), self.workload.resident_bytes)
+        bounds = MemoryBounds(self.chunks, self.compute, self.workload.resident_bytes)
+        return int(static[0] + bounds.activation_bytes[self.mode[0]])
 
     def exact_peak_bytes(self) -> int:
-        found = residency(self.chunks, self.plan.n_persist, self.plan.n_buffer)
-        peaks = found.peak_bytes(self.compute, np.array([self.plan.prefetch_depth]), self.workload.resident_bytes)
-        return int(peaks[0, self.plan.n_checkpoint])
+        depths = np.array([self.plan.prefetch_depth])
+        return int(guaranteed_peaks(self.traffic(), depths, self.mode, self.workload.resident_bytes)[0, 0])
 
     def replayed_s(self) -> float:
-        found = residency(self.chunks, self.plan.n_persist, self.plan.n_buffer)
-        replayer = Replayer(self.compute, self.contention, np.array([self.plan.prefetch_depth]))
-        return float(replayer.periods_s([ReplayPlan(found, 0, self.plan.n_checkpoint)])[0])
+        plans = [ReplayPlan(self.traffic(), self.plan.prefetch_depth, int(self.mode[0]))]
+        return float(Replayer(self.compute, self.contention).periods_s(plans)[0])
 
 
 def case(model: Workload, chosen: Plan, layout: Layout, costs: CostModel, contention: ContentionModel) -> Case:
-    compute = compute_table(model, np.arange(model.num_blocks + 1), costs)
-    return Case(model, chosen, layout, costs, contention, compute, chunk_table(model, layout, costs))
+    rule = StepRule(chosen.micro_batches, chosen.max_gradient_norm)
+    pairs = [(s, c) for s in range(model.num_blocks + 1) for c in range(model.num_blocks + 1 - s)]
+    modes = ModeRows(model.num_blocks, *(np.array(column) for column in zip(*pairs, strict=True)))
+    compute = compute_table(model, modes, costs, rule)
+    return Case(model, chosen, layout, costs, contention, compute, chunk_table(model, layout, costs, rule))
 
 
 def hand_made(model: Workload, chosen: Plan, hardware: Hardware, contention: ContentionModel | None = None) -> Case:
@@ -97,9 +122,9 @@ def cases(draw: DrawFn) -> Case:
     """Plans of the space that is searched, with and without contention, measured and modelled."""
     model = draw(workloads(measured=None))
     chosen, layout = draw(plans(model))
-    chosen = chosen.model_copy(
-        update={"activation_modes": None, "n_swap": 0, "micro_batches": 1, "max_gradient_norm": None}
-    )
+    chosen = chosen.model_copy(update={"activation_modes": None})
+    if draw(st.booleans()):
+        chosen = chosen.model_copy(update={"n_swap": 0, "micro_batches": 1, "max_gradient_norm": None})
     box, calibration = draw(hardware()), draw(st.none() | calibrations())
     costs = CostModel(box, calibration, use_measured=draw(st.booleans()))
     contention = draw(st.sampled_from([ContentionModel.of(box, calibration), ContentionModel.none()]))
@@ -113,7 +138,7 @@ def cases(draw: DrawFn) -> Case:
 @settings(max_examples=80)
 def test_memory_bounds_never_exceed_the_guaranteed_peak_and_the_last_one_equals_it(found: Case) -> None:
     peak_bytes = guaranteed_device_peak(found.schedule).size_bytes
-    assert found.memory_bound_bytes() <= peak_bytes
+    assert found.activation_bound_bytes() <= found.memory_bound_bytes() <= peak_bytes
     assert found.exact_peak_bytes() == peak_bytes
 
 
@@ -121,7 +146,8 @@ def test_memory_bounds_never_exceed_the_guaranteed_peak_and_the_last_one_equals_
 @settings(max_examples=50)
 def test_host_bytes_are_those_of_the_schedule(found: Case) -> None:
     n_persist = np.array([found.plan.n_persist])
-    assert found.chunks.pinned_host_bytes(n_persist)[0] == found.schedule.static_bytes(Memory.PINNED_HOST)
+    pinned_bytes = found.chunks.pinned_host_bytes(n_persist)[0] + found.compute.swapped_bytes[found.plan.n_swap]
+    assert pinned_bytes == found.schedule.static_bytes(Memory.PINNED_HOST)
     assert found.chunks.host_bytes(n_persist)[0] == found.schedule.static_bytes(Memory.HOST)
 
 
@@ -133,7 +159,7 @@ def test_adding_all_buffers_to_the_activations_is_no_bound_of_memory() -> None:
     roomy = hand_made(model, plan(model, n_buffer=6, n_checkpoint=0), machine())
     for one in (found, roomy):
         assert one.memory_bound_bytes() <= one.exact_peak_bytes()
-    levels = (roomy.compute.alive_bytes + roomy.compute.peak_bytes).max(axis=1)[0]
+    levels = (roomy.compute.levels.alive_bytes[:, 0] + roomy.compute.levels.peak_bytes).max(axis=1)[0]
     gradient_bytes = 256 * 6
     all_buffers = roomy.plan.n_buffer * 256 + int(levels) + gradient_bytes
     assert all_buffers > guaranteed_device_peak(roomy.schedule).size_bytes
@@ -197,7 +223,7 @@ def test_adding_the_tail_to_the_work_of_the_busiest_lane_is_no_bound_of_time() -
 @settings(max_examples=100)
 def test_time_bounds_never_exceed_the_simulated_period(found: Case) -> None:
     bound_s = found.time_bound_s()
-    assert bound_s <= found.simulated_s()
+    assert found.whole_bound_s() <= bound_s <= found.simulated_s()
     most_generous_s = found.time_bound_s(
         n_buffer=len(found.layout.chunks), prefetch_depth=found.plan.prefetch_depth + 2
     )
@@ -231,12 +257,11 @@ def test_plans_that_are_replayed_together_do_not_disturb_each_other(data: st.Dat
     rows = []
     for _ in range(5):
         chosen, layout = data.draw(plans(found.workload))
-        chunks = chunk_table(found.workload, layout, found.costs)
-        found_residency = residency(chunks, chosen.n_persist, chosen.n_buffer)
-        rows.append(ReplayPlan(found_residency, chosen.prefetch_depth - 1, 0))
-    depths = np.arange(1, 5)
-    together = Replayer(found.compute, found.contention, depths).periods_s(rows)
-    alone = [Replayer(found.compute, found.contention, depths).periods_s([row])[0] for row in rows]
+        chunks = chunk_table(found.workload, layout, found.costs, found.chunks.rule)
+        traffic = Traffic(residency(chunks, chosen.n_persist, chosen.n_buffer), found.compute, chosen.n_swap)
+        rows.append(ReplayPlan(traffic, chosen.prefetch_depth, int(found.mode[0])))
+    together = Replayer(found.compute, found.contention).periods_s(rows)
+    alone = [Replayer(found.compute, found.contention).periods_s([row])[0] for row in rows]
     np.testing.assert_array_equal(together, alone)
 
 
@@ -253,11 +278,11 @@ def test_tasks_are_fused_only_where_nobody_can_tell(monkeypatch: pytest.MonkeyPa
     assert found.replayed_s() == pytest.approx(found.simulated_s())
     quick = replace(found, costs=CostModel(machine(offload_s=0.5), use_measured=True))
     quick = case(quick.workload, quick.plan, quick.layout, quick.costs, quick.contention)
-    row = residency(quick.chunks, 0, 4)
-    fused = lane_programs.copy_programs(row, np.array([1]), slowest_offload=1.0)
-    assert len(fused.cpu_optim.durations_s) == 1 < len(row.update_chunk)
+    traffic = quick.traffic()
+    fused = lane_programs.copy_programs(traffic, 1, slowest_offload=1.0)
+    assert len(fused[lane_programs.CPU_OPTIM].durations_s) == 1 < traffic.cpu_length
     assert quick.replayed_s() == pytest.approx(quick.simulated_s())
     # The wrong variant fuses CPU Adam although the next chunk's gradients may still be on their way.
     original = lane_programs.copy_programs
-    monkeypatch.setattr(replay, "copy_programs", lambda row, depths, slowest_offload: original(row, depths, 0.0))
+    monkeypatch.setattr(replay, "copy_programs", lambda traffic, depth, slowest_offload: original(traffic, depth, 0.0))
     assert found.replayed_s() < found.simulated_s() * (1 - 1e-3)

@@ -17,9 +17,9 @@ from protwin.shared.calibration import Calibration, Contention
 from protwin.shared.compile import compile_schedule
 from protwin.shared.errors import InfeasibleError, PlanError, WorkloadError
 from protwin.shared.hardware import DeviceKind, Hardware
-from protwin.shared.layout import build_layout
+from protwin.shared.layout import Layout, build_layout
 from protwin.shared.memory_bound import guaranteed_device_peak
-from protwin.shared.plan import Plan
+from protwin.shared.plan import ActivationMode, Plan
 from protwin.shared.schedule import Lane, Memory
 from protwin.shared.search_result import SearchResult
 from protwin.shared.verify import verify_schedule
@@ -31,6 +31,7 @@ from protwin.sim.search import search
 from protwin.sim.search_problem import default_host_budget_bytes
 from protwin.sim.simulator import simulate_timing
 from protwin.sim.space import LayoutGrid, SearchSpace, chunk_sizes, enumerate_space
+from protwin.sim.step_rule import StepRule
 from tests.sim.hand_made import MACHINE, Seconds, machine, workload
 from tests.strategies import calibrations, hardware, workloads
 
@@ -53,6 +54,7 @@ class Case:
     hardware: Hardware
     calibration: Calibration | None
     space: SearchSpace
+    rule: StepRule
     outcomes: tuple[Outcome, ...]
 
     def search(self, device_budget_bytes: int, tolerance_frac: float = 0.0) -> SearchResult:
@@ -63,6 +65,8 @@ class Case:
             device_budget_bytes=max(1, device_budget_bytes),
             host_budget_bytes=max(outcome.host_bytes for outcome in self.outcomes),
             space=self.space,
+            micro_batches=self.rule.micro_batches,
+            max_gradient_norm=self.rule.max_gradient_norm,
             tolerance_frac=tolerance_frac,
         )
 
@@ -71,21 +75,19 @@ class Case:
 
 
 def brute_force(
-    model: Workload, box: Hardware, calibration: Calibration | None, space: SearchSpace
+    model: Workload, box: Hardware, calibration: Calibration | None, space: SearchSpace, rule: StepRule
 ) -> tuple[Outcome, ...]:
     """Every combination of knobs that the compiler takes, several of which are the same plan, simulated."""
     costs = CostModel(box, calibration, use_measured=model.measured_on == box.name)
     contention = ContentionModel.of(box, calibration)
-    assert space.chunk_bytes is not None
     outcomes = []
-    for chunk_bytes in space.chunk_bytes:
+    knobs = (space.chunk_bytes, space.n_persist, space.n_buffer, space.prefetch_depth, space.n_checkpoint, space.n_swap)
+    chunk_sizes, *others = (() if values is None else values for values in knobs)
+    for chunk_bytes in chunk_sizes:
         layout = build_layout(model.parameters, num_blocks=model.num_blocks, chunk_bytes=chunk_bytes)
-        num_chunks = len(layout.chunks)
-        n_checkpoints = range(model.num_blocks + 1) if space.n_checkpoint is None else space.n_checkpoint
-        for n_persist, n_checkpoint, depth in product(range(num_chunks + 1), n_checkpoints, space.prefetch_depth):
-            least = layout.min_buffers(n_persist)
-            for n_buffer in range(least, max(least, num_chunks) + 1):
-                if n_checkpoint > model.num_blocks:
+        for n_persist, n_buffer, depth, n_checkpoint, n_swap in product(*others):
+            if n_persist <= len(layout.chunks) and n_buffer >= layout.min_buffers(n_persist):
+                if n_checkpoint + n_swap > model.num_blocks:
                     continue
                 plan = Plan(
                     workload_id=model.identity,
@@ -94,6 +96,9 @@ def brute_force(
                     n_buffer=n_buffer,
                     prefetch_depth=depth,
                     n_checkpoint=n_checkpoint,
+                    n_swap=n_swap,
+                    micro_batches=rule.micro_batches,
+                    max_gradient_norm=rule.max_gradient_norm,
                 )
                 schedule = compile_schedule(plan, model, layout)
                 timing = simulate_timing(schedule, costs.durations_s(schedule), contention)
@@ -110,25 +115,38 @@ def brute_force(
 
 @st.composite
 def cases(draw: DrawFn) -> Case:
-    """Up to three blocks, two chunk sizes and two depths, on any machine; time passes in every one of them."""
+    """Up to three blocks and one or two values of every knob, on any machine; time passes in every one of them."""
     model = draw(workloads(max_blocks=3))
     box, calibration = draw(hardware()), draw(st.none() | calibrations())
     if draw(st.booleans()):
         box = box.model_copy(update={"name": model.measured_on})
         calibration = calibration and calibration.model_copy(update={"hardware_name": model.measured_on})
+
+    def some(values: st.SearchStrategy[int]) -> tuple[int, ...]:
+        return tuple(draw(st.sets(values, min_size=1, max_size=2)))
+
     space = SearchSpace(
-        chunk_bytes=tuple(draw(st.sets(st.sampled_from((512, 2048, 4096, 100_000)), min_size=1, max_size=2))),
-        prefetch_depth=tuple(draw(st.sets(st.integers(1, 3), min_size=1, max_size=2))),
+        chunk_bytes=some(st.sampled_from((512, 2048, 4096, 100_000))),
+        n_persist=tuple({0, draw(st.integers(0, 8))}),
+        n_buffer=tuple({1000, draw(st.integers(0, 6))}),
+        prefetch_depth=some(st.integers(1, 3)),
         n_checkpoint=tuple({0, draw(st.integers(0, model.num_blocks))}),
+        n_swap=draw(st.sampled_from(((0,), (0,), (0, 1), (0, model.num_blocks)))),
     )
-    return Case(model, box, calibration, space, brute_force(model, box, calibration, space))
+    rule = StepRule(draw(st.sampled_from((1, 1, 2, 3))), draw(st.sampled_from((None, None, 1.0))))
+    return Case(model, box, calibration, space, rule, brute_force(model, box, calibration, space, rule))
+
+
+def _is_distinct(plan: Plan, model: Workload) -> bool:
+    """Whether no plan with fewer swapped blocks has the same modes: blocks that move nothing keep."""
+    return plan.n_swap == 0 or any(model.profile_of(block).swappable_bytes for block in range(plan.n_swap))
 
 
 # -- against brute force ---------------------------------------------------------------------------------------------
 
 
 @given(cases(), st.floats(0, 1))
-@settings(max_examples=40)
+@settings(max_examples=300)
 def test_without_tolerance_the_search_finds_what_brute_force_finds(found: Case, share: float) -> None:
     peaks = sorted({outcome.device_bytes for outcome in found.outcomes})
     budget_bytes = peaks[round(share * (len(peaks) - 1))]
@@ -143,7 +161,10 @@ def test_without_tolerance_the_search_finds_what_brute_force_finds(found: Case, 
     chosen = next(outcome for outcome in found.outcomes if outcome.plan == result.plan)
     assert (chosen.iteration_s, chosen.device_bytes <= budget_bytes) == (best_s, True)
     equals = [outcome.plan for outcome in feasible if outcome.iteration_s == best_s]
-    assert result.plan.n_checkpoint == min(plan.n_checkpoint for plan in equals)
+    assert (result.plan.n_swap, result.plan.n_checkpoint) == min(
+        (plan.n_swap, plan.n_checkpoint) for plan in equals if _is_distinct(plan, found.workload)
+    )
+    assert StepRule(result.plan.micro_batches, result.plan.max_gradient_norm) == found.rule
     assert result.gap_frac <= 1e-4
 
 
@@ -248,8 +269,10 @@ def _orders(monkeypatch: pytest.MonkeyPatch, tolerance_frac: float, num_orders: 
     results = [run()]
     random = np.random.default_rng(0)
 
-    def enumerate_in_disorder(model: Workload, space: SearchSpace | None = None) -> tuple[LayoutGrid, ...]:
-        grids = enumerate_space(model, space)
+    def enumerate_in_disorder(
+        model: Workload, space: SearchSpace | None = None, rule: StepRule | None = None
+    ) -> tuple[LayoutGrid, ...]:
+        grids = enumerate_space(model, space, rule)
         return tuple(_shuffled(grids[place], random) for place in random.permutation(len(grids)))
 
     monkeypatch.setattr(search_problem, "enumerate_space", enumerate_in_disorder)
@@ -265,9 +288,9 @@ def test_the_result_does_not_depend_on_the_order_of_enumeration(
 
 
 def test_a_rule_that_leaves_ties_open_depends_on_the_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    # The wrong variant: simplicity is the number of checkpointed blocks alone.
+    # The wrong variant: simplicity is the number of swapped blocks alone.
     original = LayoutGrid.simplicity
-    monkeypatch.setattr(LayoutGrid, "simplicity", lambda *args: (*original(*args)[:1], 0, 0, 0))
+    monkeypatch.setattr(LayoutGrid, "simplicity", lambda *args: (*original(*args)[:1], 0, 0, 0, 0))
     first, *others = _orders(monkeypatch, 0.1, num_orders=5)
     assert any(other.plan != first.plan for other in others)
 
@@ -384,36 +407,53 @@ def test_progress_ends_with_every_plan_decided() -> None:
 # -- the space -------------------------------------------------------------------------------------------------------
 
 
-def _identity(plan: Plan, model: Workload) -> tuple[object, ...]:
+def _identity(plan: Plan, model: Workload, layout: Layout) -> tuple[object, ...]:
     """What a plan comes to, whatever its knobs say."""
-    layout = build_layout(model.parameters, num_blocks=model.num_blocks, chunk_bytes=plan.chunk_bytes)
     persistent = layout.persistent(plan.n_persist)
     num_offloaded = len(layout.chunks) - len(persistent)
+    moves = [model.profile_of(block).swappable_bytes > 0 for block in range(model.num_blocks)]
+    modes = tuple(
+        ActivationMode.KEEP if mode is ActivationMode.SWAP and not moves[block] else mode
+        for block, mode in enumerate(plan.modes(model.num_blocks))
+    )
     if num_offloaded == 0:
-        return (plan.n_checkpoint,)
+        return modes, plan.prefetch_depth if ActivationMode.SWAP in modes else 0
     chunks = tuple(chunk.parameters for chunk in layout.chunks)
-    return chunks, persistent, min(plan.n_buffer, num_offloaded), plan.prefetch_depth, plan.n_checkpoint
+    return chunks, persistent, min(plan.n_buffer, num_offloaded), plan.prefetch_depth, modes
 
 
 def _plans(model: Workload, space: SearchSpace | None = None) -> list[Plan]:
     found = []
     for grid in enumerate_space(model, space):
-        for residency, depth in np.argwhere(grid.is_distinct).tolist():
-            found += [grid.plan(model, residency, depth, k) for k in range(len(grid.n_checkpoint))]
+        found += [grid.plan(model, *index) for index in _indices(grid)]
     return found
 
 
-@given(workloads(max_blocks=4))
-@settings(max_examples=25)
+def _indices(grid: LayoutGrid) -> list[tuple[int, int, int]]:
+    return [
+        (residency, depth, int(mode))
+        for n_swap, rows in grid.modes.groups
+        for residency, depth in np.argwhere(grid.is_distinct(n_swap)).tolist()
+        for mode in rows
+    ]
+
+
+@given(workloads(max_blocks=3))
+@settings(max_examples=20)
 def test_the_space_holds_every_plan_once_and_each_compiles(model: Workload) -> None:
-    found = _plans(model)
-    assert sum(grid.num_candidates for grid in enumerate_space(model)) == len(found)
-    identities = [_identity(plan, model) for plan in found]
+    space = SearchSpace(prefetch_depth=(1, 3))
+    found = _plans(model, space)
+    assert sum(grid.num_candidates for grid in enumerate_space(model, space)) == len(found)
+    layouts = {
+        size: build_layout(model.parameters, num_blocks=model.num_blocks, chunk_bytes=size)
+        for size in {plan.chunk_bytes for plan in found}
+    }
+    identities = [_identity(plan, model, layouts[plan.chunk_bytes]) for plan in found]
     assert len(set(identities)) == len(identities)
     for plan in found[:: max(1, len(found) // 40)]:
         compile_schedule(plan, model)
     # Small models have few chunks, and no value of a knob is left out.
-    persistent_sets = {(identity[0], identity[1]) for identity in identities if len(identity) > 1}
+    persistent_sets = {(identity[0], identity[1]) for identity in identities if len(identity) > 2}
     for chunk_bytes in chunk_sizes(model):
         layout = build_layout(model.parameters, num_blocks=model.num_blocks, chunk_bytes=chunk_bytes)
         chunks = tuple(chunk.parameters for chunk in layout.chunks)
@@ -425,12 +465,7 @@ def test_the_space_holds_every_plan_once_and_each_compiles(model: Workload) -> N
 @given(workloads(max_blocks=4))
 @settings(max_examples=25)
 def test_no_two_plans_are_equally_simple(model: Workload) -> None:
-    keys = [
-        grid.simplicity(residency, depth, checkpoint)
-        for grid in enumerate_space(model)
-        for residency, depth in np.argwhere(grid.is_distinct).tolist()
-        for checkpoint in range(len(grid.n_checkpoint))
-    ]
+    keys = [grid.simplicity(*index) for grid in enumerate_space(model) for index in _indices(grid)]
     assert len(set(keys)) == len(keys)
 
 
