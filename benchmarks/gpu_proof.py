@@ -1,0 +1,41 @@
+"""The proof: every test that needs a GPU, run as a part of the bench."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Final
+from xml.etree import ElementTree
+
+from gpu_subject import Clock, Section
+
+_ROOT: Final = Path(__file__).parent.parent
+
+
+def prove(section: Section, clock: Clock, *, limit_s: float) -> None:
+    """Run ``tests/gpu`` within ``limit_s``; each test is one check, and one that did not run is none that was met."""
+    clock.check(20)
+    seconds = min(limit_s, clock.left_s())
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        # ``-m gpu``: the default run leaves these out.
+        command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "tests/gpu", f"--junitxml={report}"]
+        try:
+            ended = subprocess.run(command, cwd=_ROOT, timeout=seconds, capture_output=True, text=True, check=False)
+        except subprocess.TimeoutExpired as error:
+            output = error.stdout if isinstance(error.stdout, bytes) else b""
+            section.found["output"] = output.decode(errors="replace")[-3000:]
+            section.not_done = f"the tests took longer than {seconds:.0f} s"
+            return
+        if ended.returncode != 0:
+            section.found["output"] = ended.stdout[-6000:] + ended.stderr[-1000:]
+        if not report.exists():
+            section.not_done = f"pytest ended with {ended.returncode} and left no report"
+            return
+        for case in ElementTree.parse(report).iter("testcase"):
+            bad = next((child.tag for child in case if child.tag in ("failure", "error", "skipped")), "")
+            section.check(f"{case.get('classname', '').rpartition('.')[2]}::{case.get('name')}", float(bool(bad)), 0.0)
+            if bad:
+                section.checks[-1]["outcome"] = bad
