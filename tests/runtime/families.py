@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache, partial
 
 import torch
 import transformers
 from torch import nn
+
+from tests.runtime.models import SEED, STEPS, Case, frozen, three_groups
 
 WIDTH = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 48}
 LATIN = {"vocab_size": 64, "max_position_embeddings": 64}
@@ -70,6 +73,16 @@ def _gemma2() -> nn.Module:
     )
 
 
+def _qwen2() -> nn.Module:
+    return transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**WIDTH, **LATIN, num_key_value_heads=1))
+
+
+def _mistral() -> nn.Module:
+    return transformers.MistralForCausalLM(
+        transformers.MistralConfig(**WIDTH, **LATIN, num_key_value_heads=1, sliding_window=6)
+    )
+
+
 def families() -> dict[str, Family]:
     """Encoders, decoders, both together, images, mixtures of experts."""
     generator = torch.Generator().manual_seed(2)
@@ -83,4 +96,45 @@ def families() -> dict[str, Family]:
         "mixtral": Family(_mixtral, pairs, _names(("model.layers", 3))),
         "bart": Family(_bart, pairs, _names(("model.encoder.layers", 2), ("model.decoder.layers", 2))),
         "gemma2": Family(_gemma2, pairs, _names(("model.layers", 3))),
+        "qwen2": Family(_qwen2, pairs, _names(("model.layers", 3))),
+        "mistral": Family(_mistral, pairs, _names(("model.layers", 3))),
     }
+
+
+# -- to be trained like any other case -------------------------------------------------------------------------------
+
+FROZEN = {
+    "bert, frozen embeddings and a block": ("bert", ("bert.embeddings", "bert.encoder.layer.1.")),
+    "t5, frozen encoder": ("t5", ("encoder.block",)),
+    "vit, frozen attention": ("vit", ("vit.layers.0.attention", "vit.layers.2.attention")),
+    "mixtral, frozen experts": ("mixtral", ("model.layers.1.mlp",)),
+    "qwen2, frozen prologue": ("qwen2", ("model.embed_tokens", "model.layers.0.")),
+}
+"""Families with parameters that are not trained, among trained ones of the same chunks."""
+
+
+@lru_cache
+def family_cases(steps: int = STEPS) -> dict[str, Case]:
+    """Every family in three parameter groups, and some of them partly frozen."""
+    found = {}
+    kinds = [(name, name, ()) for name in families()]
+    kinds += [(name, family, prefixes) for name, (family, prefixes) in FROZEN.items()]
+    for name, kind, prefixes in kinds:
+        family = families()[kind]
+        batches = [_varied(family.batch, step) for step in range(steps)]
+        found[name] = Case(partial(_built, family.build, prefixes), batches, groups=three_groups)
+    return found
+
+
+def _built(build: Callable[[], nn.Module], prefixes: tuple[str, ...]) -> nn.Module:
+    torch.manual_seed(SEED)
+    return frozen(build(), *prefixes) if prefixes else build()
+
+
+def _varied(batch: dict[str, torch.Tensor], step: int) -> dict[str, torch.Tensor]:
+    """Another batch of the same shapes for every step: other tokens, turned images, labels that take turns."""
+    made: dict[int, torch.Tensor] = {}
+    for tensor in batch.values():
+        is_tokens = tensor.dtype == torch.int64 and tensor.dim() == 2
+        made[id(tensor)] = (tensor - 5 + 7 * step) % 55 + 5 if is_tokens else tensor.roll(step, dims=-1)
+    return {name: made[id(tensor)] for name, tensor in batch.items()}

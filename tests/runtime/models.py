@@ -277,9 +277,9 @@ def _frozen_tail() -> nn.Module:
 
 
 @lru_cache
-def cases() -> dict[str, Case]:
-    """Everything that a plan must not change the result of, by name."""
-    tokens, points = token_batches(), point_batches()
+def cases(steps: int = STEPS) -> dict[str, Case]:
+    """Everything that a plan must not change the result of, by name, with batches for so many steps."""
+    tokens, points = token_batches(steps), point_batches(steps)
     return {
         "llama": Case(llama, tokens),
         "gpt2 with dropout, tied": Case(gpt2, tokens),

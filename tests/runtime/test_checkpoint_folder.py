@@ -15,6 +15,7 @@ import torch
 from protwin.runtime.checkpoints import has_checkpoint
 from protwin.shared.errors import FileError
 from tests.runtime.file_operations import before_every_operation, loaded_step, save
+from tests.runtime.killed_training import SUBJECTS
 from tests.runtime.models import SEED, STEPS, cases, differences
 from tests.runtime.resuming import mixed, start, train
 
@@ -176,3 +177,4 @@ def test_trainings_killed_at_random_moments_resume_and_end_equal(tmp_path: Path)
     assert [end["code"] for end in ends].count(-9) >= 6
     assert ends[-1]["code"] == 0
     assert any(end["from"] not in (None, 0) for end in ends), "some were resumed on their way"
+    assert {end["subject"] for end in ends} == {subject.case for subject in SUBJECTS[:2]}

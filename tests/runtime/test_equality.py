@@ -3,64 +3,22 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from protwin.runtime import carry_out, device_steps
-from protwin.shared.layout import Layout, build_layout
-from protwin.shared.plan import ActivationMode, Plan
-from tests.runtime.models import SEED, Case, cases, differences
+from protwin.runtime import device_steps
+from protwin.shared.plan import Plan
+from tests.runtime.equality import first, miscounted, offloaded_chunks, random_plans, trained
+from tests.runtime.families import family_cases
+from tests.runtime.models import Case, cases
 from tests.strategies import plans
 
 
-def first(drawn: tuple[Plan, Layout]) -> Plan:
-    return drawn[0]
-
-
-def trained(case: Case, plan: Plan) -> tuple[list[float], list[str], dict[str, int]]:
-    """Losses, names of weights that differ from plain training's, and what was counted."""
-    model = case.build()
-    losses = []
-    with carry_out(
-        model, plan, case.workload, optimizer=case.make_optimizer, parameter_groups=case.groups(model)
-    ) as training:
-        torch.manual_seed(SEED)
-        for batches in case.steps(plan.micro_batches):
-            for batch in batches:
-                loss = case.loss(model, batch)
-                loss.backward()
-                losses.append(loss.item())
-            training.step()
-    counted = {
-        "gathers": training.num_gathers,
-        "to device": training.bytes_host_to_device,
-        "to host": training.bytes_device_to_host,
-        "cpu adam": training.num_cpu_adam_steps,
-    }
-    plain = case.plain_with(plan.micro_batches, plan.max_gradient_norm)
-    return losses, differences(model, plain.weights[-1]), counted
-
-
-def check_counts(case: Case, plan: Plan, counted: dict[str, int]) -> None:
-    """Every offloaded chunk came at least once per step, and each trainable one left and was stepped once."""
-    workload = case.workload
-    layout = build_layout(workload.parameters, num_blocks=workload.num_blocks, chunk_bytes=plan.chunk_bytes)
-    offloaded = [chunk for chunk in layout.chunks[plan.n_persist :] if chunk.blocks]
-    trainable = [chunk for chunk in offloaded if chunk.is_trainable]
-    steps = len(case.batches)
-    swapped_bytes = sum(
-        workload.profile_of(block).swappable_bytes
-        for block, mode in enumerate(plan.modes(workload.num_blocks))
-        if mode is ActivationMode.SWAP
-    )
-    members = [workload.parameters[placed.index] for chunk in trainable for placed in chunk.parameters]
-    has_gradient = [p for p in members if p.trainable and not p.name.endswith("unused")]
-    assert counted["cpu adam"] == steps * len(trainable)
-    forwards = steps * plan.micro_batches
-    assert counted["to host"] == forwards * (sum(p.size_bytes for p in has_gradient) + swapped_bytes)
-    assert counted["gathers"] >= steps * len(offloaded)
-    assert counted["to device"] >= steps * sum(chunk.size_bytes for chunk in offloaded) + forwards * swapped_bytes
+def check(case: Case, plan: Plan) -> None:
+    outcome = trained(case, plan)
+    assert outcome.losses == case.plain_with(plan.micro_batches, plan.max_gradient_norm).losses
+    assert outcome.different == []
+    assert miscounted(case, plan, outcome) == []
 
 
 @pytest.mark.slow
@@ -70,10 +28,16 @@ def check_counts(case: Case, plan: Plan, counted: dict[str, int]) -> None:
 def test_random_plans_equal_the_plain_loop(name: str, data: st.DataObject) -> None:
     case = cases()[name]
     plan = data.draw(plans(case.workload).map(first))
-    losses, different, counted = trained(case, plan)
-    assert losses == case.plain_with(plan.micro_batches, plan.max_gradient_norm).losses
-    assert different == []
-    check_counts(case, plan, counted)
+    check(case, plan)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", family_cases())
+def test_plans_of_other_families_equal_the_plain_loop(name: str) -> None:
+    """In three parameter groups, partly frozen; the plan is a random one that offloads."""
+    case = family_cases(2)[name]
+    chosen = random_plans(case.workload, 8, seed=len(name))
+    check(case, next(plan for plan in chosen if offloaded_chunks(case.workload, plan)))
 
 
 def test_narrow_parameters_stepped_in_pieces_equal_the_plain_loop(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,7 +46,26 @@ def test_narrow_parameters_stepped_in_pieces_equal_the_plain_loop(monkeypatch: p
     case = cases()["llama in bfloat16"]
     assert any(parameter.num_elements > 1_000 for parameter in case.workload.parameters)
     plan = Plan(workload_id=case.workload.identity, chunk_bytes=2**20, n_persist=3, n_buffer=0)
-    losses, different, counted = trained(case, plan)
-    assert losses == case.plain.losses
-    assert different == []
-    assert counted["gathers"] == 0
+    outcome = trained(case, plan)
+    assert outcome.losses == case.plain.losses
+    assert outcome.different == []
+    assert outcome.num_gathers == 0
+
+
+def test_counts_that_are_not_those_of_the_plan_are_noticed() -> None:
+    """A plan that keeps everything moves nothing, which is too little for one that offloads."""
+    case = cases()["llama"]
+    kept = Plan(workload_id=case.workload.identity, chunk_bytes=2**20, n_persist=3, n_buffer=0)
+    outcome = trained(case, kept)
+    assert miscounted(case, kept, outcome) == []
+    offloading = kept.model_copy(update={"n_persist": 0, "n_buffer": 1})
+    assert len(miscounted(case, offloading, outcome)) == 4
+    assert len(miscounted(case, offloading.model_copy(update={"n_swap": 4}), outcome)) == 4
+
+
+def test_random_plans_repeat_and_differ() -> None:
+    workload = cases()["llama"].workload
+    chosen = random_plans(workload, 10, seed=1)
+    assert chosen == random_plans(workload, 10, seed=1)
+    assert chosen != random_plans(workload, 10, seed=2)
+    assert len({plan.identity for plan in chosen}) == 10

@@ -1,0 +1,120 @@
+"""The proof of the runtime on one device, on the CPU: what a person who trusts it with a month of training relies on.
+
+- equality: for every model and for random plans, losses and weights are those of the plain loop, bit for bit.
+- memory: the measured peak is the schedule's own account, nothing is left, a thousand steps grow nothing.
+- faults: trainings that are killed at random moments resume from a complete checkpoint and end equal.
+- exhaustion: out of memory at every task of a schedule ends in one error with its cause, and loses nothing.
+
+Small models, so that there are many cases; everything is checked against plain PyTorch.  ``make prove`` runs it and
+ends with code 1 unless everything was shown; ``ARGS="--only memory --models llama"`` runs a part.  Results are kept in
+benchmarks/results/ with date and machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Final
+
+import torch
+from rich.console import Console
+
+from protwin.runtime.identity import machine_name, num_cores, software_versions
+from protwin.shared.files import write_atomically
+from protwin.shared.progress import OnProgress, progress_bar
+from protwin.shared.units import format_seconds
+
+from . import prove_equality, prove_exhaustion, prove_faults, prove_memory
+from .prove_claims import Claim, Settings, show
+
+_SECTIONS: Final[dict[str, Callable[[Settings, OnProgress], list[Claim]]]] = {
+    "equality": prove_equality.prove,
+    "memory": prove_memory.prove,
+    "faults": prove_faults.prove,
+    "exhaustion": prove_exhaustion.prove,
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Prove, print the table, and give the exit code."""
+    options = _parsed(arguments)
+    settings = Settings(
+        plans=options.plans,
+        steps=options.steps,
+        kills=options.kills,
+        growth_steps=options.growth_steps,
+        seed=options.seed,
+        models=tuple(options.models),
+    )
+    console = Console(highlight=False, width=200)
+    torch.set_num_threads(1)
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    claims: list[Claim] = []
+    seconds: dict[str, float] = {}
+    for name in options.only:
+        begin_s = time.perf_counter()
+        with progress_bar(name) as report:
+            found = _SECTIONS[name](settings, report)
+        seconds[name] = time.perf_counter() - begin_s
+        if not found:
+            found = [Claim(name, "no model of these names", "")]
+        show(found, f"{name}, {format_seconds(seconds[name])}, on {machine_name()}", console)
+        claims += found
+    missed = [claim for claim in claims if not claim.is_shown]
+    num_cases = sum(claim.num_cases for claim in claims)
+    console.print(f"{len(claims) - len(missed)} of {len(claims)} claims shown, {num_cases} cases")
+    if options.keep:
+        console.print(f"kept in {_keep(claims, settings, seconds)}")
+    return 1 if missed else 0
+
+
+def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=list(_SECTIONS), default=list(_SECTIONS), help="these sections")
+    parser.add_argument(
+        "--models", nargs="+", default=[], metavar="PART", help="models with one of these in their name"
+    )
+    parser.add_argument("--plans", type=int, default=40, help="random plans of every model (40)")
+    parser.add_argument("--steps", type=int, default=10, help="steps that are compared (10)")
+    parser.add_argument("--kills", type=int, default=200, help="processes that are killed (200)")
+    parser.add_argument("--growth-steps", type=int, default=1000, help="steps that must grow nothing (1000)")
+    parser.add_argument("--seed", type=int, default=0, help="of plans and of moments (0)")
+    parser.add_argument("--keep", action="store_true", help="keep the result in benchmarks/results/")
+    options = parser.parse_args(arguments)
+    if min(options.plans, options.steps, options.kills) < 1:
+        parser.error("--plans, --steps and --kills must be at least 1.")
+    if options.growth_steps < 10:
+        parser.error("--growth-steps must be at least 10: growth is told from tenths of a run.")
+    return options
+
+
+def _keep(claims: Sequence[Claim], settings: Settings, seconds: dict[str, float]) -> Path:
+    """Write the result, with date and machine; gives its path."""
+    today = datetime.date.today().isoformat()
+    path = Path(__file__).parent / "results" / f"proof-{today}.json"
+    content = {
+        "schema_version": 1,
+        "date": today,
+        "machine": machine_name(),
+        "num_cores": num_cores(),
+        "software": software_versions(),
+        "load_average_1min": os.getloadavg()[0],
+        "settings": asdict(settings),
+        "section_s": seconds,
+        "is_shown": all(claim.is_shown for claim in claims),
+        "claims": [claim.as_mapping() for claim in claims],
+    }
+    write_atomically(path, json.dumps(content, indent=1) + "\n")
+    return path
+
+
+if __name__ == "__main__":
+    sys.exit(main())

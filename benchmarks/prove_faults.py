@@ -1,0 +1,70 @@
+"""Faults: trainings that are killed at random moments of training and saving resume and end equal."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any, Final
+
+from protwin.shared.progress import OnProgress
+
+from .prove_claims import Claim, Settings
+
+_ROOT: Final = Path(__file__).parents[1]
+_KILLED: Final = -9
+
+
+def prove(settings: Settings, report: OnProgress) -> list[Claim]:
+    """Let ``tests.runtime.killed_training`` run, which checks every process, and sum up what it did."""
+    claim = Claim("faults", "three models", "killed at a random moment, resumed, ended with the bits of the plain loop")
+    command = [sys.executable, "-m", "tests.runtime.killed_training"]
+    # Its output goes to a file: nobody reads it before it is complete.
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile("w+") as output:
+        process = subprocess.Popen(
+            [*command, folder, str(settings.kills), str(settings.seed)],
+            cwd=_ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdout=output,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert process.stderr is not None
+        said = []
+        for line in process.stderr:
+            said.append(line)
+            if line.endswith(" processes\n"):
+                # Every third process or so is one that ends.
+                report(min(int(line.split()[0]), 1.5 * settings.kills), 1.5 * settings.kills)
+        code = process.wait()
+        output.seek(0)
+        printed = output.read()
+    if code == 0:
+        _sum_up(claim, json.loads(printed), settings)
+    else:
+        claim.num_cases = 1
+        claim.failures.append("".join(said[-15:]).strip() or f"ended with {code}")
+    return [claim]
+
+
+def _sum_up(claim: Claim, ends: list[dict[str, Any]], settings: Settings) -> None:
+    killed = [end for end in ends if end["code"] == _KILLED]
+    moments = Counter(end["doing"] for end in killed)
+    claim.num_cases = len(killed)
+    claim.figures = {
+        "killed": len(killed),
+        **{f"while {moment.replace('_', ' ')}": number for moment, number in sorted(moments.items())},
+        "ended equal": sum(end["code"] == 0 for end in ends),
+        "resumed on their way": sum(end["from"] not in (None, 0) for end in ends),
+        "a process lived": f"{statistics.median(end['seconds'] for end in killed):.2f} s" if killed else "",
+    }
+    if len(killed) < settings.kills:
+        claim.failures.append(f"{len(killed)} processes were killed, {settings.kills} were wanted")
+    for moment in ("training", "saving"):
+        if settings.kills >= 50 and not moments[moment]:
+            claim.failures.append(f"none was killed while {moment}: that shows nothing")

@@ -1,0 +1,71 @@
+"""Plans of every mode and residency, and the peak that each is measured to have with settled lanes."""
+
+from __future__ import annotations
+
+import gc
+
+import torch
+
+from protwin.runtime import CpuDevice, carry_out
+from protwin.shared.layout import build_layout
+from protwin.shared.plan import ActivationMode, Plan
+from tests.runtime.eager_lanes import WATCHED, AccountedPeak, settled_lanes
+from tests.runtime.models import SEED, Case
+from tests.runtime.test_memory import copies
+
+KEEP, CHECKPOINT, SWAP = ActivationMode.KEEP, ActivationMode.CHECKPOINT, ActivationMode.SWAP
+MIXTURES = {"kept": (KEEP,), "checkpointed": (CHECKPOINT,), "swapped": (SWAP,), "mixed": (SWAP, CHECKPOINT, KEEP)}
+RESIDENCIES = ("persistent", "offloaded", "mixed")
+CHUNK_BYTES = 9_000
+BAR = 0.005
+
+
+def plan_of(case: Case, mixture: str, residency: str, *, micro_batches: int = 1) -> Plan:
+    """Every block in a mode of the mixture; all chunks, some or none persistent."""
+    workload = case.workload
+    modes = tuple(MIXTURES[mixture][block % len(MIXTURES[mixture])] for block in range(workload.num_blocks))
+    layout = build_layout(workload.parameters, num_blocks=workload.num_blocks, chunk_bytes=CHUNK_BYTES)
+    n_persist = {"persistent": len(layout.chunks), "offloaded": 0, "mixed": len(layout.chunks) // 2}[residency]
+    return Plan(
+        workload_id=workload.identity,
+        chunk_bytes=CHUNK_BYTES,
+        n_persist=n_persist,
+        n_buffer=layout.min_buffers(n_persist) + (residency != "persistent"),
+        prefetch_depth=2,
+        n_swap=modes.count(SWAP),
+        n_checkpoint=modes.count(CHECKPOINT),
+        activation_modes=modes,
+        micro_batches=micro_batches,
+    )
+
+
+def measured_peak_bytes(case: Case, plan: Plan) -> int:
+    """With settled lanes; afterwards nothing is left."""
+    device, model = CpuDevice(), case.build()
+    torch.manual_seed(SEED)
+    with carry_out(
+        model,
+        plan,
+        case.workload,
+        optimizer=case.make_optimizer,
+        parameter_groups=case.groups(model),
+        device=device,
+    ) as training:
+        with settled_lanes(training):
+            for batches in case.steps(plan.micro_batches)[:WATCHED]:
+                for batch in copies(batches):
+                    case.loss(model, batch).backward()
+                training.step()
+        peak_bytes = training.peak_device_bytes
+    del batch
+    gc.collect()
+    assert device.ledger.named_bytes == 0
+    assert device.ledger.watched_bytes == sum(b.numel() * b.element_size() for b in model.buffers())
+    return peak_bytes
+
+
+def error_frac(measured_bytes: int, accounted: AccountedPeak) -> float:
+    """How far a measured peak is outside what is accounted for; negative below it."""
+    if measured_bytes < accounted.low_bytes:
+        return measured_bytes / accounted.low_bytes - 1
+    return max(0.0, measured_bytes / accounted.high_bytes - 1)

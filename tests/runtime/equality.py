@@ -1,0 +1,125 @@
+"""Training by a plan beside the plain loop: the same bits, and what it moved on the way."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass
+
+import hypothesis
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+
+from protwin.runtime import carry_out
+from protwin.shared.layout import Chunk, Layout, build_layout
+from protwin.shared.plan import ActivationMode, Plan
+from protwin.shared.workload import Workload
+from tests.runtime.models import SEED, Case, differences
+from tests.strategies import plans
+
+
+def first(drawn: tuple[Plan, Layout]) -> Plan:
+    return drawn[0]
+
+
+class _Enough(Exception):
+    """No more plans are wanted."""
+
+
+def random_plans(workload: Workload, number: int, seed: int) -> list[Plan]:
+    """So many different plans that ``workload`` can follow, the same ones for the same seed."""
+    found: dict[str, Plan] = {}
+
+    @hypothesis.seed(seed)
+    @settings(
+        max_examples=20 * number,
+        database=None,
+        deadline=None,
+        derandomize=False,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(drawn=plans(workload))
+    def draw(drawn: tuple[Plan, Layout]) -> None:
+        if len(found) == number:
+            raise _Enough
+        found.setdefault(drawn[0].identity, drawn[0])
+
+    with suppress(_Enough):
+        draw()
+    assert len(found) == number, f"{len(found)} different plans were drawn, {number} were wanted"
+    return list(found.values())
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a training by a plan gave."""
+
+    losses: list[float]
+    different: list[str]
+    """Names of weights and buffers that are not, bit for bit, those of the plain loop."""
+    num_gathers: int
+    num_cpu_adam_steps: int
+    to_device_bytes: int
+    to_host_bytes: int
+
+
+def trained(case: Case, plan: Plan) -> Outcome:
+    """Train on all batches of the case."""
+    model = case.build()
+    losses = []
+    with carry_out(
+        model, plan, case.workload, optimizer=case.make_optimizer, parameter_groups=case.groups(model)
+    ) as training:
+        torch.manual_seed(SEED)
+        for batches in case.steps(plan.micro_batches):
+            for batch in batches:
+                loss = case.loss(model, batch)
+                loss.backward()
+                losses.append(loss.item())
+            training.step()
+    plain = case.plain_with(plan.micro_batches, plan.max_gradient_norm)
+    return Outcome(
+        losses,
+        differences(model, plain.weights[-1]),
+        num_gathers=training.num_gathers,
+        num_cpu_adam_steps=training.num_cpu_adam_steps,
+        to_device_bytes=training.bytes_host_to_device,
+        to_host_bytes=training.bytes_device_to_host,
+    )
+
+
+def offloaded_chunks(workload: Workload, plan: Plan) -> list[Chunk]:
+    """The chunks of blocks that are not persistent."""
+    layout = build_layout(workload.parameters, num_blocks=workload.num_blocks, chunk_bytes=plan.chunk_bytes)
+    return [chunk for chunk in layout.chunks[plan.n_persist :] if chunk.blocks]
+
+
+def swapped_bytes(workload: Workload, plan: Plan) -> int:
+    """Bytes of saved activations that travel in every forward."""
+    modes = plan.modes(workload.num_blocks)
+    return sum(workload.profile_of(b).swappable_bytes for b, mode in enumerate(modes) if mode is ActivationMode.SWAP)
+
+
+def miscounted(case: Case, plan: Plan, outcome: Outcome) -> list[str]:
+    """What was not moved or not stepped as the plan says.
+
+    Every offloaded chunk comes at least once per step, and each trainable one leaves and is stepped once.
+    """
+    workload, steps = case.workload, len(case.batches)
+    offloaded = offloaded_chunks(workload, plan)
+    trainable = [chunk for chunk in offloaded if chunk.is_trainable]
+    members = [workload.parameters[placed.index] for chunk in trainable for placed in chunk.parameters]
+    has_gradient = [p for p in members if p.trainable and not p.name.endswith("unused")]
+    forwards, swapped = steps * plan.micro_batches, swapped_bytes(workload, plan)
+    to_host_bytes = forwards * (sum(p.size_bytes for p in has_gradient) + swapped)
+    to_device_bytes = steps * sum(chunk.size_bytes for chunk in offloaded) + forwards * swapped
+    found = []
+    if outcome.num_cpu_adam_steps != steps * len(trainable):
+        found.append(f"{outcome.num_cpu_adam_steps} CPU Adam steps, expected {steps * len(trainable)}")
+    if outcome.to_host_bytes != to_host_bytes:
+        found.append(f"{outcome.to_host_bytes} bytes to the host, expected {to_host_bytes}")
+    if outcome.num_gathers < steps * len(offloaded):
+        found.append(f"{outcome.num_gathers} gathers, expected at least {steps * len(offloaded)}")
+    if outcome.to_device_bytes < to_device_bytes:
+        found.append(f"{outcome.to_device_bytes} bytes to the device, expected at least {to_device_bytes}")
+    return found

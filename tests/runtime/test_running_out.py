@@ -1,0 +1,68 @@
+"""Out of memory at every task of a schedule: an error with its cause, no hang, and weights that are whole."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache, partial
+
+import pytest
+
+from protwin.shared.compile import compile_schedule
+from protwin.shared.plan import ActivationMode, Plan
+from protwin.shared.schedule import Lane, Task, TaskKind
+from tests.runtime.models import Case, llama, three_groups, token_batches
+from tests.runtime.resuming import plan_of
+from tests.runtime.running_out import run_out
+
+ITERATION = 1
+
+
+@lru_cache
+def small_case() -> Case:
+    return Case(partial(llama, num_layers=2), token_batches(3), groups=three_groups)
+
+
+def everything(case: Case) -> Plan:
+    """Persistent and offloaded chunks, swapped and checkpointed blocks, two micro-batches, a limited norm."""
+    modes = (ActivationMode.SWAP, ActivationMode.CHECKPOINT)
+    knobs = {"n_swap": 1, "activation_modes": modes, "micro_batches": 2, "max_gradient_norm": 1.0}
+    return plan_of(case.workload, chunk_bytes=14_000, n_persist=1, n_checkpoint=1).model_copy(update=knobs)
+
+
+def tasks_of(plan: Plan, case: Case) -> tuple[Task, ...]:
+    return compile_schedule(plan, case.workload).tasks
+
+
+def ends_of_every_kind(tasks: Sequence[Task]) -> list[Task]:
+    """The first and the last task of each kind; ``make prove`` takes all of them."""
+    by_kind = {kind: [task for task in tasks if task.kind is kind] for kind in TaskKind}
+    chosen = {task.id: task for of_kind in by_kind.values() if of_kind for task in (of_kind[0], of_kind[-1])}
+    return list(chosen.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lane", Lane)
+def test_out_of_memory_at_any_task(lane: Lane) -> None:
+    case = small_case()
+    plan = everything(case)
+    tasks = ends_of_every_kind([task for task in tasks_of(plan, case) if task.lane is lane])
+    endings = [run_out(case, plan, task.id, ITERATION) for task in tasks]
+    assert {task.lane for task in tasks} == {lane}
+    assert [(ending.task, ending.faults) for ending in endings if ending.faults] == []
+    assert all(ending.has_raised for ending in endings)
+
+
+def test_the_plan_has_every_kind_of_task() -> None:
+    case = small_case()
+    assert {task.kind for task in tasks_of(everything(case), case)} == set(TaskKind)
+
+
+@pytest.mark.slow
+def test_out_of_memory_in_the_operations_of_compute_tasks() -> None:
+    case = small_case()
+    plan = everything(case)
+    tasks = ends_of_every_kind([task for task in tasks_of(plan, case) if isinstance(task.section, int)])
+    tasks = [task for task in tasks if task.lane is Lane.COMPUTE]
+    endings = [run_out(case, plan, task.id, ITERATION, at_allocation=True) for task in tasks]
+    assert [(ending.task, ending.faults) for ending in endings if ending.faults] == []
+    assert all(ending.has_raised for ending in endings), "forward, recomputation and backward of a block allocate"
