@@ -57,6 +57,10 @@ bench-peers: $(BENCH_STAMP) ## Step time and losses of FSDP2 and DeepSpeed with 
 bench-gpu: $(STAMP) ## The proof and the fidelity of predictions on a GPU, in under eight minutes (exit code 2 without)
 	$(BIN)/python benchmarks/gpu.py
 
+.PHONY: prove
+prove: $(STAMP) ## Prove the runtime: equality, memory, faults (ARGS="--only memory" for a part)
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.prove $(ARGS)
+
 .PHONY: clean
 clean: ## Remove everything that can be made again, .venv included
 	rm -rf $(VENV) out build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
