@@ -14,12 +14,12 @@ from ..runtime.batches import Batch, Loss, loss_of
 from ..runtime.configurations import build_model, training_dtype
 from ..runtime.devices import CpuDevice, CudaDevice, TrainingDevice
 from ..runtime.identity import software_versions
-from ..runtime.optimizer import MakeOptimizer
+from ..runtime.optimizer import MakeOptimizer, default_optimizer
 from ..runtime.snapshot import left_as_found
 from ..runtime.text import byte_batches, python_reference
 from ..runtime.threads import leave_a_core_for_lanes
 from ..runtime.tracing import trace
-from ..runtime.training import carry_out, default_optimizer
+from ..runtime.training import carry_out
 from ..shared.calibration import Calibration, Contention
 from ..shared.errors import CalibrationError
 from ..shared.hardware import DeviceKind, Hardware

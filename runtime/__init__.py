@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from .loss_scaling import LossScaling
     from .non_finite import NonFiniteGradientError
     from .probe import probe_hardware
+    from .summaries import StepSummary
     from .tracing import trace
     from .tracing_configurations import workload_of_configuration
     from .training import Training, carry_out
@@ -25,6 +26,7 @@ _HOMES = {
     "LossScaling": "loss_scaling",
     "MemoryLedger": "ledger",
     "NonFiniteGradientError": "non_finite",
+    "StepSummary": "summaries",
     "Training": "training",
     "TrainingDevice": "devices",
     "carry_out": "training",
@@ -40,6 +42,7 @@ __all__ = [
     "LossScaling",
     "MemoryLedger",
     "NonFiniteGradientError",
+    "StepSummary",
     "Training",
     "TrainingDevice",
     "carry_out",

@@ -20,6 +20,11 @@ MakeOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 """From parameter groups to an optimizer, such as ``partial(torch.optim.AdamW, lr=1e-4, fused=True)``."""
 
 
+def default_optimizer(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """Fused AdamW with torch's default options."""
+    return torch.optim.AdamW(groups, fused=True)
+
+
 class ChunkOptimizer:
     """Steps some weights with the options of the groups that their parameters belong to."""
 

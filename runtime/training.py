@@ -6,7 +6,7 @@ The model's own forward and backward are the compute tasks, and hooks on its blo
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -35,19 +35,15 @@ from .identity import model_hash
 from .lane_tasks import LaneTasks
 from .loss_scaling import LossScaling, scaler_for
 from .metering import metering_of
-from .optimizer import MakeOptimizer, group_options
+from .optimizer import MakeOptimizer, default_optimizer, group_options
 from .optimizer_facade import TrainingOptimizer
 from .placed_model import PlacedModel
 from .recording import Recorder
 from .snapshot import without_cache
+from .summaries import StepSummary, Summaries, to_stderr
 from .swapping import SwappedBlock
 from .tensors import tensors_in
 from .walk import SectionWalker
-
-
-def default_optimizer(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """Fused AdamW with torch's default options."""
-    return torch.optim.AdamW(groups, fused=True)
 
 
 def carry_out(
@@ -137,6 +133,7 @@ class Training:
         self.model = model
         self._is_closed = False
         self._resumed_steps = 0
+        self._summaries: Summaries | None = None
         self._recorder = Recorder(self.schedule, plan, workload, device)
         self._metering = metering_of(device, meter_every)
         options = group_options(model, parameter_groups, workload)
@@ -300,6 +297,8 @@ class Training:
         self.optimizer.end_step()
         if self.loss_scaler is not None:
             self.loss_scaler.end_step()
+        if self._summaries is not None:
+            self._summaries.end_step(self.num_steps, self.peak_device_bytes, self._recorder.logs)
 
     def _has_gradients(self) -> bool:
         """Whether a backward of this iteration has begun."""
@@ -410,8 +409,28 @@ class Training:
         """What every iteration does with each block and chunk, as text: two tables and a summary."""
         return explain(self.schedule, self.plan, self.workload, self._layout)
 
+    def report_every(
+        self, steps: int, *, to: Callable[[StepSummary], None] = to_stderr, predicted: Record | None = None
+    ) -> None:
+        """Tell a summary after every so many steps: ``str()`` of it is a line.
+
+        ``predicted`` is what the search or the simulator says of the plan.  Raises ProtwinError unless ``steps`` is
+        positive.
+        """
+        self._summaries = Summaries(
+            steps,
+            to,
+            self.schedule,
+            self.device,
+            num_samples=self.workload.num_samples * self.plan.micro_batches,
+            num_tokens=self.workload.num_tokens * self.plan.micro_batches,
+            predicted_step_s=None if predicted is None else predicted.iteration_s,
+        )
+
     def record(self, *, hardware_name: str = "", since: int = 0, until: int | None = None) -> Record:
         """The measured Record of the iterations from number ``since`` on and before ``until``, of the last 200.
+
+        ``since=n, until=n + 1`` is iteration n alone.  The first three count in no Record, nor does the latest.
 
         Raises ProtwinError if there are too few of them.
         """

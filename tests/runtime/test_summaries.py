@@ -1,0 +1,77 @@
+"""Lines about a running training, and Records of single iterations."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from protwin.runtime import StepSummary, carry_out
+from protwin.shared.errors import ProtwinError
+from protwin.shared.record import Record
+from protwin.shared.schedule import Lane
+from protwin.shared.units import format_seconds
+from tests.runtime.models import SEED, cases
+from tests.runtime.test_optimizers import half_offloaded
+
+
+def summaries_of(
+    every: int, num_steps: int, predicted: Record | None = None
+) -> tuple[list[StepSummary], float, Record]:
+    case = cases()["llama"]
+    plan = half_offloaded(case.workload).model_copy(update={"micro_batches": 2})
+    model, found = case.build(), list[StepSummary]()
+    torch.manual_seed(SEED)
+    with carry_out(model, plan, case.workload, optimizer=case.make_optimizer) as training:
+        training.report_every(every, to=found.append, predicted=predicted)
+        start = time.perf_counter()
+        for step in range(num_steps):
+            for _ in range(2):
+                case.loss(model, case.batches[0]).backward()
+            training.step()
+            assert len(found) == (step + 1) // every
+        took_s = time.perf_counter() - start
+        peak_bytes = training.peak_device_bytes
+        record = training.record(since=4, until=5)
+    assert [summary.peak_device_bytes for summary in found][-1] == peak_bytes
+    return found, took_s, record
+
+
+def test_a_summary_follows_every_so_many_steps_and_agrees_with_the_clock() -> None:
+    found, took_s, _ = summaries_of(3, 9)
+    assert [(summary.step, summary.num_steps) for summary in found] == [(3, 3), (6, 3), (9, 3)]
+    assert sum(summary.step_s * summary.num_steps for summary in found) == pytest.approx(took_s, rel=0.05)
+    for summary in found:
+        assert summary.samples_per_s * summary.step_s == pytest.approx(2 * cases()["llama"].workload.num_samples)
+        assert summary.tokens_per_s * summary.step_s == pytest.approx(2 * cases()["llama"].workload.num_tokens)
+        assert set(summary.busy_frac) == {Lane.COMPUTE, Lane.H2D, Lane.D2H, Lane.CPU_OPTIM}
+        assert all(0 < share <= 1.001 for share in summary.busy_frac.values())
+        assert max(summary.busy_frac, key=lambda lane: summary.busy_frac[lane]) is Lane.COMPUTE
+
+
+def test_a_summary_is_one_line_with_what_was_predicted() -> None:
+    _, _, predicted = summaries_of(2, 6)
+    found, _, _ = summaries_of(1, 6, predicted)
+    lines = [str(summary) for summary in found]
+    assert not any("\n" in line for line in lines)
+    assert all(f"({format_seconds(predicted.iteration_s)} predicted)" in line for line in lines)
+    assert lines[0].startswith("step 1: ")
+    assert "busy" not in lines[0]
+    assert "busy: compute" in lines[-1]
+
+
+def test_one_iteration_has_a_record_of_its_own() -> None:
+    _, _, record = summaries_of(2, 8)
+    assert record.num_iterations == 1
+    assert record.iteration_noise_frac == 0
+
+
+@pytest.mark.parametrize("every", [0, -1])
+def test_a_summary_every_no_step_is_refused(every: int) -> None:
+    case = cases()["llama"]
+    with (
+        carry_out(case.build(), half_offloaded(case.workload), case.workload) as training,
+        pytest.raises(ProtwinError, match="at least 1"),
+    ):
+        training.report_every(every)
