@@ -46,6 +46,7 @@ from protwin.shared.node_tables import cluster_table, part_tables
 from protwin.shared.tables import as_text
 from protwin.shared.workload import DType, OperationClass
 from tests.strategies import hardware as random_hardware
+from tests.strategies import links
 
 GIB = 2**30
 REQUIRED = ("rtx-3090", "rtx-4090", "a100-40gb", "a100-80gb", "h100-80gb", "h200-141gb")
@@ -395,7 +396,35 @@ def test_toml_reads_back_equal_in_every_field(tmp_path: Path) -> None:
             continue
 
 
-@given(hardware=random_hardware(), text=st.text(st.characters(exclude_categories=["Cs"])))
+@st.composite
+def random_clusters(draw: st.DrawFn) -> Hardware:
+    """A small machine; some with several devices, a network, a price."""
+    sockets = tuple(draw(st.lists(st.integers(1, 9), min_size=1, max_size=4)))
+    topology = draw(st.sampled_from([Topology.HOST, Topology.RING, Topology.MESH, Topology.SWITCH]))
+    node = Node(
+        name=draw(st.text(st.characters(exclude_categories=["Cs"]), max_size=5)),
+        num_devices=sum(sockets),
+        sockets=sockets,
+        pcie_roots=sockets,
+        root_bandwidth_bytes_per_s=draw(st.none() | st.floats(1, 1e12)),
+        topology=topology,
+        device_link=None if topology is Topology.HOST else draw(links()),
+        host_path=draw(st.none() | links()),
+        through_host_memory=draw(st.booleans()),
+        reduces_in_switch=topology is Topology.SWITCH and draw(st.booleans()),
+    )
+    network = Network(
+        name="n", num_nodes=draw(st.integers(1, 99)), adapters_per_node=draw(st.integers(1, 9)), link=draw(links())
+    )
+    more = {
+        "node": draw(st.none() | st.just(node)),
+        "network": draw(st.none() | st.just(network)),
+        "price_usd_per_hour": draw(st.none() | st.floats(1e-3, 1e6)),
+    }
+    return draw(random_hardware()).model_copy(update=more)
+
+
+@given(hardware=random_clusters(), text=st.text(st.characters(exclude_categories=["Cs"])))
 def test_random_machines_read_back_equal_from_toml(hardware: Hardware, text: str) -> None:
     named = hardware.model_copy(update={"name": text, "host": hardware.host.model_copy(update={"source": text})})
     content = hardware_to_toml(named)
