@@ -24,13 +24,18 @@ from ..shared.cli_options import (
 )
 from ..shared.cli_output import show
 from ..shared.comparison import compare_records
+from ..shared.compile import compile_schedule
 from ..shared.files import write_atomically
 from ..shared.machines import load_hardware
 from ..shared.models import load_model_configuration
 from ..shared.progress import progress_bar
 from ..shared.record import Record
+from ..shared.report import report as full_report
+from ..shared.report_options import PictureFolder, ReportPath, write_report
+from ..shared.report_words import ORIGIN_NAMES
 from ..shared.tables import comparison_tables
 from ..shared.timeline import chrome_trace
+from ..shared.workload import Workload
 from .tables import calibration_tables
 
 __all__ = ["calibrate", "compare"]
@@ -100,21 +105,44 @@ def calibrate_command(
 def compare_command(
     predicted: Annotated[Path, typer.Argument(metavar="PREDICTED", dir_okay=False, help="A simulated record.")],
     measured: Annotated[Path, typer.Argument(metavar="MEASURED", dir_okay=False, help="A measured record.")],
+    workload: Annotated[
+        Path | None,
+        typer.Option(
+            "--workload", metavar="FILE", help="The plan's workload: the report then shows what tasks wait for."
+        ),
+    ] = None,
     timeline: TimelinePath = None,
     output: OutputPath = None,
+    report: ReportPath = None,
+    pictures: PictureFolder = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Lay two records of one plan side by side: per task kind, per lane, phases, peaks, the first task that differs."""
-    keep_apart({"--output": output, "--timeline": timeline}, {"PREDICTED": predicted, "MEASURED": measured})
+    keep_apart(
+        {"--output": output, "--timeline": timeline, "--report": report},
+        {"PREDICTED": predicted, "MEASURED": measured, "--workload": workload},
+    )
     first, second = Record.load(predicted), Record.load(measured)
     comparison = compare_records(first, second)
+    schedule = compile_schedule(first.plan, Workload.load(workload)) if workload is not None else None
+    write_report(
+        report,
+        pictures,
+        lambda: full_report(
+            title=f"{first.model_name}: {ORIGIN_NAMES[first.origin]} beside {ORIGIN_NAMES[second.origin]}",
+            predicted=first,
+            measured=second,
+            comparison=comparison,
+            schedule=schedule,
+        ),
+    )
     if output is not None:
         comparison.save(output)
     if timeline is not None:
         labels = (str(first.origin), str(second.origin))
         if labels[0] == labels[1]:
             labels = (f"{labels[0]}, first", f"{labels[1]}, second")
-        write_atomically(timeline, chrome_trace(dict(zip(labels, (first, second), strict=True))))
+        write_atomically(timeline, chrome_trace(dict(zip(labels, (first, second), strict=True)), schedule=schedule))
     if as_json:
         typer.echo(comparison.to_json(), nl=False)
     else:

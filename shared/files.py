@@ -141,19 +141,20 @@ def _read_bytes(stream: BinaryIO) -> bytes | None:
     return bytes(content)
 
 
-def write_atomically(path: str | Path, text: str) -> None:
-    """Write ``text`` so that a reader sees the old file or the whole new one.
+def write_atomically(path: str | Path, content: str | bytes) -> None:
+    """Write ``content``, text as UTF-8, so that a reader sees the old file or the whole new one.
 
     A symbolic link is followed.  A file that is there keeps its mode; a new one gets what the umask leaves.  What is
     no file on a disk (``/dev/stdout``, a pipe) cannot be replaced and is written to.  Raises FileError.
     """
     path = Path(path)
     try:
+        written = content.encode() if isinstance(content, str) else content
         if _is_stream(path):
-            with path.open("w", encoding="utf-8") as stream:
-                stream.write(text)
+            with path.open("wb") as stream:
+                stream.write(written)
         else:
-            _replace(Path(os.path.realpath(path)), text)
+            _replace(Path(os.path.realpath(path)), written)
     except (OSError, ValueError) as error:
         raise FileError(f"{path} cannot be written: {_reason(error)}.") from error
 
@@ -167,13 +168,13 @@ def _is_stream(path: Path) -> bool:
     return not (stat.S_ISREG(mode) or stat.S_ISDIR(mode))
 
 
-def _replace(path: Path, text: str) -> None:
+def _replace(path: Path, content: bytes) -> None:
     """Write a copy beside ``path`` and let it take its place; leaves no copy behind.  Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name[:_LONGEST_STEM]}.{secrets.token_hex(8)}.part")
     try:
-        with unfinished.open("x", encoding="utf-8") as stream:
-            stream.write(text)
+        with unfinished.open("xb") as stream:
+            stream.write(content)
             stream.flush()
             os.fsync(stream.fileno())
         if path.exists():

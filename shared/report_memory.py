@@ -309,5 +309,5 @@ def _stack(rows: Sequence[Alive], across: Scale, top: float, peak_bytes: int) ->
         size = format_bytes(row.size_bytes)
         if colour and len(size) * _CHARACTER_PX + 8 <= right - left:
             middle = (left + right) / 2
-            drawn.append(text(middle, top + _BAR_HEIGHT / 2, size, anchor="middle", class_=f"on-{colour}"))
+            drawn.append(text(middle, top + _BAR_HEIGHT / 2, size, anchor="middle", class_=f"mark on-{colour}"))
     return "".join(drawn)

@@ -247,7 +247,7 @@ def outcome_table(caption: str, outcomes: Sequence[PlanOutcome], result: SearchR
     rows = [
         tag(
             "tr",
-            tag("th", escape(format_seconds(one.iteration_s)), scope="row"),
+            tag("th", escape(format_seconds(one.iteration_s)), scope="row", class_="number"),
             *(
                 tag("td", escape(words), class_="number")
                 for words in (
@@ -260,12 +260,16 @@ def outcome_table(caption: str, outcomes: Sequence[PlanOutcome], result: SearchR
         )
         for one, row in zip(outcomes, found, strict=True)
     ]
-    cells = (
-        tag("th", escape(name), scope="col", class_="number" if place else None) for place, name in enumerate(head)
-    )
+    cells = (tag("th", _breakable(name), scope="col", class_="number") for name in head)
     table = tag("table", tag("caption", escape(caption)), tag("thead", tag("tr", *cells)), tag("tbody", *rows))
     return tag("div", table, class_="scroll")
 
 
+def _breakable(name: str) -> str:
+    """A heading that may be broken after its underscores."""
+    return escape(name).replace("_", "_<wbr>")
+
+
 def _over(iteration_s: float, own_s: float) -> str:
-    return f"{(iteration_s / own_s - 1) * 100:+.1f} %".replace("-", "−")
+    percent = round((iteration_s / own_s - 1) * 100, 1)
+    return f"{percent + 0.0:+.1f} %".replace("-", "−") if percent else "0.0 %"

@@ -4,8 +4,8 @@
 A record says how much memory there is at every time, the schedule which buffers a task brings and takes away.  Buffers
 of compute tasks come when the task ends and those of copies when it starts; all go when the task that frees them ends
 (see [Note: Memory of compute tasks] in ``shared/compile.py``).  The steady state repeats, so every buffer's stay is
-also there one iteration earlier and later.  What the curve has beyond all buffers is transient: it belongs to the compute
-task that runs.  Where the curve has less, that task has already released a part of what it frees.
+also there one iteration earlier and later.  What the curve has beyond all buffers is transient: it belongs to the
+compute task that runs.  Where the curve has less, that task has already released a part of what it frees.
 """
 
 from __future__ import annotations

@@ -98,11 +98,17 @@ def lane_charts(records: Sequence[Record], schedule: Schedule | None) -> tuple[F
     """One chart per record on a common time axis, each with the legend of the task kinds that occur in it."""
     low, high = time_range_s(records)
     scale = Scale(low, high, LEFT_PX, RIGHT_PX)
-    return tuple(lane_chart(record, scale, schedule) for record in records)
+    names = [ORIGIN_NAMES[record.origin] for record in records]
+    if len(set(names)) < len(names):
+        names = [f"{name}-{place}" for place, name in enumerate(names, start=1)]
+    return tuple(lane_chart(record, scale, schedule, name) for record, name in zip(records, names, strict=True))
 
 
-def lane_chart(record: Record, scale: Scale, schedule: Schedule | None) -> Figure:
-    """The lanes of one record; at the right the share of the iteration that each is busy."""
+def lane_chart(record: Record, scale: Scale, schedule: Schedule | None, name: str) -> Figure:
+    """The lanes of one record; at the right the share of the iteration that each is busy.
+
+    ``name`` tells it from the other charts.
+    """
     bottom = _TOP + len(Lane) * _LANE_HEIGHT
     busiest = bottleneck(record)
     drawn = [text(_WIDTH, _TOP - 12, "busy", anchor="end")]
@@ -127,7 +133,7 @@ def lane_chart(record: Record, scale: Scale, schedule: Schedule | None) -> Figur
     drawn += [bars.drawn(place, scale) for place in range(len(bars.stretches))]
     drawn.append(_period(record, scale, bottom))
     drawn.append(tag("g", class_="links"))
-    name = ORIGIN_NAMES[record.origin]
+    words = name.replace("-", ", number ").capitalize()
     caption = f", iteration {format_seconds(record.iteration_s)}"
     if busiest is not None:
         caption += f", bottleneck: {LANE_NAMES[busiest]}"
@@ -137,8 +143,8 @@ def lane_chart(record: Record, scale: Scale, schedule: Schedule | None) -> Figur
         width=_WIDTH,
         height=bottom + 22,
         drawing="".join(drawn),
-        label=f"Timeline, {name}: {len(record.tasks)} tasks on {len(Lane)} lanes",
-        caption=(name.capitalize(), f"{caption}. {bars.thinning_words}".rstrip()),
+        label=f"Timeline, {words}: {len(record.tasks)} tasks on {len(Lane)} lanes",
+        caption=(words, f"{caption}. {bars.thinning_words}".rstrip()),
         legend=(
             *((area_mark(KIND_COLOURS[kind]), KIND_NAMES[kind]) for kind in TaskKind if kind in kinds),
             *([(_PREVIOUS_MARK, "previous iteration")] if any(_runs_into_next(record, scale)) else []),
@@ -205,7 +211,7 @@ class _Bars:
         label = _short_label(stretch)
         if len(label) * _CHARACTER_PX + 3 > width:
             return bar
-        return bar + text(left + width / 2, top + _BAR_HEIGHT / 2, label, anchor="middle", class_=f"on-{colour}")
+        return bar + text(left + width / 2, top + _BAR_HEIGHT / 2, label, anchor="middle", class_=f"mark on-{colour}")
 
     def _after(self, timing: TaskTiming) -> Sequence[int]:
         return self.waits[timing.task].after if self.waits else ()

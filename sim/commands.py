@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -41,13 +41,20 @@ from ..shared.machines import load_hardware, override_hardware
 from ..shared.plan import Plan
 from ..shared.progress import progress_bar
 from ..shared.record import Record
+from ..shared.report_options import PictureFolder, ReportPath, write_report
+from ..shared.schedule import Schedule
+from ..shared.search_result import SearchResult
 from ..shared.uncollected import uncollected
 from ..shared.units import format_bytes, parse_bytes
+from ..shared.workload import Workload
 from .hardware_commands import hardware
 from .search import search as search_plans
 from .simulator import simulate as simulate_plan
 from .space import LARGEST_KNOB, SearchSpace
 from .workload_source import resolve_workload
+
+if TYPE_CHECKING:
+    from ..shared.report_page import Report
 
 __all__ = ["hardware", "search", "simulate"]
 
@@ -100,6 +107,8 @@ def search_command(
         ),
     ] = None,
     output: OutputPath = None,
+    report: ReportPath = None,
+    pictures: PictureFolder = None,
     as_json: JsonFlag = False,
     no_cache: NoCacheFlag = False,
 ) -> None:
@@ -108,7 +117,10 @@ def search_command(
     Prints the plan, its time by phase, its memory with what is alive at the peak, what each lane does, and what is
     proven about every other plan.  --output writes the plan.
     """
-    keep_apart({"--output": output}, {"--model": model, "--hardware": hardware, "--calibration": calibration})
+    keep_apart(
+        {"--output": output, "--report": report},
+        {"--model": model, "--hardware": hardware, "--calibration": calibration},
+    )
     machine = _machine(hardware, changes)
     _check_budget(device_budget_bytes, machine)
     factors = _calibration(calibration)
@@ -141,6 +153,7 @@ def search_command(
     _warn_of_memory(result.prediction, machine)
     if output is not None:
         result.plan.save(output)
+    write_report(report, pictures, lambda: _search_report(result, workload))
     if as_json:
         typer.echo(result.to_json(), nl=False)
     else:
@@ -172,6 +185,8 @@ def simulate_command(
     calibration: CalibrationPath = None,
     timeline: TimelinePath = None,
     output: OutputPath = None,
+    report: ReportPath = None,
+    pictures: PictureFolder = None,
     as_json: JsonFlag = False,
     no_cache: NoCacheFlag = False,
 ) -> None:
@@ -180,7 +195,7 @@ def simulate_command(
     --output writes the record, which protwin compare lays beside a measured one.
     """
     keep_apart(
-        {"--output": output, "--timeline": timeline},
+        {"--output": output, "--timeline": timeline, "--report": report},
         {"--plan": plan, "--model": model, "--hardware": hardware, "--calibration": calibration},
     )
     chosen = Plan.load(plan)
@@ -211,6 +226,7 @@ def simulate_command(
         from ..shared.timeline import chrome_trace
 
         write_atomically(timeline, chrome_trace({"simulated": record}, schedule=schedule))
+    write_report(report, pictures, lambda: _simulation_report(record, schedule, budget_bytes))
     if as_json:
         typer.echo(record.to_json(), nl=False)
     else:
@@ -233,6 +249,29 @@ def _check_budget(budget_bytes: int | None, machine: Hardware) -> None:
             f"the device budget is {format_bytes(budget_bytes)} but {machine.device.name} has "
             f"{format_bytes(usable_bytes)} for training. For a larger device, use --set device.memory_bytes=SIZE."
         )
+
+
+def _search_report(result: SearchResult, workload: Workload) -> Report:
+    from ..shared.report import report
+
+    return report(
+        title=f"{result.model_name} on {result.hardware_name}: the plan that was found",
+        predicted=result.prediction,
+        budget_bytes=result.device_budget_bytes,
+        schedule=compile_schedule(result.plan, workload),
+        search=result,
+    )
+
+
+def _simulation_report(record: Record, schedule: Schedule, budget_bytes: int) -> Report:
+    from ..shared.report import report
+
+    return report(
+        title=f"{record.model_name} on {record.hardware_name}: a plan, simulated",
+        predicted=record,
+        budget_bytes=budget_bytes,
+        schedule=schedule,
+    )
 
 
 def _warn_of_memory(record: Record, machine: Hardware) -> None:

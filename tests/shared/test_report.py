@@ -29,7 +29,7 @@ from protwin.shared.schedule import Content, Lane, Memory, TaskKind
 from protwin.shared.units import format_bytes, format_seconds
 from tests.shared.laid_out import LaidOut, laid_out
 
-VOID = {"meta"}
+VOID = {"meta", "wbr"}
 PAGE_CSS = files("protwin.shared").joinpath("report.css").read_text(encoding="utf-8")
 FIGURES_CSS = files("protwin.shared").joinpath("report_figures.css").read_text(encoding="utf-8")
 CSS = PAGE_CSS + FIGURES_CSS
