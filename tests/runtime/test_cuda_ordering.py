@@ -27,17 +27,17 @@ CHUNK_BYTES = 6_000
 
 def without_dropout() -> torch.nn.Module:
     """Random numbers are drawn when the device comes to it, which the stand-in does not follow."""
-    model = hand_written()
+    model = hand_written(num_layers=3)
     for layer in model.stack:
         layer.dropout.p = 0.0
     return model
 
 
 POINTS = Case(without_dropout, point_batches(3), has_loss=False)
-TOKENS = Case(partial(llama, num_layers=3), token_batches(2, batch=1, length=6))
+TOKENS = Case(partial(llama, num_layers=2), token_batches(2, batch=1, length=6))
 
 
-def plan_of(case: Case, modes: tuple[ActivationMode, ...] = (SWAP, CHECKPOINT, KEEP, SWAP), **changes: Any) -> Plan:
+def plan_of(case: Case, modes: tuple[ActivationMode, ...] = (SWAP, CHECKPOINT, KEEP), **changes: Any) -> Plan:
     """Nothing persistent but what must be, few buffers, gathers as early as they may come."""
     chunk_bytes = changes.pop("chunk_bytes", CHUNK_BYTES)
     layout = build_layout(case.workload.parameters, num_blocks=case.workload.num_blocks, chunk_bytes=chunk_bytes)
@@ -126,16 +126,14 @@ def test_whichever_stream_lags_the_bits_are_the_plain_loops(starved: str) -> Non
     assert train(POINTS, plan_of(POINTS), stand_in(starved), look) == []
 
 
-@pytest.mark.parametrize("starved", ["compute", "D2H"])
-def test_micro_batches_and_persistent_chunks_too(starved: str) -> None:
+def test_micro_batches_and_persistent_chunks_too() -> None:
     plan = plan_of(POINTS, micro_batches=2, n_persist=3, prefetch_depth=1)
-    assert train(POINTS, plan, stand_in(starved, seed=1)) == []
+    assert train(POINTS, plan, stand_in("D2H", seed=1)) == []
 
 
-@pytest.mark.parametrize("starved", ["compute", "H2D"])
-def test_a_transformer_too(starved: str) -> None:
-    plan = plan_of(TOKENS, (SWAP, CHECKPOINT, KEEP), chunk_bytes=9_000)
-    assert train(TOKENS, plan, stand_in(starved, seed=2)) == []
+def test_a_transformer_too() -> None:
+    plan = plan_of(TOKENS, (SWAP, CHECKPOINT), chunk_bytes=9_000)
+    assert train(TOKENS, plan, stand_in("compute", seed=2)) == []
 
 
 # -- with one wait less ----------------------------------------------------------------------------------------------
@@ -188,7 +186,7 @@ def test_activations_that_go_when_their_copy_is_queued_are_gone_when_it_runs(mon
         return moved
 
     monkeypatch.setattr(SwappedBlock, "offload", wrong)
-    assert fails(plan_of(POINTS, (SWAP,) * 4), "D2H")
+    assert fails(plan_of(POINTS, (SWAP,) * 3), "D2H")
 
 
 def test_room_from_the_copying_streams_pool_is_given_away_under_compute(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,7 +199,7 @@ def test_room_from_the_copying_streams_pool_is_given_away_under_compute(monkeypa
 
     monkeypatch.setattr(SwappedBlock, "make_room", lambda _: None)
     monkeypatch.setattr(SwappedBlock, "fetch", fetch_into_own)
-    assert fails(plan_of(POINTS, (SWAP,) * 4), "compute")
+    assert fails(plan_of(POINTS, (SWAP,) * 3), "compute")
 
 
 def fails(plan: Plan, starved: str) -> bool:
@@ -222,8 +220,7 @@ def fails(plan: Plan, starved: str) -> bool:
 # -- memory, errors, the end -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("starved", ["", "compute"])
-def test_memory_does_not_depend_on_timing_and_keeps_within_what_the_schedule_guarantees(starved: str) -> None:
+def test_memory_does_not_depend_on_timing_and_keeps_within_what_the_schedule_guarantees() -> None:
     peaks: list[int] = []
 
     def look(training: Training) -> None:
@@ -237,9 +234,9 @@ def test_memory_does_not_depend_on_timing_and_keeps_within_what_the_schedule_gua
         peaks.append(curve.peak_bytes)
         assert 0.9 * record.guaranteed_peak_device_bytes < curve.peak_bytes <= record.guaranteed_peak_device_bytes
 
-    case = Case(without_dropout, point_batches(6), has_loss=False)
-    assert train(case, plan_of(case), stand_in(starved), look) == []
-    assert train(case, plan_of(case), stand_in("D2H", seed=3), look) == []
+    case = Case(without_dropout, point_batches(5), has_loss=False)
+    for starved in ("compute", "D2H"):
+        assert train(case, plan_of(case), stand_in(starved, seed=3), look) == []
     assert peaks[0] == peaks[1]
 
 
