@@ -29,11 +29,13 @@ class Generation(StrEnum):
     ADA = "ada"
     HOPPER = "hopper"
     BLACKWELL = "blackwell"
+    CDNA2 = "cdna2"
     CDNA3 = "cdna3"
 
 
 _NAMES: Final[dict[Generation, tuple[str, ...]]] = {
     Generation.CDNA3: ("mi300", "mi308", "mi325", "mi350", "mi355"),
+    Generation.CDNA2: ("mi210", "mi250"),
     Generation.BLACKWELL: ("b100", "b200", "b300", "rtx 50", "rtx 5090", "rtx 5080", "rtx pro 6000", "blackwell"),
     Generation.HOPPER: ("h100", "h200", "h800", "h20", "gh200", "hopper"),
     Generation.ADA: ("rtx 40", "rtx 4090", "rtx 4080", "l40", "l4", "6000 ada", "ada"),
@@ -94,6 +96,7 @@ CUBLAS_HOPPER_BYTES: Final = 8 * 4096 * _KIB
 """Its default for compute capability 9.0."""
 CUBLASLT_BYTES: Final = 1024 * _KIB
 """Its default ``CUBLASLT_WORKSPACE_SIZE``, beside the former unless they are unified."""
+ROCBLAS_BYTES: Final = 32 * 1024 * _KIB
 ROCBLAS_CDNA3_BYTES: Final = 128 * 1024 * _KIB
 HIPBLASLT_BYTES: Final = 76 * 1024 * _KIB
 
@@ -111,6 +114,8 @@ def matrix_workspaces(device: Device) -> tuple[int, ...]:
     generation = generation_of(device)
     if generation is Generation.CDNA3:
         one = (ROCBLAS_CDNA3_BYTES, HIPBLASLT_BYTES)
+    elif generation is Generation.CDNA2:
+        one = (ROCBLAS_BYTES, HIPBLASLT_BYTES)
     elif generation is Generation.HOPPER:
         one = (CUBLAS_HOPPER_BYTES, CUBLASLT_BYTES)
     else:

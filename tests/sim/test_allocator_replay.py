@@ -22,7 +22,7 @@ from protwin.sim.allocator_program import Act, Step, allocation_program
 from protwin.sim.allocator_replay import Inside, replay
 from protwin.sim.allocator_rules import AllocatorSettings
 from protwin.sim.allocator_tensors import static_tensors
-from protwin.sim.library_workspaces import matrix_workspaces, outside_allocator_bytes
+from protwin.sim.library_workspaces import matrix_workspaces, nccl_bytes, outside_allocator_bytes
 from tests.sim.hand_made import machine, phase, plan, workload
 from tests.strategies import PlannedWorkload, planned_workloads
 
@@ -294,6 +294,7 @@ def test_the_account_ascends_and_a_cpu_has_none(drawn: PlannedWorkload) -> None:
         ("h100-80gb", 2 * (32 + 1)),
         ("gh200-96gb", 2 * (32 + 1)),
         ("b200-180gb", 2 * (8.125 + 1)),
+        ("mi250x-64gb", 2 * (32 + 76)),
         ("mi300x-192gb", 2 * (128 + 76)),
     ],
 )
@@ -306,6 +307,12 @@ def test_workspaces_of_matrix_products(name: str, workspace_mib: float) -> None:
 def test_drivers_names_are_known_too(name: str) -> None:
     device = catalogue_machine("h100-80gb").device.model_copy(update={"name": name})
     assert sum(matrix_workspaces(device)) == 66 * MIB
+
+
+def test_buffers_of_collectives() -> None:
+    # 4 MiB, 0.5 MiB and 4.6875 MiB for each of three protocols: 10 MiB in pages of 2 MiB, as issue 1685 of NCCL shows.
+    assert nccl_bytes(num_channels=1, num_connections=1) == 10_485_760
+    assert nccl_bytes(num_channels=32) == 640 * MIB
 
 
 def device_with(reserved_bytes: int, *, memory_bytes: int = 2**34) -> Device:
