@@ -1,0 +1,41 @@
+"""How the devices of this machine are joined, as far as its driver tells."""
+
+from __future__ import annotations
+
+import subprocess
+from typing import Final
+
+import torch
+
+from ..shared.errors import HardwareError
+from ..shared.hardware import Node
+from ..shared.topology_matrix import node_of_matrix
+
+_COMMAND: Final = ("nvidia-smi", "topo", "-m")
+_TIMEOUT_S: Final = 20.0
+
+
+def probe_node() -> tuple[Node | None, str]:
+    """The node that this machine is, and what is to be said of it; None with one device, or with the reason why not.
+
+    Links between devices are not measured: their bandwidth is what NCCL counts them for.
+    """
+    num_devices = torch.cuda.device_count()
+    if num_devices < 2:
+        return None, ""
+    try:
+        node = node_of_matrix(_matrix(), torch.cuda.get_device_capability(0))
+    except HardwareError as error:
+        return None, f"node: not known, since {error}"
+    if node.num_devices != num_devices:
+        return None, f"node: not known, since {num_devices} of the machine's {node.num_devices} devices are visible"
+    return node, "node: as nvidia-smi shows it"
+
+
+def _matrix() -> str:
+    """The output of nvidia-smi.  Raises HardwareError if there is none."""
+    try:
+        done = subprocess.run(_COMMAND, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise HardwareError(f"{' '.join(_COMMAND)} failed ({type(error).__name__}). Write the node by hand.") from error
+    return done.stdout
