@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
+from protwin.shared.cli_options import changes_of
 from protwin.shared.machine_parts import (
     device_link_names,
     device_link_part,
@@ -20,7 +22,7 @@ from protwin.shared.machine_parts import (
     node_names,
     node_part,
 )
-from protwin.shared.machines import cluster_names, machine, machine_names
+from protwin.shared.machines import cluster_names, load_hardware, machine, machine_names, override_hardware
 from protwin.shared.models import model_configuration, model_names
 from protwin.shared.workload import DType
 
@@ -138,3 +140,20 @@ def test_networks_on_the_page(name: str) -> None:
     link = network_part(name).link
     figures = [f"{link.bandwidth_bytes_per_s / 1e9:.4g}", f"{link.latency_s * 1e6:.4g} µs"]
     assert tables()["adapter"][name] == [*figures, link.source]
+
+
+def test_the_machine_that_the_page_shows_can_be_read(tmp_path: Path) -> None:
+    (text,) = re.findall(r"```toml\n(.*?)```", TEXT, re.DOTALL)
+    path = tmp_path / "machine.toml"
+    path.write_text(text, encoding="utf-8")
+    hardware = load_hardware(path)
+    assert (hardware.num_devices, hardware.price_usd_per_hour) == (2, 0.4)
+
+
+def test_the_page_shows_overrides_that_work() -> None:
+    shown = re.findall(r"`(--set .*?)`", TEXT)
+    assert len(shown) >= 9
+    for line in shown:
+        options = [word for word in line.split() if word != "--set"]
+        hardware = override_hardware(machine("v100-32gb-x8"), changes_of(options))
+        assert hardware != machine("v100-32gb-x8")
