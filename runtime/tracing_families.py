@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, Final
 
@@ -30,7 +31,7 @@ _LONGEST_PROVEN: Final = 131_101
 _SHORTEST: Final = 2
 """A sequence of one token is no sequence: transposed copies become views."""
 _DEGREE: Final = 2
-_ABOUT: Final = 13
+_ABOUT: Final = 9
 """Traces that most models need, for progress."""
 _TWINS: Final = {DType.BFLOAT16: DType.FLOAT16, DType.FLOAT16: DType.BFLOAT16}
 
@@ -120,7 +121,8 @@ class _Tracer:
             if do_the_same(self._at((1, *at)), self._at((_BATCHES[0], *at))):
                 yield self._piece([_Range(1, None, _BATCHES, (1, *_PROVEN_BATCHES)), *lengths])
             else:
-                yield self._piece([_Range(1, 1, (1,), (1,)), *lengths])
+                lone = [replace(each, proven=each.proven[-1:]) for each in lengths]
+                yield self._piece([_Range(1, 1, (1,), (1,)), *lone])
                 yield self._piece([_Range(2, None, _BATCHES, _PROVEN_BATCHES), *lengths])
 
     def _length_ranges(self) -> list[list[_Range]]:
@@ -142,6 +144,9 @@ class _Tracer:
             for exponents in product(*(range(each.degree + 1) for each in ranges))
             if sum(exponents[1:]) <= _DEGREE
         ]
+        if len(ranges) == 2 and ranges[0].degree:
+            with suppress(NotPolynomialError):
+                return self._piece_of_few_terms(ranges, monomials)
         # Where exponents are bounded together, the values at the same places determine the polynomials.
         fitted = [tuple(each.fitted[e] for each, e in zip(ranges, places, strict=True)) for places in monomials]
         proven = dict.fromkeys(_proofs(ranges))
@@ -153,6 +158,20 @@ class _Tracer:
             monomials=monomials,
             least=tuple(each.least for each in ranges),
             most=tuple(each.most for each in ranges),
+        )
+
+    def _piece_of_few_terms(self, ranges: Sequence[_Range], monomials: Sequence[tuple[int, ...]]) -> FamilyPiece:
+        """The piece from five traces, which are enough where no figure has more than three terms."""
+        places = ((0, 0), (1, 1), (0, 2))
+        fitted = [(ranges[0].fitted[batch], ranges[1].fitted[length]) for batch, length in places]
+        proven = [(ranges[0].proven[-1], ranges[1].proven[0]), (ranges[0].proven[-2], ranges[1].proven[-1])]
+        return fit_piece(
+            {shape: self._at(shape) for shape in fitted},
+            {shape: self._at(shape) for shape in proven},
+            monomials=monomials,
+            least=tuple(each.least for each in ranges),
+            most=tuple(each.most for each in ranges),
+            most_terms=3,
         )
 
     def _at(self, shape: Shape) -> TracedShape:

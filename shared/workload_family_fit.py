@@ -2,6 +2,12 @@
 
 Traces at as many shapes as there are monomials determine every polynomial; traces at further shapes must then be met
 figure by figure, or the fit is refused.
+
+[Note: Few terms]
+Nearly every figure is a product of dims, or a sum of two or three.  So fewer shapes than there are monomials are enough
+if every set of at most three monomials is tried, and all those through which a figure can be met at every shape give
+the same polynomial.  A figure that needs more terms, or for which there is a second polynomial, is refused: then as
+many shapes as monomials must be traced.
 """
 
 from __future__ import annotations
@@ -9,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
+from itertools import combinations
 from math import lcm, prod
 from typing import Any
 
@@ -33,13 +40,15 @@ def fit_piece(
     monomials: Sequence[tuple[int, ...]],
     least: Shape,
     most: tuple[int | None, ...],
+    most_terms: int | None = None,
 ) -> FamilyPiece:
     """The piece that gives ``fitted``, whose shapes determine it, and ``proofs``.
 
-    Raises NotPolynomialError if the model does other things at some of the shapes, or if a figure of ``proofs`` is
-    not met; the message names the place and the shapes.
+    With ``most_terms``, figures have at most so many terms (Note: Few terms), and ``fitted`` and ``proofs`` are met all
+    the same.  Raises NotPolynomialError if the model does other things at some of the shapes, or if a figure of
+    ``proofs`` is not met; the message names the place and the shapes.
     """
-    assert len(fitted) == len(monomials), "as many shapes as monomials"
+    assert most_terms is not None or len(fitted) == len(monomials), "as many shapes as monomials"
     shapes = [*fitted, *proofs]
     sheets = [_Sheet.of(traced) for traced in (*fitted.values(), *proofs.values())]
     for shape, sheet in zip(shapes, sheets, strict=True):
@@ -48,7 +57,11 @@ def fit_piece(
                 f"the model does not do the same at {list(shapes[0])} and at {list(shape)}: "
                 f"{_first_difference(sheets[0].structure, sheet.structure)}."
             )
-    solver = _Solver(shapes, num_fitted=len(fitted), monomials=monomials)
+    solver: _Solver | _FewTerms = (
+        _Solver(shapes, num_fitted=len(fitted), monomials=monomials)
+        if most_terms is None
+        else _FewTerms(shapes, monomials=monomials, most_terms=most_terms)
+    )
     numbers = []
     for place in range(len(sheets[0].numbers)):
         values = tuple(sheet.numbers[place] for sheet in sheets)
@@ -184,6 +197,49 @@ class _Solver:
             found = self._known[values] = len(self.polynomials)
             self.polynomials.append(row)
         return found
+
+
+class _FewTerms:
+    """The only polynomials of few terms that meet all shapes, each found once."""
+
+    def __init__(self, shapes: Sequence[Shape], *, monomials: Sequence[tuple[int, ...]], most_terms: int) -> None:
+        assert most_terms < len(shapes), "more shapes than terms"
+        self._rows = [[prod(v**e for v, e in zip(s, m, strict=True)) for m in monomials] for s in shapes]
+        self._most_terms = most_terms
+        self._shapes = shapes
+        self._known: dict[tuple[int, ...], int] = {}
+        self.polynomials: list[tuple[Fraction, ...]] = []
+        self._inverses = {
+            chosen: _inverse([[Fraction(row[i]) for i in chosen] for row in self._rows[: len(chosen)]])
+            for num_terms in range(1, most_terms + 1)
+            for chosen in combinations(range(len(monomials)), num_terms)
+        }
+
+    def polynomial(self, values: tuple[int, ...], label: str) -> int:
+        """Index of the polynomial that gives ``values``.  Raises NotPolynomialError if there is none, or a second."""
+        found = self._known.get(values)
+        if found is None:
+            possible = {row for chosen in self._inverses if (row := self._through(chosen, values)) is not None}
+            if len(possible) != 1:
+                raise NotPolynomialError(
+                    f"the {label} is {list(values)} at {[list(shape) for shape in self._shapes]}, which "
+                    f"{'no' if not possible else 'more than one'} polynomial of {self._most_terms} terms gives."
+                )
+            found = self._known[values] = len(self.polynomials)
+            self.polynomials += possible
+        return found
+
+    def _through(self, chosen: tuple[int, ...], values: tuple[int, ...]) -> tuple[Fraction, ...] | None:
+        """The polynomial of the monomials ``chosen`` that gives ``values``; None if there is none."""
+        terms = [
+            sum((c * v for c, v in zip(line, values, strict=False) if v), Fraction(0))
+            for line in self._inverses[chosen]
+        ]
+        for row, value in zip(self._rows[len(chosen) :], values[len(chosen) :], strict=True):
+            if sum((term * row[i] for i, term in zip(chosen, terms, strict=True)), Fraction(0)) != value:
+                return None
+        by_monomial = dict(zip(chosen, terms, strict=True))
+        return tuple(by_monomial.get(i, Fraction(0)) for i in range(len(self._rows[0])))
 
 
 def _inverse(matrix: Sequence[Sequence[Fraction]]) -> list[list[Fraction]]:

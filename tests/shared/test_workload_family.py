@@ -196,6 +196,38 @@ def test_halves_are_exact() -> None:
     assert {key: seen.levels for key, seen in found.items()} == {key: seen.levels for key, seen in expected.items()}
 
 
+FEW = [(2, 5), (3, 7), (2, 11), (29, 2), (7, 300)]
+
+
+def of_few_terms(of: Trace, shapes: list[tuple[int, int]] = FEW, most_terms: int = 3) -> FamilyPiece:
+    traces = {shape: of(*shape) for shape in shapes}
+    bounds: dict[str, tuple[int | None, ...]] = {"least": (1, 2), "most": (None, 4096)}
+    return fit_piece(traces, {}, monomials=MONOMIALS, most_terms=most_terms, **bounds)  # type: ignore[arg-type]
+
+
+def test_figures_of_few_terms_need_fewer_shapes_than_there_are_monomials() -> None:
+    def summed(batch: int, length: int) -> TracedShape:
+        return trace(batch, length, odd=lambda b, s: 3 + 5 * s * s)  # a third term beside those of the rows
+
+    assert len(FEW) < len(MONOMIALS)
+    piece = of_few_terms(summed)
+    for shape in ((1, 2), (13, 1000)):
+        for mode, sections in summed(*shape).observed.items():
+            found = piece.shape_at(shape).observed[mode]
+            assert {key: seen.levels for key, seen in found.items()} == {k: s.levels for k, s in sections.items()}
+
+
+def test_figures_of_more_terms_are_refused() -> None:
+    with pytest.raises(NotPolynomialError, match="which no polynomial of 3 terms gives"):
+        of_few_terms(lambda b, s: trace(b, s, odd=lambda batch, length: 3 + 5 * length**2 + batch + batch * length**2))
+
+
+def test_a_second_polynomial_is_refused() -> None:
+    """Where (B - 2)(S - 7) is zero, B S is 7 B + 2 S - 14 as well."""
+    with pytest.raises(NotPolynomialError, match="more than one polynomial of 3 terms gives"):
+        of_few_terms(trace, [(2, 5), (3, 7), (2, 11), (2, 300)])
+
+
 def test_shapes_that_determine_nothing_are_refused() -> None:
     same = [(2, s) for s in (5, 7, 11, 13, 17, 19)]
     with pytest.raises(NotPolynomialError, match="do not determine"):
