@@ -10,8 +10,10 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
-from ..shared.errors import ScheduleError
+from ..shared.errors import DeviceOutOfMemoryError, ScheduleError
+from ..shared.memory_bound import guaranteed_device_peak
 from ..shared.schedule import Content, Lane, Part, Schedule, Section, Task, TaskId, TaskKind
+from ..shared.units import format_bytes
 from .devices import TrainingDevice
 from .lane_tasks import LaneTasks
 from .lanes import Span
@@ -167,7 +169,15 @@ class ComputeLane:
         return log
 
     def failed(self, error: BaseException) -> None:
-        """Remember what ended training, if nothing has yet."""
+        """Remember what ended training, if nothing has yet; a lack of memory gets a note of what the plan needs."""
+        if self.failure is None and is_operations_own(error):
+            most_bytes = guaranteed_device_peak(self._schedule).size_bytes
+            error.add_note(
+                f"The plan was at {self.task_at_hand.name}. It accounts for at most {format_bytes(most_bytes)} of "
+                f"device memory; what else the process holds, and what the allocator loses to pieces, comes on top. "
+                f"Search a plan for a smaller budget, or let the allocator join its pieces (set "
+                f"PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before torch starts)."
+            )
         self.failure = self.failure or error
 
     # -- a task ------------------------------------------------------------------------------------------------------
@@ -226,3 +236,8 @@ class ComputeLane:
             self._lanes.mark(self.iteration, task.id).set(self._device.record_event())
         self._running = None
         self._place += 1
+
+
+def is_operations_own(error: BaseException) -> bool:
+    """Whether it was an operation of the model that torch's allocator had no room for; it knows of no plan."""
+    return isinstance(error, torch.OutOfMemoryError) and not isinstance(error, DeviceOutOfMemoryError)

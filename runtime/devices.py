@@ -299,7 +299,8 @@ class CudaDevice(TrainingDevice):
 
     def check_stream(self) -> None:
         """Memory is freed in the order of the compute stream, so there can be only one."""
-        if self._compute_stream is not None and torch.cuda.current_stream(self._index) != self._compute_stream:
+        current = torch.cuda.current_stream(self._index)
+        if self._compute_stream is not None and current.cuda_stream != self._compute_stream.cuda_stream:
             raise ScheduleError(
                 "forward runs on another CUDA stream than carry_out() was called on, where memory comes and goes. Call "
                 "both within the same torch.cuda.stream(...)."
@@ -385,5 +386,5 @@ class CudaDevice(TrainingDevice):
         return self._clock.seconds(stamp) if isinstance(stamp, Stamp) and stamp.has_passed else stamp
 
     def worker_threads(self, *, is_optimizer: bool) -> int:
-        """All for CPU Adam, since compute runs on the device; one for lanes that only queue copies."""
-        return torch.get_num_threads() if is_optimizer else 1
+        """For CPU Adam all but one, which launches what runs on the device; one for lanes that only queue copies."""
+        return max(1, torch.get_num_threads() - 1) if is_optimizer else 1

@@ -97,6 +97,8 @@ class LaneTasks:
         for (iteration, _), mark in list(self._marks.items()):
             if iteration < before:
                 self._device.synchronize_event(mark.wait())
+        # No lane waits for the step on the device.
+        self._device.synchronize()
 
     def check(self) -> None:
         """Raise what stopped a lane, if one has."""

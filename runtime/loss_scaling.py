@@ -69,7 +69,8 @@ class LossScaler:
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss that is to run backward, in float32 at least."""
         self._num_scaled += 1
-        return loss * torch.tensor(self.scale, dtype=torch.float32, device=loss.device)
+        # Filled where it is needed: a copy from here would wait for the device to end the forward.
+        return loss * torch.full((), self.scale, dtype=torch.float32, device=loss.device)
 
     def factor_for(self, gradients: Sequence[torch.Tensor], max_norm: float, labels: Sequence[str]) -> torch.Tensor:
         """What scaled gradients are to be multiplied by: they are unscaled and clipped then.  NaN if one overflowed.

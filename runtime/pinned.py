@@ -9,7 +9,8 @@ its own are necessary: a page that two buffers share could be registered once on
 from __future__ import annotations
 
 import contextlib
-from mmap import mmap
+import mmap
+import threading
 
 import torch
 
@@ -26,6 +27,12 @@ class PinnedMemory:
     def __init__(self) -> None:
         self.size_bytes = 0
         """Bytes of all buffers that are alive."""
+        self._lock = threading.RLock()
+
+    def count(self, more_bytes: int) -> None:
+        """A buffer was pinned, or unpinned by whichever thread let go of it last."""
+        with self._lock:
+            self.size_bytes += more_bytes
 
     def buffer(self, size_bytes: int) -> torch.Tensor:
         """An uninitialised pinned buffer (uint8).  Raises HardwareError if the system does not lock so much memory.
@@ -35,6 +42,10 @@ class PinnedMemory:
         if size_bytes == 0:
             return torch.empty(0, dtype=torch.uint8)
         pages = _PinnedPages(-1, size_bytes)
+        if hasattr(mmap, "MADV_DONTFORK"):
+            # A process that is forked meanwhile, for a data loader perhaps, would share the pages, and whichever of the
+            # two writes first would go on with a copy that the device knows nothing of.
+            pages.madvise(mmap.MADV_DONTFORK)
         buffer = torch.frombuffer(pages, dtype=torch.uint8)
         runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         code = int(runtime.cudaHostRegister(buffer.data_ptr(), size_bytes, _PORTABLE))
@@ -48,7 +59,7 @@ class PinnedMemory:
         return buffer
 
 
-class _PinnedPages(mmap):
+class _PinnedPages(mmap.mmap):
     """Anonymous pages that are unpinned before they are unmapped."""
 
     _address = 0
@@ -57,12 +68,12 @@ class _PinnedPages(mmap):
     def pinned(self, address: int, owner: PinnedMemory) -> None:
         """They are pinned from now on."""
         self._address, self._owner = address, owner
-        owner.size_bytes += len(self)
+        owner.count(len(self))
 
     def __del__(self) -> None:
         owner, self._owner = self._owner, None
         if owner is not None:
-            owner.size_bytes -= len(self)
+            owner.count(-len(self))
             # At the end of the process CUDA may be gone before the last tensor is.
             with contextlib.suppress(Exception):
                 runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]

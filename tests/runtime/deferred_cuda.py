@@ -43,6 +43,7 @@ class StandInStream:
     def __init__(self, cuda: DeferredCuda, name: str) -> None:
         self.cuda = cuda
         self.name = name
+        self.cuda_stream = id(self)
         self.queue: deque[Callable[[], None] | tuple[StandInEvent, int]] = deque()
 
     def wait_event(self, event: StandInEvent) -> None:

@@ -265,6 +265,22 @@ def test_an_error_within_backward_surfaces_and_leaves_the_weights_of_the_last_st
     assert [name for name, value in snapshot(model).items() if not torch.equal(value, expected[name])] == []
 
 
+def test_an_operation_without_memory_is_told_what_the_plan_needs() -> None:
+    model, cuda = POINTS.build(), stand_in()
+
+    def run_out(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    def train_and_fail() -> None:
+        with carry_out(model, plan_of(POINTS), POINTS.workload, optimizer=adamw, device=cuda_device()):
+            model.stack[1].norm.register_forward_pre_hook(run_out)
+            model(POINTS.batches[0]["points"])
+
+    with cuda.installed(), pytest.raises(torch.OutOfMemoryError, match="Tried to allocate") as raised:
+        train_and_fail()
+    assert "The plan was at forward 1. It accounts for at most" in raised.value.__notes__[0]
+
+
 def test_pinned_memory_is_as_large_as_the_schedule_says() -> None:
     cuda = stand_in()
 
