@@ -34,6 +34,10 @@ check: $(STAMP) ## Lint, format, types and imports
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+.PHONY: docs
+docs: $(STAMP) ## Write docs/json.md, the reference of every document, from the models
+	$(BIN)/python docs/json_reference.py
+
 .PHONY: bench
 bench: bench-fidelity bench-search bench-overhead bench-peers ## Run all benchmarks
 
