@@ -16,6 +16,7 @@ from hypothesis.strategies import DrawFn, SearchStrategy
 from protwin.shared.calibration import Calibration, Contention, Factor
 from protwin.shared.hardware import Device, DeviceKind, Hardware, Host, Link, LinkPoint
 from protwin.shared.layout import Layout, build_layout
+from protwin.shared.memory_accounts import DeviceReserved, HostMemory, PinnedRule
 from protwin.shared.plan import ActivationMode, Plan
 from protwin.shared.record import Holding, LaneUse, MemoryCurve, Origin, Record, TaskTiming
 from protwin.shared.schedule import LANE_OF, Content, Lane, Memory, TaskKind
@@ -346,6 +347,37 @@ def memory_curves(draw: DrawFn, memory: Memory) -> MemoryCurve:
 
 
 @st.composite
+def device_reserves(draw: DrawFn) -> DeviceReserved:
+    """Accounts of the device's allocator whose range ascends."""
+    at_least, expected, at_most = sorted(draw(_SIZES) for _ in range(3))
+    return DeviceReserved(
+        at_least_bytes=at_least,
+        expected_bytes=expected,
+        at_most_bytes=at_most,
+        workspace_bytes=draw(_SIZES),
+        outside_bytes=draw(_SIZES),
+        limit_bytes=draw(st.integers(1, 2**40)),
+        num_retries=draw(st.none() | st.integers(0, 9)),
+        num_iterations=draw(st.integers(1, 9)),
+        is_settled=draw(st.booleans()),
+    )
+
+
+def host_memories() -> SearchStrategy[HostMemory]:
+    """Accounts of a process."""
+    return st.builds(
+        HostMemory,
+        pinned_requested_bytes=_SIZES,
+        pinned_rounded_bytes=_SIZES,
+        pinned_rule=st.sampled_from(PinnedRule),
+        state_bytes=_SIZES,
+        device_bytes=_SIZES,
+        loading_bytes=_SIZES,
+        process_bytes=_SIZES,
+    )
+
+
+@st.composite
 def records(draw: DrawFn) -> Record:
     """Records of a random plan, with a few tasks; they need not be the outcome of any schedule."""
     workload = draw(workloads(max_blocks=3))
@@ -393,4 +425,6 @@ def records(draw: DrawFn) -> Record:
         guaranteed_peak_device_bytes=draw(_SIZES),
         num_gathers=draw(st.integers(0, 99)),
         num_cpu_adam_steps=draw(st.integers(0, 99)),
+        device_reserved=draw(st.none() | device_reserves()),
+        host_memory=draw(st.none() | host_memories()),
     )
