@@ -39,7 +39,7 @@ docs: $(STAMP) ## Write docs/json.md, the reference of every document, from the 
 	$(BIN)/python docs/json_reference.py
 
 .PHONY: bench
-bench: bench-fidelity bench-search bench-overhead bench-peers ## Run all benchmarks
+bench: bench-fidelity bench-search bench-overhead bench-peers bench-predictors ## Run all benchmarks
 
 .PHONY: bench-fidelity
 bench-fidelity: $(STAMP) ## Predicted against measured time and memory, over plans and models not fitted to
@@ -56,6 +56,16 @@ bench-overhead: $(STAMP) ## What the runtime costs beside the work that it must 
 .PHONY: bench-peers
 bench-peers: $(BENCH_STAMP) ## Step time and losses of FSDP2 and DeepSpeed with CPU offload, and of ours
 	$(BIN)/python benchmarks/peers.py
+
+.PHONY: bench-predictors
+# llm-analysis asks for older versions of what training needs, but runs without them; if it cannot be had, the table says so.
+bench-predictors: $(STAMP) ## Memory and time that other predictors give for the same questions
+	-$(PIP) --quiet --no-deps llm-analysis==0.2.2 fire termcolor
+	$(BIN)/python benchmarks/predictors.py
+
+.PHONY: published
+published: $(STAMP) ## Published training runs: prediction, measurement, signed error
+	$(BIN)/python -m protwin.calibration.published
 
 .PHONY: bench-gpu
 bench-gpu: $(STAMP) ## The proof and the fidelity of predictions on a GPU, in under eight minutes (exit code 2 without)

@@ -4,8 +4,8 @@
 Four ranks of one machine copy at the same time, and all copies pass the host's memory: a rank's link carries its share
 of the host's memory bandwidth at most.  GeForce boards have no access to each other's memory over PCIe, so a hop of a
 ring goes through the host's memory too: the sender writes it there, the receiver reads it.  A ring's all-gather of S
-bytes over N ranks brings (N - 1) / N of S to each rank in N - 1 hops, its all-reduce twice that (Patarasuk and Yuan,
-doi 10.1016/j.jpdc.2008.09.002).  A sharded rank fetches its own Nth from the host before.
+bytes over N ranks brings (N - 1) / N of S to each rank in N - 1 hops, its all-reduce twice that
+(``sim/collectives.py``).  A sharded rank fetches its own Nth from the host before.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Final
 from ..shared.hardware import Device, Hardware, Link
 from ..shared.machine_parts import host_part, link_part
 from ..shared.machines import machine
+from ..sim.collectives import Algorithm, Collective, Fabric, Shape, collective_time
 
 HOP_LATENCY_S: Final = 10e-6
 """A hop's copies by either side and the flag between them: two copies of 5 to 7 µs (catalogue, links)."""
@@ -113,8 +114,8 @@ def sharded_rank(hardware: Hardware, num_ranks: int) -> Hardware:
 
 def all_reduce_s(size_bytes: int, hardware: Hardware, num_ranks: int) -> float:
     """Seconds of a ring's all-reduce over ``num_ranks`` ranks on one host; see [Note: Ranks on one host]."""
-    hops = 2 * (num_ranks - 1)
-    return hops * (HOP_LATENCY_S + size_bytes / num_ranks / hop_bytes_per_s(hardware, num_ranks))
+    fabric = Fabric(num_ranks, HOP_LATENCY_S, hop_bytes_per_s(hardware, num_ranks), shape=Shape.RING)
+    return collective_time(Collective.ALL_REDUCE, size_bytes, fabric, [Algorithm.RING]).seconds
 
 
 def hop_bytes_per_s(hardware: Hardware, num_ranks: int) -> float:
