@@ -22,8 +22,9 @@ def find_blocks(model: nn.Module, names: str | Sequence[str] | None = None) -> t
     """The model's blocks in the order of its module tree.
 
     ``names``: the path of a container (``"model.layers"``), or the paths of the blocks themselves; None finds every
-    outermost ``ModuleList`` or ``Sequential`` whose members are of one class and hold parameters.  Encoder and decoder
-    of one model are found together.  Raises WorkloadError if there are none, naming what the model has.
+    outermost ``ModuleList`` or ``Sequential`` whose members are of one class and hold parameters; the classes of a
+    ``ModuleList`` may take turns (attention and state-space layers).  Encoder and decoder of one model are found
+    together.  Raises WorkloadError if there are none, naming what the model has.
     """
     if names is not None:
         return _named(model, [names] if isinstance(names, str) else list(names))
@@ -40,7 +41,7 @@ def find_blocks(model: nn.Module, names: str | Sequence[str] | None = None) -> t
     if not found:
         children = ", ".join(f"{name} ({type(child).__name__})" for name, child in model.named_children()) or "none"
         raise WorkloadError(
-            f"no blocks found in {type(model).__name__}: no ModuleList or Sequential whose members are of one class. "
+            f"no blocks found in {type(model).__name__}: no ModuleList or Sequential whose members are alike. "
             f"Name them with blocks='path.of.the.list' (or a list of paths); the model's children are: {children}."
         )
     return tuple(found)
@@ -50,7 +51,8 @@ def _is_stack(module: nn.Module) -> bool:
     if not isinstance(module, nn.ModuleList | nn.Sequential):
         return False
     children = list(module.children())
-    same = len({type(child) for child in children}) == 1
+    num_classes = len({type(child) for child in children})
+    same = num_classes == 1 or (isinstance(module, nn.ModuleList) and 1 < num_classes < len(children))
     composite = all(any(True for _ in child.children()) for child in children)
     return same and composite and all(_size(child) > 0 for child in children)
 

@@ -138,6 +138,22 @@ def test_blocks_of_a_sequential_are_found() -> None:
     assert [block.name for block in find_blocks(hand_written())] == [f"stack.{index}" for index in range(4)]
 
 
+class Layer(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(4, 4), nn.Tanh())
+
+
+class OtherLayer(Layer):
+    """Another class."""
+
+
+def test_classes_of_blocks_may_take_turns_but_not_all_differ() -> None:
+    turns = nn.Sequential(nn.Linear(4, 4), nn.ModuleList([Layer(), OtherLayer(), Layer(), OtherLayer()]))
+    assert [block.name for block in find_blocks(turns)] == ["1.0", "1.1", "1.2", "1.3"]
+    parts = nn.ModuleList([nn.ModuleList([Layer(), Layer()]), nn.Sequential(Layer(), Layer())])
+    assert [block.name for block in find_blocks(parts)] == ["0.0", "0.1", "1.0", "1.1"]
+
+
 def test_blocks_can_be_named() -> None:
     model = llama()
     container = find_blocks(model, "model.layers")
