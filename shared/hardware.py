@@ -90,6 +90,8 @@ class Host(FrozenModel):
     name: str
     num_cores: PositiveInt
     memory_bytes: MemorySize
+    num_memory_channels: PositiveInt | None = None
+    """Channels with memory in them; None: not stated.  The bandwidth is that of all of them."""
     memory_bandwidth_bytes_per_s: Bandwidth
     """What a stream of all cores reaches, reads and writes together."""
     adam_bytes_per_s: Bandwidth | None = None

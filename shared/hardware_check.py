@@ -51,6 +51,8 @@ def _figures(hardware: Hardware) -> Iterator[tuple[str, float, _Range]]:
     yield "device.vector_flop_per_s", device.vector_flop_per_s, _RATE
     yield "device.launch_overhead_s", device.launch_overhead_s, _SECONDS
     yield "host.num_cores", host.num_cores, _CORES
+    if host.num_memory_channels is not None:
+        yield "host.num_memory_channels", host.num_memory_channels, _DEVICES
     yield "host.memory_bytes", host.memory_bytes, _MEMORY
     yield "host.memory_bandwidth_bytes_per_s", host.memory_bandwidth_bytes_per_s, _BANDWIDTH
     if host.adam_bytes_per_s is not None:

@@ -3,7 +3,8 @@
 [Note: Measured figures under an override]
 A link's measured table stands in for its bandwidth and latency, and a host's measured Adam rate for what its memory
 bandwidth would give.  Changing the figure alone would change nothing that the simulator reads.  So an override drops
-the measurement that it contradicts, unless the override sets that measurement too.
+the measurement that it contradicts, unless the override sets that measurement too.  Another number of memory channels
+scales the host's bandwidth, unless that is set too.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from .hardware import Device, Hardware, Host, Link, Network, Node
 from .hardware_check import check_plausible
 from .machine_parts import device_part, host_part, link_part, network_part, node_part
 from .nearest import did_you_mean, nearest_names
+from .units import format_rate
 from .workload import DType, OperationClass
 
 _DIRECTIONS: Final = ("host_to_device", "device_to_host")
@@ -48,6 +50,7 @@ _UNSETTABLE: Final = ("table",)
 _MEASURED: Final[Mapping[str, tuple[str, object]]] = {
     "host.memory_bandwidth_bytes_per_s": ("host.adam_bytes_per_s", None),
     "host.num_cores": ("host.adam_bytes_per_s", None),
+    "host.num_memory_channels": ("host.adam_bytes_per_s", None),
     **{
         f"{direction}.{figure}": (f"{direction}.table", ())
         for direction in (*_DIRECTIONS, *_WITHIN)
@@ -57,6 +60,8 @@ _MEASURED: Final[Mapping[str, tuple[str, object]]] = {
 """Measurements that replace a figure (see the note), with the value that stands for none."""
 
 
+_LONGEST_COUNT: Final = 9
+"""Digits of a number of channels that could be one."""
 _FORMS: Final = "Write sizes as 24GiB, bandwidths as 25GB/s, FLOP/s as 71e12, seconds as 5e-6."
 
 
@@ -92,6 +97,8 @@ def override_hardware(hardware: Hardware, overrides: Mapping[str, str]) -> Hardw
     changes = dict(_changes(overrides))
     for field, value in changes.items():
         _check_present(content, field, hardware.name)
+        if field == "host.num_memory_channels" and "host.memory_bandwidth_bytes_per_s" not in changes:
+            _scale_host_bandwidth(content["host"], value)
         measured, nothing = _MEASURED.get(field, ("", None))
         if measured and measured not in changes and _get(content, measured):
             _set(content, measured, nothing)
@@ -157,6 +164,23 @@ def _replace_node_and_network(content: dict[str, Any], overrides: Mapping[str, s
         before = content["network"] or {}
         counts = {field: before[field] for field in ("num_nodes", "adapters_per_node") if field in before}
         content["network"] = network_part(overrides["network"]).model_dump() | counts
+
+
+def _scale_host_bandwidth(host: dict[str, Any], num_channels: str) -> None:
+    """Channels carry equal shares of a host's bandwidth."""
+    before = host["num_memory_channels"]
+    if before is None:
+        raise HardwareError(
+            f"{host['name']} does not state how many memory channels its bandwidth is of. "
+            f"Set host.memory_bandwidth_bytes_per_s instead of host.num_memory_channels, or both."
+        )
+    if not num_channels.isdecimal() or len(num_channels) > _LONGEST_COUNT:
+        return  # what it says of itself is refused with its name
+    host["memory_bandwidth_bytes_per_s"] *= int(num_channels) / before
+    shown = format_rate(host["memory_bandwidth_bytes_per_s"])
+    host["source"] += (
+        f"{'; ' if host['source'] else ''}set by hand: memory_bandwidth_bytes_per_s = {shown}, as its channels"
+    )
 
 
 def _check_present(content: Mapping[str, Any], field: str, machine_name: str) -> None:

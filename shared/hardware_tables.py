@@ -35,7 +35,9 @@ _NO_VALUE: Final = "–"
 def hardware_table(names: Iterable[str] | None = None) -> Table:
     """One row for each machine of the catalogue, or of ``names``.  Raises CatalogueError if one is unknown."""
     table = _table("Machines")
-    table.caption = Text("16-bit: bfloat16, or float16 where there is no bfloat16; 32-bit: float32. link: to the device.")
+    table.caption = Text(
+        "16-bit: bfloat16, or float16 where there is no bfloat16; 32-bit: float32. link: to the device."
+    )
     table.caption_justify = "left"
     table.add_column("\nname", no_wrap=True)
     for heading in _COLUMNS:
@@ -150,6 +152,7 @@ def _host_rows(host: Host) -> dict[str, str]:
     return {
         "cores": str(host.num_cores),
         "memory": format_bytes(host.memory_bytes),
+        "memory channels": "not stated" if host.num_memory_channels is None else str(host.num_memory_channels),
         "memory bandwidth": format_rate(host.memory_bandwidth_bytes_per_s),
         "CPU Adam": "follows from the memory bandwidth" if adam is None else f"{format_rate(adam)}, measured",
     }

@@ -75,11 +75,12 @@ def part_tables() -> RenderableType:
 
 
 def _host_table() -> Table:
-    table = _table("cores", "GiB", "GB/s")
+    table = _table("cores", "GiB", "channels", "GB/s")
     for name in host_names():
         host = host_part(name)
         size = f"{host.memory_bytes / 2**30:.4g}"
-        add_row(table, name, str(host.num_cores), size, _giga(host.memory_bandwidth_bytes_per_s))
+        channels = _NONE if host.num_memory_channels is None else str(host.num_memory_channels)
+        add_row(table, name, str(host.num_cores), size, channels, _giga(host.memory_bandwidth_bytes_per_s))
     return table
 
 

@@ -160,13 +160,14 @@ def _host_fabric(hardware: Hardware, node: Node, ranks: range, *, stride: int = 
 
 
 def _host_path(hardware: Hardware, node: Node) -> Link:
-    """What one device sends to another through an idle host: stated, else two copies that overlap."""
-    if node.host_path is not None:
-        return node.host_path
+    """What one device sends to another through an idle host: no more than two copies that overlap, nor than stated."""
     up, down = hardware.device_to_host, hardware.host_to_device
     rate = min(up.bandwidth_bytes_per_s, down.bandwidth_bytes_per_s)
     if not hardware.full_duplex:
-        rate /= 2
+        rate /= 2  # every device sends and receives at once
+    if node.host_path is not None:
+        stated = node.host_path.bandwidth_bytes_per_s
+        return node.host_path.model_copy(update={"bandwidth_bytes_per_s": min(stated, rate)})
     return Link(name="through the host", latency_s=up.latency_s + down.latency_s, bandwidth_bytes_per_s=rate)
 
 

@@ -92,8 +92,10 @@ def test_devices_on_the_page(name: str) -> None:
 @pytest.mark.parametrize("name", host_names())
 def test_hosts_on_the_page(name: str) -> None:
     host = host_part(name)
-    figures = (host.num_cores, host.memory_bytes / 2**30, host.memory_bandwidth_bytes_per_s / 1e9)
-    assert tables()["cores"][name] == [*(f"{figure:.4g}" for figure in figures), host.source]
+    channels = "–" if host.num_memory_channels is None else str(host.num_memory_channels)
+    cores, size = f"{host.num_cores}", f"{host.memory_bytes / 2**30:.4g}"
+    rate = f"{host.memory_bandwidth_bytes_per_s / 1e9:.4g}"
+    assert tables()["cores"][name] == [cores, size, channels, rate, host.source]
 
 
 @pytest.mark.parametrize("name", link_names())

@@ -25,6 +25,7 @@ VALUES = {
     "launch_overhead_s": ("7e-6", 7e-6),
     "latency_s": ("1e-5", 1e-5),
     "num_cores": ("12", 12),
+    "num_memory_channels": ("4", 4),
     "num_multiprocessors": ("100", 100),
     "name": ("another", "another"),
     "source": ("my notes", "my notes"),
@@ -90,7 +91,8 @@ def test_a_field_changes_itself_alone_and_says_so(field: str) -> None:
     new = flat(after.model_dump())
     assert {name: new[name] for name in names} == dict.fromkeys(names, value)
     notes = {f"{target}.source" for target in parts} if rest not in ("", "name", "source") else set()
-    assert found.keys() == names - {"node.num_devices"} | notes
+    follows = {"host.memory_bandwidth_bytes_per_s"} if field == "host.num_memory_channels" else set()
+    assert found.keys() == names - {"node.num_devices"} | notes | follows
     for note in notes:
         assert found[note].endswith(f"set by hand: {rest} = {text}")
 
@@ -226,6 +228,10 @@ def test_a_measured_adam_rate_does_not_outlive_what_it_was_measured_on(field: st
         ("node.device_link", "nvlink4-h100", "has several figures: set one, as in node.device_link.bandwidth"),
         ("node.device_link.table", "1", "cannot be set in one line"),
         ("node.device_link.bandwith", "1GB/s", "Did you mean node.device_link.bandwidth_bytes_per_s"),
+        ("host.num_memory_channels", "0", "host.memory_bandwidth_bytes_per_s|host.num_memory_channels"),
+        ("host.num_memory_channels", "two", "host.num_memory_channels"),
+        ("host.num_memory_channels", "9" * 30, "host.num_memory_channels"),
+        ("host.num_memory_channels", "1000000", "host.num_memory_channels is 1e"),
         ("zzz", "1", "parts are device, host, link"),
         ("", "1", "parts are device, host, link"),
         ("link.table", "1", "cannot be set in one line"),
@@ -254,6 +260,21 @@ def test_an_impossible_override_is_refused_with_its_field(name: str, value: str,
 def test_an_unknown_part_is_answered_with_the_nearest(part: str, asked: str, meant: str) -> None:
     with pytest.raises(CatalogueError, match=f"no {part} '{asked}' in the catalogue. Did you mean .*{meant}"):
         override_hardware(machine("rtx-3090"), {part: asked})
+
+
+def test_half_of_the_memory_channels_carry_half() -> None:
+    whole, half = machine("a100-80gb").host, {"host.num_memory_channels": "4"}
+    assert override_hardware(machine("a100-80gb"), half).host.memory_bandwidth_bytes_per_s == pytest.approx(
+        whole.memory_bandwidth_bytes_per_s / 2
+    )
+    assert override_hardware(measured_machine(), {"host.num_memory_channels": "1"}).host.adam_bytes_per_s is None
+    stated = override_hardware(machine("a100-80gb"), half | {"host.memory_bandwidth_bytes_per_s": "99GB/s"})
+    assert stated.host.memory_bandwidth_bytes_per_s == 99e9
+    told = half | {"host.adam_bytes_per_s": "50GB/s"}
+    for order in permutations(told):
+        assert override_hardware(measured_machine(), {name: told[name] for name in order}).host.adam_bytes_per_s == 50e9
+    with pytest.raises(HardwareError, match="grace-72 does not state how many memory channels"):
+        override_hardware(machine("gh200-96gb"), half)
 
 
 # -- several devices -------------------------------------------------------------------------------------------------

@@ -71,6 +71,16 @@ def test_what_ranks_share_slows_them() -> None:
     assert flat_fabric(narrow, 8).bandwidth_bytes_per_s == 5e9
 
 
+def test_the_way_through_the_host_is_no_wider_than_the_links_to_it() -> None:
+    narrow = override_hardware(machine("rtx-5090-x8"), {"link": "pcie3-x8"})
+    assert flat_fabric(narrow, 2).bandwidth_bytes_per_s == 6.05e9
+    one_way = override_hardware(narrow, {"full_duplex": "false"})
+    assert flat_fabric(one_way, 2).bandwidth_bytes_per_s == 6.05e9 / 2
+    unstated = narrow.model_copy(update={"node": narrow.node and narrow.node.model_copy(update={"host_path": None})})
+    assert flat_fabric(unstated, 2).bandwidth_bytes_per_s == 6.05e9
+    assert flat_fabric(unstated, 2).latency_s == 12e-6
+
+
 def test_pairs_are_a_level_of_their_own() -> None:
     pairs = machine("h100-94gb-nvl-x8")
     inner, outer = fabric_levels(pairs, 8)
