@@ -15,7 +15,7 @@ from .report_page import Report, Section, card, card_grid
 from .report_search import search_sections
 from .report_stack import memory_stack
 from .report_svg import Figure, tag
-from .report_tables import alive_table, comparison_section, knob_table, traffic_table
+from .report_tables import alive_table, beyond_table, comparison_section, knob_table, traffic_table
 from .report_timeline import lane_charts, time_range_s
 from .report_words import ORIGIN_NAMES, format_error, format_share
 from .schedule import Schedule
@@ -76,7 +76,9 @@ def report(
     """
     records = [predicted] if measured is None else [predicted, measured]
     _check_one_plan(records, comparison, schedule, search)
-    held_against = limits(budget_bytes=budget_bytes, plain_peak_bytes=plain_peak_bytes)
+    held_against = limits(
+        budget_bytes=budget_bytes, plain_peak_bytes=plain_peak_bytes, reserved=predicted.device_reserved
+    )
     sections = [
         *(search_sections(search) if search is not None else ()),
         Section("Plan", (tag("div", knob_table(predicted), traffic_table(records), class_="columns"),)),
@@ -85,6 +87,8 @@ def report(
     ]
     if alive := alive_chart(records, held_against):
         sections.append(Section("Alive at the peak", (alive, alive_table(records))))
+    if beyond := beyond_table(predicted):
+        sections.append(Section("Memory beyond the schedule", (beyond,)))
     if losses and (drawing := losses_chart(losses)):
         sections.append(Section("Losses", (drawing,)))
     if comparison is not None:

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from html import escape
 from typing import Final
 
+from .memory_accounts import DeviceReserved
 from .record import MemoryCurve, Record
+from .report_bars import LEFT_PX, RIGHT_PX
 from .report_stack import Stack
 from .report_svg import Figure, Scale, area_mark, bytes_axis, bytes_unit, line, spread, tag, text, ticks, time_axis
 from .report_svg import value_text as px
-from .report_timeline import LEFT_PX, RIGHT_PX
 from .report_words import CONTENT_NAMES, ORIGIN_NAMES, Alive, alive_at_peak, format_share
 from .schedule import Content, Memory
 from .timeline import is_slowed, paced_times_s
@@ -49,13 +50,18 @@ class Limit:
     text_class: str | None = None
 
 
-def limits(*, budget_bytes: int | None, plain_peak_bytes: int | None) -> list[Limit]:
-    """The budget and what plain training needs, where they are known."""
+def limits(
+    *, budget_bytes: int | None, plain_peak_bytes: int | None, reserved: DeviceReserved | None = None
+) -> list[Limit]:
+    """The budget, what plain training needs and what the allocator reserves, where they are known."""
     known = []
     if budget_bytes is not None:
         known.append(Limit(f"budget {format_bytes(budget_bytes)}", budget_bytes, "limit-line", "limit"))
     if plain_peak_bytes is not None:
         known.append(Limit(f"plain training {format_bytes(plain_peak_bytes)}", plain_peak_bytes, "plain-line"))
+    if reserved is not None:
+        size_bytes = reserved.expected_bytes
+        known.append(Limit(f"reserved by the allocator {format_bytes(size_bytes)}", size_bytes, "plain-line"))
     return known
 
 

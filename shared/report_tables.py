@@ -7,6 +7,7 @@ from html import escape
 from typing import Final
 
 from .comparison import BytesPair, Comparison, TaskComparison, TimePair
+from .memory_words import beyond_the_schedule
 from .record import Record
 from .report_memory import CONTENT_COLOURS
 from .report_svg import Scale, line, tag
@@ -85,6 +86,15 @@ def alive_table(records: Sequence[Record]) -> str:
     peaks = "; ".join(f"{ORIGIN_NAMES[record.origin]} in {curve.peak_at}" for record, curve in curves)
     head = ["", *(title for record, _ in curves for title in (ORIGIN_NAMES[record.origin], "share"))]
     return tag("div", _table(f"At the peak: {peaks}", head, rows), class_="narrow")
+
+
+def beyond_table(record: Record) -> str:
+    """What is held beyond what the schedule allocates; empty if the record does not predict it."""
+    rows = [
+        [_name(row.name), _number(format_bytes(row.size_bytes)), tag("td", escape(row.words))]
+        for row in beyond_the_schedule(record)
+    ]
+    return _table("Beyond what the schedule allocates", ["", "expected", ""], rows) if rows else ""
 
 
 def comparison_section(comparison: Comparison) -> str:
