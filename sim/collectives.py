@@ -83,7 +83,7 @@ class Fabric:
         """What rings through all ranks carry in parallel, each rank sending on all links that a ring can use.
 
         A complete graph with links both ways falls apart into p - 1 rings, but for p = 4 and p = 6, where one is lost
-        (Tillson, "A Hamiltonian decomposition of K*2m, 2m >= 8", doi 10.1016/0095-8956(80)90044-1).
+        (Tillson, "A Hamiltonian decomposition of K*2m, 2m >= 8", Journal of Combinatorial Theory B 29, 1980).
         """
         if self.shape is not Shape.MESH:
             return self.bandwidth_bytes_per_s

@@ -52,7 +52,7 @@ streams at 0.85 of the bandwidth (``sim/efficiency.py``); a product of 2 048 by 
 _COLLECTIVE_PASSES: Final = 3
 """A ring's step reads what it sends, reads what it adds to, and writes the sum."""
 _COLLECTIVE_PROCESSORS_FRAC: Final = 20 / 132
-"""Processors that collectives occupy: 20 of an H800's 132 (DeepSeek-V3, arXiv 2412.19437, section 3.2.2)."""
+"""Processors that collectives occupy: 20 of an H800's 132 (DeepSeek-V3, arXiv 2412.19437, section 3.5.1)."""
 
 
 def lane_demands(hardware: Hardware) -> dict[str, dict[Resource, float]]:
