@@ -117,6 +117,7 @@ def measure_theirs(case: Case) -> Peak:
                 if optimizer is not None:
                     optimizer.step()
                     optimizer.zero_grad()
+                tracker.reset_mod_stats()
     (snapshot,) = tracker.get_tracker_snapshot("peak").values()
     by_name = {getattr(kind, "value", kind): size_bytes for kind, size_bytes in snapshot.items()}
     return Peak(
