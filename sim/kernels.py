@@ -20,6 +20,7 @@ operations do not tell whether they have one.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 from math import ceil
 from typing import Final
 
@@ -75,13 +76,25 @@ def kernel_s(operation: Operation, device: Device, peak_flop_per_s: float) -> fl
 
 def product_s(shape: tuple[int, ...], device: Device, sustained_flop_per_s: float) -> float:
     """Seconds of ``batch`` products of m x k by k x n, for the best choice of tiles; see [Note: Tiles and waves]."""
-    return min(_choices_s(shape, device, sustained_flop_per_s))
-
-
-def _choices_s(shape: tuple[int, ...], device: Device, flop_per_s: float) -> Iterator[float]:
-    batch, m, n, k = shape
     assert device.num_multiprocessors is not None
-    num_processors = device.num_multiprocessors
+    bandwidth = device.memory_bandwidth_bytes_per_s * efficiency_frac(device, OperationClass.ELEMENTWISE)
+    fixed_s = min(KERNEL_FIXED_S, device.launch_overhead_s)
+    return _least_s(shape, device.num_multiprocessors, sustained_flop_per_s, bandwidth, fixed_s)
+
+
+@lru_cache(maxsize=1024)
+def _least_s(
+    shape: tuple[int, ...], num_processors: int, flop_per_s: float, bytes_per_s: float, fixed_s: float
+) -> float:
+    """The best choice.  A model has few distinct products, and they recur in all of its phases."""
+    return min(_choices_s(shape, num_processors, flop_per_s, bytes_per_s, fixed_s))
+
+
+def _choices_s(
+    shape: tuple[int, ...], num_processors: int, flop_per_s: float, bytes_per_s: float, fixed_s: float
+) -> Iterator[float]:
+    """Seconds with every tile, and with every tile and split; ``fixed_s``: of the kernel that adds partial sums."""
+    batch, m, n, k = shape
     for rows, columns in _TILES:
         num_tiles = batch * ceil(m / rows) * ceil(n / columns)
         slice_s = 2 * rows * columns * _SLICE * _slowdown(rows, columns) / (flop_per_s / num_processors)
@@ -92,7 +105,8 @@ def _choices_s(shape: tuple[int, ...], device: Device, flop_per_s: float) -> Ite
             if k < parts * _SHORTEST_SPLIT:
                 break
             multiplying_s = ceil(num_tiles * parts / num_processors) * ceil(k / parts / _SLICE) * slice_s
-            yield multiplying_s + _adding_s(parts * batch * m * n, device)
+            sums_bytes = 2 * parts * batch * m * n * _PARTIAL_SUM_BYTES  # written, and read again
+            yield multiplying_s + sums_bytes / bytes_per_s + fixed_s
 
 
 def _slowdown(rows: int, columns: int) -> float:
@@ -100,12 +114,6 @@ def _slowdown(rows: int, columns: int) -> float:
     largest_rows, largest_columns = _TILES[0]
     of_largest = 1 + _MULTIPLICATIONS_PER_FETCH * (largest_rows + largest_columns) / (largest_rows * largest_columns)
     return (1 + _MULTIPLICATIONS_PER_FETCH * (rows + columns) / (rows * columns)) / of_largest
-
-
-def _adding_s(num_sums: int, device: Device) -> float:
-    """Seconds of the kernel that adds up partial sums, which are written and read again."""
-    bandwidth = device.memory_bandwidth_bytes_per_s * efficiency_frac(device, OperationClass.ELEMENTWISE)
-    return 2 * num_sums * _PARTIAL_SUM_BYTES / bandwidth + min(KERNEL_FIXED_S, device.launch_overhead_s)
 
 
 def attention_s(operation: Operation, device: Device, peak_flop_per_s: float) -> float:
