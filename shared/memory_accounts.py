@@ -30,6 +30,9 @@ class DeviceReserved(FrozenModel):
     num_retries: NonNegativeInt | None
     """How often the replay had to give cached segments back for want of memory, until it was settled; None if even
     then it ran out of memory."""
+    expandable_bytes: NonNegativeInt | None = None
+    """``expected_bytes`` with expandable segments; computed where these might help, since without them cached segments
+    must go back."""
     num_iterations: PositiveInt
     """Iterations that were replayed."""
     is_settled: bool

@@ -64,10 +64,18 @@ def allocator_warning(record: Record) -> str | None:
     if reserved is None or reserved.num_retries == 0:
         return None
     held = f"{format_bytes(reserved.expected_bytes)} in segments but can have {format_bytes(reserved.limit_bytes)}"
-    advice = "Set PYTORCH_ALLOC_CONF=expandable_segments:True, or lower --device-budget."
-    if reserved.num_retries is None:
-        return f"the device's allocator is expected to need {held}: this plan may run out of memory. {advice}"
-    return f"the device's allocator is expected to want {held}: it will give cached segments back, and wait. {advice}"
+    happens = "it will give cached segments back, and wait" if reserved.fits else "this plan may run out of memory"
+    return f"the device's allocator is expected to want {held}: {happens}. {_advice(reserved)}"
+
+
+def _advice(reserved: DeviceReserved) -> str:
+    expandable_bytes = reserved.expandable_bytes
+    if expandable_bytes is None or expandable_bytes > reserved.limit_bytes:
+        return "Lower --device-budget."
+    return (
+        f"Set PYTORCH_ALLOC_CONF=expandable_segments:True, with which {format_bytes(expandable_bytes)} are expected, "
+        f"or lower --device-budget."
+    )
 
 
 def host_warning(record: Record, memory_bytes: int) -> str | None:

@@ -17,6 +17,7 @@ from .allocator_rules import SEGMENT_ROUNDING_BYTES, AllocatorSettings
 from .allocator_tensors import static_tensors
 from .library_workspaces import matrix_workspaces, outside_allocator_bytes
 
+_EXPANDABLE: Final = AllocatorSettings(expandable_segments=True)
 _COARSE_ITERATIONS: Final = 2
 """The coarse reading takes nearly everything that it ever takes in the first iteration and the first with all state."""
 
@@ -34,8 +35,8 @@ def device_reserved(
 
     Iterations are replayed from the set-up on ([Note: What a replay knows] in ``sim/allocator_replay.py``), without a
     limit, in either reading of what happens within tasks.  Where the expected one exceeds the device, it is replayed
-    once more within it, so that cached segments are given back.  ``order`` spares computing the happens-before relation
-    again; ``settings`` are those of the allocator.
+    once more within it, so that cached segments are given back, and once with expandable segments.  ``order`` spares
+    computing the happens-before relation again; ``settings`` are those of the allocator.
     """
     if device.kind is DeviceKind.CPU:
         return None
@@ -44,18 +45,26 @@ def device_reserved(
     workspaces = matrix_workspaces(device)
     limit_bytes = device.memory_bytes - outside_allocator_bytes(device)
 
-    def replayed(inside: Inside, *, within: int | None = None, max_iterations: int = MAX_ITERATIONS) -> Replayed:
+    def replayed(
+        inside: Inside,
+        *,
+        within: int | None = None,
+        max_iterations: int = MAX_ITERATIONS,
+        settings: AllocatorSettings | None = settings,
+    ) -> Replayed:
         allocator = CachingAllocator(settings, limit_bytes=within)
         return replay(program, static, allocator, workspaces=workspaces, inside=inside, max_iterations=max_iterations)
 
     expected = replayed(Inside.LATEST_FIRST)
     coarse = replayed(Inside.AT_ONCE, max_iterations=_COARSE_ITERATIONS)
     num_retries: int | None = 0
+    expandable_bytes: int | None = None
     if expected.peak_reserved_bytes > limit_bytes:
         try:
             num_retries = replayed(Inside.LATEST_FIRST, within=limit_bytes).num_retries
         except AllocatorFullError:
             num_retries = None
+        expandable_bytes = replayed(Inside.LATEST_FIRST, settings=_EXPANDABLE).peak_reserved_bytes
     return DeviceReserved(
         at_least_bytes=-(-expected.peak_allocated_bytes // SEGMENT_ROUNDING_BYTES) * SEGMENT_ROUNDING_BYTES,
         expected_bytes=expected.peak_reserved_bytes,
@@ -64,6 +73,7 @@ def device_reserved(
         outside_bytes=device.memory_bytes - limit_bytes,
         limit_bytes=limit_bytes,
         num_retries=num_retries,
+        expandable_bytes=expandable_bytes,
         num_iterations=expected.num_iterations,
         is_settled=expected.is_settled,
     )

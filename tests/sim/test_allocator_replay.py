@@ -249,6 +249,9 @@ def test_what_a_device_cannot_hold_is_said() -> None:
     tighter = account(ample.outside_bytes + ample.expected_bytes - 2 * MIB)
     assert tighter.expected_bytes == ample.expected_bytes
     assert tighter.num_retries is None or tighter.num_retries > 0
+    assert tight.expandable_bytes is None
+    assert tighter.expandable_bytes is not None
+    assert ample.at_least_bytes <= tighter.expandable_bytes + 2 * MIB
     hopeless = account(ample.outside_bytes + ample.at_least_bytes - 2 * MIB)
     assert hopeless.num_retries is None
     assert not hopeless.fits
