@@ -27,6 +27,10 @@ demo: $(STAMP) ## Search a plan, carry it out, lay prediction and reality over e
 test: $(STAMP) ## Run the tests (ARGS="-k name" for some of them)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) $(ARGS)
 
+.PHONY: catalogue
+catalogue: $(STAMP) ## Trace the catalogue's models anew (NAMES="gpt2 llama-3-8b" for some of them)
+	$(BIN)/python -m protwin.runtime.regenerate_catalogue $(NAMES)
+
 .PHONY: check
 check: $(STAMP) ## Lint, format, types and imports
 	$(BIN)/ruff check .

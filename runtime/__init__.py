@@ -10,13 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .devices import CpuDevice, CudaDevice, TrainingDevice
+    from .freezing import freeze
     from .ledger import CpuOutOfMemoryError, MemoryLedger
+    from .lora import add_lora
     from .loss_scaling import LossScaling
     from .non_finite import NonFiniteGradientError
     from .probe import probe_hardware
     from .summaries import StepSummary
     from .tracing import trace
     from .tracing_configurations import workload_of_configuration
+    from .tracing_families import family_of_configuration
     from .training import Training, carry_out
 
 _HOMES = {
@@ -29,7 +32,10 @@ _HOMES = {
     "StepSummary": "summaries",
     "Training": "training",
     "TrainingDevice": "devices",
+    "add_lora": "lora",
     "carry_out": "training",
+    "family_of_configuration": "tracing_families",
+    "freeze": "freezing",
     "probe_hardware": "probe",
     "trace": "tracing",
     "workload_of_configuration": "tracing_configurations",
@@ -45,7 +51,10 @@ __all__ = [
     "StepSummary",
     "Training",
     "TrainingDevice",
+    "add_lora",
     "carry_out",
+    "family_of_configuration",
+    "freeze",
     "probe_hardware",
     "trace",
     "workload_of_configuration",

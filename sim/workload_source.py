@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from ..shared.errors import FileError, WorkloadError
 from ..shared.extensions import extension
@@ -20,6 +20,9 @@ from ..shared.training_options import FULL_TRAINING, TrainingOptions
 from ..shared.workload import DType, Workload
 from .workload_cache import TraceRequest, cache_key, load_cached, store_cached
 from .workload_check import check_magnitude
+
+if TYPE_CHECKING:
+    from ..shared.workload_family import WorkloadFamily
 
 Warn = Callable[[str], None]
 _TRAINABLE: Final = (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16)
@@ -68,6 +71,21 @@ def resolve_workload(
     return _traced(request, cache, warn)
 
 
+def resolve_family(model: str, *, dtype: str | None = None) -> WorkloadFamily | None:
+    """The shipped family of full training of the catalogue's model ``model``, for any shape; None if there is none.
+
+    Raises WorkloadError if ``dtype`` cannot be trained.
+    """
+    from ..shared.workload_catalogue import shipped_family
+
+    if dtype is not None and dtype not in _TRAINABLE:
+        raise WorkloadError(f"dtype {dtype!r} cannot be trained; use {', '.join(_TRAINABLE)}.")
+    if model not in model_names():
+        return None
+    published = load_model_configuration(model).dtype or DType.FLOAT32
+    return shipped_family(model, DType(dtype) if dtype is not None else published)
+
+
 def _traced(request: TraceRequest, cache: Path | None, warn: Warn) -> Workload:
     """The workload from the cache, else from a trace, which is then kept."""
     if cache is None:
@@ -85,12 +103,11 @@ def _traced(request: TraceRequest, cache: Path | None, warn: Warn) -> Workload:
 
 def _shipped(described: ModelConfiguration, request: TraceRequest, warn: Warn) -> Workload | None:
     """The answer of the family that comes with the package; None, with a warning, if it has none."""
-    from ..shared.workload_catalogue import shipped_family
     from ..shared.workload_family import OutsideFamilyError
 
-    dtype = DType(request.dtype) if request.dtype is not None else described.dtype or DType.FLOAT32
-    family = shipped_family(described.name, dtype) if request.options.is_full else None
+    family = resolve_family(described.name, dtype=request.dtype) if request.options.is_full else None
     if family is None:
+        dtype = request.dtype or described.dtype or DType.FLOAT32
         way = "full training" if request.options.is_full else "training with LoRA, frozen parts or autocast"
         warn(f"no workload of {way} of {described.name} in {dtype} comes with protwin, so it is traced, with torch.")
         return None

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from protwin.shared.cli_options import cache_folder, changes_of, examples, keep_apart, writable
+from protwin.shared.cli_options import cache_folder, changes_of, examples, keep_apart, options_of, writable
 from protwin.shared.errors import FileError, ProtwinError
+from protwin.shared.training_options import FULL_TRAINING, LoraOptions, TrainingOptions
+from protwin.shared.workload import DType
 
 
 def test_changes_are_a_mapping() -> None:
@@ -79,3 +81,28 @@ def test_the_cache_is_the_users_own(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 def test_examples_keep_their_lines() -> None:
     assert examples("protwin a") == "\b\nExample:\n  protwin a"
     assert examples("protwin a", "protwin b") == "\b\nExamples:\n  protwin a\n  protwin b"
+
+
+def test_options_of_training() -> None:
+    assert options_of(None, None, None, None) == FULL_TRAINING
+    assert options_of(8, " q_proj, v_proj ", ["model.embed_tokens", "*.0.*"], "bfloat16") == TrainingOptions(
+        lora=LoraOptions(rank=8, targets=("q_proj", "v_proj")),
+        frozen=("model.embed_tokens", "*.0.*"),
+        autocast=DType.BFLOAT16,
+    )
+
+
+@pytest.mark.parametrize(
+    ("rank", "targets", "autocast", "message"),
+    [
+        (None, "q_proj", None, "--lora-targets is 'q_proj', but --lora-rank is missing"),
+        (8, " , ", None, "it names nothing"),
+        (None, None, "float64", "--autocast float64 is not known. Use bfloat16 or float16"),
+        (None, None, "half", "--autocast half is not known"),
+    ],
+)
+def test_options_of_training_that_make_no_sense(
+    rank: int | None, targets: str | None, autocast: str | None, message: str
+) -> None:
+    with pytest.raises(ProtwinError, match=message):
+        options_of(rank, targets, None, autocast)
