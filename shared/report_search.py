@@ -136,7 +136,7 @@ def front_chart(result: SearchResult) -> Figure | None:
     across = Scale(max(0.0, low_bytes - margin), right_bytes + margin, _LEFT, _RIGHT)
     low_s, high_s = min(y for _, y in [*points, own]), max(y for _, y in [*points, own])
     margin_s = 0.08 * (high_s - low_s) or 0.05 * high_s
-    upwards = Scale(max(0.0, low_s - margin_s), high_s + margin_s, _FRONT_BOTTOM, _FRONT_TOP)
+    upwards = Scale(max(0.0, low_s - 2 * margin_s), high_s + margin_s, _FRONT_BOTTOM, _FRONT_TOP)
     drawn = [_front_axes(across, upwards)]
     stairs = sorted(points)
     path = f"M{px(across(stairs[0][0]))} {px(_FRONT_TOP)}V{px(upwards(stairs[0][1]))}"
@@ -149,7 +149,7 @@ def front_chart(result: SearchResult) -> Figure | None:
         drawn.append(text(x - 6, _FRONT_TOP - 10, words, anchor="end", class_="limit"))
     for one in result.pareto:
         drawn.append(_dot(one, across(one.guaranteed_peak_device_bytes), upwards(one.iteration_s)))
-    drawn.append(_own_mark(result, across(own[0]), upwards(own[1])))
+    drawn.append(_own_mark(result, across(own[0]), upwards(own[1]), upwards(low_s)))
     leanest = stairs[0]
     if leanest != own:
         words = f"least memory: {format_bytes(leanest[0])}, {format_seconds(leanest[1])}"
@@ -199,14 +199,15 @@ def _dot(outcome: PlanOutcome, x: float, y: float) -> str:
     )
 
 
-def _own_mark(result: SearchResult, x: float, y: float) -> str:
+def _own_mark(result: SearchResult, x: float, y: float, free_y: float) -> str:
+    """The plan, named where the front leaves room: below ``free_y`` on the right, else above itself."""
     prediction = result.prediction
     words = f"{format_bytes(prediction.guaranteed_peak_device_bytes)}, {format_seconds(prediction.iteration_s)}"
     plan = ", ".join(f"{knob.name} {knob.value}" for knob in knobs(result.plan))
     is_right = x > (_LEFT + _RIGHT) / 2
     return _diamond(x, y, 8.0, title=f"the plan: {words}\n{plan}") + text(
         x + (-12 if is_right else 12),
-        y - 14,
+        free_y + 18 if is_right else y - 14,
         f"the plan: {words}",
         anchor="end" if is_right else "start",
         class_="strong halo",

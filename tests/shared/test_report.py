@@ -20,11 +20,13 @@ from protwin.shared.comparison import Comparison, compare_records
 from protwin.shared.errors import ProtwinError
 from protwin.shared.record import Record, TaskTiming
 from protwin.shared.report import html_report
+from protwin.shared.report_bars import KIND_COLOURS, merged
 from protwin.shared.report_losses import agreement
 from protwin.shared.report_memory import CONTENT_COLOURS, thinned
 from protwin.shared.report_patterns import STROKES
 from protwin.shared.report_svg import Scale, Unit, spread, ticks
-from protwin.shared.report_timeline import KIND_COLOURS, merged
+from protwin.shared.report_timeline import lane_charts, telling_stretch_s
+from protwin.shared.report_waits import waits_of
 from protwin.shared.schedule import Content, Lane, Memory, TaskKind
 from protwin.shared.units import format_bytes, format_seconds
 from tests.shared.laid_out import LaidOut, laid_out
@@ -171,6 +173,79 @@ def test_every_task_can_be_pointed_at(example: LaidOut, comparison: Comparison) 
     assert any(title.startswith(f"gather chunk {gather.chunk}\n") and moved in title for title in titles)
 
 
+def chart_bars(html: str) -> list[list[Element]]:
+    """The bars of every lane chart that shows what tasks wait for."""
+    charts, page = [], parse(html)
+    for element in page.elements:
+        if element.tag == "svg" and "lanes" in (element.attributes.get("class") or ""):
+            charts.append([])
+        elif "bar" in (element.attributes.get("class") or "").split() and charts:
+            charts[-1].append(element)
+    return charts
+
+
+def test_bars_name_what_their_tasks_wait_for(example: LaidOut) -> None:
+    """Every edge of the schedule, read back from the page by the names of the bars."""
+    html = html_report(title="t", predicted=example.predicted, schedule=example.schedule)
+    (bars,) = chart_bars(html)
+    assert len(bars) == len(example.schedule.tasks), "nothing is thinned"
+    kind_words = {"gradient_offload": "gradient offload", "cpu_adam": "CPU Adam", "device_adam": "device Adam"}
+
+    def shown(name: str) -> str:
+        kind, *rest = name.split(" ")
+        return " ".join([kind_words.get(kind, kind), *rest])
+
+    names = [bar.words.split("\n")[0] for bar in bars]
+    assert sorted(names) == sorted(shown(task.name) for task in example.schedule.tasks)
+    for attribute, edges_of in (("data-after", lambda t: t.after), ("data-earlier", lambda t: t.after_previous)):
+        drawn = {
+            (name, names[int(place)])
+            for name, bar in zip(names, bars, strict=True)
+            for place in (bar.attributes.get(attribute) or "").split()
+        }
+        assert drawn == {
+            (shown(task.name), shown(example.schedule.tasks[other].name))
+            for task in example.schedule.tasks
+            for other in edges_of(task)
+        }
+
+
+def test_a_task_names_what_held_it_up(example: LaidOut) -> None:
+    """The records' tasks start as soon as they may, so that what holds one up ends when it starts."""
+    waits, ends_s = waits_of(example.predicted, example.schedule), {}
+    for timing in example.predicted.tasks:
+        ends_s[timing.task] = timing.end_s
+    for timing in example.predicted.tasks:
+        held_by = waits[timing.task].held_up_by
+        if held_by is None:
+            continue
+        earlier = held_by in waits[timing.task].earlier and ends_s[held_by] > timing.start_s + 1e-9
+        ended_s = ends_s[held_by] - (example.predicted.iteration_s if earlier else 0.0)
+        assert ended_s == pytest.approx(timing.start_s, abs=1e-9) or ended_s < timing.start_s
+
+
+@pytest.mark.parametrize("num_tasks", [300, 3000])
+def test_what_is_thinned_is_counted(example: LaidOut, num_tasks: int) -> None:
+    """Single bars and the counts of joint ones make up all tasks, and the caption says how many are not drawn."""
+    figure = lane_charts([crowded(example.predicted, num_tasks)], None)[0]
+    titles = re.findall(r"<title>(.*?)\n", figure.drawing)
+    joint = [int(found[1]) for title in titles if (found := re.match(r"(\d+) tasks: ", title))]
+    single = [title for title in titles if not re.match(r"(\d+) tasks: |still at work", title)]
+    assert sum(joint) + len(single) == 4 * num_tasks
+    assert f"{sum(joint):,} of {4 * num_tasks:,} tasks are too short" in figure.caption[1]
+    assert f"drawn as {len(joint):,} joint bars" in figure.caption[1]
+
+
+def test_a_closer_look_tells_tasks_apart(example: LaidOut) -> None:
+    record = crowded(example.predicted, 2000)
+    overview, closer = lane_charts([record], None)
+    low, high = telling_stretch_s(record)
+    within = [t for t in record.tasks if t.end_s > low and t.start_s < high]
+    assert closer.drawing.count('class="bar ') == len(within) > 24
+    assert "joint bar" not in closer.caption[1]
+    assert "joint bar" in overview.caption[1]
+
+
 def test_figures_have_words_for_those_who_cannot_see_them(example: LaidOut, comparison: Comparison) -> None:
     page = parse(full_report(example, comparison))
     for drawing in page.named("svg"):
@@ -282,17 +357,17 @@ def test_hostile_names_stay_words(example: LaidOut) -> None:
 def test_the_check_notices_a_name_that_is_not_escaped(example: LaidOut, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every module that escapes, one at a time, is given a version that does not."""
     import protwin.shared.report
+    import protwin.shared.report_bars
     import protwin.shared.report_memory
     import protwin.shared.report_page
     import protwin.shared.report_tables
-    import protwin.shared.report_timeline
 
     modules = (
         protwin.shared.report,
         protwin.shared.report_memory,
         protwin.shared.report_page,
         protwin.shared.report_tables,
-        protwin.shared.report_timeline,
+        protwin.shared.report_bars,
         report_svg,
     )
     for module in modules:
