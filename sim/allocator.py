@@ -163,9 +163,9 @@ class CachingAllocator:
         """The free block that the request gets, taken out of its pool."""
         pool.searches.count += 1
         place = pool.first_fit(size)
-        block = pool.at(place)
-        if block is None:
+        if place == len(pool.free):
             return None
+        block = pool.free[place][2]
         largest = self.settings.max_split_bytes
         if largest is None and not block.is_expandable:
             del pool.free[place]

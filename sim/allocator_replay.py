@@ -118,25 +118,18 @@ class _Run:
     def iterate(self, iteration: int, on_change: OnChange | None) -> None:
         """The program once."""
         for step in self._program.steps:
-            self.carry_out(step, iteration)
+            # Most steps are levels.
+            if step.act is Act.LEVEL:
+                self._change(step.level_bytes)
+            else:
+                self.carry_out(step, iteration)
             if on_change is not None:
                 on_change(iteration)
 
     def carry_out(self, step: Step, iteration: int) -> None:
-        """One step of the program in one iteration."""
+        """One step of the program in one iteration, other than a level."""
         act = step.act
-        if act is Act.LEVEL:
-            change_bytes = step.level_bytes - self._level_bytes
-            self._level_bytes = step.level_bytes
-            if self._is_at_once and self._tensors:
-                change_bytes += self._tensors[0].requested_bytes
-                self._free_all(self._tensors)
-                self._tensors = []
-            if change_bytes > 0:
-                self._tensors.append(self._allocator.malloc(change_bytes))
-            elif change_bytes < 0:
-                self._fall(-change_bytes)
-        elif act is Act.BEGIN:
+        if act is Act.BEGIN:
             self._leaving = self._take_held(step, iteration)
             self._level_bytes = 0
         elif act is Act.END:
@@ -178,6 +171,19 @@ class _Run:
                 taken.append(self._tensors.pop(0))
                 size_bytes -= taken[-1].requested_bytes
         return taken, size_bytes
+
+    def _change(self, level_bytes: int) -> None:
+        """The level within the running task becomes ``level_bytes``."""
+        change_bytes = level_bytes - self._level_bytes
+        self._level_bytes = level_bytes
+        if self._is_at_once and self._tensors:
+            change_bytes += self._tensors[0].requested_bytes
+            self._free_all(self._tensors)
+            self._tensors = []
+        if change_bytes > 0:
+            self._tensors.append(self._allocator.malloc(change_bytes))
+        elif change_bytes < 0:
+            self._fall(-change_bytes)
 
     def _fall(self, size_bytes: int) -> None:
         """Free tensors of so many bytes, those of the task itself and those that it is to free."""
