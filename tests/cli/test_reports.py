@@ -1,0 +1,79 @@
+"""Reports and pictures from the command line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from protwin.shared.record import Origin, Record
+from tests.cli.conftest import Protwin
+from tests.cli.saved import decoder
+from tests.shared.test_report import check_self_contained, parse
+
+
+@pytest.fixture
+def ask(work: Path) -> tuple[str, ...]:
+    decoder().save(work / "workload.json")
+    return ("--model", "workload.json", "--hardware", "rtx-3090", "--device-budget", "700MiB")
+
+
+def headings(path: Path) -> list[str]:
+    page = parse(path.read_text(encoding="utf-8"))
+    check_self_contained(page)
+    return [heading.words for heading in page.named("h2")]
+
+
+def test_the_whole_chain_leaves_reports(protwin_here: Protwin, work: Path, ask: tuple[str, ...]) -> None:
+    searched = protwin_here("search", *ask, "--output", "plan.json", "--report", "new/search.html", "--json")
+    assert searched.returncode == 0, searched.stderr
+    assert json.loads(searched.stdout)["kind"] == "search_result", "a report leaves standard output alone"
+    assert headings(work / "new" / "search.html")[0] == "Search"
+
+    of_plan = ("--plan", "plan.json", *ask, "--output", "predicted.json", "--report", "simulated.html")
+    simulated = protwin_here("simulate", *of_plan)
+    assert simulated.returncode == 0, simulated.stderr
+    assert headings(work / "simulated.html")[:3] == ["Plan", "Timeline", "Device memory"]
+
+    predicted = Record.load(work / "predicted.json")
+    predicted.model_copy(update={"origin": Origin.MEASURED, "machine": "one GPU"}).save(work / "measured.json")
+    both = ("compare", "predicted.json", "measured.json", "--report", "both.html")
+    for extra in ((), ("--workload", "workload.json")):
+        compared = protwin_here(*both, *extra)
+        assert compared.returncode == 0, compared.stderr
+        assert "Predicted against measured" in headings(work / "both.html")
+        page = (work / "both.html").read_text(encoding="utf-8")
+        assert ("data-after" in page) == bool(extra), "what tasks wait for needs the workload"
+    twice = protwin_here("compare", "predicted.json", "predicted.json", "--report", "twice.html")
+    assert twice.returncode == 0, twice.stderr
+    assert headings(work / "twice.html")
+
+
+def test_figures_become_pictures(protwin_here: Protwin, work: Path, ask: tuple[str, ...]) -> None:
+    pytest.importorskip("resvg_py")
+    searched = protwin_here("search", *ask, "--png", "pictures")
+    assert searched.returncode == 0, searched.stderr
+    names = {path.name for path in (work / "pictures").iterdir()}
+    assert {"search.png", "timeline-predicted.png", "memory.png", "memory-contents.png", "alive.png"} <= names
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        (("--report", "report.json"), "would hold HTML"),
+        (("--report", "workload.json/report.html"), "is no folder"),
+        (("--report", "folder"), "is a folder"),
+        (("--png", "workload.json"), "is no folder"),
+        (("--report", "plan.html", "--output", "plan.html"), "would take the place of"),
+    ],
+)
+def test_what_cannot_be_written_is_said_before_the_work(
+    protwin_here: Protwin, work: Path, ask: tuple[str, ...], option: tuple[str, ...], message: str
+) -> None:
+    (work / "folder").mkdir()
+    refused = protwin_here("search", *ask, *option)
+    assert refused.returncode == 2
+    assert message in refused.stderr
+    assert refused.stdout == ""
+    assert sorted(path.name for path in work.iterdir()) == ["folder", "workload.json"]
