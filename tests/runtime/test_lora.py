@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from protwin.runtime import trace
+from protwin.runtime import carry_out, trace
 from protwin.runtime.freezing import freeze
 from protwin.runtime.lora import LowRankLinear, add_lora
 from protwin.shared.errors import WorkloadError
+from protwin.shared.layout import build_layout
+from protwin.shared.plan import Plan
 from protwin.shared.workload import Workload
-from tests.runtime.models import gpt2, llama, token_batches
+from tests.runtime.models import adamw, gpt2, llama, snapshot, token_batches
 
 
 def traced(model: torch.nn.Module) -> Workload:
@@ -119,3 +121,45 @@ def test_adapted_models_train() -> None:
     assert losses[-1] < losses[0]
     assert all(torch.equal(p, frozen[n]) for n, p in model.named_parameters() if n in frozen)
     assert copy.deepcopy(model)(**batch).loss.item() == model(**batch).loss.item()
+
+
+def test_adapted_models_follow_a_plan_bit_for_bit() -> None:
+    """Frozen weights are gathered and have no state on the host; the matrices beside them are stepped there."""
+    model, batch = llama(), token_batches(1)[0]
+    add_lora(model, rank=2)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("lora_b"):
+                parameter.normal_(std=0.1, generator=torch.Generator().manual_seed(len(name)))
+    workload = traced(model)
+    layout = build_layout(workload.parameters, num_blocks=workload.num_blocks, chunk_bytes=8_000)
+    plan = Plan(
+        workload_id=workload.identity,
+        chunk_bytes=8_000,
+        n_persist=1,
+        n_buffer=layout.min_buffers(1) + 1,
+        n_checkpoint=2,
+    )
+    reference = copy.deepcopy(model)
+    optimizer = adamw([{"params": [p for p in reference.parameters() if p.requires_grad]}])
+    expected = []
+    for _ in range(3):
+        loss = reference(**batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(loss.item())
+    losses = []
+    with carry_out(model, plan, workload, optimizer=adamw) as training:
+        for _ in range(3):
+            loss = model(**batch).loss
+            loss.backward()
+            training.step()
+            losses.append(loss.item())
+    assert training.num_cpu_adam_steps > 0
+    assert losses == expected
+    weights = snapshot(reference)
+    assert [name for name, tensor in snapshot(model).items() if not torch.equal(tensor, weights[name])] == []
+    state_bytes = sum(chunk.state_bytes for chunk in layout.chunks)
+    full = build_layout(traced(llama()).parameters, num_blocks=workload.num_blocks, chunk_bytes=8_000)
+    assert state_bytes < sum(chunk.state_bytes for chunk in full.chunks) / 4
