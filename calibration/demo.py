@@ -182,6 +182,7 @@ def run_demo(folder: Path, console: Console) -> dict[str, Any]:
             plain_peak_bytes=need,
             comparison=laid_over,
             schedule=schedule,
+            search=result,
             notes=(f"Plain training under this budget ends with: {refusal}",),
         ),
     )

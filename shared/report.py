@@ -71,7 +71,7 @@ def report(
 
     ``losses``: per run (say "plain" and "planned") the loss of every step.  ``plain_peak_bytes``: device memory that
     training without a plan needs.  ``schedule``, where it is at hand, adds what each task moves and waits for, and
-    what the memory holds over time.  ``search``: the search that found the plan, shown in front of all else.
+    what the memory holds over time.  ``search``: the search that found the plan.
     Raises ProtwinError if the records, the comparison, the schedule and the search do not all belong to one plan.
     """
     records = [predicted] if measured is None else [predicted, measured]
@@ -80,7 +80,6 @@ def report(
         budget_bytes=budget_bytes, plain_peak_bytes=plain_peak_bytes, reserved=predicted.device_reserved
     )
     sections = [
-        *(search_sections(search) if search is not None else ()),
         Section("Plan", (tag("div", knob_table(predicted), traffic_table(records), class_="columns"),)),
         Section("Timeline", (tag("p", _ONE_ITERATION, class_="quiet"), *lane_charts(records, schedule))),
         Section("Device memory", _memory_figures(records, schedule, held_against)),
@@ -93,6 +92,10 @@ def report(
         sections.append(Section("Losses", (drawing,)))
     if comparison is not None:
         sections.append(Section("Predicted against measured", (comparison_section(comparison),)))
+    if search is not None:
+        # Where nothing was measured, the search is the news; else it is how the plan came about.
+        place = 0 if measured is None else len(sections)
+        sections[place:place] = search_sections(search)
     sections.append(Section("Notes", (_notes(records, notes),)))
     return Report(
         title=title,
