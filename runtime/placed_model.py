@@ -14,6 +14,7 @@ from .chunks import DeviceChunk
 from .device_steps import DeviceStep, narrow_steps
 from .devices import TrainingDevice
 from .gradient_watch import GradientWatch
+from .last_step import LastStep
 from .loss_scaling import LossScaler
 from .non_finite import GradientLooks, refuse_non_finite
 from .optimizer import ChunkOptimizer, MakeOptimizer
@@ -49,6 +50,8 @@ class PlacedModel:
         # Scaled gradients may overflow; the norm decides then.
         self._is_checking = check_gradients and scaler is None
         self.chunks: list[DeviceChunk] = []
+        self.last_step: LastStep | None = None
+        """Keeps what host steps overwrite, where that is wanted."""
         self._host_optimizers: dict[int, ChunkOptimizer] = {}
         self._device_steps: list[DeviceStep] = []
         self._num_counted = 0
@@ -170,6 +173,8 @@ class PlacedModel:
         optimizer = self._host_optimizers[chunk.chunk.id]
         if self._is_checking:
             refuse_non_finite(gradients, optimizer.labels)
+        if self.last_step is not None:
+            self.last_step.before_step(chunk)
         optimizer.step(gradients, factor=scale if self._scaler is not None else None)
 
     def scale_to_norm(self, max_norm: float, present: Mapping[int, Sequence[bool]]) -> torch.Tensor:

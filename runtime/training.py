@@ -33,6 +33,7 @@ from .devices import CpuDevice, CudaDevice, TrainingDevice
 from .guards import OffloadedWeights, refusing_access, refusing_other_optimizers
 from .identity import model_hash
 from .lane_tasks import LaneTasks
+from .last_step import LastStep
 from .loss_scaling import LossScaling, scaler_for
 from .metering import metering_of
 from .optimizer import MakeOptimizer, default_optimizer, group_options
@@ -57,6 +58,7 @@ def carry_out(
     meter_every: int | None = None,
     check_gradients: bool = True,
     loss_scaling: LossScaling | None = None,
+    keep_last_step: bool = False,
 ) -> Training:
     """Take over ``model`` and train it as ``plan`` says.
 
@@ -66,6 +68,8 @@ def carry_out(
     CPU the ledger watches the first iterations of every input shape, and every ``meter_every``-th one.
     ``check_gradients`` ends training before gradients that are not finite reach a weight, and names whose they are.
     ``loss_scaling``, for float16, makes ``training.scale(loss).backward()`` the backward; the plan must limit the norm.
+    ``keep_last_step``: should an iteration never be completed, ``close`` gives the weights of the last one that was;
+    for as much more host memory as offloaded chunks have weights.
 
     Schedulers of ``torch.optim.lr_scheduler`` take ``optimizer`` of the result.  Use the result as a context manager,
     or call ``close``: the model then has ordinary parameters again.
@@ -82,6 +86,7 @@ def carry_out(
         meter_every=meter_every,
         check_gradients=check_gradients,
         loss_scaling=loss_scaling,
+        keep_last_step=keep_last_step,
     )
 
 
@@ -112,6 +117,7 @@ class Training:
         meter_every: int | None,
         check_gradients: bool,
         loss_scaling: LossScaling | None,
+        keep_last_step: bool,
     ) -> None:
         _check_model(model, workload)
         if isinstance(optimizer, torch.optim.Optimizer):
@@ -160,6 +166,8 @@ class Training:
                 scaler=self.loss_scaler,
             )
             undo.callback(self._placed.move_out)
+            self._placed.last_step = LastStep() if keep_last_step else None
+            undo.callback(self._take_back)
             self._offloaded_weights = OffloadedWeights(self._named_offloaded())
             self.optimizer = TrainingOptimizer(
                 options,
@@ -449,7 +457,7 @@ class Training:
         """Wait for the steps of completed iterations and give the model ordinary parameters again.  Idempotent.
 
         Raises what a lane raised since the last step, after the model was given back.  Chunks whose CPU Adam has run
-        in an iteration that did not complete keep that step.
+        in an iteration that did not complete keep that step, unless ``keep_last_step`` was chosen.
         """
         if self._is_closed:
             return
@@ -470,6 +478,12 @@ class Training:
         for task in self.schedule.tasks:
             if last >= 0 and task.kind is TaskKind.CPU_ADAM:
                 self._lanes.mark(last, task.id).wait_for_end()
+
+    def _take_back(self) -> None:
+        """Undo steps of an iteration that was not completed, if what they overwrote was kept."""
+        compute: ComputeLane | None = self.__dict__.get("_compute")
+        if self._placed.last_step is not None and compute is not None:
+            self._placed.last_step.take_back(self._placed.chunks, num_completed=compute.iteration)
 
     def __enter__(self) -> Self:
         return self

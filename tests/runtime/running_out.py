@@ -91,11 +91,19 @@ def _failing_compute(training: Training, iteration: int, task_id: TaskId, *, at_
         ledger.budget_bytes = None
 
 
-def run_out(case: Case, plan: Plan, task_id: TaskId, iteration: int, *, at_allocation: bool = False) -> Ending:
+def run_out(
+    case: Case,
+    plan: Plan,
+    task_id: TaskId,
+    iteration: int,
+    *,
+    at_allocation: bool = False,
+    keep_last_step: bool = False,
+) -> Ending:
     """Train until memory runs out at a task of an iteration, close, and look at what is left.
 
-    ``at_allocation`` is for compute tasks of iterations that are watched; one that allocates nothing has nothing to
-    run out of.
+    With ``keep_last_step`` no chunk may be ahead of the last completed iteration.  ``at_allocation`` is for compute
+    tasks of iterations that are watched; one that allocates nothing has nothing to run out of.
     """
     model = case.build()
     facts = ordinary_facts(model)
@@ -111,6 +119,7 @@ def run_out(case: Case, plan: Plan, task_id: TaskId, iteration: int, *, at_alloc
             optimizer=case.make_optimizer,
             parameter_groups=case.groups(model),
             device=device,
+            keep_last_step=keep_last_step,
         )
         task = training.schedule.tasks[task_id]
         owners = _owners(training)
@@ -137,6 +146,8 @@ def run_out(case: Case, plan: Plan, task_id: TaskId, iteration: int, *, at_alloc
         faults.append(f"{device.ledger.named_bytes} bytes are left in the ledger")
     del error
     counts = {name: steps.of_chunk[chunk] if chunk is not None else num_iterations for name, chunk in owners.items()}
+    if keep_last_step:
+        counts = {name: min(count, num_iterations) for name, count in counts.items()}
     faults += _strange_weights(case, plan, model, counts)
     faults += _must_train(case, model)
     trained = {count for name, count in counts.items() if model.get_parameter(name).requires_grad}

@@ -66,3 +66,16 @@ def test_out_of_memory_in_the_operations_of_compute_tasks() -> None:
     endings = [run_out(case, plan, task.id, ITERATION, at_allocation=True) for task in tasks]
     assert [(ending.task, ending.faults) for ending in endings if ending.faults] == []
     assert all(ending.has_raised for ending in endings), "forward, recomputation and backward of a block allocate"
+
+
+@pytest.mark.slow
+def test_the_last_step_is_kept_if_that_is_wanted() -> None:
+    """Without, CPU Adam has stepped some chunks by the time that backward ends, and these stay ahead."""
+    case = small_case()
+    plan = everything(case).model_copy(update={"max_gradient_norm": None})
+    task = next(t for t in reversed(tasks_of(plan, case)) if t.kind is TaskKind.DEVICE_ADAM)
+    ahead = run_out(case, plan, task.id, ITERATION)
+    kept = run_out(case, plan, task.id, ITERATION, keep_last_step=True)
+    assert (ahead.faults, kept.faults) == ((), ())
+    assert kept.is_one_step
+    assert not ahead.is_one_step
