@@ -42,7 +42,9 @@ class Certificate(FrozenModel):
     num_infeasible_simulated: NonNegativeInt
     """Compiled, but the guaranteed peak exceeded the budget although its lower bound did not."""
     num_undecided: NonNegativeInt = 0
-    """Left over where a cap ended the search early; then nothing is proven about them."""
+    """Left over where a cap or Ctrl-C ended the search early; then nothing is proven about them."""
+    is_interrupted: bool = False
+    """Whether Ctrl-C ended the search: the plan is then the best so far."""
     best_iteration_s: PositiveFloat
     """The shortest iteration of all simulated plans."""
     best_unsimulated_bound_s: NonNegativeFloat | None
@@ -52,7 +54,7 @@ class Certificate(FrozenModel):
     @property
     def is_certified(self) -> bool:
         """Whether every plan of the space was simulated or excluded by a bound."""
-        return self.num_undecided == 0
+        return self.num_undecided == 0 and not self.is_interrupted
 
     @property
     def shortest_possible_s(self) -> float:
@@ -98,3 +100,31 @@ class SearchResult(Document):
     def gap_frac(self) -> float:
         """How much faster than ``plan`` any plan of the space could at most be, as a fraction of its time."""
         return max(0.0, 1 - self.certificate.shortest_possible_s / self.prediction.iteration_s)
+
+
+class BatchChoice(FrozenModel):
+    """What became of one size of the micro-batch."""
+
+    micro_batch_size: PositiveInt
+    micro_batches: PositiveInt
+    num_candidates: PositiveInt
+    num_simulated: NonNegativeInt
+    best_iteration_s: PositiveFloat | None
+    """The shortest iteration of its simulated plans; None where none was simulated: none fits, or none can win."""
+    shortest_possible_s: NonNegativeFloat | None
+    """No plan of this size that fits has a shorter iteration; None where none fits, or where nothing is proven."""
+
+
+class BatchSearchResult(Document):
+    """The outcome of a search over the sizes of the micro-batch at one global batch."""
+
+    KIND: ClassVar[str] = "batch_search_result"
+
+    global_batch_size: PositiveInt
+    """Samples per step."""
+    micro_batch_size: PositiveInt
+    """That of the best plan."""
+    result: SearchResult
+    """The best plan; its certificate covers all sizes."""
+    choices: tuple[BatchChoice, ...]
+    """Every size, ascending."""

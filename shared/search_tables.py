@@ -25,6 +25,7 @@ _COLUMNS: Final = (
     "n_\nbuffer",
     "prefetch_\ndepth",
     "n_\ncheckpoint",
+    "n_\nswap",
 )
 _MOST_ROWS: Final = 8
 """Rows of a front that a person reads; the JSON has them all."""
@@ -88,6 +89,8 @@ def _counts(certificate: Certificate) -> str:
 
 
 def _proof(result: SearchResult) -> str:
+    if result.certificate.is_interrupted:
+        return "The search was interrupted: this is the best plan so far, and it is not certified."
     if not result.certificate.is_certified:
         return "The search was ended early; nothing is proven about the plans that it left undecided."
     if result.gap_frac == 0:
@@ -119,5 +122,6 @@ def _outcome_table(title: str, outcomes: Sequence[PlanOutcome], result: SearchRe
             str(plan.n_buffer),
             str(plan.prefetch_depth),
             str(plan.n_checkpoint),
+            str(plan.n_swap),
         )
     return table

@@ -138,9 +138,10 @@ class Candidates:
         """Bound every group by its most generous plan, and leave out families that no budget holds."""
         problem, layout = self._problem, self._problem.layouts[index]
         prefixes, most_buffers = layout.prefixes, np.full(len(layout.prefixes), len(layout.table.size_bytes))
+        deepest = np.full(len(prefixes), layout.grid.prefetch_depth[-1])
         static_bytes = layout.table.static_device_bytes(prefixes, problem.workload.resident_bytes)
         for number, (n_swap, modes) in enumerate(layout.grid.modes.groups):
-            bounds_s = layout.time.whole_s(prefixes, most_buffers, modes)
+            bounds_s = layout.time.whole_s(prefixes, most_buffers, deepest, modes)
             levels = layout.memory.activation_bytes[modes]
             may_fit = static_bytes[:, None] + levels <= problem.device_budget_bytes
             may_fit &= (problem.host_bytes(index, prefixes, n_swap) <= problem.host_budget_bytes)[:, None]

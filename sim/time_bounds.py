@@ -40,7 +40,12 @@ after the stretch's first forward and are awaited before its last backward.
 norm, and that after all backwards.  So from the forward of any block with an update there are the compute tasks to the
 last backward, the norm, CPU Adam up to the block's chunk, and its gather.  The way through CPU Adam is not one then.
 
-In both ways the first stretch may be cut once more where the forward of t starts, after the last of the first gathers.
+*Swapping.*  What swaps leaves after the forward of the first of its blocks, and is gone before the step d + 1 after the
+forward of the last of them.  It comes back after the end of the step d + 1 before the backward of that one, and is
+there before the backward of the first.  Compute waits where a copy takes longer than what it computes meanwhile.
+
+Through CPU Adam and compute, the first stretch may be cut once more where the forward of t starts, after the last of
+the first gathers.
 Chunks that do not survive the turn ([Note: Survivors] in ``sim/memory_bounds.py``) are gathered again in backward.
 
 More buffers, less prefetching ahead and fewer persistent chunks can only add to the work that is counted, so the bound
@@ -77,9 +82,10 @@ class TimeBounds:
         self._rule = table.rule
         self._n_swap = compute.modes.n_swap
 
-    def whole_s(self, n_persist: IntArray, n_buffer: IntArray, modes: IntArray) -> FloatArray:
-        """(R, K) the bound of the whole period alone.  Arguments as of ``iteration_s``."""
-        bound: FloatArray = self._whole_s(n_persist, n_buffer, modes) * _BOUND_FRAC
+    def whole_s(self, n_persist: IntArray, n_buffer: IntArray, depths: IntArray, modes: IntArray) -> FloatArray:
+        """(R, K) the bounds of the whole period and of swapping alone.  Arguments as of ``iteration_s``."""
+        whole_s = self._whole_s(n_persist, n_buffer, modes)
+        bound: FloatArray = np.maximum(whole_s, self._swapping_s(n_persist, depths, modes)) * _BOUND_FRAC
         return bound
 
     def iteration_s(self, n_persist: IntArray, n_buffer: IntArray, depths: IntArray, modes: IntArray) -> FloatArray:
@@ -88,7 +94,7 @@ class TimeBounds:
         ``modes``: (K,) rows of the compute table, all with the same ``n_swap``.
         """
         sums = self._sums
-        bound = self._whole_s(n_persist, n_buffer, modes)
+        bound = np.maximum(self._whole_s(n_persist, n_buffer, modes), self._swapping_s(n_persist, depths, modes))
         is_cycle = sums.first[n_persist] < sums.num_blocks
         if is_cycle.any():
             prefixes, buffers = n_persist[is_cycle], n_buffer[is_cycle]
@@ -119,6 +125,31 @@ class TimeBounds:
             micro_batches * (d2h_s + sums.swap_out_s[n_swap]),
             sums.cpu_s[n_persist],
         ).max(axis=1)
+        return bound
+
+    def _swapping_s(self, n_persist: IntArray, depths: IntArray, modes: IntArray) -> FloatArray | float:
+        """(R, K) compute, with the waits for what swaps on its way out and back."""
+        sums = self._sums
+        moving = sums.moving[sums.moving < int(self._n_swap[modes[0]])]
+        if not len(moving):
+            return 0.0
+        num_blocks, positions = sums.num_blocks, sums.positions
+        until_s = sums.until_s[:, modes]
+        first, stop = int(moving[0]), int(moving[-1]) + 1
+        gone, opened = stop + depths, 2 * num_blocks - 1 - stop - depths
+        out = np.full_like(depths, 2 + first), positions.step_begin(np.minimum(gone, 2 * num_blocks - 1))
+        back = positions.step_end(np.maximum(opened, 0)) + 1, np.full_like(depths, positions.backward(np.array(first)))
+        waits_s = []
+        for (start, end), copies_s, lane in ((out, sums.swap_out_s, 2), (back, sums.swap_in_s, 1)):
+            compute_s = until_s[np.maximum(end, start)] - until_s[start]
+            copy_s = copies_s[stop] - copies_s[first]
+            weighed = self._weights[:, :1] * compute_s[:, None, :] + self._weights[:, lane, None] * copy_s
+            waits_s.append(np.maximum(weighed.max(axis=1) - compute_s, 0.0))
+        waits_s[0] = np.where((gone < 2 * num_blocks)[:, None], waits_s[0], 0.0)
+        waits_s[1] = np.where((opened >= 0)[:, None], waits_s[1], 0.0)
+        is_apart = (gone <= opened)[:, None]
+        waited_s = np.where(is_apart, waits_s[0] + waits_s[1], np.maximum(*waits_s))
+        bound: FloatArray = sums.compute_s[n_persist[:, None], modes] + positions.micro_batches * waited_s
         return bound
 
     def _weigh(self, compute_s: FloatArray, h2d_s: FloatArray, d2h_s: FloatArray, cpu_s: FloatArray) -> FloatArray:

@@ -51,6 +51,8 @@ class WorkSums:
         """(n + 1,) copies back of the first so many blocks, in one micro-batch."""
         self.swap_out_s = np.append(0.0, compute.swap_out_s.cumsum())
         """(n + 1,) their copies to the host."""
+        self.moving = np.flatnonzero(compute.swap_bytes)
+        """Blocks that have something to swap."""
         shortest_s = np.where(stepped, table.offload_s, np.inf).min(axis=1, initial=np.inf)
         self.shortest_offload_s: FloatArray = np.where(np.isfinite(shortest_s), shortest_s, 0.0)
         """(C + 1,) the shortest copy of an update's gradients."""

@@ -73,7 +73,8 @@ class Case:
 
     def whole_bound_s(self) -> float:
         bounds = TimeBounds(self.chunks, self.compute, throughput_weights(self.contention))
-        return float(bounds.whole_s(np.array([self.plan.n_persist]), np.array([self.plan.n_buffer]), self.mode)[0, 0])
+        knobs = (self.plan.n_persist, self.plan.n_buffer, self.plan.prefetch_depth)
+        return float(bounds.whole_s(*(np.array([knob]) for knob in knobs), self.mode)[0, 0])
 
     def time_bound_s(self, n_buffer: int | None = None, prefetch_depth: int | None = None) -> float:
         bounds = TimeBounds(self.chunks, self.compute, throughput_weights(self.contention))

@@ -1,0 +1,148 @@
+"""The search over micro-batch sizes: one global batch, cut into every number of equal micro-batches.
+
+[Note: One search of several]
+Each size of the micro-batch has a workload and a space of its own.  All of them are bounded first; then they are
+searched in the order of their bounds, and share the best time found so far: a size whose best bound lies above it is
+left out as a whole.  What is proven of all of them together is one certificate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from ..shared.calibration import Calibration
+from ..shared.errors import InfeasibleError, PlanError
+from ..shared.hardware import Hardware
+from ..shared.search_result import BatchChoice, BatchSearchResult
+from ..shared.workload import Workload
+from .hunt import Hunt, OnProgress
+from .infeasible import explain_infeasible
+from .outcomes import search_result
+from .search import check_effort
+from .search_problem import search_problem
+from .space import SearchSpace
+from .step_rule import MOST_MICRO_BATCHES, StepRule
+
+WorkloadAt = Callable[[int], Workload]
+"""The workload at so many samples per micro-batch."""
+
+
+def divisors(number: int) -> tuple[int, ...]:
+    """All divisors, ascending."""
+    small = [divisor for divisor in range(1, int(number**0.5) + 1) if number % divisor == 0]
+    return tuple(sorted({*small, *(number // divisor for divisor in small)}))
+
+
+def search_batches(
+    workload_at: WorkloadAt,
+    global_batch: int,
+    hardware: Hardware,
+    calibration: Calibration | None = None,
+    *,
+    micro_batch_sizes: Sequence[int] | None = None,
+    device_budget_bytes: int | None = None,
+    host_budget_bytes: int | None = None,
+    space: SearchSpace | None = None,
+    max_gradient_norm: float | None = None,
+    tolerance_frac: float = 0.005,
+    on_progress: OnProgress | None = None,
+    keep_interrupted: bool = False,
+) -> BatchSearchResult:
+    """The fastest plan of a step on ``global_batch`` samples, over all sizes of its micro-batches.
+
+    ``micro_batch_sizes``: those to look through, each a divisor; all divisors that leave at most
+    ``MOST_MICRO_BATCHES`` micro-batches if None.  Everything else as of ``search``; of plans within the tolerance of
+    the fastest, the one with the fewest micro-batches counts.  Raises InfeasibleError if no plan of any size fits, and
+    PlanError if a size is none.
+    """
+    check_effort(tolerance_frac, None)
+    sizes = _sizes(global_batch, micro_batch_sizes)
+    hunts: dict[int, Hunt] = {}
+    is_interrupted = False
+    try:
+        for size in sizes:
+            problem = search_problem(
+                workload_at(size),
+                hardware,
+                calibration,
+                device_budget_bytes=device_budget_bytes,
+                host_budget_bytes=host_budget_bytes,
+                space=space,
+                rule=StepRule(global_batch // size, max_gradient_norm),
+            )
+            hunts[size] = Hunt(problem, tolerance_frac=tolerance_frac)
+        _run(list(hunts.values()), on_progress or (lambda done, total: None))
+    except KeyboardInterrupt:
+        if not keep_interrupted or all(hunt.best is None for hunt in hunts.values()):
+            raise
+        is_interrupted = True
+    settled = {size: plan for size, hunt in hunts.items() if (plan := hunt.simplest_near()) is not None}
+    if not settled:
+        raise _nothing_fits(global_batch, hunts)
+    best_size = max(settled)
+    result = search_result(
+        hunts[best_size], settled[best_size], hunts=tuple(hunts.values()), is_interrupted=is_interrupted
+    )
+    return BatchSearchResult(
+        global_batch_size=global_batch,
+        micro_batch_size=best_size,
+        result=result,
+        choices=tuple(_choice(size, hunt, is_interrupted) for size, hunt in sorted(hunts.items())),
+    )
+
+
+def _sizes(global_batch: int, wanted: Sequence[int] | None) -> tuple[int, ...]:
+    if not 1 <= global_batch <= 10**9:
+        raise PlanError(f"the global batch is {global_batch}; it must be at least 1 and at most {10**9}.")
+    if wanted is None:
+        return tuple(size for size in divisors(global_batch) if global_batch // size <= MOST_MICRO_BATCHES)
+    for size in wanted:
+        if size < 1 or global_batch % size:
+            raise PlanError(
+                f"the micro-batch size {size} does not divide the global batch of {global_batch}. "
+                f"Choose from {', '.join(map(str, divisors(global_batch)))}."
+            )
+    return tuple(sorted(set(wanted)))
+
+
+def _run(hunts: Sequence[Hunt], on_progress: OnProgress) -> None:
+    """Search the sizes in the order of their bounds, largest micro-batches first where they are equal."""
+    total = sum(hunt.problem.num_candidates for hunt in hunts)
+    best_s = np.inf
+    for hunt in sorted(hunts, key=lambda one: (one.candidates.next_bound_s, one.problem.rule.micro_batches)):
+        hunt.incumbent_s = best_s
+        hunt.on_progress = lambda done, of_one: on_progress(sum(one.num_decided for one in hunts), total)
+        hunt.run()
+        best_s = hunt.best_s
+    for hunt in hunts:
+        hunt.incumbent_s = best_s
+        hunt.settle()
+    on_progress(total, total)
+
+
+def _choice(size: int, hunt: Hunt, is_interrupted: bool) -> BatchChoice:
+    best = hunt.best
+    next_bound_s = hunt.candidates.next_bound_s
+    bounds_s = [found.bound_s for found in hunt.replayed]
+    if np.isfinite(next_bound_s):
+        bounds_s.append(next_bound_s)
+    if best is not None:
+        bounds_s.append(best.timing.iteration_s)
+    return BatchChoice(
+        micro_batch_size=size,
+        micro_batches=hunt.problem.rule.micro_batches,
+        num_candidates=hunt.problem.num_candidates,
+        num_simulated=len(hunt.simulated),
+        best_iteration_s=None if best is None else best.timing.iteration_s,
+        shortest_possible_s=None if is_interrupted else min(bounds_s, default=None),
+    )
+
+
+def _nothing_fits(global_batch: int, hunts: dict[int, Hunt]) -> InfeasibleError:
+    """Why not even the smallest micro-batches fit."""
+    size = min(hunts)
+    reason = str(explain_infeasible(hunts[size].problem))
+    largest = f" and with it none of {len(hunts)} sizes of the micro-batch" if len(hunts) > 1 else ""
+    return InfeasibleError(f"at micro-batches of {size} of the global batch of {global_batch}{largest}: {reason}")

@@ -1,0 +1,174 @@
+"""Branch and bound over the space of one search; see [Note: Branch and bound] in ``sim/search.py``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import islice
+from typing import Final
+
+import numpy as np
+
+from ..shared.compile import compile_schedule
+from ..shared.plan import Plan
+from ..shared.schedule import Schedule
+from .candidates import Candidate, Candidates
+from .replay import REPLAY_FRAC, Replayer, ReplayPlan
+from .search_problem import SearchProblem
+from .simulator import simulate_timing
+from .timing import Timing
+
+_BATCH: Final = 512
+"""Plans replayed at once."""
+_FIRST_RESIDENCIES: Final = 64
+"""The first batch is there to find a good plan early, and ends with the plans of so many residencies: each residency
+costs more than many of its plans."""
+
+OnProgress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, eq=False)
+class Simulated:
+    """A plan that was compiled and simulated."""
+
+    candidate: Candidate
+    plan: Plan
+    schedule: Schedule
+    timing: Timing
+
+    @property
+    def order(self) -> tuple[float, tuple[int, ...]]:
+        """Fastest first, of equally fast ones the simplest."""
+        return self.timing.iteration_s, self.candidate.simplicity
+
+
+@dataclass(frozen=True, eq=False)
+class Replayed:
+    """A plan that was replayed and not simulated."""
+
+    candidate: Candidate
+    period_s: float
+    """NaN if the replay did not become periodic."""
+    bound_s: float
+    """No simulation takes less."""
+
+    @property
+    def order(self) -> tuple[float, tuple[int, ...]]:
+        """Best bound first, of equal ones the simplest."""
+        return self.bound_s, self.candidate.simplicity
+
+
+class Hunt:
+    """One search under way.
+
+    ``incumbent_s``: the best time known from elsewhere; plans that cannot beat it are not looked at.
+    """
+
+    def __init__(
+        self,
+        problem: SearchProblem,
+        *,
+        tolerance_frac: float,
+        max_replays: int | None = None,
+        on_progress: OnProgress = lambda done, total: None,
+    ) -> None:
+        self.problem = problem
+        self.tolerance_frac = tolerance_frac
+        self.max_replays = max_replays
+        self.on_progress = on_progress
+        self.candidates = Candidates(problem)
+        self.replayer = Replayer(problem.compute, problem.contention)
+        self.replayed: list[Replayed] = []
+        """In their order."""
+        self.simulated: list[Simulated] = []
+        self.incumbent_s = np.inf
+        self.best: Simulated | None = None
+        self.is_through = False
+        """Whether every plan that may be faster was simulated."""
+
+    @property
+    def best_s(self) -> float:
+        """The best time known, from here or from elsewhere."""
+        return self.incumbent_s if self.best is None else min(self.incumbent_s, self.best.timing.iteration_s)
+
+    @property
+    def limit_s(self) -> float:
+        """Bounds from here on cannot win by more than the tolerance."""
+        return self.best_s * (1 - self.tolerance_frac)
+
+    @property
+    def near_s(self) -> float:
+        """Times up to here are within the tolerance of the best."""
+        return self.best_s * (1 + self.tolerance_frac)
+
+    def run(self) -> None:
+        """Simulate until no bound is left below the limit."""
+        num_replays = 0
+        while batch := self._batch(num_replays):
+            self._replay(batch)
+            num_replays += len(batch)
+            while self.replayed and self.replayed[0].bound_s < self.limit_s:
+                self._simulate(self.replayed.pop(0).candidate)
+            self.on_progress(self.num_decided, self.problem.num_candidates)
+        self.is_through = self.candidates.next_bound_s >= self.limit_s
+
+    def settle(self) -> None:
+        """Simulate the simplest of the replayed plans that seem to be within the tolerance of the best."""
+        if self.tolerance_frac == 0:
+            return
+        near = [found for found in self.replayed if found.period_s <= self.near_s]
+        for found in sorted(near, key=lambda found: found.candidate.simplicity):
+            chosen = self.simplest_near()
+            if chosen is not None and found.candidate.simplicity >= chosen.candidate.simplicity:
+                return
+            self.replayed.remove(found)
+            self._simulate(found.candidate)
+
+    def simplest_near(self) -> Simulated | None:
+        """The simplest of the simulated plans within the tolerance of the best, if there is any."""
+        near = [found for found in self.simulated if found.timing.iteration_s <= self.near_s]
+        return min(near, key=lambda found: found.candidate.simplicity, default=None)
+
+    @property
+    def num_decided(self) -> int:
+        """Plans of which it is known what becomes of them."""
+        return self.candidates.num_bounded_by_memory + len(self.simulated) + len(self.replayed)
+
+    def _batch(self, num_replays: int) -> list[Candidate]:
+        """The plans to replay next; a cap ends the search only once something was found that fits."""
+        size = _BATCH
+        if self.max_replays is not None and (self.best is not None or num_replays < self.max_replays):
+            size = max(0, min(size, self.max_replays - num_replays))
+        batch: list[Candidate] = []
+        residencies: set[int] = set()
+        for candidate in islice(self.candidates.below(self.limit_s), size):
+            batch.append(candidate)
+            residencies.add(id(candidate.traffic))
+            if self.best is None and len(residencies) == _FIRST_RESIDENCIES:
+                break
+        return batch
+
+    def _replay(self, batch: list[Candidate]) -> None:
+        depths = self.problem.layouts[0].grid.prefetch_depth.tolist()
+        plans = [
+            ReplayPlan(candidate.traffic, depths[depth], mode)
+            for candidate in batch
+            for _, depth, mode in (candidate.index,)
+        ]
+        periods_s = self.replayer.periods_s(plans)
+        found = []
+        for candidate, period_s in zip(batch, periods_s.tolist(), strict=True):
+            bound_s = candidate.bound_s if np.isnan(period_s) else max(candidate.bound_s, period_s * REPLAY_FRAC)
+            found.append(Replayed(candidate, period_s, bound_s))
+        self.replayed = sorted([*self.replayed, *found], key=lambda one: one.order)
+
+    def _simulate(self, candidate: Candidate) -> None:
+        problem = self.problem
+        plan = problem.plan(candidate.layout, *candidate.index)
+        schedule = compile_schedule(plan, problem.workload, problem.layouts[candidate.layout].grid.layout)
+        durations_s = problem.costs.durations_s(schedule)
+        timing = simulate_timing(schedule, durations_s, problem.contention, num_more_iterations=1)
+        found = Simulated(candidate, plan, schedule, timing)
+        self.simulated.append(found)
+        if self.best is None or found.order < self.best.order:
+            self.best = found
