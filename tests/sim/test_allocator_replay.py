@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protwin.shared.compile import compile_schedule
@@ -67,6 +67,7 @@ def test_what_is_asked_for_is_what_no_timing_exceeds(drawn: PlannedWorkload, ins
     assert guaranteed_bytes <= highest_bytes <= guaranteed_bytes + swapped_bytes * drawn.plan.micro_batches
 
 
+@settings(max_examples=40)
 @given(planned_workloads())
 def test_tensors_made_once_are_the_static_buffers(drawn: PlannedWorkload) -> None:
     schedule = compile_schedule(drawn.plan, drawn.workload, drawn.layout)
@@ -79,6 +80,7 @@ def test_tensors_made_once_are_the_static_buffers(drawn: PlannedWorkload) -> Non
     )
 
 
+@settings(max_examples=40)
 @given(planned_workloads())
 def test_the_replay_is_settled_and_repeats(drawn: PlannedWorkload) -> None:
     schedule = compile_schedule(drawn.plan, drawn.workload, drawn.layout)
@@ -268,6 +270,7 @@ def test_within_the_limit_nothing_is_reserved_beyond_it() -> None:
     assert allocator.reserved_bytes <= 100 * MIB
 
 
+@settings(max_examples=40)
 @given(planned_workloads())
 def test_the_account_ascends_and_a_cpu_has_none(drawn: PlannedWorkload) -> None:
     schedule = compile_schedule(drawn.plan, drawn.workload, drawn.layout)
