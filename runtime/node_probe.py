@@ -8,11 +8,30 @@ from typing import Final
 import torch
 
 from ..shared.errors import HardwareError
-from ..shared.hardware import Node
+from ..shared.hardware import Hardware, Node
+from ..shared.rank_share import host_share
 from ..shared.topology_matrix import node_of_matrix
 
 _COMMAND: Final = ("nvidia-smi", "topo", "-m")
 _TIMEOUT_S: Final = 20.0
+
+
+def told_by_driver(found: Hardware, target: torch.device) -> Hardware:
+    """``found``, which was measured on the CUDA device ``target``, with what its driver tells besides.
+
+    That is the number of its multiprocessors, and the node if there are several devices.  What was measured of the host
+    is of all sockets together: of several, the machine's host is one.
+    """
+    properties = torch.cuda.get_device_properties(target)
+    node, said = probe_node()
+    device = found.device.model_copy(
+        update={
+            "num_multiprocessors": properties.multi_processor_count,
+            "source": "; ".join(filter(None, (found.device.source, said))),
+        }
+    )
+    host = found.host if node is None else host_share(found.host, len(node.sockets))
+    return found.model_copy(update={"device": device, "host": host, "node": node})
 
 
 def probe_node() -> tuple[Node | None, str]:

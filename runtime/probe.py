@@ -17,6 +17,7 @@ from ..shared.workload import DType
 from .devices import CpuDevice, CudaDevice, TrainingDevice
 from .identity import host_memory_bytes, machine_name, num_cores
 from .lanes import Mark, WorkerLane
+from .node_probe import told_by_driver
 
 _MATRIX: Final = 1024
 _COPY_SIZES: Final = (2**16, 2**18, 2**20, 2**22, 2**24, 2**26)
@@ -73,7 +74,7 @@ def probe_hardware(
     memory_bytes = host_memory_bytes() if is_cpu else torch.cuda.get_device_properties(target).total_memory
     if isinstance(chosen, (CpuDevice, CudaDevice)) and chosen.budget_bytes is not None:
         memory_bytes = chosen.budget_bytes
-    return Hardware(
+    found = Hardware(
         name=machine_name() if is_cpu else chosen.description,
         device=Device(
             name="CPU as a device" if is_cpu else torch.cuda.get_device_name(target),
@@ -96,6 +97,7 @@ def probe_hardware(
         host_to_device=to_device,
         device_to_host=to_host,
     )
+    return found if is_cpu else told_by_driver(found, target)
 
 
 def _median_s(work: Callable[[], object], target: torch.device, budget_s: float) -> float:

@@ -36,7 +36,7 @@ def machine_of_rank(hardware: Hardware, num_ranks: int) -> Hardware:
             ("device_to_host", hardware.device_to_host),
         )
     }
-    return alone.model_copy(update={"host": _host_of(hardware.host, at_socket), **links})
+    return alone.model_copy(update={"host": host_share(hardware.host, at_socket), **links})
 
 
 def _most(groups: tuple[int, ...], num_ranks: int) -> int:
@@ -46,7 +46,8 @@ def _most(groups: tuple[int, ...], num_ranks: int) -> int:
     return max(taken.count(group) for group in set(taken))
 
 
-def _host_of(host: Host, num_ranks: int) -> Host:
+def host_share(host: Host, num_ranks: int) -> Host:
+    """One of ``num_ranks`` equal parts of a host.  Raises HardwareError if it has fewer cores."""
     if num_ranks > host.num_cores:
         raise HardwareError(
             f"{num_ranks} ranks share a socket of {host.name} but it has {host.num_cores} cores (host.num_cores). "

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from protwin.runtime import node_probe
 from protwin.shared.hardware import Topology
+from protwin.shared.machines import machine
 
 BRIDGED = """\tGPU0\tGPU1\tCPU Affinity\tNUMA Affinity
 GPU0\t X \tNV4\t0-15\t0
@@ -23,6 +25,23 @@ def pretend(monkeypatch: pytest.MonkeyPatch, num_devices: int, output: str, *, c
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
     script = f"import sys; sys.stdout.write({output!r}); sys.exit({code})"
     monkeypatch.setattr(node_probe, "_COMMAND", (sys.executable, "-c", script))
+
+
+def test_what_was_measured_is_completed(monkeypatch: pytest.MonkeyPatch) -> None:
+    two_sockets = BRIDGED.replace("NV4", "SYS").replace(" X \t0-15\t0\n", " X \t16-31\t1\n")
+    pretend(monkeypatch, 2, two_sockets)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda target: SimpleNamespace(multi_processor_count=82))
+    measured = machine("rtx-3090")
+    found = node_probe.told_by_driver(measured, torch.device("cuda"))
+    assert found.device.num_multiprocessors == 82
+    assert found.device.source.endswith("; node: as nvidia-smi shows it")
+    assert found.node is not None
+    assert (found.node.topology, found.node.sockets) == (Topology.HOST, (1, 1))
+    assert found.host.num_cores == measured.host.num_cores // 2
+    assert found.host.memory_bandwidth_bytes_per_s == measured.host.memory_bandwidth_bytes_per_s / 2
+    pretend(monkeypatch, 1, "")
+    alone = node_probe.told_by_driver(measured, torch.device("cuda"))
+    assert (alone.node, alone.host, alone.device.source) == (None, measured.host, measured.device.source)
 
 
 def test_two_devices_with_a_bridge(monkeypatch: pytest.MonkeyPatch) -> None:
