@@ -1,0 +1,99 @@
+"""Sensitivity in the report: what the best iteration would become if one thing were different, as bars."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Final
+
+from .report_svg import Figure, Scale, Unit, area_mark, line, tag, text, ticks
+from .units import format_seconds
+
+_WIDTH: Final = 1120.0
+_LEFT: Final = 400.0
+_RIGHT: Final = 920.0
+_TOP: Final = 8.0
+_PITCH: Final = 32.0
+_BAR_PX: Final = 18.0
+_LONGEST_NAME: Final = 56
+_PERCENT: Final = Unit(0.01, " %")
+
+
+@dataclass(frozen=True, slots=True)
+class Sensitivity:
+    """One thing that could be different, and what the best plan would then take."""
+
+    name: str
+    """What would be different, in words: ``"2 GiB more device memory"``."""
+    iteration_s: float | None
+    """Iteration time of the best plan then; None if none would fit."""
+
+
+def sensitivity_chart(iteration_s: float, answers: Sequence[Sensitivity]) -> Figure | None:
+    """One bar per answer: left where the iteration becomes shorter than ``iteration_s``, right where longer.
+
+    In order of what they save, those that fit nothing last; None without answers.
+    """
+    if not answers:
+        return None
+    ordered = sorted(answers, key=lambda one: (one.iteration_s is None, one.iteration_s or 0.0, one.name))
+    changes = [one.iteration_s / iteration_s - 1 for one in ordered if one.iteration_s is not None]
+    low, high = min(0.0, *changes, -0.01), max(0.0, *changes, 0.01)
+    across = Scale(low, high, _LEFT, _RIGHT)
+    bottom = _TOP + len(ordered) * _PITCH
+    drawn = [_axis(across, bottom)]
+    for row, one in enumerate(ordered):
+        drawn.append(_row(one, iteration_s, across, _TOP + (row + 0.5) * _PITCH))
+    zero = across(0.0)
+    drawn.append(line(zero, _TOP - 4, zero, bottom, "axis"))
+    told = "; ".join(f"{one.name}: {_effect(one, iteration_s)}" for one in ordered)
+    return Figure(
+        name="sensitivity",
+        width=_WIDTH,
+        height=bottom + 40,
+        drawing="".join(drawn),
+        label=f"What the best iteration would become: {told}",
+        caption=("If one thing were different", f": the best plan's time beside today's {format_seconds(iteration_s)}"),
+        legend=((area_mark("blue"), "shorter"), (area_mark("orange"), "longer")),
+    )
+
+
+def _row(one: Sensitivity, iteration_s: float, across: Scale, middle: float) -> str:
+    shown = one.name if len(one.name) <= _LONGEST_NAME else f"{one.name[: _LONGEST_NAME - 1]}…"
+    words, zero = _effect(one, iteration_s), across(0.0)
+    name = text(0, middle, shown)
+    if one.iteration_s is None:
+        return name + text(zero + 8, middle, words, class_="strong halo")
+    end = across(one.iteration_s / iteration_s - 1)
+    bar = tag(
+        "rect",
+        tag("title", escape(f"{one.name}: {words}")),
+        x=min(zero, end),
+        y=middle - _BAR_PX / 2,
+        width=max(1.0, abs(end - zero)),
+        height=_BAR_PX,
+        class_=f"fill-{'blue' if end <= zero else 'orange'}",
+    )
+    return name + bar + text(max(zero, end) + 8, middle, words, class_="strong halo")
+
+
+def _effect(one: Sensitivity, iteration_s: float) -> str:
+    if one.iteration_s is None:
+        return "nothing fits"
+    percent = round((one.iteration_s / iteration_s - 1) * 100, 1)
+    if not percent:
+        return "no change"
+    change = f"{percent:+.1f} %".replace("-", "−")
+    factor = f", {iteration_s / one.iteration_s:.2f} times as fast" if one.iteration_s < iteration_s else ""
+    return f"{change}, {format_seconds(one.iteration_s)}{factor}"
+
+
+def _axis(across: Scale, bottom: float) -> str:
+    drawn = []
+    for tick in ticks(across.low, across.high, _PERCENT, at_most=7):
+        x = across(tick.value)
+        drawn.append(line(x, _TOP - 4, x, bottom, "grid"))
+        drawn.append(text(x, bottom + 12, f"{tick.label} %", anchor="middle"))
+    drawn.append(text((_LEFT + _RIGHT) / 2, bottom + 28, "change of the iteration's time", anchor="middle"))
+    return "".join(drawn)
