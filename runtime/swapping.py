@@ -199,6 +199,8 @@ class SwappedBlock:
                 room -= saved.size_bytes
                 self._travelling.append(saved)
         self._out_bytes = sum(saved.size_bytes for saved in self._travelling)
+        if self._device.runs_behind:
+            self._sent = [saved.source for saved in self._travelling if saved.source is not None]
         return [saved.source for saved in self._travelling if saved.source is not None]
 
     def offload(self) -> int:
@@ -207,8 +209,6 @@ class SwappedBlock:
         for saved in self._travelling:
             assert saved.source is not None
             flat = _bytes_of(saved.source.untyped_storage(), self._device)
-            if self._device.runs_behind:
-                self._sent.append(flat)
             self._device.copy(self._home[begin : begin + saved.size_bytes], flat, to_device=False)
             begin += saved.size_bytes
             storage = weakref.ref(saved.source.untyped_storage())
@@ -242,6 +242,11 @@ class SwappedBlock:
         if ledger is not None:
             ledger.allocate(total, self._name, Content.SWAPPED)
         self._back_bytes = total
+        if self._sent:
+            # A trip so short that the copy to the host may still read: what it read comes back to where it was.
+            for saved, sent in zip(self._travelling, self._sent, strict=True):
+                saved.returned = _bytes_of(sent.untyped_storage(), self._device)
+            return
         for saved in self._travelling:
             saved.returned = self._device.empty(saved.size_bytes, self._name)
 
