@@ -57,6 +57,8 @@ class Prediction(FrozenModel):
         """Signed: positive where more was predicted than measured."""
         return self.likely / measured - 1
 
-    def holds(self, readings: Sequence[float]) -> bool:
-        """Whether the range reaches one of the measurement's readings."""
-        return any(self.low <= reading <= self.high for reading in readings)
+    def reaches(self, readings: Sequence[float], within_frac: float = 0.0) -> bool:
+        """Whether some reading of what is unknown comes as near as ``within_frac`` to a reading of the measurement."""
+        return any(
+            self.low <= reading * (1 + within_frac) and self.high >= reading * (1 - within_frac) for reading in readings
+        )

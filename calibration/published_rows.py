@@ -94,11 +94,11 @@ PUBLISHED_RUNS: Final = (
             "the adapters' element type",
             "GB or GiB",
         ),
-        remark="5.36 GB on the device are 0.6 GB more than parameters, optimizer state and activations come to. The "
-        "times are 1.4 to 1.9 times those predicted for the same memory, on one board without any copy as "
-        "well; at the base clock and with a slow host 1.3 times remain. A power limit would explain it, usual "
-        "where four boards share a case; no data sheet tells. Under 4 GiB the best plan here offloads a fifth "
-        "of what that run did.",
+        remark="5.36 GB on the device are 0.6 GB more than parameters, optimizer state and activations come to. On "
+        "one board and on four without copies the times are those of the unfavourable reading, a host so slow "
+        "that it and not the board sets the pace, to 2 and 9 %; with copies they are 1.3 times that, as if the "
+        "host's memory carried less than two channels do. Under 4 GiB the best plan here offloads a fifth of "
+        "what that run did.",
         measurements=(
             # Published as samples/s over all ranks: 8.48, 30.90, 11.06, 5.93.
             _iteration("R1", ON_DEVICE, 2 / 8.48),
@@ -126,8 +126,8 @@ PUBLISHED_RUNS: Final = (
         ),
         remark="The two times contradict each other: 0.231 s for one sequence with 18 chunks offloaded, 0.559 s for "
         "two with everything on the device, 1.2 times as long for each sequence although nothing is copied. "
-        "The prediction lies between them: the first board is faster than its data sheet, or the second was "
-        "held back.",
+        "Without any copy the prediction for one sequence is 0.20 to 0.23 s, so that the first run must have "
+        "hidden nearly all of them.",
         measurements=(
             _iteration("R2", PLAN_OF_130_CHUNKS, 0.231),
             _bytes("R2", PLAN_OF_130_CHUNKS, Quantity.DEVICE_PEAK, 13.16),

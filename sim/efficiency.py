@@ -47,12 +47,13 @@ KERNEL_FIXED_S: Final = 2e-6
 """What a kernel takes on a CUDA device besides its work: 0.9 µs until it follows the one before (3.8 µs from start to
 start of kernels of 2.9 µs; NVIDIA technical blog, Getting Started with CUDA Graphs), and about 1 µs in which its first
 loads are under way and its last blocks drain (400 to 600 cycles to DRAM: Jia et al., arXiv 1804.06826)."""
-DISPATCHES_PER_LAUNCH: Final = 3.0
+DISPATCHES_PER_LAUNCH: Final = 4.0
 """Host seconds for an operation of a model over those of an operation that does nothing (``launch_overhead_s``).
 
-A model's operation passes through a module, autograd's bookkeeping and the allocator as well.  On one machine (RTX 3090
-Ti, github.com/mli/transformers-benchmarks, micro_bench) a multiplication by a constant took the host 4.3 µs, a product
-10.4 µs, and each of some 20 kernels of a BERT layer's forward 21 µs: 2.4 to 5 times as long.
+A model's operation passes through modules, autograd's bookkeeping and the allocator as well, and brings views along
+that launch nothing.  On one desktop (RTX 3090 Ti, github.com/mli/transformers-benchmarks, micro_bench) a multiplication
+by a constant took the host 4.3 µs, and a BERT layer's forward 433 µs for its 22 kernels, 19.7 µs each, whether it had
+256 tokens or 512.
 """
 POWER_LIMITED_FRAC: Final = 0.8
 """Share of the matrix units' peak that power allows boards whose units run at the full rate.

@@ -211,7 +211,7 @@ def test_a_miss_is_called_one() -> None:
         p.model_copy(update={"low": 2 * p.low, "likely": 2 * p.likely, "high": 2 * p.high}) for p in made_up()
     ]
     text = printed(predictions)
-    assert "time within 15 %: 0 of 7 figures; within the range of what is unknown: 0" in text
+    assert "time within 15 %: 0 of 7 figures; for some reading of what is unknown: 0" in text
     assert "memory within 5 %: 0 of 5 figures" in text
 
 
@@ -242,8 +242,12 @@ def test_the_document_holds_every_figure() -> None:
 
 def test_a_range_holds_a_measurement_that_it_reaches() -> None:
     prediction = Prediction.of("R9", "x", Quantity.ITERATION, (1.0, 2.0, 3.0), how="by hand")
-    assert prediction.holds((2.5, 9.0))
-    assert not prediction.holds((3.5, 9.0))
+    assert prediction.reaches((2.5, 9.0))
+    assert not prediction.reaches((3.5, 9.0))
+    assert prediction.reaches((3.5, 9.0), within_frac=0.15)
+    assert not prediction.reaches((3.6, 9.0), within_frac=0.15)
+    assert prediction.reaches((0.9,), within_frac=0.15)
+    assert not prediction.reaches((0.8,), within_frac=0.15)
     wide = Measurement(row="R9", case="x", quantity=Quantity.ITERATION, readings=(2.2,))
     assert is_within_aim(wide, prediction)
     assert not is_within_aim(wide.model_copy(update={"readings": (2.5,)}), prediction)

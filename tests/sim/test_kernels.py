@@ -152,7 +152,7 @@ def test_a_narrow_product_streams_its_matrix() -> None:
     """One row times a large matrix: memory binds, at the rate of streams and not of products."""
     card = device_part("rtx-3090")
     operation = product(1, 4096, 4096)
-    expected_s = operation.bytes_moved / (936e9 * 0.85) + KERNEL_FIXED_S
+    expected_s = operation.bytes_moved / (936e9 * 0.85) + KERNEL_FIXED_S  # 44 µs, more than the host needs
     phase = Phase(operations=(operation.model_copy(update={"count": 100}),))
     assert roofline_s(phase, card) == pytest.approx(100 * expected_s)
 
@@ -255,7 +255,9 @@ MEASURED = [
 def test_products_come_near_published_measurements(measured: Measured) -> None:
     m, n, k = measured.shape
     operation = product(m, n, k, dtype=DType.BFLOAT16).model_copy(update={"count": 10})
-    seconds = roofline_s(Phase(operations=(operation,)), device_part(measured.device)) / 10
+    # A bare product takes the host half as long as one within a model, and less than the device.
+    card = device_part(measured.device).model_copy(update={"launch_overhead_s": KERNEL_FIXED_S})
+    seconds = roofline_s(Phase(operations=(operation,)), card) / 10
     assert 2 * m * n * k / seconds / 1e12 == pytest.approx(measured.tera_flop_per_s, rel=measured.tolerance_frac)
 
 
