@@ -12,7 +12,7 @@ from .record import Origin, Record
 from .report_losses import agreement, losses_chart
 from .report_memory import Limit, alive_chart, limits, memory_chart, stack_chart
 from .report_page import Report, Section, card, card_grid
-from .report_search import search_sections
+from .report_search import plain_result, search_sections
 from .report_sensitivity import Sensitivity, sensitivity_chart
 from .report_stack import memory_stack
 from .report_svg import Figure, tag
@@ -20,7 +20,7 @@ from .report_tables import alive_table, beyond_table, comparison_section, knob_t
 from .report_timeline import lane_charts, time_range_s
 from .report_words import ORIGIN_NAMES, format_error, format_share
 from .schedule import Schedule
-from .search_result import SearchResult
+from .search_result import BatchSearchResult, SearchResult
 from .timeline import check_schedule
 from .units import format_bytes, format_seconds
 
@@ -38,7 +38,7 @@ def html_report(
     comparison: Comparison | None = None,
     notes: Sequence[str] = (),
     schedule: Schedule | None = None,
-    search: SearchResult | None = None,
+    search: SearchResult | BatchSearchResult | None = None,
     what_if: Sequence[Sensitivity] = (),
 ) -> str:
     """``report`` as a page of HTML; equal input gives equal bytes."""
@@ -68,7 +68,7 @@ def report(
     comparison: Comparison | None = None,
     notes: Sequence[str] = (),
     schedule: Schedule | None = None,
-    search: SearchResult | None = None,
+    search: SearchResult | BatchSearchResult | None = None,
     what_if: Sequence[Sensitivity] = (),
 ) -> Report:
     """Everything that is known of an iteration, as figures and tables.
@@ -127,7 +127,10 @@ def _memory_figures(
 
 
 def _check_one_plan(
-    records: Sequence[Record], comparison: Comparison | None, schedule: Schedule | None, search: SearchResult | None
+    records: Sequence[Record],
+    comparison: Comparison | None,
+    schedule: Schedule | None,
+    search: SearchResult | BatchSearchResult | None,
 ) -> None:
     plan_id = records[0].plan_id
     for record in records:
@@ -142,9 +145,9 @@ def _check_one_plan(
             f"the records follow plan {plan_id} but the comparison is of plan {comparison.plan_id}. "
             f"Compare these records."
         )
-    if search is not None and search.prediction.plan_id != plan_id:
+    if search is not None and plain_result(search).prediction.plan_id != plan_id:
         raise ProtwinError(
-            f"the records follow plan {plan_id} but the search found plan {search.prediction.plan_id}. "
+            f"the records follow plan {plan_id} but the search found plan {plain_result(search).prediction.plan_id}. "
             f"Give the search that found the plan."
         )
 

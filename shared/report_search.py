@@ -10,8 +10,8 @@ from typing import Final
 from .report_page import Section
 from .report_svg import Figure, Scale, area_mark, bytes_unit, line, tag, text, ticks, time_unit
 from .report_svg import value_text as px
-from .report_words import knobs
-from .search_result import Certificate, PlanOutcome, SearchResult
+from .report_words import NO_VALUE, knobs
+from .search_result import BatchSearchResult, Certificate, PlanOutcome, SearchResult
 from .search_tables import budget_sentence, certificate_sentence
 from .units import format_bytes, format_seconds
 
@@ -20,10 +20,13 @@ _LEFT: Final = 112.0
 _RIGHT: Final = 1044.0
 
 
-def search_sections(result: SearchResult) -> tuple[Section, ...]:
-    """What the search proves, and the front of time against memory."""
+def search_sections(search: SearchResult | BatchSearchResult) -> tuple[Section, ...]:
+    """What the search proves, the front of time against memory, and of several batch sizes what became of each."""
+    result = plain_result(search)
     sentences = tag("p", escape(certificate_sentence(result))) + tag("p", escape(budget_sentence(result)))
     parts: list[Figure | str] = [sentences, funnel_chart(result.certificate)]
+    if isinstance(search, BatchSearchResult):
+        parts.append(batch_table(search))
     sections = [Section("Search", tuple(parts))]
     front = front_chart(result)
     if front is not None:
@@ -34,6 +37,11 @@ def search_sections(result: SearchResult) -> tuple[Section, ...]:
             Section("Next best plans", (outcome_table("Plans of another kind", result.alternatives, result),))
         )
     return tuple(sections)
+
+
+def plain_result(search: SearchResult | BatchSearchResult) -> SearchResult:
+    """The result with the best plan."""
+    return search.result if isinstance(search, BatchSearchResult) else search
 
 
 # -- what was bounded away -------------------------------------------------------------------------------------------
@@ -263,6 +271,32 @@ def outcome_table(caption: str, outcomes: Sequence[PlanOutcome], result: SearchR
     ]
     cells = (tag("th", _breakable(name), scope="col", class_="number") for name in head)
     table = tag("table", tag("caption", escape(caption)), tag("thead", tag("tr", *cells)), tag("tbody", *rows))
+    return tag("div", table, class_="scroll")
+
+
+def batch_table(search: BatchSearchResult) -> str:
+    """Per size of the micro-batch its best plan's time, and what no plan of it can beat."""
+    head = ["micro-batch size", "micro-batches", "best iteration", "not below", "plans", "simulated"]
+    rows = []
+    for choice in search.choices:
+        cells = [
+            str(choice.micro_batches),
+            NO_VALUE if choice.best_iteration_s is None else format_seconds(choice.best_iteration_s),
+            NO_VALUE if choice.shortest_possible_s is None else format_seconds(choice.shortest_possible_s),
+            f"{choice.num_candidates:,}",
+            f"{choice.num_simulated:,}",
+        ]
+        rows.append(
+            tag(
+                "tr",
+                tag("th", str(choice.micro_batch_size), scope="row", class_="number"),
+                *(tag("td", escape(words), class_="number") for words in cells),
+                class_="total" if choice.micro_batch_size == search.micro_batch_size else None,
+            )
+        )
+    cells_of_head = (tag("th", escape(name), scope="col", class_="number") for name in head)
+    caption = tag("caption", escape(f"Sizes of the micro-batch at {search.global_batch_size:,} samples per step"))
+    table = tag("table", caption, tag("thead", tag("tr", *cells_of_head)), tag("tbody", *rows))
     return tag("div", table, class_="scroll")
 
 

@@ -185,6 +185,8 @@ class Figure:
     below: str = ""
     """Markup under it that only the page has."""
     class_: str | None = None
+    has_legend_on_page: bool = True
+    """False where the next figure of the page has the same one."""
 
     @property
     def markup(self) -> str:
@@ -193,7 +195,7 @@ class Figure:
         words = tag("b", escape(stressed)) if stressed else ""
         words = tag("figcaption", words + escape(plain)) if stressed or plain else ""
         drawn = svg(self.width, self.height, self.drawing, label=self.label, class_=self.class_)
-        marks = legend(self.legend) if self.legend else ""
+        marks = legend(self.legend) if self.legend and self.has_legend_on_page else ""
         return tag("figure", words, tag("div", drawn, class_="scroll"), marks, self.below, id=f"figure-{self.name}")
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import pairwise
 from typing import Final
 
 from .record import Record
@@ -47,7 +49,10 @@ def lane_charts(records: Sequence[Record], schedule: Schedule | None) -> tuple[F
         charts.append(_overview(record, scale, bars, name))
         if bars.num_merged > _CLOSER_ABOVE_FRAC * len(record.tasks):
             charts.append(_closer(record, schedule, name))
-    return tuple(charts)
+    return (
+        *(replace(one, has_legend_on_page=one.legend != following.legend) for one, following in pairwise(charts)),
+        charts[-1],
+    )
 
 
 def _overview(record: Record, scale: Scale, bars: Bars, name: str) -> Figure:

@@ -10,7 +10,7 @@ import pytest
 from protwin.shared.errors import ProtwinError
 from protwin.shared.report import html_report, report
 from protwin.shared.report_search import evenly, front_chart, funnel_chart, funnel_steps, outcome_table, search_sections
-from protwin.shared.search_result import Certificate, PlanOutcome, SearchResult
+from protwin.shared.search_result import BatchChoice, BatchSearchResult, Certificate, PlanOutcome, SearchResult
 from protwin.shared.units import format_bytes, format_seconds
 from tests.shared.laid_out import MIB, LaidOut, laid_out
 from tests.shared.test_report import HOSTILE, check_self_contained, hostile, parse
@@ -138,6 +138,34 @@ def test_a_search_for_another_plan_is_refused(example: LaidOut) -> None:
     other = laid_out(3)
     with pytest.raises(ProtwinError, match="the search found plan"):
         report(title="t", predicted=example.predicted, search=result_of(other))
+
+
+def test_sizes_of_the_micro_batch_are_told(example: LaidOut) -> None:
+    result = result_of(example)
+    choices = (
+        BatchChoice(
+            micro_batch_size=4,
+            micro_batches=2,
+            num_candidates=30_000,
+            num_simulated=15,
+            best_iteration_s=example.predicted.iteration_s,
+            shortest_possible_s=example.predicted.iteration_s * 0.99,
+        ),
+        BatchChoice(
+            micro_batch_size=8,
+            micro_batches=1,
+            num_candidates=20_000,
+            num_simulated=0,
+            best_iteration_s=None,
+            shortest_possible_s=None,
+        ),
+    )
+    found = BatchSearchResult(global_batch_size=8, micro_batch_size=4, result=result, choices=choices)
+    page = parse(html_report(title="t", predicted=example.predicted, search=found))
+    (table,) = [t for t in page.named("table") if "8 samples per step" in t.words]
+    assert "30,000" in table.words
+    (best,) = [row for row in page.named("tr") if row.attributes.get("class") == "total"]
+    assert best.words.startswith("42" + format_seconds(example.predicted.iteration_s))
 
 
 def test_hostile_names_stay_words(example: LaidOut, monkeypatch: pytest.MonkeyPatch) -> None:
