@@ -4,7 +4,8 @@
 transformers leaves the attention mask out, and takes the fused causal kernel, once it has looked at the mask's values
 and found no padding.  Fake tensors have no values to look at, so it would build a full mask and trace another kernel
 than the one that trains.  The copy that is traced uses transformers' own scaled-dot-product attention under another
-name, for which masks are made only where values would not spare them: beyond a sliding window.
+name, for which masks are made only where values would not spare them: beyond a sliding window.  Nor is it left to take
+a row of the batch for several sequences packed together, as it does where it cannot look.
 
 [Note: Representatives]
 What a block does depends on what it is, on whether anything before it is trained, and on its neighbours, which keep or
@@ -15,7 +16,9 @@ and every kind of place remains; a block that was taken out does what the one in
 from __future__ import annotations
 
 import copy
-from collections.abc import Hashable, Mapping, Sequence
+import sys
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
@@ -26,6 +29,7 @@ from .batches import Batch
 from .blocks import NamedBlock
 
 _UNMASKED_ATTENTION: Final = "protwin_unmasked_sdpa"
+_FIND_PACKED: Final = "find_packed_sequence_indices"
 _LONGEST_PERIOD: Final = 8
 """Blocks after which a pattern of unequal ones may repeat."""
 
@@ -89,6 +93,25 @@ def _mask_beyond_window(*args: Any, **kwargs: Any) -> Any:
     if window is None or kwargs["kv_length"] < window:
         return None
     return sdpa_mask(*args, **(kwargs | {"attention_mask": None}))
+
+
+@contextmanager
+def unpacked_batches() -> Iterator[None]:
+    """Let transformers find one sequence in every row of a batch whose values it cannot look at."""
+    masking = sys.modules.get("transformers.masking_utils")
+    find = getattr(masking, _FIND_PACKED, None)
+    if masking is None or find is None:
+        yield
+        return
+
+    def find_none(position_ids: torch.Tensor) -> None:
+        find(position_ids)  # for what it computes
+
+    setattr(masking, _FIND_PACKED, find_none)
+    try:
+        yield
+    finally:
+        setattr(masking, _FIND_PACKED, find)
 
 
 def keep_representatives(model: nn.Module, blocks: Sequence[NamedBlock]) -> list[int] | None:

@@ -20,7 +20,7 @@ from ..shared.workload import DType, Workload
 from ..shared.workload_assembly import PhaseKey, TracedModel, TracedShape, assemble
 from .batches import Batch, Loss, batch_shapes, batch_tensors, count_samples_and_tokens
 from .blocks import NamedBlock, find_blocks
-from .fake import fake_batch, fake_model, keep_representatives
+from .fake import fake_batch, fake_model, keep_representatives, unpacked_batches
 from .fake_products import FakeGroupedProducts
 from .identity import device_description, model_hash, software_versions
 from .observing import observe_sections
@@ -104,7 +104,7 @@ class FakeSubject:
         """What one iteration on a batch of this shape does."""
         progress = _Progress(len(TRACED_MODES), on_progress)
         given = fake_batch(batch, self._mode)
-        with self._mode, FakeGroupedProducts(), left_as_found(self._twin):
+        with self._mode, FakeGroupedProducts(), unpacked_batches(), left_as_found(self._twin):
             observed = {
                 mode: observe_sections(self._twin, given, loss, self._blocks, mode, progress.advance, passes=1)
                 for mode in TRACED_MODES
