@@ -107,7 +107,7 @@ def report(
     return Report(
         title=title,
         subtitle=_subtitle(records),
-        cards=_cards(predicted, measured, budget_bytes, plain_peak_bytes, losses),
+        cards=_cards(predicted, measured, budget_bytes, plain_peak_bytes, losses, search),
         sections=tuple(section for section in sections if section.content),
     )
 
@@ -168,6 +168,7 @@ def _cards(
     budget_bytes: int | None,
     plain_peak_bytes: int | None,
     losses: Mapping[str, Sequence[float]] | None,
+    search: SearchResult | BatchSearchResult | None,
 ) -> str:
     cards = [_iteration_card(predicted, measured), _peak_card(predicted, measured)]
     if budget_bytes is not None or plain_peak_bytes is not None:
@@ -177,6 +178,8 @@ def _cards(
     if losses and (found := agreement(losses)) is not None:
         names = " and ".join(losses)
         cards.append(card(f"Losses, {names}", found.headline, escape(found.detail)))
+    if search is not None and len(cards) == 5:
+        cards.append(_search_card(plain_result(search)))
     return card_grid(cards)
 
 
@@ -227,6 +230,18 @@ def _budget_card(record: Record, budget_bytes: int | None, plain_peak_bytes: int
 def _throughput_card(record: Record) -> str:
     label = f"Tokens per second, {ORIGIN_NAMES[record.origin]}"
     return card(label, f"{record.tokens_per_s:,.4g}", f"{record.num_tokens:,} tokens per iteration")
+
+
+def _search_card(result: SearchResult) -> str:
+    """How sure it is that the plan is the best."""
+    certificate = result.certificate
+    if not certificate.is_certified:
+        proof = "the search was ended early: nothing is proven of the rest"
+    elif result.gap_frac == 0:
+        proof = "none of them is faster"
+    else:
+        proof = f"none of them is more than {format_share(result.gap_frac)} faster"
+    return card("Plans in the space", f"{certificate.num_candidates:,}", escape(proof))
 
 
 def _offload_card(record: Record) -> str:

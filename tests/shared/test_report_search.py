@@ -70,6 +70,26 @@ def test_the_page_tells_what_became_of_every_plan(example: LaidOut) -> None:
     assert "No plan of the space is more than 1.0 % faster." in page.words
 
 
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({}, "none of them is more than 1.0 % faster"),
+        ({"best_unsimulated_bound_s": None}, "none of them is faster"),
+        ({"num_undecided": 7, "num_candidates": 50_007}, "nothing is proven of the rest"),
+    ],
+)
+def test_the_headline_says_what_is_proven(example: LaidOut, changes: dict[str, int | None], words: str) -> None:
+    result = result_of(example)
+    result = result.model_copy(update={"certificate": result.certificate.model_copy(update=changes)})
+    page = parse(html_report(title="t", predicted=example.predicted, search=result, budget_bytes=2**30))
+    (found,) = [
+        card.words
+        for card in page.named("div")
+        if (card.attributes.get("class") == "card" and "Plans in" in card.words)
+    ]
+    assert words in found
+
+
 def test_steps_leave_over_what_the_certificate_counts(example: LaidOut) -> None:
     certificate = result_of(example, num_undecided=300).certificate
     steps = list(funnel_steps(certificate))
