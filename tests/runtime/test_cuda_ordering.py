@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from protwin.runtime import CudaDevice, Training, carry_out
+from protwin.runtime import CudaDevice, Training, carry_out, stream_clock
 from protwin.runtime.lane_tasks import LaneTasks
 from protwin.runtime.swapping import SwappedBlock
 from protwin.shared.errors import HardwareError, ScheduleError
@@ -311,3 +312,19 @@ def test_a_budget_holds_while_a_training_runs_and_is_lifted_afterwards() -> None
                     carry_out(POINTS.build(), plan_of(POINTS), POINTS.workload, device=device)
                 assert cuda.fraction == 0.5
             assert cuda.fraction == 1.0
+
+
+def test_stamps_keep_their_order_from_one_anchor_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An anchor for each, where training makes one every few seconds."""
+    monkeypatch.setattr(stream_clock, "_ANCHOR_S", 0.0)
+    with stand_in().installed():
+        device = cuda_device()
+        start_s = time.perf_counter()
+        stamps = [device.stamp() for _ in range(5)]
+        assert len({id(stamp.anchor) for stamp in stamps}) == 5
+        device.synchronize()
+        seconds = [device.seconds(stamp) for stamp in stamps]
+        assert seconds == sorted(seconds)
+        assert start_s < seconds[0] < seconds[-1] < time.perf_counter()
+        assert [device.settled(stamp) for stamp in stamps] == seconds
+        assert device.settled(None) is None
