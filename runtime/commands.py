@@ -21,8 +21,8 @@ from ..shared.cli_options import (
     LoraTargets,
     OutputPath,
     RequiredBatchSize,
-    RequiredSequenceLength,
     Seed,
+    SequenceLength,
     TimelinePath,
     command_app,
     examples,
@@ -58,7 +58,7 @@ run = command_app()
 def trace_command(
     model: ConfigurationName,
     batch_size: RequiredBatchSize,
-    sequence_length: RequiredSequenceLength,
+    sequence_length: SequenceLength = None,
     dtype: DTypeName = None,
     lora_rank: LoraRank = None,
     lora_targets: LoraTargets = None,
@@ -80,6 +80,8 @@ def trace_command(
             "--real times full training alone. Leave out --lora-rank, --freeze and --autocast, or trace without it."
         )
     if is_real:
+        if sequence_length is None:
+            raise ProtwinError("--sequence-length is missing, and --real runs on text. State it.")
         built = _real_model(described.config, described.name, dtype, seed)
         workload = _trace_real(built, described.name, batch_size, sequence_length, seed)
     else:
