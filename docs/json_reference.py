@@ -18,6 +18,7 @@ from typing import Any, Final
 from pydantic import BaseModel
 
 from protwin.shared.files import Document
+from protwin.shared.machine_parts import LinkPair
 
 _ROOT: Final = Path(__file__).resolve().parent.parent
 PAGE: Final = _ROOT / "docs" / "json.md"
@@ -100,7 +101,9 @@ standard error, no document), 130 after Ctrl-C.
 - Equal input gives equal bytes. Files are replaced at once: a reader sees the old file or the whole new one.
 
 `protwin hardware list --json` prints no document but a list of objects with the names of each machine's parts: `name`,
-`num_devices`, `device`, `host`, `link`, `node`, `network` (`null` where there is none). `--timeline` writes the Trace
+`num_devices`, `device`, `host`, `link`, `node`, `network` (`null` where there is none). `protwin hardware parts --json`
+prints an object with the lists `hosts`, `links`, `nodes` and `networks`, of [Host](#host), [LinkPair](#linkpair),
+[Node](#node) and [Network](#network). `--timeline` writes the Trace
 Event Format of Chrome, for Perfetto: microseconds, one process per record, one thread per lane; the arguments of a task
 are its `task`, `kind`, `chunk` or `section` and `duration_s`, and where the schedule is at hand also `moved_bytes`,
 `allocated_bytes`, `freed_bytes`, `waits_for` and `waits_for_previous_iteration`.
@@ -137,6 +140,7 @@ def page() -> str:
         parts.append(f"\n## {document.KIND}\n\n{_text(document)}\n")
         parts.append(_table(document))
         _collect(document, models, enums)
+    models[LinkPair.__name__] = LinkPair
     parts.append("\n## Parts\n\nObjects that stand within documents.")
     for name in sorted(models):
         parts.append(f"\n### {name}\n\n{_text(models[name])}\n")

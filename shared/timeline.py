@@ -12,7 +12,7 @@ from typing import Any
 
 from .errors import ProtwinError
 from .record import MemoryCurve, Origin, Record, TaskTiming
-from .schedule import Lane, Schedule, TaskId
+from .schedule import Lane, Memory, Schedule, TaskId
 from .units import format_seconds
 
 Event = dict[str, Any]
@@ -25,7 +25,8 @@ def chrome_trace(records: Mapping[str, Record], *, schedule: Schedule | None = N
 
     Every record's time zero, the start of its first compute task, lies at the same place; all are shifted together so
     that nothing starts below zero.  Times are microseconds, rounded to nanoseconds.  ``schedule``, where it is at
-    hand, adds to every task the bytes that it moves, allocates and frees, and what it waits for.
+    hand, adds to every task the bytes that it moves, allocates and frees, and what it waits for, and to a simulated
+    record what its device memory holds.
     Raises ProtwinError if ``schedule`` belongs to another plan than one of the records.
     """
     for label, record in records.items():
@@ -37,6 +38,7 @@ def chrome_trace(records: Mapping[str, Record], *, schedule: Schedule | None = N
         events.extend(_marks(process, record, zero_ns))
         events.extend(_tasks(process, record, schedule, zero_ns))
         events.extend(_levels(process, record, zero_ns))
+        events.extend(_contents(process, record, schedule, zero_ns))
     lines = ",\n".join(json.dumps(event, ensure_ascii=False, allow_nan=False) for event in events)
     return f'{{"displayTimeUnit": "ms", "traceEvents": [\n{lines}\n]}}\n'
 
@@ -181,3 +183,21 @@ def _levels(process: int, record: Record, zero_ns: int) -> Iterator[Event]:
                 "ts": _us(_ns(at_s) + zero_ns),
                 "args": {"bytes": level_bytes},
             }
+
+
+def _contents(process: int, record: Record, schedule: Schedule | None, zero_ns: int) -> Iterator[Event]:
+    """What device memory holds over time; only of a simulation, whose times and curve are of one iteration."""
+    from .report_stack import memory_stack
+
+    stack = memory_stack(record, schedule) if schedule is not None and record.origin is Origin.SIMULATED else None
+    if stack is None:
+        return
+    names = {content: "transient" if content is None else str(content) for content in stack.levels_bytes}
+    for step, begin_s in enumerate(stack.begins_s.tolist()):
+        yield {
+            "name": f"{Memory.DEVICE} memory by content",
+            "ph": "C",
+            "pid": process,
+            "ts": _us(_ns(begin_s) + zero_ns),
+            "args": {name: int(stack.levels_bytes[content][step]) for content, name in names.items()},
+        }

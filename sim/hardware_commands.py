@@ -11,8 +11,18 @@ import typer
 from ..shared.cli_options import HardwareChanges, JsonFlag, changes_of, command_app, examples, writable
 from ..shared.cli_output import show
 from ..shared.extensions import extension
-from ..shared.files import write_atomically
+from ..shared.files import FrozenModel, write_atomically
 from ..shared.hardware import Hardware
+from ..shared.machine_parts import (
+    host_names,
+    host_part,
+    link_names,
+    link_part,
+    network_names,
+    network_part,
+    node_names,
+    node_part,
+)
 from ..shared.machines import (
     cluster_names,
     hardware_to_toml,
@@ -49,9 +59,19 @@ def list_command(as_json: JsonFlag = False) -> None:
     show(cluster_table(cluster_names()))
 
 
-@hardware.command(name="parts", epilog=examples("protwin hardware parts"))
-def parts_command() -> None:
+@hardware.command(name="parts", epilog=examples("protwin hardware parts", "protwin hardware parts --json"))
+def parts_command(as_json: JsonFlag = False) -> None:
     """List the hosts, links, nodes and networks that a machine can be given with --set."""
+    if as_json:
+        parts: dict[str, list[FrozenModel]] = {
+            "hosts": [host_part(name) for name in host_names()],
+            "links": [link_part(name) for name in link_names()],
+            "nodes": [node_part(name) for name in node_names()],
+            "networks": [network_part(name) for name in network_names()],
+        }
+        listed = {kind: [part.model_dump(mode="json") for part in found] for kind, found in parts.items()}
+        typer.echo(json.dumps(listed, indent=1, ensure_ascii=False))
+        return
     from ..shared.node_tables import part_tables
 
     show(part_tables())

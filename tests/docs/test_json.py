@@ -9,11 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 
+from protwin.shared.cli_root import COMMANDS, root_command
 from protwin.shared.comparison import compare_records
 from protwin.shared.files import Document
 from protwin.shared.machines import load_hardware
+from tests.cli.conftest import Protwin, protwin_here, variables, work
 from tests.shared.laid_out import laid_out
+
+__all__ = ["protwin_here", "variables", "work"]
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 PAGE = (DOCS / "json.md").read_text(encoding="utf-8")
@@ -74,6 +79,36 @@ def test_documents_have_the_fields_that_the_page_names() -> None:
         check(written, written["kind"], known)
     with pytest.raises(AssertionError, match="does not tell of"):
         check({"no_such_field": 1}, "plan", known)
+
+
+def test_parts_have_the_fields_that_the_page_names(protwin_here: Protwin) -> None:
+    printed = protwin_here("hardware", "parts", "--json")
+    assert printed.returncode == 0, printed.stderr
+    listed, known = json.loads(printed.stdout), sections()
+    assert list(listed) == ["hosts", "links", "nodes", "networks"]
+    for kind, parts in listed.items():
+        assert parts
+        for part in parts:
+            check(part, {"hosts": "Host", "links": "LinkPair", "nodes": "Node", "networks": "Network"}[kind], known)
+
+
+def commands(app: Any, *path: str) -> list[tuple[tuple[str, ...], Any]]:
+    """Every command that does something, with its path."""
+    below = getattr(app, "commands", None)
+    if below is None:
+        return [(path, app)]
+    found = []
+    for name, command in below.items():
+        whole = typer.main.get_command(command.load()) if name in COMMANDS and not path else command
+        found += commands(whole, *path, name)
+    return found
+
+
+def test_every_command_prints_json_when_asked() -> None:
+    found = commands(root_command())
+    assert {("search",), ("hardware", "list")} <= {path for path, _ in found}
+    for path, command in found:
+        assert any("--json" in option.opts for option in command.params), f"protwin {' '.join(path)} has no --json"
 
 
 def test_every_link_leads_somewhere() -> None:

@@ -90,7 +90,23 @@ def check_counters(counters: list[Trace], record: Record, zero_us: float) -> Non
         assert [e["ts"] for e in samples] == pytest.approx(
             [zero_us + at_s * 1e6 for at_s in curve.times_s], abs=TOLERANCE_US
         )
-    assert len(counters) == sum(len(curve.times_s) for curve in record.memory)
+    contents = [e for e in counters if e["name"] == "device memory by content"]
+    assert len(counters) - len(contents) == sum(len(curve.times_s) for curve in record.memory)
+    check_contents(contents, record)
+
+
+def check_contents(contents: list[Trace], record: Record) -> None:
+    """What device memory holds makes up its levels."""
+    if contents:
+        curve = record.curve(Memory.DEVICE)
+        assert curve is not None
+        totals = [sum(sample["args"].values()) for sample in contents]
+        held = {
+            level
+            for at, level, after in zip(curve.times_s, curve.levels_bytes, curve.times_s[1:], strict=False)
+            if after > at
+        }
+        assert set(totals) == held
 
 
 def test_the_trace_says_what_the_records_say(example: LaidOut) -> None:
@@ -190,6 +206,10 @@ def test_marks_divide_the_iteration_into_its_phases(example: LaidOut) -> None:
 def test_a_schedule_adds_what_each_task_moves_and_waits_for(example: LaidOut) -> None:
     trace = json.loads(chrome_trace(both(example), schedule=example.schedule))
     check_trace(trace, both(example))
+    has_contents = [
+        any(e["name"] == "device memory by content" for e in events(trace, "C", process)) for process in (1, 2)
+    ]
+    assert has_contents == [True, False], "a measured curve comes from another iteration than its times"
     bars = {bar["args"]["task"]: bar for bar in events(trace, "X", 1)}
     for task in example.schedule.tasks:
         arguments = bars[task.id]["args"]
