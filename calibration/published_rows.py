@@ -151,7 +151,9 @@ PUBLISHED_RUNS: Final = (
         source=PAPER,
         unknown=("the host's memory", "the shapes of the largest models", "batch and sequence length"),
         remark="Memory on the host decides, at 16 bytes a parameter; the device takes what it has room for. The "
-        "likely hosts are a guess: one socket with eight modules of 64 GiB, and a DGX A100 with 1 TB.",
+        "likely hosts are a guess: one socket with eight modules of 64 GiB, and a DGX A100 with 1 TB. The "
+        "paper's 2 090 tokens/s on four RTX 3090 are not predicted: they are a mean over models and batches "
+        "that the page does not name.",
         measurements=(
             Measurement(row="R4", case=LARGEST_ON_24_GB, quantity=Quantity.LARGEST, readings=(34e9,)),
             Measurement(row="R4", case=LARGEST_ON_80_GB, quantity=Quantity.LARGEST, readings=(75e9,)),
