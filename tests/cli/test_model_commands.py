@@ -1,0 +1,66 @@
+"""Models of the catalogue on the command line: listed, and searched for without torch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from protwin.shared.models import ModelList, model_names
+from protwin.shared.search_result import SearchResult
+from tests.cli.conftest import Protwin
+
+SMALL = ("--model", "gpt2", "--hardware", "rtx-3090", "--batch-size", "2", "--n-checkpoint", "12", "--n-persist", "2")
+
+
+@pytest.fixture
+def without_torch(tmp_path: Path) -> dict[str, str]:
+    """Variables of a process in which importing torch or transformers ends it."""
+    folder = tmp_path / "blocked"
+    folder.mkdir()
+    for module in ("torch", "transformers"):
+        (folder / f"{module}.py").write_text(f"raise SystemExit('{module} was imported')\n")
+    return {"PYTHONPATH": str(folder)}
+
+
+def test_models_are_listed(protwin_here: Protwin) -> None:
+    shown = protwin_here("models")
+    assert shown.returncode == 0
+    assert "8,030,261,248" in shown.stdout
+    listed = ModelList.from_mapping(json.loads(protwin_here("models", "--json").stdout), origin="standard output")
+    assert tuple(model.name for model in listed.models) == model_names()
+    assert all(model.name in shown.stdout and "Hugging Face" in model.source for model in listed.models)
+
+
+def test_the_first_question_about_a_model_of_the_catalogue_needs_no_torch(
+    protwin: Protwin, without_torch: dict[str, str]
+) -> None:
+    result = protwin("search", *SMALL, "--sequence-length", "333", "--json", **without_torch)
+    assert result.returncode == 0, result.stderr
+    found = SearchResult.from_mapping(json.loads(result.stdout), origin="standard output")
+    assert found.prediction.iteration_s > 0
+    assert "torch" not in result.stderr
+
+
+def test_training_that_is_not_shipped_says_what_it_needs(protwin: Protwin, without_torch: dict[str, str]) -> None:
+    result = protwin("search", *SMALL, "--sequence-length", "64", "--lora-rank", "4", **without_torch)
+    assert "training with LoRA" in result.stderr
+    assert "torch was imported" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--sequence-length", "1025"), "learned positions for 1024"),
+        (("--sequence-length", str(2**62)), "sequence_length is 4611686018427387904"),
+        (("--sequence-length", "8", "--lora-targets", "c_attn"), "--lora-rank is missing"),
+        (("--sequence-length", "8", "--autocast", "int8"), "--autocast int8 is not known"),
+        (("--sequence-length", "8", "--dtype", "int8"), "dtype 'int8' cannot be trained"),
+    ],
+)
+def test_impossible_training_gets_one_message(protwin_here: Protwin, options: tuple[str, ...], message: str) -> None:
+    result = protwin_here("search", *SMALL, *options)
+    assert result.returncode == 2
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
