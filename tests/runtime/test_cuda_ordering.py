@@ -19,7 +19,7 @@ from protwin.shared.layout import build_layout
 from protwin.shared.plan import ActivationMode, Plan
 from protwin.shared.schedule import Memory
 from tests.runtime.deferred_cuda import DeferredCuda, StandInStream
-from tests.runtime.models import Case, adamw, hand_written, llama, point_batches, snapshot, token_batches
+from tests.runtime.models import Case, adamw, differences, hand_written, llama, point_batches, snapshot, token_batches
 
 KEEP, CHECKPOINT, SWAP = ActivationMode.KEEP, ActivationMode.CHECKPOINT, ActivationMode.SWAP
 STREAMS = ("", "compute", "H2D", "D2H")
@@ -290,6 +290,18 @@ def test_pinned_memory_is_as_large_as_the_schedule_says() -> None:
         assert training.device.pinned.size_bytes == sum(cuda.pinned.values()) == expected  # type: ignore[attr-defined]
 
     assert train(POINTS, plan_of(POINTS), cuda, look) == []
+
+
+def test_memory_that_cannot_be_pinned_is_told_and_the_model_is_as_before() -> None:
+    cuda, model = stand_in(), POINTS.build()
+    with cuda.installed():
+        device = cuda_device()
+        torch.cuda.cudart().cudaHostRegister = lambda *_: 2
+        with pytest.raises(HardwareError, match=r"could not be pinned \(CUDA error 2\)"):
+            carry_out(model, plan_of(POINTS), POINTS.workload, device=device)
+        cuda.synchronize()
+        assert device.pinned.size_bytes == 0
+    assert differences(model, POINTS.plain.weights[0]) == []
 
 
 def test_a_forward_on_another_stream_is_refused() -> None:
