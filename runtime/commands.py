@@ -35,6 +35,7 @@ from ..shared.files import write_atomically
 from ..shared.models import load_model_configuration
 from ..shared.plan import Plan
 from ..shared.progress import progress_bar
+from ..shared.training_options import TrainingOptions
 from ..shared.units import format_bytes, parse_bytes_per_s
 from ..shared.workload import Workload
 
@@ -75,14 +76,12 @@ def trace_command(
     keep_apart({"--output": output}, {"--model": model})
     described = load_model_configuration(model)
     options = options_of(lora_rank, lora_targets, frozen, autocast)
-    if is_real and not options.is_full:
-        raise ProtwinError(
-            "--real times full training alone. Leave out --lora-rank, --freeze and --autocast, or trace without it."
-        )
+    if is_real and options.autocast is not None:
+        raise ProtwinError("--real computes in the dtype of the parameters. Leave out --autocast, or trace without it.")
     if is_real:
         if sequence_length is None:
             raise ProtwinError("--sequence-length is missing, and --real runs on text. State it.")
-        built = _real_model(described.config, described.name, dtype, seed)
+        built = _real_model(described.config, described.name, dtype, seed, options)
         workload = _trace_real(built, described.name, batch_size, sequence_length, seed)
     else:
         from .tracing_configurations import workload_of_configuration
@@ -120,6 +119,9 @@ def run_command(
         Path, typer.Option("--workload", metavar="FILE", dir_okay=False, help="The workload that the plan is for.")
     ],
     model: ConfigurationName,
+    lora_rank: LoraRank = None,
+    lora_targets: LoraTargets = None,
+    frozen: FrozenParts = None,
     steps: Annotated[int, typer.Option("--steps", min=1, help="Iterations to train.")] = 10,
     learning_rate: Annotated[float, typer.Option("--learning-rate", min=0.0, help="Rate of AdamW.")] = 1e-4,
     text: Annotated[
@@ -180,7 +182,8 @@ def run_command(
     content = read_text(text)
     checkpoints = RunCheckpoints(checkpoint, checkpoint_every, is_resuming, seed, content)
     checkpoints.check()
-    built = _real_model(described.config, described.name, str(traced.compute_dtype), seed)
+    options = options_of(lora_rank, lora_targets, frozen, None)
+    built = _real_model(described.config, described.name, str(traced.compute_dtype), seed, options)
     device = _device(device_budget_bytes, host_to_device, device_to_host)
     make_optimizer = partial(torch.optim.AdamW, lr=learning_rate, fused=True)
     losses: list[float] = []
@@ -257,18 +260,21 @@ def _device(
     )
 
 
-def _real_model(configuration: dict[str, Any], name: str, dtype: str | None, seed: int) -> nn.Module:
+def _real_model(
+    configuration: dict[str, Any], name: str, dtype: str | None, seed: int, options: TrainingOptions
+) -> nn.Module:
     """The model with random weights.  Raises WorkloadError if this machine cannot hold it."""
     import torch
 
     from .configurations import build_model, training_dtype
     from .identity import host_memory_bytes
     from .threads import leave_a_core_for_lanes
+    from .tracing_configurations import apply_options, configured_model
 
     leave_a_core_for_lanes()
     chosen = training_dtype(configuration, dtype)
-    twin = build_model(configuration, name, chosen)
-    need_bytes = sum(p.numel() * (p.element_size() + 12) for p in twin.parameters())
+    twin = configured_model(configuration, name, dtype, options)
+    need_bytes = sum(p.numel() * (p.element_size() + (12 if p.requires_grad else 0)) for p in twin.parameters())
     if need_bytes > host_memory_bytes():
         raise WorkloadError(
             f"{name} with its optimizer state needs about {format_bytes(need_bytes)} but this machine has "
@@ -276,6 +282,7 @@ def _real_model(configuration: dict[str, Any], name: str, dtype: str | None, see
         )
     torch.manual_seed(seed)
     model: nn.Module = build_model(configuration, name, chosen, device="cpu")
+    apply_options(model, options)
     return model
 
 

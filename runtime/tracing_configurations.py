@@ -58,10 +58,15 @@ def configured_model(
 ) -> nn.Module:
     """The model on the meta device, with what ``options`` add and freeze.  Raises WorkloadError."""
     model: nn.Module = build_model(configuration, name, training_dtype(configuration, dtype))
+    apply_options(model, options)
+    return model
+
+
+def apply_options(model: nn.Module, options: TrainingOptions) -> None:
+    """Add what ``options`` add to ``model`` and freeze what they freeze, in place.  Raises WorkloadError."""
     if options.lora is not None:
         add_lora(model, rank=options.lora.rank, targets=options.lora.targets)
     freeze(model, options.frozen)
-    return model
 
 
 def autocast_of(options: TrainingOptions) -> AbstractContextManager[Any]:

@@ -9,9 +9,12 @@ import pytest
 
 from protwin.shared.models import ModelList, model_names
 from protwin.shared.search_result import SearchResult
+from protwin.shared.workload import Workload
 from tests.cli.conftest import Protwin
 
 SMALL = ("--model", "gpt2", "--hardware", "rtx-3090", "--batch-size", "2", "--n-checkpoint", "12", "--n-persist", "2")
+
+CONFIGURATION = {"model_type": "gpt2", "n_layer": 3, "n_head": 2, "n_embd": 64, "vocab_size": 256, "n_positions": 64}
 
 
 @pytest.fixture
@@ -64,3 +67,22 @@ def test_impossible_training_gets_one_message(protwin_here: Protwin, options: tu
     assert result.returncode == 2
     assert message in result.stderr
     assert "Traceback" not in result.stderr
+
+
+@pytest.mark.slow
+def test_lora_from_trace_to_training(protwin_here: Protwin, work: Path) -> None:
+    (work / "config.json").write_text(json.dumps(CONFIGURATION))
+    options = ("--model", "config.json", "--lora-rank", "4", "--freeze", "transformer.h.0")
+    shape = ("--batch-size", "2", "--sequence-length", "16")
+    assert protwin_here("trace", *options, *shape, "--output", "workload.json").returncode == 0
+    workload = Workload.load(work / "workload.json")
+    trained = {parameter.name for parameter in workload.parameters if parameter.trainable}
+    assert trained
+    assert all("lora_" in name and not name.startswith("transformer.h.0.") for name in trained)
+    knobs = ("--chunk-bytes", "64KiB", "--n-persist", "0", "--hardware", "rtx-3090", "--output", "plan.json")
+    assert protwin_here("search", "--model", "workload.json", *knobs).returncode == 0
+    run = ("run", "--plan", "plan.json", "--workload", "workload.json", "--steps", "5")
+    assert "loss" in protwin_here(*run, *options).stdout
+    other = protwin_here(*run, "--model", "config.json")
+    assert other.returncode == 2
+    assert "traced from another model" in other.stderr
