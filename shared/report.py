@@ -18,8 +18,8 @@ from .report_stack import memory_stack
 from .report_svg import Figure, tag
 from .report_tables import alive_table, beyond_table, comparison_section, knob_table, traffic_table
 from .report_timeline import lane_charts, time_range_s
-from .report_words import ORIGIN_NAMES, format_error, format_share
-from .schedule import Schedule
+from .report_words import NO_VALUE, ORIGIN_NAMES, format_error, format_share
+from .schedule import Memory, Schedule
 from .search_result import BatchSearchResult, SearchResult
 from .timeline import check_schedule
 from .units import format_bytes, format_seconds
@@ -178,8 +178,9 @@ def _cards(
     if losses and (found := agreement(losses)) is not None:
         names = " and ".join(losses)
         cards.append(card(f"Losses, {names}", found.headline, escape(found.detail)))
-    if search is not None and len(cards) == 5:
-        cards.append(_search_card(plain_result(search)))
+    if len(cards) == 5:
+        # The sixth place: how sure the plan is the best, else what it asks of the host.
+        cards.append(_search_card(plain_result(search)) if search is not None else _host_card(measured or predicted))
     return card_grid(cards)
 
 
@@ -230,6 +231,13 @@ def _budget_card(record: Record, budget_bytes: int | None, plain_peak_bytes: int
 def _throughput_card(record: Record) -> str:
     label = f"Tokens per second, {ORIGIN_NAMES[record.origin]}"
     return card(label, f"{record.tokens_per_s:,.4g}", f"{record.num_tokens:,} tokens per iteration")
+
+
+def _host_card(record: Record) -> str:
+    host = record.host_memory
+    in_all = [f"{format_bytes(host.total_bytes)} of host memory in all"] if host is not None else []
+    figure = format_bytes(record.peak_pinned_bytes) if record.curve(Memory.PINNED_HOST) else NO_VALUE
+    return card(f"Pinned host memory, {ORIGIN_NAMES[record.origin]}", figure, *in_all)
 
 
 def _search_card(result: SearchResult) -> str:
