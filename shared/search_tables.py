@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from .report_words import format_share
-from .search_result import Certificate, PlanOutcome, SearchResult
+from .search_result import BatchSearchResult, Certificate, PlanOutcome, SearchResult
 from .tables import record_tables
 from .units import format_bytes, format_seconds
 
@@ -44,6 +44,23 @@ def search_tables(result: SearchResult) -> RenderableType:
     if len(result.pareto) > 1:
         parts += [Text(""), _outcome_table("Time against device memory", _spread(result.pareto), result)]
     return Group(*parts)
+
+
+def batch_tables(found: BatchSearchResult) -> RenderableType:
+    """The same for a search over the sizes of the micro-batch, and what became of each size."""
+    table = _plain_table(f"Micro-batches of a global batch of {found.global_batch_size:,}")
+    for heading in ("size", "number", "best\niteration", "at least", "plans", "simulated"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for choice in found.choices:
+        table.add_row(
+            str(choice.micro_batch_size),
+            str(choice.micro_batches),
+            "-" if choice.best_iteration_s is None else format_seconds(choice.best_iteration_s),
+            "-" if choice.shortest_possible_s is None else format_seconds(choice.shortest_possible_s),
+            f"{choice.num_candidates:,}",
+            str(choice.num_simulated),
+        )
+    return Group(search_tables(found.result), Text(""), table)
 
 
 def _spread(front: Sequence[PlanOutcome]) -> list[PlanOutcome]:
@@ -99,15 +116,7 @@ def _proof(result: SearchResult) -> str:
 
 
 def _outcome_table(title: str, outcomes: Sequence[PlanOutcome], result: SearchResult) -> Table:
-    table = Table(
-        title=Text(title, style="bold"),
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-        show_edge=False,
-        pad_edge=False,
-        padding=(0, 1),
-        header_style="dim",
-    )
+    table = _plain_table(title)
     for heading in _COLUMNS:
         table.add_column(heading, justify="right", no_wrap=True)
     for outcome in outcomes:
@@ -125,3 +134,15 @@ def _outcome_table(title: str, outcomes: Sequence[PlanOutcome], result: SearchRe
             str(plan.n_swap),
         )
     return table
+
+
+def _plain_table(title: str) -> Table:
+    return Table(
+        title=Text(title, style="bold"),
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        show_edge=False,
+        pad_edge=False,
+        padding=(0, 1),
+        header_style="dim",
+    )

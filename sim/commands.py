@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..shared.calibration import Calibration
+from ..shared.cli import report_interruption
 from ..shared.cli_options import (
     AutocastName,
     BatchSize,
@@ -43,15 +44,16 @@ from ..shared.progress import progress_bar
 from ..shared.record import Record
 from ..shared.report_options import PictureFolder, ReportPath, write_report
 from ..shared.schedule import Schedule
-from ..shared.search_result import SearchResult
+from ..shared.search_result import BatchSearchResult, SearchResult
 from ..shared.uncollected import uncollected
 from ..shared.units import format_bytes, parse_bytes
 from ..shared.workload import Workload
 from .hardware_commands import hardware
 from .search import search as search_plans
+from .search_options import AllowedSwaps, GlobalBatch, MaxGradientNorm, MicroBatches, check_batch
 from .simulator import simulate as simulate_plan
 from .space import LARGEST_KNOB, SearchSpace
-from .workload_source import resolve_workload
+from .workload_source import resolve_workload, saved_sizes
 
 if TYPE_CHECKING:
     from ..shared.report_page import Report
@@ -106,6 +108,10 @@ def search_command(
             "--n-checkpoint", min=0, max=LARGEST_KNOB, help="Allow this number of checkpointed blocks (repeatable)."
         ),
     ] = None,
+    n_swap: AllowedSwaps = None,
+    micro_batches: MicroBatches = None,
+    max_gradient_norm: MaxGradientNorm = None,
+    global_batch: GlobalBatch = None,
     output: OutputPath = None,
     report: ReportPath = None,
     pictures: PictureFolder = None,
@@ -115,8 +121,9 @@ def search_command(
     """Find the fastest plan that fits a model on a machine, without the machine.
 
     Prints the plan, its time by phase, its memory with what is alive at the peak, what each lane does, and what is
-    proven about every other plan.  --output writes the plan.
+    proven about every other plan.  --output writes the plan.  Ctrl-C ends the search with the best plan so far.
     """
+    check_batch(global_batch, batch_size, micro_batches)
     keep_apart(
         {"--output": output, "--report": report},
         {"--model": model, "--hardware": hardware, "--calibration": calibration},
@@ -130,36 +137,66 @@ def search_command(
         "n_buffer": n_buffer,
         "prefetch_depth": prefetch_depth,
         "n_checkpoint": n_checkpoint,
+        "n_swap": n_swap,
     }
     space = SearchSpace.model_validate({knob: tuple(values) for knob, values in allowed.items() if values})
-    workload = resolve_workload(
-        model,
-        batch_size=batch_size,
-        sequence_length=sequence_length,
-        dtype=dtype,
-        cache=None if no_cache else cache_folder(),
-        warn=warn,
-        options=options_of(lora_rank, lora_targets, frozen, autocast),
-    )
-    with progress_bar("searching") as on_progress:
-        result = search_plans(
-            workload,
-            machine,
-            factors,
-            device_budget_bytes=device_budget_bytes,
-            space=space,
-            on_progress=on_progress,
-        )
-    _warn_of_memory(result.prediction, machine)
-    if output is not None:
-        result.plan.save(output)
-    write_report(report, pictures, lambda: _search_report(result, workload))
-    if as_json:
-        typer.echo(result.to_json(), nl=False)
-    else:
-        from ..shared.search_tables import search_tables
 
-        show(search_tables(result))
+    def workload_at(size: int | None) -> Workload:
+        return resolve_workload(
+            model,
+            batch_size=size,
+            sequence_length=sequence_length,
+            dtype=dtype,
+            cache=None if no_cache else cache_folder(),
+            warn=warn,
+            options=options_of(lora_rank, lora_targets, frozen, autocast),
+        )
+
+    found: SearchResult | BatchSearchResult
+    with progress_bar("searching") as on_progress:
+        if global_batch is None:
+            workload = workload_at(batch_size)
+            result = found = search_plans(
+                workload,
+                machine,
+                factors,
+                device_budget_bytes=device_budget_bytes,
+                space=space,
+                micro_batches=micro_batches or 1,
+                max_gradient_norm=max_gradient_norm,
+                on_progress=on_progress,
+                keep_interrupted=True,
+            )
+        else:
+            from .batch_search import search_batches
+
+            found = search_batches(
+                workload_at,
+                global_batch,
+                machine,
+                factors,
+                micro_batch_sizes=saved_sizes(model, global_batch),
+                device_budget_bytes=device_budget_bytes,
+                space=space,
+                max_gradient_norm=max_gradient_norm,
+                on_progress=on_progress,
+                keep_interrupted=True,
+            )
+            result, workload = found.result, workload_at(found.micro_batch_size)
+    is_interrupted = result.certificate.is_interrupted
+    _warn_of_memory(result.prediction, machine)
+    if not is_interrupted:
+        if output is not None:
+            result.plan.save(output)
+        write_report(report, pictures, lambda: _search_report(result, workload))
+    if as_json:
+        typer.echo(found.to_json(), nl=False)
+    else:
+        from ..shared.search_tables import batch_tables, search_tables
+
+        show(search_tables(found) if isinstance(found, SearchResult) else batch_tables(found))
+    if is_interrupted:
+        raise typer.Exit(report_interruption())
 
 
 @simulate.command(

@@ -38,7 +38,8 @@ after the stretch's first forward and are awaited before its last backward.
 
 *Through the norm.*  Where the norm of all gradients is limited, CPU Adam takes the chunks in their order, after the
 norm, and that after all backwards.  So from the forward of any block with an update there are the compute tasks to the
-last backward, the norm, CPU Adam up to the block's chunk, and its gather.  The way through CPU Adam is not one then.
+last backward, with all gradients on their way; the norm; then CPU Adam up to the block's chunk, the gathers of what it
+has stepped, and the compute tasks that are left.  The way through CPU Adam is not one then.
 
 *Swapping.*  What swaps leaves after the forward of the first of its blocks, and is gone before the step d + 1 after the
 forward of the last of them.  It comes back after the end of the step d + 1 before the backward of that one, and is
@@ -107,7 +108,7 @@ class TimeBounds:
                 int(self._n_swap[modes[0]]),
             )
             cycle = _Cycle(rows, depths[is_cycle, None])
-            through_cpu = self._through_norm(rows) if self._rule.limits_norm else self._through_adam(cycle)
+            through_cpu = self._through_norm(cycle) if self._rule.limits_norm else self._through_adam(cycle)
             bound[is_cycle] = np.maximum(bound[is_cycle], np.maximum(through_cpu, self._through_compute(cycle)))
         bound *= _BOUND_FRAC
         return bound
@@ -200,22 +201,27 @@ class TimeBounds:
         bound: FloatArray = np.maximum(found, floated) + cycle.last_gathers_s
         return bound
 
-    def _through_norm(self, rows: WorkRows) -> FloatArray:
+    def _through_norm(self, cycle: _Cycle) -> FloatArray:
         """(R, K) the way through the norm: to a chunk that CPU Adam steps after it, and to its block's forward."""
-        sums = self._sums
-        norm_s = sums.norm_s[rows.row]
+        rows, sums = cycle.rows, self._sums
         begin = np.searchsorted(sums.stepped, rows.row)
         num_stepped = len(sums.stepped) - begin
         if not num_stepped.any():
             return np.zeros((len(rows.row), len(rows.columns)))
         cuts = begin + np.rint((np.maximum(num_stepped, 1) - 1) * np.linspace(0, 1, _NUM_CUTS)).astype(np.int64)
-        is_cut = num_stepped > 0
-        cuts = np.minimum(cuts, len(sums.stepped) - 1)
-        start = 1 + sums.stepped_block[cuts]
-        until_norm_s = rows.compute_s(start, np.full_like(start, sums.positions.device_adam))
-        adam_s = sums.stepped_until_s[cuts + 1] - sums.stepped_until_s[np.minimum(begin, len(sums.stepped) - 1)]
-        after_s = np.where(is_cut, norm_s + adam_s + sums.stepped_gather_s[cuts], 0.0)
-        bound: FloatArray = (until_norm_s * is_cut[..., None] + after_s[..., None]).max(axis=1)
+        cuts, begin = np.minimum(cuts, len(sums.stepped) - 1), np.minimum(begin, len(sums.stepped) - 1)
+        block = sums.stepped_block[cuts]
+        until_norm_s = rows.compute_s(1 + block, np.full_like(block, sums.positions.device_adam))
+        step = block + cycle.depth + 1
+        gathers_s = rows.passes_s(step) + cycle.gathers_again_s(step, np.zeros_like(block))
+        offloads_s = sums.positions.micro_batches * sums.offload_s[rows.row, -1]
+        first_s = self._weigh(until_norm_s, gathers_s, offloads_s, _NONE).max(axis=2)
+        adam_s = sums.stepped_until_s[cuts + 1] - sums.stepped_until_s[begin]
+        gathered_s = sums.stepped_gathered_s[cuts + 1] - sums.stepped_gathered_s[begin]
+        second_s = self._weigh(rows.iteration_s - until_norm_s, gathered_s, _NONE, adam_s).max(axis=2)
+        second_s = np.maximum(second_s, (adam_s + sums.stepped_gather_s[cuts])[..., None])
+        found_s = first_s + sums.norm_s[rows.row][..., None] + second_s
+        bound: FloatArray = np.where(num_stepped[..., None] > 0, found_s, 0.0).max(axis=1)
         return bound
 
     def _through_compute(self, cycle: _Cycle) -> FloatArray:

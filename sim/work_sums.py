@@ -85,6 +85,10 @@ class WorkSums:
         self.stepped = np.flatnonzero(table.is_stepped)
         self.stepped_block = table.first_block[self.stepped]
         self.stepped_gather_s = table.gather_s[self.stepped]
+        gathered_s = np.append(0.0, self.stepped_gather_s.cumsum())
+        # Where chunks do not follow the blocks, a later block's chunk may be stepped before an earlier one's.
+        in_order = bool((self.stepped_block[1:] >= self.stepped_block[:-1]).all())
+        self.stepped_gathered_s = gathered_s if in_order else np.zeros_like(gathered_s)
         self.stepped_until_s = np.append(0.0, table.cpu_adam_s[self.stepped].cumsum())
 
     def least(self, n_persist: IntArray, n_buffer: IntArray) -> FloatArray:

@@ -86,6 +86,22 @@ def resolve_family(model: str, *, dtype: str | None = None) -> WorkloadFamily | 
     return shipped_family(model, DType(dtype) if dtype is not None else published)
 
 
+def saved_sizes(model: str, global_batch: int) -> tuple[int, ...] | None:
+    """The one size that a saved workload's micro-batches have; None for models that have a workload at any size.
+
+    Raises WorkloadError if it does not divide ``global_batch``.
+    """
+    saved = _saved_workload(model)
+    if saved is None:
+        return None
+    if global_batch % saved.num_samples:
+        raise WorkloadError(
+            f"{model} is a workload of {saved.num_samples} samples, which do not divide the global batch of "
+            f"{global_batch}. Choose a multiple of {saved.num_samples}, or name the model that it was traced from."
+        )
+    return (saved.num_samples,)
+
+
 def _traced(request: TraceRequest, cache: Path | None, warn: Warn) -> Workload:
     """The workload from the cache, else from a trace, which is then kept."""
     if cache is None:

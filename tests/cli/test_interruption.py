@@ -99,12 +99,31 @@ def files_below(folder: Path) -> set[Path]:
     return {path for path in folder.parent.rglob("*") if path.is_file()}
 
 
-def test_in_the_middle_of_a_search(work: Path, environment: dict[str, str]) -> None:
+SEARCH = ("search", "--model=workload.json", "--hardware=rtx-3090", "--output=out/plan.json")
+
+
+def test_before_a_search_has_found_anything(work: Path, environment: dict[str, str]) -> None:
     decoder().save(work / "workload.json")
     before = files_below(work)
-    arguments = ("search", "--model=workload.json", "--hardware=rtx-3090", "--output=out/plan.json")
-    result = interrupted(work, environment, arguments, module="protwin.sim.commands")
+    result = interrupted(work, environment, SEARCH, module="protwin.sim.commands", after=-1)
     assert_nothing_is_left(result, work, before)
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_in_the_middle_of_a_search(work: Path, environment: dict[str, str], as_json: bool) -> None:
+    """The best plan so far is shown, says that it is not certified, and is not written."""
+    decoder().save(work / "workload.json")
+    before = files_below(work)
+    arguments = (*SEARCH, *(("--json",) if as_json else ()))
+    result = interrupted(work, environment, arguments, module="protwin.sim.commands")
+    assert (result.returncode, result.stderr) == (130, "interrupted\n")
+    assert files_below(work) == before
+    if as_json:
+        certificate = json.loads(result.stdout)["certificate"]
+        assert certificate["is_interrupted"]
+        assert certificate["num_simulated"] > 0
+    else:
+        assert "interrupted: this is the best plan so far, and it is not certified" in " ".join(result.stdout.split())
 
 
 @pytest.mark.slow
