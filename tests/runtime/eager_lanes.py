@@ -92,7 +92,7 @@ def settled_lanes(training: Training) -> Iterator[None]:
     begin_task = metering.begin_task
 
     def begin_settled(task: Task) -> None:
-        _wait(training)
+        settle(training)
         begin_task(task)
 
     metering.begin_task = begin_settled  # type: ignore[method-assign]
@@ -102,7 +102,7 @@ def settled_lanes(training: Training) -> Iterator[None]:
         metering.begin_task = begin_task  # type: ignore[method-assign]
 
 
-def _wait(training: Training) -> None:
+def settle(training: Training) -> None:
     """Wait for the task at hand of every lane, as long as it waits for nobody but other lanes."""
     lanes, iteration = training._lanes, training._compute.iteration
     is_moving = True

@@ -19,6 +19,7 @@ from protwin.runtime import CpuDevice, CpuOutOfMemoryError, Training, carry_out
 from protwin.runtime.lane_tasks import LaneTasks
 from protwin.shared.plan import Plan
 from protwin.shared.schedule import Lane, Task, TaskId, TaskKind
+from tests.runtime.eager_lanes import settle
 from tests.runtime.models import SEED, Case
 from tests.runtime.test_life_cycle import check_ordinary, ordinary_facts
 from tests.runtime.watchdog import ends_in_time
@@ -81,6 +82,9 @@ def _failing_compute(training: Training, iteration: int, task_id: TaskId, *, at_
         is_meant = (training._compute.iteration, task.id) == (iteration, task_id)
         if is_meant and not at_allocation:
             raise CpuOutOfMemoryError(MESSAGE)
+        if is_meant:
+            # Or what a lane gives back meanwhile would make room.
+            settle(training)
         ledger.budget_bytes = ledger.level_bytes if is_meant else None
 
     metering.begin_task = begin  # type: ignore[method-assign]
