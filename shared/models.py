@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Final, Self
 
 from pydantic import PositiveInt
 
@@ -14,6 +14,9 @@ from .model_check import check_model_configuration
 from .model_size import num_parameters_of
 from .nearest import did_you_mean
 from .workload import DType
+
+_OTHER_NAMES: Final = {"llama-3-405b": "llama-3.1-405b"}
+"""What models are called besides; Llama 3 had its largest model with release 3.1."""
 
 
 class ModelConfiguration(Document):
@@ -76,14 +79,21 @@ def model_names() -> tuple[str, ...]:
     return model_file_names()
 
 
+def known_model(name: str) -> str | None:
+    """The catalogue's name of the model called ``name``, which may be another usual name of it; None if it has none."""
+    name = _OTHER_NAMES.get(name, name)
+    return name if name in model_names() else None
+
+
 def model_configuration(name: str) -> ModelConfiguration:
     """The catalogue's configuration of ``name``.  Raises CatalogueError, with the nearest names, if there is none."""
-    if name not in model_names():
+    known = known_model(name)
+    if known is None:
         raise CatalogueError(
             f"there is no model {name!r} in the catalogue. {did_you_mean(name, model_names())} "
             f"For a model of your own, pass the path of its config.json (Hugging Face form)."
         )
-    return ModelConfiguration.from_mapping(read_model_file(name), origin=f"catalogue entry {name}")
+    return ModelConfiguration.from_mapping(read_model_file(known), origin=f"catalogue entry {known}")
 
 
 def read_model_configuration(path: str | Path) -> ModelConfiguration:
@@ -115,7 +125,7 @@ def load_model_configuration(name_or_path: str | Path) -> ModelConfiguration:
     Raises CatalogueError if it is neither a known name nor a file, FileError if the file describes no model.
     """
     name = str(name_or_path)
-    if name in model_names():
+    if known_model(name) is not None:
         return model_configuration(name)
     path = Path(name_or_path)
     if name.strip() and (path.exists() or path.suffix == ".json"):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 from ..shared.errors import FileError, WorkloadError
 from ..shared.extensions import extension
 from ..shared.files import read_mapping
-from ..shared.models import ModelConfiguration, load_model_configuration, model_names
+from ..shared.models import ModelConfiguration, known_model, load_model_configuration
 from ..shared.progress import progress_bar
 from ..shared.training_options import FULL_TRAINING, TrainingOptions
 from ..shared.workload import DType, Workload
@@ -64,7 +64,7 @@ def resolve_workload(
             f"--batch-size {batch_size or 1} --sequence-length {sequence_length or 2048}."
         )
     request = TraceRequest(described.config, described.name, batch_size, sequence_length, dtype, options)
-    if model in model_names():
+    if known_model(model) is not None:
         found = _shipped(described, request, warn)
         if found is not None:
             return found
@@ -80,10 +80,11 @@ def resolve_family(model: str, *, dtype: str | None = None) -> WorkloadFamily | 
 
     if dtype is not None and dtype not in _TRAINABLE:
         raise WorkloadError(f"dtype {dtype!r} cannot be trained; use {', '.join(_TRAINABLE)}.")
-    if model not in model_names():
+    known = known_model(model)
+    if known is None:
         return None
-    published = load_model_configuration(model).dtype or DType.FLOAT32
-    return shipped_family(model, DType(dtype) if dtype is not None else published)
+    published = load_model_configuration(known).dtype or DType.FLOAT32
+    return shipped_family(known, DType(dtype) if dtype is not None else published)
 
 
 def saved_sizes(model: str, global_batch: int) -> tuple[int, ...] | None:
@@ -141,7 +142,7 @@ def _has_sequence(described: ModelConfiguration) -> bool:
 
 def _saved_workload(model: str) -> Workload | None:
     """The workload in the file ``model``; None if that is a catalogue name, no file, or a file of something else."""
-    if model in model_names() or not Path(model).is_file():
+    if known_model(model) is not None or not Path(model).is_file():
         return None
     content = read_mapping(model)
     return Workload.from_mapping(content, origin=model) if content.get("kind") == Workload.KIND else None

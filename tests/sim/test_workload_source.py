@@ -14,7 +14,7 @@ from protwin.shared.plan import Plan
 from protwin.shared.training_options import FULL_TRAINING, LoraOptions, TrainingOptions
 from protwin.shared.workload import DType, Workload
 from protwin.sim import workload_source
-from protwin.sim.workload_source import resolve_workload
+from protwin.sim.workload_source import resolve_family, resolve_workload
 from tests.shared.laid_out import decoder_workload
 
 CONFIGURATION = {"model_type": "gpt2", "n_layer": 2, "n_head": 2, "n_embd": 64, "vocab_size": 128, "n_positions": 64}
@@ -195,6 +195,15 @@ def test_a_name_of_the_catalogue_goes_before_a_file(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "gpt2").write_text("a file that happens to be called so")
     assert ask("gpt2").model_name == "gpt2"
+
+
+def test_another_usual_name_means_the_same_model(ask: Ask, tracer: Tracer, warnings: list[str]) -> None:
+    found = ask("llama-3-405b")
+    assert found == ask("llama-3.1-405b")
+    assert found.num_parameters == 405_853_388_800
+    assert resolve_family("llama-3-405b", dtype="float16") == resolve_family("llama-3.1-405b", dtype="float16")
+    assert resolve_family("no-such-model") is None
+    assert (tracer.asked, warnings) == ([], [])
 
 
 def test_a_saved_workload_is_trained_as_it_was_traced(ask: Ask, tmp_path: Path) -> None:
