@@ -182,17 +182,18 @@ def _all_on_device(row: str, scenarios: Sequence[_Scenario]) -> list[Prediction]
 
 def _data_parallel(row: str, scenarios: Sequence[_Scenario]) -> list[Prediction]:
     """As on one device, and after backward a ring's all-reduce of the adapters' gradients, which nothing hides."""
-    seconds, peaks = [], []
+    seconds: list[float] = []
+    peaks: list[Record] = []
     for scenario in scenarios:
         workload = scenario.workload
         gradient_bytes = sum(parameter.size_bytes for parameter in workload.parameters if parameter.trainable)
         record = simulate(plan_on_device(workload), workload, scenario.hardware)
         seconds.append(record.iteration_s + all_reduce_s(gradient_bytes, scenario.hardware, NUM_RANKS))
-        peaks.append(record.peak_device_bytes + gradient_bytes)
+        peaks.append(record)
     how = "one device, a ring's all-reduce after backward, and the bucket that it reduces"
     found = [Prediction.of(row, DATA_PARALLEL, Quantity.ITERATION, seconds, how=how)]
     if measured(row, DATA_PARALLEL, Quantity.DEVICE_PEAK):
-        found.append(Prediction.of(row, DATA_PARALLEL, Quantity.DEVICE_PEAK, peaks, how=how))
+        found.append(_peaks(row, DATA_PARALLEL, peaks, how=how, more_bytes=gradient_bytes))
     return found
 
 
@@ -220,10 +221,29 @@ def _seconds(row: str, case: str, records: Sequence[Record], *, how: str, varian
 
 
 def _peaks(
-    row: str, case: str, records: Sequence[Record], *, how: str, variant: str = "", is_given: bool = False
+    row: str,
+    case: str,
+    records: Sequence[Record],
+    *,
+    how: str,
+    more_bytes: int = 0,
+    variant: str = "",
+    is_given: bool = False,
 ) -> Prediction:
-    sizes = [record.peak_device_bytes for record in records]
-    return Prediction.of(row, case, Quantity.DEVICE_PEAK, sizes, how=how, variant=variant, is_given=is_given)
+    """What is allocated at the peak; the range reaches to what the allocator reserves at most."""
+    allocated = [record.peak_device_bytes + more_bytes for record in records]
+    reserved = [record.device_reserved.at_most_bytes + more_bytes for record in records if record.device_reserved]
+    return Prediction(
+        row=row,
+        case=case,
+        quantity=Quantity.DEVICE_PEAK,
+        variant=variant,
+        low=min(allocated),
+        likely=allocated[1],
+        high=max(allocated + reserved),
+        how=how,
+        is_given=is_given,
+    )
 
 
 def _pinned(
