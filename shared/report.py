@@ -26,6 +26,9 @@ from .units import format_bytes, format_seconds
 
 _ONE_ITERATION: Final = "One iteration of the steady state. What runs past its end overlaps with the next one."
 
+_SMALLEST_SHOWN_FRAC: Final = 0.0005
+"""What is below it would be shown as 0.0 %."""
+
 
 def html_report(
     *,
@@ -230,7 +233,8 @@ def _budget_card(record: Record, budget_bytes: int | None, plain_peak_bytes: int
 
 def _throughput_card(record: Record) -> str:
     label = f"Tokens per second, {ORIGIN_NAMES[record.origin]}"
-    return card(label, f"{record.tokens_per_s:,.4g}", f"{record.num_tokens:,} tokens per iteration")
+    figure = f"{record.tokens_per_s:,.0f}" if record.tokens_per_s >= 1000 else f"{record.tokens_per_s:.4g}"
+    return card(label, figure, f"{record.num_tokens:,} tokens per iteration")
 
 
 def _host_card(record: Record) -> str:
@@ -247,6 +251,8 @@ def _search_card(result: SearchResult) -> str:
         proof = "the search was ended early: nothing is proven of the rest"
     elif result.gap_frac == 0:
         proof = "none of them is faster"
+    elif result.gap_frac < _SMALLEST_SHOWN_FRAC:
+        proof = f"none of them is faster by {format_share(2 * _SMALLEST_SHOWN_FRAC)}"
     else:
         proof = f"none of them is more than {format_share(result.gap_frac)} faster"
     return card("Plans in the space", f"{certificate.num_candidates:,}", escape(proof))

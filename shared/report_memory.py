@@ -223,14 +223,16 @@ def thinned(times_s: Sequence[float], levels: Sequence[int], per_px: float) -> l
 def _limit_lines(limits: Sequence[Limit], upwards: Scale) -> str:
     """The limits, each named above its line; those far above the drawing are named at its upper edge."""
     heights = [upwards(min(limit.size_bytes, upwards.high)) for limit in limits]
-    drawn = []
-    for limit, y, label_y in zip(limits, heights, spread(heights, gap=16.0), strict=True):
+    # Names make room upwards: moved down, one would lie on its own line.  They lie upon the lines of the others.
+    label_ys = [-label_y for label_y in spread([-y for y in heights], gap=16.0)]
+    lines, names = [], []
+    for limit, y, label_y in zip(limits, heights, label_ys, strict=True):
         is_far = limit.size_bytes > upwards.high
         if not is_far:
-            drawn.append(line(LEFT_PX, y, RIGHT_PX, y, limit.line_class))
+            lines.append(line(LEFT_PX, y, RIGHT_PX, y, limit.line_class))
         words = f"{limit.words}{' ↑' if is_far else ''}"
-        drawn.append(text(RIGHT_PX, label_y - 9, words, anchor="end", class_=f"halo {limit.text_class or ''}".strip()))
-    return "".join(drawn)
+        names.append(text(RIGHT_PX, label_y - 9, words, anchor="end", class_=f"halo {limit.text_class or ''}".strip()))
+    return "".join([*lines, *names])
 
 
 # -- what was alive at the peak --------------------------------------------------------------------------------------

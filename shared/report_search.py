@@ -129,7 +129,8 @@ _MOST_ROWS: Final = 10
 def front_chart(result: SearchResult) -> Figure | None:
     """Iteration time of the front's plans against their guaranteed peak; None if it is a single plan.
 
-    Nothing between two of its plans is faster and needs less, so that it is drawn as a staircase.
+    It is drawn as a staircase: for every size, the fastest of the plans that are at most as large.  The plan itself
+    counts too: the front leaves out plans that save little memory beside a faster one or an equal one.
     """
     if len(result.pareto) < 2:
         return None
@@ -146,7 +147,7 @@ def front_chart(result: SearchResult) -> Figure | None:
     margin_s = 0.08 * (high_s - low_s) or 0.05 * high_s
     upwards = Scale(max(0.0, low_s - 2 * margin_s), high_s + margin_s, _FRONT_BOTTOM, _FRONT_TOP)
     drawn = [_front_axes(across, upwards)]
-    stairs = sorted(points)
+    stairs = lower_envelope([*points, own])
     path = f"M{px(across(stairs[0][0]))} {px(_FRONT_TOP)}V{px(upwards(stairs[0][1]))}"
     path += "".join(f"H{px(across(x))}V{px(upwards(y))}" for x, y in stairs[1:])
     drawn.append(tag("path", d=f"{path}H{px(_RIGHT)}", class_="front"))
@@ -169,13 +170,22 @@ def front_chart(result: SearchResult) -> Figure | None:
         drawing="".join(drawn),
         label=f"Iteration time against device memory: {len(points)} plans, none of which is slower and larger than "
         f"another",
-        caption=("The price of memory", ": the fastest plan that was found for every size. The axes begin above 0."),
+        caption=("The price of memory", ": the fastest plan that was found for every size. Axes begin above 0."),
         legend=(
             (_diamond(12, 6, 5.5), "the plan"),
             (tag("circle", cx=12.0, cy=6.0, r=4.0, class_="dot"), "simulated"),
             (tag("circle", cx=12.0, cy=6.0, r=4.0, class_="ring stroke-blue"), "replayed by the same rules"),
         ),
     )
+
+
+def lower_envelope(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
+    """Of plans as (bytes, seconds) those that no other one equals or beats in both, ascending in bytes."""
+    kept: list[tuple[int, float]] = []
+    for point in sorted(points):
+        if not kept or point[1] < kept[-1][1]:
+            kept.append(point)
+    return kept
 
 
 def _front_axes(across: Scale, upwards: Scale) -> str:

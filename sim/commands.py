@@ -188,7 +188,7 @@ def search_command(
     if not is_interrupted:
         if output is not None:
             result.plan.save(output)
-        write_report(report, pictures, lambda: _search_report(result, workload))
+        write_report(report, pictures, lambda: _search_report(found, workload))
     if as_json:
         typer.echo(found.to_json(), nl=False)
     else:
@@ -288,15 +288,16 @@ def _check_budget(budget_bytes: int | None, machine: Hardware) -> None:
         )
 
 
-def _search_report(result: SearchResult, workload: Workload) -> Report:
+def _search_report(found: SearchResult | BatchSearchResult, workload: Workload) -> Report:
     from ..shared.report import report
 
+    result = found if isinstance(found, SearchResult) else found.result
     return report(
         title=f"{result.model_name} on {result.hardware_name}: the plan that was found",
         predicted=result.prediction,
         budget_bytes=result.device_budget_bytes,
         schedule=compile_schedule(result.plan, workload),
-        search=result,
+        search=found,
     )
 
 

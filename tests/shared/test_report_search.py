@@ -6,10 +6,20 @@ import re
 from itertools import pairwise
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from protwin.shared.errors import ProtwinError
 from protwin.shared.report import html_report, report
-from protwin.shared.report_search import evenly, front_chart, funnel_chart, funnel_steps, outcome_table, search_sections
+from protwin.shared.report_search import (
+    evenly,
+    front_chart,
+    funnel_chart,
+    funnel_steps,
+    lower_envelope,
+    outcome_table,
+    search_sections,
+)
 from protwin.shared.search_result import BatchChoice, BatchSearchResult, Certificate, PlanOutcome, SearchResult
 from protwin.shared.units import format_bytes, format_seconds
 from tests.shared.laid_out import MIB, LaidOut, laid_out
@@ -75,11 +85,14 @@ def test_the_page_tells_what_became_of_every_plan(example: LaidOut) -> None:
     [
         ({}, "none of them is more than 1.0 % faster"),
         ({"best_unsimulated_bound_s": None}, "none of them is faster"),
+        ({"best_unsimulated_bound_s": "just below"}, "none of them is faster by 0.1 %"),
         ({"num_undecided": 7, "num_candidates": 50_007}, "nothing is proven of the rest"),
     ],
 )
-def test_the_headline_says_what_is_proven(example: LaidOut, changes: dict[str, int | None], words: str) -> None:
+def test_the_headline_says_what_is_proven(example: LaidOut, changes: dict[str, object], words: str) -> None:
     result = result_of(example)
+    if changes.get("best_unsimulated_bound_s") == "just below":
+        changes = {"best_unsimulated_bound_s": example.predicted.iteration_s * (1 - 1e-4)}
     result = result.model_copy(update={"certificate": result.certificate.model_copy(update=changes)})
     page = parse(html_report(title="t", predicted=example.predicted, search=result, budget_bytes=2**30))
     (found,) = [
@@ -128,6 +141,15 @@ def test_the_front_is_that_of_the_result(example: LaidOut) -> None:
     own = f"{format_bytes(prediction.guaranteed_peak_device_bytes)}, {format_seconds(prediction.iteration_s)}"
     assert f"the plan: {own}" in figure.drawing
     assert f"budget {format_bytes(result.device_budget_bytes)}" in figure.drawing
+
+
+@given(st.lists(st.tuples(st.integers(1, 9), st.sampled_from((1.0, 2.0, 3.0, 4.0))), min_size=1, max_size=12))
+def test_the_staircase_is_the_fastest_for_every_size(points: list[tuple[int, float]]) -> None:
+    stairs = lower_envelope(points)
+    for size in range(1, 10):
+        within = [time for need, time in points if need <= size]
+        on_stairs = [time for need, time in stairs if need <= size]
+        assert min(within, default=None) == (on_stairs[-1] if on_stairs else None)
 
 
 def test_a_front_of_one_plan_is_not_drawn(example: LaidOut) -> None:
