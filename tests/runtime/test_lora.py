@@ -11,11 +11,15 @@ import torch
 from protwin.runtime import carry_out, trace
 from protwin.runtime.freezing import freeze
 from protwin.runtime.lora import LowRankLinear, add_lora
+from protwin.runtime.tracing_configurations import workload_of_configuration
 from protwin.shared.errors import WorkloadError
 from protwin.shared.layout import build_layout
 from protwin.shared.plan import Plan
-from protwin.shared.workload import Workload
+from protwin.shared.training_options import TrainingOptions
+from protwin.shared.workload import DType, Workload
 from tests.runtime.models import adamw, gpt2, llama, snapshot, token_batches
+
+CONFIGURATION = {"model_type": "gpt2", "n_layer": 1, "n_head": 2, "n_embd": 64, "vocab_size": 256, "n_positions": 64}
 
 
 def traced(model: torch.nn.Module) -> Workload:
@@ -163,3 +167,25 @@ def test_adapted_models_follow_a_plan_bit_for_bit() -> None:
     state_bytes = sum(chunk.state_bytes for chunk in layout.chunks)
     full = build_layout(traced(llama()).parameters, num_blocks=workload.num_blocks, chunk_bytes=8_000)
     assert state_bytes < sum(chunk.state_bytes for chunk in full.chunks) / 4
+
+
+def test_autocast_computes_in_another_type_than_it_trains() -> None:
+    """Parameters, their gradients and so the masters stay as they are; products and what they save are narrower."""
+    plain, cast = (
+        workload_of_configuration(
+            CONFIGURATION, name="x", batch_size=2, sequence_length=8, dtype="float32", options=options
+        )
+        for options in (TrainingOptions(), TrainingOptions(autocast=DType.BFLOAT16))
+    )
+    assert cast.identity == plain.identity
+    assert {parameter.dtype for parameter in cast.parameters} == {DType.FLOAT32}
+    types = [
+        {op.dtype for op in w.profile_of(0).forward.operations if op.name in ("mm", "addmm")} for w in (plain, cast)
+    ]
+    assert types == [{DType.FLOAT32}, {DType.BFLOAT16}]
+    gradients = [w.profile_of(0).backward.gradient_bytes for w in (plain, cast)]
+    assert gradients[0] == gradients[1] > 0
+    with pytest.raises(WorkloadError, match="autocast to float64 is not known"):
+        workload_of_configuration(
+            CONFIGURATION, name="x", batch_size=1, sequence_length=8, options=TrainingOptions(autocast=DType.FLOAT64)
+        )
