@@ -42,6 +42,7 @@ _WHENCE: Final = {
     "plan": "`protwin search --output` writes it; `simulate` and `run` read it. People may write it too, as TOML.",
     "record": "`protwin simulate --json` and `protwin run --json` print it, `--output` writes it; `compare` reads two.",
     "search_result": "`protwin search --json` prints it.",
+    "batch_search_result": "`protwin search --global-batch --json` prints it.",
     "comparison": "`protwin compare --json` prints it, `--output` writes it.",
     "calibration": "`protwin calibrate --json` prints it, `--output` writes it; `search` and `simulate` read it.",
     "workload": "`protwin trace --output` writes it; `search`, `simulate` and `run` read it.",
@@ -94,6 +95,7 @@ standard error, no document), 130 after Ctrl-C.
 - **Documents** are objects that begin with `kind` and `schema_version`. A release reads the versions that it names
   below and refuses others with the reason. A field that is renamed, removed or given another meaning raises the
   version; a field that is added with a default does not, so programs should ignore what they do not know.
+- A document within another, as the plan of a record, has its fields alone, without `kind` and `schema_version`.
 - **Quantities** carry their unit at the end of their name: `_s` seconds, `_bytes` bytes, `_flops` floating-point
   operations, `_bytes_per_s`, `_flop_per_s`, `_frac` a fraction of 1. `num_` is a count. Numbers are finite.
 - **Enumerations** are written by name. `null` is what is not known or does not apply; the meaning says which.
@@ -108,6 +110,10 @@ Event Format of Chrome, for Perfetto: microseconds, one process per record, one 
 are its `task`, `kind`, `chunk` or `section` and `duration_s`, and where the schedule is at hand also `moved_bytes`,
 `allocated_bytes`, `freed_bytes`, `waits_for` and `waits_for_previous_iteration`.
 """
+
+
+_KINDS: Final[dict[str, str]] = {}
+"""The kinds of documents by the names of their classes; ``page`` fills it in."""
 
 
 def main() -> None:
@@ -130,6 +136,7 @@ def documents() -> list[type[Document]]:
 def page() -> str:
     """The page as text."""
     kinds = documents()
+    _KINDS.update({document.__name__: document.KIND for document in kinds})
     parts = [_HEAD, "## Kinds of documents\n", "| kind | version | |\n| --- | --- | --- |"]
     for document in kinds:
         whence = _WHENCE.get(document.KIND, _first_sentence(document))
@@ -181,7 +188,8 @@ def _table(model: type[BaseModel]) -> str:
 def _type(described: dict[str, Any]) -> str:
     """A JSON type in words; what is defined on the page is a link."""
     if "$ref" in described:
-        return f"[{described['$ref']}](#{_anchor(described['$ref'])})"
+        name = _KINDS.get(described["$ref"], described["$ref"])
+        return f"[{name}](#{_anchor(name)})"
     if "anyOf" in described:
         return " or ".join(dict.fromkeys(_type(one) for one in described["anyOf"]))
     if "allOf" in described:
@@ -219,6 +227,8 @@ def _collect(model: type[BaseModel], models: dict[str, type[BaseModel]], enums: 
     """Add every model and enumeration that the fields of ``model`` name, at any depth."""
     for field in model.model_fields.values():
         for found in _classes(field.annotation):
+            if issubclass(found, Document):
+                continue  # it has a section of its own
             if issubclass(found, BaseModel) and found.__name__ not in models:
                 models[found.__name__] = found
                 _collect(found, models, enums)

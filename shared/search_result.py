@@ -39,6 +39,7 @@ class Certificate(FrozenModel):
     num_bounded_by_time: NonNegativeInt
     """Left out since a lower bound of their iteration time is too high to win."""
     num_simulated: PositiveInt
+    """Run by the simulator."""
     num_infeasible_simulated: NonNegativeInt
     """Compiled, but the guaranteed peak exceeded the budget although its lower bound did not."""
     num_undecided: NonNegativeInt = 0
@@ -50,6 +51,7 @@ class Certificate(FrozenModel):
     best_unsimulated_bound_s: NonNegativeFloat | None
     """No decided plan that fits and was not simulated has a shorter iteration; None if all of these were simulated."""
     tolerance_frac: NonNegativeFloat
+    """Plans that are slower than the fastest by less count as equals, of which the simplest is chosen."""
 
     @property
     def is_certified(self) -> bool:
