@@ -9,8 +9,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-import torch
-
 from ..shared.errors import InfeasibleError
 from ..shared.hardware import Hardware
 from ..shared.layout import build_layout
@@ -74,8 +72,8 @@ class _Scenario:
 def _scenarios(machines: Range, configuration: dict[str, Any], name: str, batch_size: int) -> list[_Scenario]:
     """Favourable, likely and unfavourable; adapters in the base's element type are the favourable reading."""
     narrow, wide = (
-        adapted_workload(configuration, name, batch_size=batch_size, sequence_length=256, adapter_dtype=dtype)
-        for dtype in (torch.float16, torch.float32)
+        adapted_workload(configuration, name, batch_size=batch_size, sequence_length=256, wide_adapters=wide_adapters)
+        for wide_adapters in (False, True)
     )
     return [
         _Scenario(workload, hardware) for workload, hardware in zip((narrow, wide, wide), machines.all, strict=True)

@@ -9,30 +9,32 @@ import torch
 from torch import nn
 
 from ..runtime.configurations import build_model, quiet
+from ..runtime.lora import add_lora
 from ..runtime.tracing import trace
 from ..shared.workload import Block, Workload
 
 ADAPTED: Final = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
-class AdaptedLinear(nn.Module):
+class WideAdapter(nn.Module):
     """A frozen linear map with a trainable one of low rank beside it: x W + (x A) B * scale (arXiv 2106.09685).
 
-    Where the adapter's weights are float32, its input and the sum are cast: PEFT makes them so beside a base in 16 bit
-    unless it is told otherwise (its option ``autocast_adapter_dtype``).
+    The adapter's weights are float32, and its input and the sum are cast: PEFT makes it so beside a base in 16 bit
+    unless it is told otherwise (its option ``autocast_adapter_dtype``).  ``runtime/lora.py`` has adapters of their
+    base's element type.
     """
 
-    def __init__(self, base: nn.Linear, rank: int, scale: float, dtype: torch.dtype) -> None:
+    def __init__(self, base: nn.Linear, rank: int, scale: float) -> None:
         super().__init__()
         self.base = base.requires_grad_(False)
-        self.down = nn.Linear(base.in_features, rank, bias=False, device=base.weight.device, dtype=dtype)
-        self.up = nn.Linear(rank, base.out_features, bias=False, device=base.weight.device, dtype=dtype)
+        self.down = nn.Linear(base.in_features, rank, bias=False, device=base.weight.device, dtype=torch.float32)
+        self.up = nn.Linear(rank, base.out_features, bias=False, device=base.weight.device, dtype=torch.float32)
         self.scale = scale
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """The adapted map of ``x``."""
         plain: torch.Tensor = self.base(x)
-        adapted: torch.Tensor = plain + self.up(self.down(x.to(self.down.weight.dtype))) * self.scale
+        adapted: torch.Tensor = plain + self.up(self.down(x.to(torch.float32))) * self.scale
         return adapted.to(plain.dtype)
 
 
@@ -43,16 +45,22 @@ def adapted_workload(
     batch_size: int,
     sequence_length: int,
     rank: int = 8,
-    adapter_dtype: torch.dtype = torch.float32,
+    wide_adapters: bool = True,
 ) -> Workload:
-    """LoRA training of a Llama in float16 with adapters on the attention's four maps, everything else frozen."""
+    """LoRA training of a Llama in float16 with adapters on the attention's four maps, everything else frozen.
+
+    ``wide_adapters``: in float32 (``WideAdapter``), otherwise in float16.
+    """
     model = build_model(configuration, name, torch.float16)
-    model.requires_grad_(False)
-    for module in list(model.modules()):
-        for child in ADAPTED:
-            base = getattr(module, child, None)
-            if isinstance(base, nn.Linear):
-                setattr(module, child, AdaptedLinear(base, rank, scale=2.0, dtype=adapter_dtype))
+    if wide_adapters:
+        model.requires_grad_(False)
+        for module in list(model.modules()):
+            for child in ADAPTED:
+                base = getattr(module, child, None)
+                if isinstance(base, nn.Linear):
+                    setattr(module, child, WideAdapter(base, rank, scale=2.0))
+    else:
+        add_lora(model, rank=rank, targets=ADAPTED)
     return _traced(model, name, batch_size, sequence_length)
 
 

@@ -38,7 +38,7 @@ from protwin.calibration.published_rows import (
     Measurement,
     Quantity,
 )
-from protwin.calibration.published_workloads import AdaptedLinear, adapted_workload, dense_workload, llama, with_depth
+from protwin.calibration.published_workloads import WideAdapter, adapted_workload, dense_workload, llama, with_depth
 from protwin.shared.workload import Workload
 from protwin.sim.costs import copy_time_s
 from protwin.sim.simulator import simulate
@@ -128,6 +128,9 @@ def test_adapters_alone_are_trained(adapted: Workload) -> None:
     assert sum(parameter.num_elements for parameter in trained) == 4 * 4 * 2 * 32 * 4
     assert {str(parameter.dtype) for parameter in trained} == {"float32"}
     assert {str(parameter.dtype) for parameter in adapted.parameters if not parameter.trainable} == {"float16"}
+    narrow = adapted_workload(TINY, "tiny", batch_size=2, sequence_length=8, rank=4, wide_adapters=False)
+    assert {str(parameter.dtype) for parameter in narrow.parameters} == {"float16"}
+    assert narrow.num_parameters == adapted.num_parameters
     record = simulate(plan_on_device(adapted), adapted, four_rank_machine().likely)
     assert record.num_gathers == record.num_cpu_adam_steps == 0
 
@@ -135,7 +138,7 @@ def test_adapters_alone_are_trained(adapted: Workload) -> None:
 def test_an_adapted_map_is_the_sum_of_both() -> None:
     torch.manual_seed(0)
     base = torch.nn.Linear(5, 3)
-    adapted = AdaptedLinear(base, 2, scale=0.5, dtype=torch.float32)
+    adapted = WideAdapter(base, 2, scale=0.5)
     x = torch.randn(4, 5)
     expected = x @ base.weight.T + base.bias + 0.5 * (x @ adapted.down.weight.T @ adapted.up.weight.T)
     torch.testing.assert_close(adapted(x), expected)
