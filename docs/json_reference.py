@@ -11,6 +11,7 @@ import re
 import textwrap
 from collections.abc import Iterator
 from enum import StrEnum
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
@@ -112,10 +113,6 @@ are its `task`, `kind`, `chunk` or `section` and `duration_s`, and where the sch
 """
 
 
-_KINDS: Final[dict[str, str]] = {}
-"""The kinds of documents by the names of their classes; ``page`` fills it in."""
-
-
 def main() -> None:
     """Write the page."""
     PAGE.write_text(page(), encoding="utf-8")
@@ -133,10 +130,14 @@ def documents() -> list[type[Document]]:
     return sorted(found, key=lambda document: document.KIND)
 
 
+@cache
+def _kind_of_class() -> dict[str, str]:
+    return {document.__name__: document.KIND for document in documents()}
+
+
 def page() -> str:
     """The page as text."""
     kinds = documents()
-    _KINDS.update({document.__name__: document.KIND for document in kinds})
     parts = [_HEAD, "## Kinds of documents\n", "| kind | version | |\n| --- | --- | --- |"]
     for document in kinds:
         whence = _WHENCE.get(document.KIND, _first_sentence(document))
@@ -188,7 +189,7 @@ def _table(model: type[BaseModel]) -> str:
 def _type(described: dict[str, Any]) -> str:
     """A JSON type in words; what is defined on the page is a link."""
     if "$ref" in described:
-        name = _KINDS.get(described["$ref"], described["$ref"])
+        name = _kind_of_class().get(described["$ref"], described["$ref"])
         return f"[{name}](#{_anchor(name)})"
     if "anyOf" in described:
         return " or ".join(dict.fromkeys(_type(one) for one in described["anyOf"]))
