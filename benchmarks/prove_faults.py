@@ -17,31 +17,32 @@ from protwin.shared.progress import OnProgress
 from .prove_claims import Claim, Settings
 
 _ROOT: Final = Path(__file__).parents[1]
+_PROGRAM: Final = "tests.runtime.killed_training"
 _KILLED: Final = -9
 
 
 def prove(settings: Settings, report: OnProgress) -> list[Claim]:
-    """Let ``tests.runtime.killed_training`` run, which checks every process, and sum up what it did."""
+    """Let the program run, which checks every process, and sum up what it did."""
     claim = Claim("faults", "three models", "killed at a random moment, resumed, ended with the bits of the plain loop")
-    command = [sys.executable, "-m", "tests.runtime.killed_training"]
+    command = [sys.executable, "-m", _PROGRAM]
     # Its output goes to a file: nobody reads it before it is complete.
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile("w+") as output:
-        process = subprocess.Popen(
+        said = []
+        with subprocess.Popen(
             [*command, folder, str(settings.kills), str(settings.seed)],
             cwd=_ROOT,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
             stdout=output,
             stderr=subprocess.PIPE,
             text=True,
-        )
-        assert process.stderr is not None
-        said = []
-        for line in process.stderr:
-            said.append(line)
-            if line.endswith(" processes\n"):
-                # Every third process or so is one that ends.
-                report(min(int(line.split()[0]), 1.5 * settings.kills), 1.5 * settings.kills)
-        code = process.wait()
+        ) as process:
+            assert process.stderr is not None
+            for line in process.stderr:
+                said.append(line)
+                if line.endswith(" processes\n"):
+                    # Every third process or so is one that ends.
+                    report(min(int(line.split()[0]), 1.5 * settings.kills), 1.5 * settings.kills)
+            code = process.wait()
         output.seek(0)
         printed = output.read()
     if code == 0:

@@ -1,0 +1,93 @@
+"""``make prove`` can fail: one case that goes wrong, or none that was tried, ends it with code 1."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks import prove, prove_equality, prove_faults
+from benchmarks.prove_claims import Claim, Settings
+from protwin.shared.plan import Plan
+from protwin.shared.progress import no_progress
+from tests.runtime.equality import Outcome, trained
+from tests.runtime.models import Case
+
+SMALL = Settings(plans=2, steps=1, kills=1, growth_steps=10, seed=0, models=("hand-written, unused parameters",))
+
+
+def claims_of(*cases: Callable[[], object]) -> list[Claim]:
+    claim = Claim("equality", "a model", "it holds")
+    for number, case in enumerate(cases):
+        with claim.case(f"case {number}"):
+            case()
+    return [claim]
+
+
+def wrong() -> None:
+    raise AssertionError("it does not hold")
+
+
+@pytest.mark.parametrize(
+    ("claims", "code"),
+    [
+        (claims_of(lambda: None), 0),
+        (claims_of(lambda: None, wrong), 1),
+        (claims_of(lambda: None, lambda: 1 / 0), 1),
+        (claims_of(lambda: None) + claims_of(wrong), 1),
+        (claims_of(), 1),
+        ([], 1),
+    ],
+)
+def test_the_code_says_whether_everything_was_shown(
+    claims: list[Claim], code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(prove, "_SECTIONS", {"equality": lambda *_: claims})
+    assert prove.main(["--only", "equality"]) == code
+    shown = capsys.readouterr().out
+    assert ("it does not hold" in shown) == any("it does not hold" in f for c in claims for f in c.failures)
+
+
+def test_what_is_kept_says_so_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(prove, "_SECTIONS", {"equality": lambda *_: claims_of(lambda: None, wrong)})
+    monkeypatch.setattr(prove, "__file__", str(tmp_path / "prove.py"))
+    assert prove.main(["--only", "equality", "--keep"]) == 1
+    (path,) = (tmp_path / "results").iterdir()
+    kept = json.loads(path.read_text())
+    assert kept["is_shown"] is False
+    assert kept["machine"]
+    assert kept["claims"][0]["num_cases"] == 2
+    assert kept["claims"][0]["failures"] == ["case 1: AssertionError: it does not hold"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda outcome: outcome, ""),
+        (lambda outcome: replace(outcome, losses=[loss * 2 for loss in outcome.losses]), "the losses differ"),
+        (lambda outcome: replace(outcome, different=["exit.weight"]), "weights differ: exit.weight"),
+        (lambda outcome: replace(outcome, num_cpu_adam_steps=1_000), "1000 CPU Adam steps, expected"),
+    ],
+)
+def test_equality_that_does_not_hold_is_a_failure(
+    change: Callable[[Outcome], Outcome], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def changed(case: Case, plan: Plan) -> Outcome:
+        return change(trained(case, plan))
+
+    monkeypatch.setattr(prove_equality, "trained", changed)
+    (claim,) = prove_equality.prove(SMALL, no_progress)
+    assert claim.is_shown == (message == "")
+    assert claim.num_cases == 2
+    assert all(message in failure for failure in claim.failures)
+
+
+def test_kills_that_lose_something_are_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program that ends badly, as the killed trainings do when a check of theirs fails."""
+    monkeypatch.setattr(prove_faults, "_PROGRAM", "tests.runtime.no_such_program")
+    (claim,) = prove_faults.prove(SMALL, no_progress)
+    assert not claim.is_shown
+    assert "no_such_program" in claim.failures[0]
