@@ -8,18 +8,28 @@ it too late: another holder has removed that file, and perhaps a third has made 
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
+import warnings
+from contextlib import suppress
 from pathlib import Path
+from typing import Final
 
 from ..shared.errors import FileError
+
+_NO_LOCKS: Final = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
+"""What file systems say that keep no locks, as some of clusters do."""
 
 
 class FolderLock:
     """Held from construction until ``release``, or until the process ends."""
 
     def __init__(self, path: Path) -> None:
-        """Lock the folder ``path``, which need not exist.  Raises FileError if it is locked, and OSError."""
+        """Lock the folder ``path``, which need not exist.  Raises FileError if it is locked, and OSError.
+
+        Warns where the file system keeps no locks: then nothing tells that somebody else writes too.
+        """
         self._file = path.with_name(f".{path.name}.lock")
         self._handle: int | None = None
         while self._handle is None:
@@ -40,7 +50,14 @@ class FolderLock:
                 f"{path} is being saved by somebody else at this moment: another process, or another training of this "
                 f"one. Give every training a folder of its own."
             ) from None
-        except OSError:
+        except OSError as error:
+            if error.errno in _NO_LOCKS:
+                warnings.warn(
+                    f"the file system of {path} keeps no locks ({error.strerror}), so nothing will tell if two "
+                    f"trainings save into this folder at once. See to it that each has one of its own.",
+                    stacklevel=2,
+                )
+                return handle
             os.close(handle)
             raise
         os.close(handle)
@@ -55,5 +72,6 @@ class FolderLock:
             os.unlink(self._file)
         finally:
             # Said aloud: a forked process has the same open file, and closing ours would leave the lock with it.
-            fcntl.flock(handle, fcntl.LOCK_UN)
+            with suppress(OSError):
+                fcntl.flock(handle, fcntl.LOCK_UN)
             os.close(handle)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import subprocess
 import sys
@@ -171,3 +173,23 @@ def test_a_folder_beside_it_is_not_locked(tmp_path: Path) -> None:
     save(1, tmp_path / "b")
     lock.release()
     assert loaded_step(tmp_path / "b") == 1
+
+
+def test_where_there_are_no_locks_a_save_warns_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fcntl, "flock", refuse)
+        with pytest.warns(UserWarning, match="keeps no locks"):
+            save(1, tmp_path / "saved")
+    assert loaded_step(tmp_path / "saved") == 1
+    assert os.listdir(tmp_path) == ["saved"]
+
+    def fail(*_: Any) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(fcntl, "flock", fail)
+    with pytest.raises(FileError, match="Input/output error"):
+        save(2, tmp_path / "saved")
+    assert loaded_step(tmp_path / "saved") == 1
