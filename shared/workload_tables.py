@@ -22,7 +22,8 @@ def models_table(listed: ModelList) -> RenderableType:
     table = plain_table("name", ">parameters", "published as", "architecture", "source")
     for model in listed.models:
         parameters = f"{model.num_parameters:,}" if model.num_parameters is not None else ""
-        add_row(table, model.name, parameters, str(model.dtype), model.architecture, model.source)
+        source = model.source.removeprefix("config.json of ").replace(" on the Hugging Face hub", "")
+        add_row(table, model.name, parameters, str(model.dtype), model.architecture, source)
     return table
 
 
