@@ -78,6 +78,18 @@ class Certificate(FrozenModel):
         return self
 
 
+class WhatIf(FrozenModel):
+    """What one change of the machine would do to the best plan's time."""
+
+    change: str
+    iteration_s: PositiveFloat | None
+    """Of the best plan then; None if none fits."""
+    speedup: PositiveFloat | None
+    """How many times faster that is."""
+    reason: str = ""
+    """Why nothing fits."""
+
+
 class SearchResult(Document):
     """The outcome of one search."""
 
@@ -97,6 +109,8 @@ class SearchResult(Document):
 
     Fastest first; each is slower than those before it, and needs at least a hundredth less memory.
     """
+    what_if: tuple[WhatIf, ...] = ()
+    """What other machines would change, if that was asked."""
 
     @property
     def gap_frac(self) -> float:

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from .report_words import format_share
-from .search_result import BatchSearchResult, Certificate, PlanOutcome, SearchResult
+from .search_result import BatchSearchResult, Certificate, PlanOutcome, SearchResult, WhatIf
 from .tables import record_tables
 from .units import format_bytes, format_seconds
 
@@ -43,6 +43,8 @@ def search_tables(result: SearchResult) -> RenderableType:
         parts += [Text(""), _outcome_table("Next best plans", result.alternatives, result)]
     if len(result.pareto) > 1:
         parts += [Text(""), _outcome_table("Time against device memory", _spread(result.pareto), result)]
+    if result.what_if:
+        parts += [Text(""), _what_if_table(result.what_if)]
     return Group(*parts)
 
 
@@ -133,6 +135,19 @@ def _outcome_table(title: str, outcomes: Sequence[PlanOutcome], result: SearchRe
             str(plan.n_checkpoint),
             str(plan.n_swap),
         )
+    return table
+
+
+def _what_if_table(answers: Sequence[WhatIf]) -> Table:
+    table = _plain_table("What if the machine had")
+    table.add_column("")
+    for heading in ("iteration", "faster"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for answer in answers:
+        if answer.iteration_s is None or answer.speedup is None:
+            table.add_row(answer.change, "nothing fits", "")
+        else:
+            table.add_row(answer.change, format_seconds(answer.iteration_s), f"{answer.speedup:.2f} times")
     return table
 
 

@@ -36,9 +36,11 @@ from ..shared.cli_options import (
 )
 from ..shared.cli_output import show
 from ..shared.compile import compile_schedule
+from ..shared.errors import InfeasibleError
 from ..shared.files import write_atomically
 from ..shared.hardware import Hardware
 from ..shared.machines import load_hardware, override_hardware
+from ..shared.models import model_names
 from ..shared.plan import Plan
 from ..shared.progress import progress_bar
 from ..shared.record import Record
@@ -50,9 +52,10 @@ from ..shared.units import format_bytes, parse_bytes
 from ..shared.workload import Workload
 from .hardware_commands import hardware
 from .search import search as search_plans
-from .search_options import AllowedSwaps, GlobalBatch, MaxGradientNorm, MicroBatches, check_batch
+from .search_options import AllowedSwaps, GlobalBatch, MaxGradientNorm, MicroBatches, WhatIfFlag, check_batch
 from .simulator import simulate as simulate_plan
 from .space import LARGEST_KNOB, SearchSpace
+from .step_rule import StepRule
 from .workload_source import resolve_workload, saved_sizes
 
 if TYPE_CHECKING:
@@ -112,6 +115,7 @@ def search_command(
     micro_batches: MicroBatches = None,
     max_gradient_norm: MaxGradientNorm = None,
     global_batch: GlobalBatch = None,
+    ask_what_if: WhatIfFlag = False,
     output: OutputPath = None,
     report: ReportPath = None,
     pictures: PictureFolder = None,
@@ -156,17 +160,26 @@ def search_command(
     with progress_bar("searching") as on_progress:
         if global_batch is None:
             workload = workload_at(batch_size)
-            result = found = search_plans(
-                workload,
-                machine,
-                factors,
-                device_budget_bytes=device_budget_bytes,
-                space=space,
-                micro_batches=micro_batches or 1,
-                max_gradient_norm=max_gradient_norm,
-                on_progress=on_progress,
-                keep_interrupted=True,
-            )
+            try:
+                result = found = search_plans(
+                    workload,
+                    machine,
+                    factors,
+                    device_budget_bytes=device_budget_bytes,
+                    space=space,
+                    micro_batches=micro_batches or 1,
+                    max_gradient_norm=max_gradient_norm,
+                    on_progress=on_progress,
+                    keep_interrupted=True,
+                )
+            except InfeasibleError as error:
+                from .what_if import Setting, smallest_changes
+
+                rule = StepRule(micro_batches or 1, max_gradient_norm)
+                setting = Setting(workload, machine, factors, device_budget_bytes, space=space, rule=rule)
+                sizes = workload_at if model in model_names() else None
+                changes_that_fit = smallest_changes(setting, workload_at=sizes)
+                raise InfeasibleError(f"{error} {changes_that_fit.sentence}".strip()) from error
         else:
             from .batch_search import search_batches
 
@@ -183,7 +196,15 @@ def search_command(
                 keep_interrupted=True,
             )
             result, workload = found.result, workload_at(found.micro_batch_size)
-    is_interrupted = result.certificate.is_interrupted
+        is_interrupted = result.certificate.is_interrupted
+        if ask_what_if and not is_interrupted:
+            from .what_if import Setting, what_if
+
+            rule = StepRule(result.plan.micro_batches, max_gradient_norm)
+            setting = Setting(workload, machine, factors, device_budget_bytes, space=space, rule=rule)
+            answers = what_if(setting, result.prediction.iteration_s, on_progress=on_progress)
+            result = result.model_copy(update={"what_if": answers})
+            found = result if isinstance(found, SearchResult) else found.model_copy(update={"result": result})
     _warn_of_memory(result.prediction, machine)
     if not is_interrupted:
         if output is not None:

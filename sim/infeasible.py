@@ -56,25 +56,62 @@ def _least_host(problem: SearchProblem) -> _Need:
 
 def _least_device(problem: SearchProblem, host_limit_bytes: int | None) -> _Need:
     """The plan with the smallest guaranteed device peak, of those within the host's limit."""
-    bounds: list[tuple[int, int, int, int]] = []
+    quick: list[tuple[int, int, int, int]] = []
     for index, layout in enumerate(problem.layouts):
-        grid = layout.grid
-        for number, (n_swap, modes) in enumerate(grid.modes.groups):
-            for prefix in layout.prefixes.tolist():
-                host_bytes = int(problem.host_bytes(index, np.array([prefix]), n_swap)[0])
-                if host_limit_bytes is None or host_bytes <= host_limit_bytes:
-                    n_buffer = grid.n_buffer[grid.n_persist == prefix]
-                    peaks = layout.memory.peak_bytes(prefix, n_buffer, grid.prefetch_depth, modes)
-                    bounds.append((int(peaks.min()), index, number, prefix))
+        static_bytes = layout.table.static_device_bytes(layout.prefixes, problem.workload.resident_bytes)
+        for number, (n_swap, modes) in enumerate(layout.grid.modes.groups):
+            bounds = (static_bytes + int(layout.memory.activation_bytes[modes].min())).tolist()
+            host_bytes = problem.host_bytes(index, layout.prefixes, n_swap).tolist()
+            quick += [
+                (bound_bytes, index, number, prefix)
+                for bound_bytes, host, prefix in zip(bounds, host_bytes, layout.prefixes.tolist(), strict=True)
+                if host_limit_bytes is None or host <= host_limit_bytes
+            ]
     best: _Need | None = None
-    for bound_bytes, index, number, prefix in sorted(bounds):
+    for bound_bytes, index, number, prefix in sorted(quick):
         if best is not None and bound_bytes >= best.device_bytes:
             break
+        layout = problem.layouts[index]
+        grid, modes = layout.grid, layout.grid.modes.groups[number][1]
+        peaks = layout.memory.peak_bytes(prefix, grid.n_buffer[grid.n_persist == prefix], grid.prefetch_depth, modes)
+        if best is not None and peaks.min() >= best.device_bytes:
+            continue
         found = _cheapest_of_prefix(problem, index, number, prefix)
         if best is None or found.device_bytes < best.device_bytes:
             best = found
     assert best is not None, "some plan is within the host's limit"
     return best
+
+
+def least_host_bytes(problem: SearchProblem) -> int | None:
+    """The least host memory of all plans that the device's budget holds; None if it holds none."""
+    wheres = []
+    for index, layout in enumerate(problem.layouts):
+        for number, (n_swap, modes) in enumerate(layout.grid.modes.groups):
+            host_bytes = problem.host_bytes(index, layout.prefixes, n_swap).tolist()
+            static_bytes = layout.table.static_device_bytes(layout.prefixes, problem.workload.resident_bytes)
+            may_fit = static_bytes + int(layout.memory.activation_bytes[modes].min()) <= problem.device_budget_bytes
+            wheres += [
+                (need, index, number, prefix)
+                for need, prefix, may in zip(host_bytes, layout.prefixes.tolist(), may_fit.tolist(), strict=True)
+                if may
+            ]
+    for need, index, number, prefix in sorted(wheres):
+        layout = problem.layouts[index]
+        grid, modes = layout.grid, layout.grid.modes.groups[number][1]
+        peaks = layout.memory.peak_bytes(prefix, grid.n_buffer[grid.n_persist == prefix], grid.prefetch_depth, modes)
+        if peaks.min() > problem.device_budget_bytes:
+            continue
+        if _cheapest_of_prefix(problem, index, number, prefix).device_bytes <= problem.device_budget_bytes:
+            return int(need)
+    return None
+
+
+def least_device_bytes(problem: SearchProblem) -> int | None:
+    """The smallest guaranteed device peak of all plans within the host's budget; None if no plan is."""
+    if _least_host(problem).host_bytes > problem.host_budget_bytes:
+        return None
+    return _least_device(problem, problem.host_budget_bytes).device_bytes
 
 
 def _cheapest_of_prefix(problem: SearchProblem, index: int, group: int, n_persist: int) -> _Need:
@@ -136,6 +173,8 @@ def _host_message(problem: SearchProblem, closest: _Need) -> str:
 
 def _both_message(problem: SearchProblem, closest: _Need, smallest: _Need) -> str:
     device, host = problem.device_budget_bytes, problem.host_budget_bytes
+    enough_host_bytes = least_host_bytes(problem)
+    assert enough_host_bytes is not None, "the smallest plan is within the device's budget"
     return (
         f"no plan fits {problem.hardware.device.name} and host {problem.hardware.host.name} together: within the host "
         f"budget of {format_bytes(host)} the closest needs {format_bytes(closest.device_bytes)} of device memory, "
@@ -143,6 +182,6 @@ def _both_message(problem: SearchProblem, closest: _Need, smallest: _Need) -> st
         f"({_knobs(closest.plan)}); the plan that needs the least device memory, "
         f"{format_bytes(smallest.device_bytes)}, needs {format_bytes(smallest.host_bytes)} of host memory, "
         f"{format_bytes(smallest.host_bytes - host)} too much ({_knobs(smallest.plan)}). "
-        f"Raise the host budget to {smallest.host_bytes} bytes, or the device budget to "
+        f"Raise the host budget to {enough_host_bytes} bytes, or the device budget to "
         f"{closest.device_bytes}{_widen(problem)}."
     )

@@ -31,6 +31,9 @@ GlobalBatch = Annotated[
         help="Samples per step: search the size of the micro-batch too, over all divisors.",
     ),
 ]
+WhatIfFlag = Annotated[
+    bool, typer.Option("--what-if", help="Search again for machines with more, less or faster parts.")
+]
 
 
 def check_batch(global_batch: int | None, batch_size: int | None, micro_batches: int | None) -> None:
