@@ -13,7 +13,6 @@ from .report_losses import agreement, losses_chart
 from .report_memory import Limit, alive_chart, limits, memory_chart, stack_chart
 from .report_page import Report, Section, card, card_grid
 from .report_search import plain_result, search_sections
-from .report_sensitivity import Sensitivity, sensitivity_chart
 from .report_stack import memory_stack
 from .report_svg import Figure, tag
 from .report_tables import alive_table, beyond_table, comparison_section, knob_table, traffic_table
@@ -42,7 +41,6 @@ def html_report(
     notes: Sequence[str] = (),
     schedule: Schedule | None = None,
     search: SearchResult | BatchSearchResult | None = None,
-    what_if: Sequence[Sensitivity] = (),
 ) -> str:
     """``report`` as a page of HTML; equal input gives equal bytes."""
     return report(
@@ -56,7 +54,6 @@ def html_report(
         notes=notes,
         schedule=schedule,
         search=search,
-        what_if=what_if,
     ).html
 
 
@@ -72,14 +69,12 @@ def report(
     notes: Sequence[str] = (),
     schedule: Schedule | None = None,
     search: SearchResult | BatchSearchResult | None = None,
-    what_if: Sequence[Sensitivity] = (),
 ) -> Report:
     """Everything that is known of an iteration, as figures and tables.
 
     ``losses``: per run (say "plain" and "planned") the loss of every step.  ``plain_peak_bytes``: device memory that
     training without a plan needs.  ``schedule``, where it is at hand, adds what each task moves and waits for, and
     what the memory holds over time.  ``search``: the search that found the plan.
-    ``what_if``: what the best iteration would become if one thing were different.
     Raises ProtwinError if the records, the comparison, the schedule and the search do not all belong to one plan.
     """
     records = [predicted] if measured is None else [predicted, measured]
@@ -104,8 +99,6 @@ def report(
         # Where nothing was measured, the search is the news; else it is how the plan came about.
         place = 0 if measured is None else len(sections)
         sections[place:place] = search_sections(search)
-    if answers := sensitivity_chart(predicted.iteration_s, what_if):
-        sections.append(Section("What if", (answers,)))
     sections.append(Section("Notes", (_notes(records, notes),)))
     return Report(
         title=title,

@@ -8,6 +8,7 @@ from html import escape
 from typing import Final
 
 from .report_page import Section
+from .report_sensitivity import sensitivity_chart
 from .report_svg import Figure, Scale, area_mark, bytes_unit, line, tag, text, ticks, time_unit
 from .report_svg import value_text as px
 from .report_words import NO_VALUE, knobs
@@ -21,7 +22,10 @@ _RIGHT: Final = 1044.0
 
 
 def search_sections(search: SearchResult | BatchSearchResult) -> tuple[Section, ...]:
-    """What the search proves, the front of time against memory, and of several batch sizes what became of each."""
+    """What the search proves, the front of time against memory, and what other machines would change.
+
+    Of several batch sizes also what became of each.
+    """
     result = plain_result(search)
     sentences = tag("p", escape(certificate_sentence(result))) + tag("p", escape(budget_sentence(result)))
     parts: list[Figure | str] = [sentences, funnel_chart(result.certificate)]
@@ -32,6 +36,8 @@ def search_sections(search: SearchResult | BatchSearchResult) -> tuple[Section, 
     if front is not None:
         table = outcome_table(_front_caption(result.pareto), evenly(result.pareto), result)
         sections.append(Section("Time against device memory", (front, table)))
+    if answers := sensitivity_chart(result.prediction.iteration_s, result.what_if):
+        sections.append(Section("What if", (answers,)))
     if result.alternatives:
         sections.append(
             Section("Next best plans", (outcome_table("Plans of another kind", result.alternatives, result),))

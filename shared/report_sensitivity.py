@@ -3,41 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from html import escape
 from typing import Final
 
 from .report_svg import Figure, Scale, Unit, area_mark, line, tag, text, ticks
+from .search_result import WhatIf
 from .units import format_seconds
 
 _WIDTH: Final = 1120.0
-_LEFT: Final = 400.0
-_RIGHT: Final = 920.0
+_LEFT: Final = 325.0
+_RIGHT: Final = 845.0
 _TOP: Final = 8.0
 _PITCH: Final = 32.0
 _BAR_PX: Final = 18.0
-_LONGEST_NAME: Final = 56
+_LONGEST_NAME: Final = 45
 _PERCENT: Final = Unit(0.01, " %")
 
 
-@dataclass(frozen=True, slots=True)
-class Sensitivity:
-    """One thing that could be different, and what the best plan would then take."""
-
-    name: str
-    """What would be different, in words: ``"2 GiB more device memory"``."""
-    iteration_s: float | None
-    """Iteration time of the best plan then; None if none would fit."""
-
-
-def sensitivity_chart(iteration_s: float, answers: Sequence[Sensitivity]) -> Figure | None:
+def sensitivity_chart(iteration_s: float, answers: Sequence[WhatIf]) -> Figure | None:
     """One bar per answer: left where the iteration becomes shorter than ``iteration_s``, right where longer.
 
-    In order of what they save, those that fit nothing last; None without answers.
+    In order of what they save, those where nothing fits last; None without answers.
     """
     if not answers:
         return None
-    ordered = sorted(answers, key=lambda one: (one.iteration_s is None, one.iteration_s or 0.0, one.name))
+    ordered = sorted(answers, key=lambda one: (one.iteration_s is None, one.iteration_s or 0.0, one.change))
     changes = [one.iteration_s / iteration_s - 1 for one in ordered if one.iteration_s is not None]
     low, high = min(0.0, *changes, -0.01), max(0.0, *changes, 0.01)
     across = Scale(low, high, _LEFT, _RIGHT)
@@ -47,7 +37,7 @@ def sensitivity_chart(iteration_s: float, answers: Sequence[Sensitivity]) -> Fig
         drawn.append(_row(one, iteration_s, across, _TOP + (row + 0.5) * _PITCH))
     zero = across(0.0)
     drawn.append(line(zero, _TOP - 4, zero, bottom, "axis"))
-    told = "; ".join(f"{one.name}: {_effect(one, iteration_s)}" for one in ordered)
+    told = "; ".join(f"{one.change}: {_effect(one, iteration_s)}" for one in ordered)
     return Figure(
         name="sensitivity",
         width=_WIDTH,
@@ -59,16 +49,17 @@ def sensitivity_chart(iteration_s: float, answers: Sequence[Sensitivity]) -> Fig
     )
 
 
-def _row(one: Sensitivity, iteration_s: float, across: Scale, middle: float) -> str:
-    shown = one.name if len(one.name) <= _LONGEST_NAME else f"{one.name[: _LONGEST_NAME - 1]}…"
+def _row(one: WhatIf, iteration_s: float, across: Scale, middle: float) -> str:
+    shown = one.change if len(one.change) <= _LONGEST_NAME else f"{one.change[: _LONGEST_NAME - 1]}…"
     words, zero = _effect(one, iteration_s), across(0.0)
     name = text(0, middle, shown)
     if one.iteration_s is None:
-        return name + text(zero + 8, middle, words, class_="strong halo")
+        reason = tag("title", escape(f"{one.change}: {one.reason}")) if one.reason else ""
+        return name + tag("g", reason, text(zero + 8, middle, words, class_="strong halo"))
     end = across(one.iteration_s / iteration_s - 1)
     bar = tag(
         "rect",
-        tag("title", escape(f"{one.name}: {words}")),
+        tag("title", escape(f"{one.change}: {words}")),
         x=min(zero, end),
         y=middle - _BAR_PX / 2,
         width=max(1.0, abs(end - zero)),
@@ -78,7 +69,7 @@ def _row(one: Sensitivity, iteration_s: float, across: Scale, middle: float) -> 
     return name + bar + text(max(zero, end) + 8, middle, words, class_="strong halo")
 
 
-def _effect(one: Sensitivity, iteration_s: float) -> str:
+def _effect(one: WhatIf, iteration_s: float) -> str:
     if one.iteration_s is None:
         return "nothing fits"
     percent = round((one.iteration_s / iteration_s - 1) * 100, 1)

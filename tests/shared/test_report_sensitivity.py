@@ -9,11 +9,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protwin.shared.report import html_report
-from protwin.shared.report_sensitivity import Sensitivity, sensitivity_chart
+from protwin.shared.report_sensitivity import sensitivity_chart
+from protwin.shared.search_result import WhatIf
 from tests.shared.laid_out import laid_out
 from tests.shared.test_report import HOSTILE, check_self_contained, parse
+from tests.shared.test_report_search import result_of
 
 BASE_S = 8.0
+
+
+def answer(change: str, iteration_s: float | None, reason: str = "") -> WhatIf:
+    return WhatIf(
+        change=change,
+        iteration_s=iteration_s,
+        speedup=None if iteration_s is None else BASE_S / iteration_s,
+        reason=reason,
+    )
 
 
 def bars(drawing: str) -> dict[str, tuple[float, float, str]]:
@@ -24,12 +35,12 @@ def bars(drawing: str) -> dict[str, tuple[float, float, str]]:
 
 @given(st.lists(st.one_of(st.none(), st.floats(0.01, 100.0)), min_size=1, max_size=12))
 def test_bars_are_to_scale_and_point_the_right_way(times_s: list[float | None]) -> None:
-    answers = [Sensitivity(f"answer {place}", time_s) for place, time_s in enumerate(times_s)]
+    answers = [answer(f"answer {place}", time_s) for place, time_s in enumerate(times_s)]
     figure = sensitivity_chart(BASE_S, answers)
     assert figure is not None
     drawn = bars(figure.drawing)
-    assert set(drawn) == {one.name for one in answers if one.iteration_s is not None}
-    changes = {one.name: one.iteration_s / BASE_S - 1 for one in answers if one.iteration_s is not None}
+    assert set(drawn) == {one.change for one in answers if one.iteration_s is not None}
+    changes = {one.change: one.iteration_s / BASE_S - 1 for one in answers if one.iteration_s is not None}
     span = max([0.01, *changes.values()]) - min([-0.01, *changes.values()])
     for name, change in changes.items():
         _, width, colour = drawn[name]
@@ -41,10 +52,10 @@ def test_bars_are_to_scale_and_point_the_right_way(times_s: list[float | None]) 
 
 def test_what_saves_most_comes_first_and_is_told_in_words() -> None:
     answers = [
-        Sensitivity("a slower link", 9.0),
-        Sensitivity("no device", None),
-        Sensitivity("more memory", 6.0),
-        Sensitivity("another colour", 8.0),
+        answer("a slower link", 9.0),
+        answer("no device", None),
+        answer("more memory", 6.0),
+        answer("another colour", 8.0),
     ]
     figure = sensitivity_chart(BASE_S, answers)
     assert figure is not None
@@ -63,8 +74,12 @@ def test_without_answers_there_is_no_section() -> None:
     assert "What if" not in [heading.words for heading in page.named("h2")]
 
 
-def test_hostile_names_stay_words() -> None:
-    example = laid_out(3)
-    page = parse(html_report(title="t", predicted=example.predicted, what_if=[Sensitivity(HOSTILE, 1.0)]))
+def test_the_page_shows_them_and_keeps_hostile_names_words() -> None:
+    example = laid_out(6)
+    answers = (answer("more memory", example.predicted.iteration_s / 2), answer(HOSTILE, None, reason=HOSTILE))
+    result = result_of(example).model_copy(update={"what_if": answers})
+    page = parse(html_report(title="t", predicted=example.predicted, search=result))
     check_self_contained(page)
     assert "What if" in [heading.words for heading in page.named("h2")]
+    assert any("−50.0 %" in element.words and "2.00 times as fast" in element.words for element in page.named("text"))
+    assert any(HOSTILE in element.words for element in page.named("title"))
