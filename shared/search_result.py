@@ -82,6 +82,7 @@ class WhatIf(FrozenModel):
     """What one change of the machine would do to the best plan's time."""
 
     change: str
+    """What would be different, in words: ``"2 GiB more device memory"``."""
     iteration_s: PositiveFloat | None
     """Of the best plan then; None if none fits."""
     speedup: PositiveFloat | None
