@@ -25,6 +25,7 @@ COMMANDS: Final[dict[str, str]] = {
     "trace": "Trace a model into a workload file.",
     "calibrate": "Measure this machine and fit the simulator to it.",
     "search": "Find the fastest plan that fits a model on a machine.",
+    "advise": "Rank machines for a model, by time and by cost per token.",
     "simulate": "Predict time and memory of one plan.",
     "run": "Train by a plan for some iterations and record what happened.",
     "compare": "Lay two records side by side, a prediction and a measurement above all.",

@@ -1,0 +1,108 @@
+"""``protwin advise``: which machine to rent."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..shared.cli_options import (
+    DTypeName,
+    JsonFlag,
+    ModelName,
+    OutputPath,
+    SequenceLength,
+    command_app,
+    examples,
+    keep_apart,
+    writable_json,
+)
+from ..shared.cli_output import show
+from ..shared.machines import load_hardware, machine_names
+from ..shared.progress import progress_bar
+from .advise import Request, search_machine
+from .advise import advise as advise_machines
+from .search_options import MaxGradientNorm
+
+__all__ = ["advise"]
+
+advise = command_app()
+
+
+@advise.command(
+    epilog=examples(
+        "protwin advise --model llama-3-8b --global-batch 16 --sequence-length 2048",
+        "protwin advise --model llama-3-8b --global-batch 16 --sequence-length 2048 --hardware rtx-4090 "
+        "--hardware machine.toml --state advice-state.json --json",
+    )
+)
+def advise_command(
+    model: ModelName,
+    global_batch: Annotated[int, typer.Option("--global-batch", min=1, max=10**9, help="Samples per step.")],
+    sequence_length: SequenceLength = None,
+    dtype: DTypeName = None,
+    hardware: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--hardware", metavar="NAME|FILE", help="Ask about this machine (repeatable), instead of the catalogue."
+        ),
+    ] = None,
+    max_gradient_norm: MaxGradientNorm = None,
+    processes: Annotated[
+        int | None, typer.Option("--processes", min=1, max=1024, help="Searches at once: one per core if left out.")
+    ] = None,
+    state: Annotated[
+        Path | None,
+        typer.Option(
+            "--state",
+            metavar="FILE",
+            callback=writable_json,
+            help="Keep answers here as they come, and go on from them when asked again.",
+        ),
+    ] = None,
+    output: OutputPath = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Rank machines by the time of the best plan for a model on each, and by what a token costs.
+
+    Every machine is searched over plans and micro-batch sizes, without having it.  Prices are those of the machines'
+    descriptions (price_usd_per_hour).  Of machines with several devices one device is asked about.
+    """
+    keep_apart({"--output": output, "--state": state}, {"--model": model})
+    machines = {machine.name: machine for machine in map(load_hardware, hardware or machine_names())}
+    request = Request(model, sequence_length, dtype, global_batch, max_gradient_norm, _fingerprint(model))
+    with progress_bar("searching machines") as on_progress:
+        found = advise_machines(
+            request,
+            list(machines.values()),
+            search_one=search_machine,
+            num_processes=processes or len(os.sched_getaffinity(0)),
+            state=state,
+            on_progress=on_progress,
+        )
+    if output is not None:
+        found.save(output)
+    if as_json:
+        typer.echo(found.to_json(), nl=False)
+    else:
+        from ..shared.advice_tables import advice_tables
+
+        show(advice_tables(found))
+
+
+def _fingerprint(model: str) -> str:
+    """Hash of the model's file, if it is one, and of this package's version and sources of the simulator."""
+    digest = hashlib.sha256()
+    try:
+        digest.update(version("protwin").encode())
+    except PackageNotFoundError:
+        digest.update(b"no version")
+    for source in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(source.read_bytes())
+    if Path(model).is_file():
+        digest.update(Path(model).read_bytes())
+    return digest.hexdigest()[:32]
