@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from protwin.shared.comparison import compare_records
 from protwin.shared.errors import ProtwinError
 from protwin.shared.report import html_report, report
 from protwin.shared.report_search import (
@@ -222,3 +223,19 @@ def test_hostile_names_stay_words(example: LaidOut, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(protwin.shared.report_search, "escape", lambda words, quote=True: words)
     with pytest.raises(AssertionError):
         check_self_contained(parse(html_report(title=HOSTILE, predicted=record, search=result)))
+
+
+def test_beside_a_measurement_the_search_stands_last(example: LaidOut) -> None:
+    """As in the demo: what was measured is the news there."""
+    html = html_report(
+        title="t",
+        predicted=example.predicted,
+        measured=example.measured,
+        comparison=compare_records(example.predicted, example.measured),
+        schedule=example.schedule,
+        search=result_of(example),
+    )
+    headings = [heading.words for heading in parse(html).named("h2")]
+    assert headings[0] == "Plan"
+    assert headings.index("Search") > headings.index("Predicted against measured")
+    assert headings[-1] == "Notes"
