@@ -110,7 +110,7 @@ def test_a_model_is_ordinary_before_and_after(case: Case, tmp_path: Path) -> Non
     threads_before = set(threading.enumerate())
     with ends_in_time():
         with start(case, model) as training:
-            assert lanes_alive() == ["protwin-cpu_optim", "protwin-d2h", "protwin-h2d"]
+            assert lanes_alive() == ["protwin-cpu_optim", "protwin-d2h", "protwin-h2d", "protwin-looks_0"]
             train(case, model, training)
         training.close()
         training.close()
