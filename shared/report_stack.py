@@ -26,6 +26,8 @@ Seconds = NDArray[np.float64]
 
 _INSTANT_FRAC: Final = 1e-9
 """Of the iteration: times that are closer are one, but for rounding."""
+_MOST_ITERATIONS: Final = 64
+"""Tasks wait for those of the previous iteration, so that none can lag by more than a few."""
 _ORDER: Final = tuple(Content)
 
 
@@ -49,7 +51,8 @@ class Stack:
 def memory_stack(record: Record, schedule: Schedule) -> Stack | None:
     """The device curve of a simulated record, by content; see [Note: Taking a curve apart].
 
-    None if the record has no curve of device memory or lacks some of the schedule's tasks.  Where the simulation did
+    None if the record has no curve of device memory, lacks some of the schedule's tasks, or has tasks that reach
+    over more iterations than a schedule allows (it is no record of a steady state then).  Where the simulation did
     not become periodic, a buffer's stay in neighbouring iterations is not known exactly; contents then give way, so
     that all of them together are the curve at any rate.
     """
@@ -58,6 +61,8 @@ def memory_stack(record: Record, schedule: Schedule) -> Stack | None:
     for timing in record.tasks:
         starts_s[timing.task], ends_s[timing.task] = timing.start_s, timing.end_s
     if curve is None or len(curve.times_s) < 2 or np.isnan(starts_s).any():
+        return None
+    if _reach(starts_s, ends_s, record.iteration_s) > _MOST_ITERATIONS:
         return None
     stays = _Stays.of(schedule, starts_s, ends_s, record.iteration_s)
     begins_s, end_s = _instants(curve, stays, record.iteration_s)
@@ -117,7 +122,7 @@ class _Stays:
 
 def _reach(starts_s: Seconds, ends_s: Seconds, iteration_s: float) -> int:
     """How many iterations away a stay may still be in the window."""
-    return math.ceil((float(ends_s.max()) - float(starts_s.min())) / iteration_s) + 1
+    return math.ceil(min((float(ends_s.max()) - float(starts_s.min())) / iteration_s, 2.0 * _MOST_ITERATIONS)) + 1
 
 
 def _instants(curve: MemoryCurve, stays: _Stays, iteration_s: float) -> tuple[Seconds, float]:

@@ -115,6 +115,13 @@ def test_a_record_without_memory_or_tasks_has_no_stack() -> None:
     assert memory_stack(example.predicted.model_copy(update={"tasks": ()}), example.schedule) is None
 
 
+@pytest.mark.parametrize("iteration_s", [5e-324, 1e-9, 1e-3])
+def test_a_record_that_is_of_no_steady_state_has_no_stack(iteration_s: float) -> None:
+    """Its tasks would reach over hundreds of iterations; to follow them all would never end."""
+    example = laid_out(4)
+    assert memory_stack(example.predicted.model_copy(update={"iteration_s": iteration_s}), example.schedule) is None
+
+
 def test_the_drawing_names_every_content() -> None:
     record, schedule = simulated({})
     stack = memory_stack(record, schedule)
