@@ -27,9 +27,11 @@ class MachineAdvice(FrozenModel):
     """None without a price."""
     guaranteed_peak_device_bytes: PositiveInt | None = None
     is_certified: bool = False
+    """Whether the search proved its plan the best; false where there is no plan."""
     gap_frac: NonNegativeFloat | None = None
     """How much faster any plan of the space could at most be."""
     reason: str = ""
+    """Why no plan fits; empty where one does."""
 
     def rank(self) -> tuple[float, str]:
         """Fastest first, machines that nothing fits last."""
@@ -42,8 +44,11 @@ class Advice(Document):
     KIND: ClassVar[str] = "advice"
 
     model: str
+    """As it was asked for: a name of the catalogue or a file."""
     sequence_length: int | None
+    """Tokens per sample; None where the model's file fixes it, or has none."""
     global_batch_size: PositiveInt
+    """Samples per step."""
     machines: tuple[MachineAdvice, ...]
     """Fastest first."""
 
