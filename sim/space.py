@@ -32,6 +32,13 @@ _MAX_CHUNKS: Final = 600
 _DENSE_BUFFERS: Final = 8
 """So many values of ``n_buffer`` above the fewest possible are all in the space; beyond, steps grow by a quarter."""
 
+_MOST_COUNTS: Final = 48
+"""Of deeper models not every number of checkpointed blocks is in the space, but every second one, or third, and so on:
+one block more or less changes the iteration by less than a hundredth."""
+_FEW_BLOCKS: Final = 4
+"""Up to here every number of swapped blocks is in the space."""
+_SWAPPED_SHARES: Final = (2, 4, 8)
+
 
 def _as_values(value: Any) -> Any:
     return (value,) if isinstance(value, int) else value
@@ -229,18 +236,20 @@ def _mode_rows(workload: Workload, space: SearchSpace) -> ModeRows:
 
 
 def _swap_counts(workload: Workload, wanted: Sequence[int] | None) -> list[int]:
-    """None, powers of two, and all blocks; where nothing can be moved, none."""
+    """None, and an eighth, a quarter, a half of the blocks; where nothing can be moved, none."""
     num_blocks = workload.num_blocks
     if wanted is not None:
         return sorted({count for count in wanted if count <= num_blocks})
     if not any(workload.profile_of(block).swappable_bytes for block in range(num_blocks)):
         return [0]
-    return sorted({0, num_blocks, *(2**power for power in range(num_blocks.bit_length()) if 2**power <= num_blocks)})
+    if num_blocks <= _FEW_BLOCKS:
+        return list(range(num_blocks + 1))
+    return sorted({0, *(-(-num_blocks // share) for share in _SWAPPED_SHARES)})
 
 
 def _checkpoint_counts(num_blocks: int, wanted: Sequence[int] | None) -> list[int]:
     if wanted is None:
-        return list(range(num_blocks + 1))
+        return sorted({*range(0, num_blocks, -(-num_blocks // _MOST_COUNTS)), num_blocks})
     return sorted({count for count in wanted if count <= num_blocks})
 
 
