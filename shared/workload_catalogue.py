@@ -14,7 +14,7 @@ from .workload import DType
 from .workload_family import WorkloadFamily
 
 SHIPPED_DTYPES: Final = (DType.BFLOAT16, DType.FLOAT32)
-"""Each model is shipped in these; float16 does what bfloat16 does."""
+"""Models are shipped in these; in float16 most do what they do in bfloat16."""
 _SUFFIX: Final = ".json.gz"
 
 
@@ -24,7 +24,8 @@ def shipped_family(name: str, dtype: DType) -> WorkloadFamily | None:
     if shipped_path(name, own) not in _shipped_files():
         return None
     content = json.loads(zlib.decompress((_folder() / shipped_path(name, own)).read_bytes(), wbits=31))
-    return WorkloadFamily.from_mapping(content, origin=f"catalogue entry {name}").in_dtype(dtype)
+    family = WorkloadFamily.from_mapping(content, origin=f"catalogue entry {name}")
+    return family.in_dtype(dtype) if dtype in (family.compute_dtype, *family.twins) else None
 
 
 def shipped_path(name: str, dtype: DType) -> str:
