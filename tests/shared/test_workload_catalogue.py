@@ -108,6 +108,14 @@ def test_other_types_of_16_bits_differ_in_name_alone() -> None:
     assert half.profiles[0].forward.net_bytes < full.profiles[0].forward.net_bytes < 2 * half.resident_bytes + 10**9
 
 
+def test_a_model_that_does_more_in_float16_is_not_shipped_in_it() -> None:
+    """T5 looks for overflows there, which bfloat16 does not have: its family of bfloat16 would be wrong."""
+    family = shipped_family("t5-small", DType.BFLOAT16)
+    assert family is not None
+    assert family.twins == {}
+    assert shipped_family("t5-small", DType.FLOAT16) is None
+
+
 def test_what_is_not_shipped_is_none() -> None:
     assert shipped_family("no-such-model", DType.BFLOAT16) is None
     assert shipped_family("gpt2", DType.FLOAT64) is None
