@@ -12,7 +12,9 @@ from .step_rule import MOST_MICRO_BATCHES
 
 AllowedSwaps = Annotated[
     list[int] | None,
-    typer.Option("--n-swap", min=0, max=LARGEST_KNOB, help="Allow this number of swapped blocks (repeatable)."),
+    typer.Option(
+        "--n-swap", min=0, max=LARGEST_KNOB, help="Allow this number of swapped blocks (repeatable); 0 unless given."
+    ),
 ]
 MicroBatches = Annotated[
     int | None,

@@ -62,14 +62,18 @@ _NonNegative = Annotated[
 
 
 class SearchSpace(FrozenModel):
-    """What each knob may be: None for everything sensible, one value, or several."""
+    """What each knob may be: None for everything sensible, one value, or several.
+
+    By default no block swaps: with swaps there are five times as many plans, whose bounds lie close together, and a
+    search takes many times as long.
+    """
 
     chunk_bytes: _Sizes | None = None
     n_persist: _NonNegative | None = None
     n_buffer: _NonNegative | None = None
     prefetch_depth: _Positive = (1, 2, 3)
     n_checkpoint: _NonNegative | None = None
-    n_swap: _NonNegative | None = None
+    n_swap: _NonNegative | None = (0,)
 
 
 @dataclass(frozen=True)
