@@ -7,8 +7,7 @@ for a known order of uses), which for a forward followed by a backward keeps the
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
@@ -36,84 +35,69 @@ def assign_slots(needed: Sequence[Sequence[ChunkId]], n_buffer: int) -> list[Res
     ``needed[step]`` are the offloaded chunks that a step uses.  O(uses * log n_buffer).  Raises PlanError if a step
     needs more than ``n_buffer``.
     """
-    assignment = _Assignment(needed, n_buffer)
-    for step, chunks in enumerate(needed):
-        if len(chunks) > n_buffer:
-            most = max(map(len, needed))
-            raise PlanError(
-                f"one block needs {most} offloaded chunks at once but n_buffer is {n_buffer}. "
-                f"Raise n_buffer to {most}, or chunk_bytes."
-            )
-        for chunk in chunks:
-            assignment.use(chunk, step)
-        assignment.end_step(chunks)
-    return assignment.stays
+    most = max(map(len, needed), default=0)
+    if most > n_buffer:
+        raise PlanError(
+            f"one block needs {most} offloaded chunks at once but n_buffer is {n_buffer}. "
+            f"Raise n_buffer to {most}, or chunk_bytes."
+        )
+    stays: list[Residency] = []
+    current: dict[ChunkId, Residency] = {}
+    """The stay of every chunk that is there and still needed."""
+    latest: list[int] = []
+    """The latest stay in every slot that was ever taken."""
+    free: list[tuple[int, int]] = []
+    """Slots whose chunk is needed no more: (last step, slot), a heap."""
+    taken: list[_Taken] = []
+    for step, (chunks, next_uses) in enumerate(zip(needed, _next_uses(needed), strict=True)):
+        for chunk, next_use in zip(chunks, next_uses, strict=True):
+            stay = current.get(chunk)
+            if stay is not None:
+                stay.last_step = step
+            else:
+                # An empty slot, else the one that fell free first, else the one whose chunk is needed last.
+                previous = None
+                if len(latest) < n_buffer:
+                    slot = len(latest)
+                    latest.append(len(stays))
+                else:
+                    slot = heappop(free)[1] if free else current.pop(_evicted(taken, keep=chunks)).slot
+                    previous, latest[slot] = latest[slot], len(stays)
+                stay = current[chunk] = Residency(chunk, slot, step, step, previous)
+                stays.append(stay)
+            if next_use is not None:
+                heappush(taken, (-next_use, stay.slot, chunk))
+        for chunk, next_use in zip(chunks, next_uses, strict=True):
+            if next_use is None:
+                heappush(free, (step, current.pop(chunk).slot))
+    return stays
 
 
-class _Assignment:
-    """Who is in which slot, step by step."""
+_Taken = tuple[int, int, ChunkId]
+"""(-next use, slot, chunk) of a chunk that is there.  Entries whose use has come stay behind in their heap."""
 
-    def __init__(self, needed: Sequence[Sequence[ChunkId]], n_buffer: int) -> None:
-        self.needed = needed
-        self.n_buffer = n_buffer
-        self.stays: list[Residency] = []
-        self._next_uses: dict[ChunkId, deque[int]] = {}
-        for step, chunks in enumerate(needed):
-            for chunk in chunks:
-                self._next_uses.setdefault(chunk, deque()).append(step)
-        self._current: dict[ChunkId, int] = {}
-        """The stay of every chunk that is there and still needed."""
-        self._latest: list[int] = []
-        """The latest stay in every slot that was ever taken."""
-        self._free: list[tuple[int, int]] = []
-        """Slots whose chunk is needed no more: (last step, slot), a heap."""
-        self._taken: list[tuple[int, int, ChunkId]] = []
-        """(-next use, slot, chunk), a heap; entries go stale when the chunk is used or leaves."""
 
-    def use(self, chunk: ChunkId, step: int) -> None:
-        """``chunk`` is used by ``step``; it is gathered if it is not there."""
-        self._next_uses[chunk].popleft()
-        index = self._current.get(chunk)
-        if index is None:
-            slot, previous = self._choose_slot(step)
-            index = self._current[chunk] = self._latest[slot] = len(self.stays)
-            self.stays.append(Residency(chunk, slot, first_step=step, last_step=step, previous=previous))
-        stay = self.stays[index]
-        stay.last_step = step
-        if self._next_uses[chunk]:
-            heappush(self._taken, (-self._next_uses[chunk][0], stay.slot, chunk))
+def _next_uses(needed: Sequence[Sequence[ChunkId]]) -> list[list[int | None]]:
+    """For every use the next step that uses the same chunk."""
+    upcoming: dict[ChunkId, int] = {}
+    found = []
+    for step in range(len(needed) - 1, -1, -1):
+        chunks = needed[step]
+        found.append([upcoming.get(chunk) for chunk in chunks])
+        upcoming.update(dict.fromkeys(chunks, step))
+    found.reverse()
+    return found
 
-    def end_step(self, chunks: Iterable[ChunkId]) -> None:
-        """Those of ``chunks``, used by the step, that nothing needs any more give their slots back."""
-        for chunk in chunks:
-            if not self._next_uses[chunk]:
-                stay = self.stays[self._current.pop(chunk)]
-                heappush(self._free, (stay.last_step, stay.slot))
 
-    def _choose_slot(self, step: int) -> tuple[int, int | None]:
-        """A slot and the stay that held it before.
+def _evicted(taken: list[_Taken], keep: Sequence[ChunkId]) -> ChunkId:
+    """The chunk that is needed last, which leaves its slot; never one of ``keep``, the chunks of the step.
 
-        An empty slot, else the one that fell free first, else the one whose chunk is needed last.
-        """
-        if len(self._latest) < self.n_buffer:
-            self._latest.append(-1)
-            return len(self._latest) - 1, None
-        slot = heappop(self._free)[1] if self._free else self._evict(keep=self.needed[step])
-        return slot, self._latest[slot]
-
-    def _evict(self, keep: Sequence[ChunkId]) -> int:
-        """The slot of the chunk that is needed last, which leaves it; never one of ``keep``."""
-        kept = []
-        while True:
-            entry = heappop(self._taken)
-            negated_use, slot, chunk = entry
-            index = self._current.get(chunk)
-            if index is None or self.stays[index].slot != slot or -negated_use not in self._next_uses[chunk]:
-                continue
-            if chunk not in keep:
-                break
-            kept.append(entry)
-        for entry in kept:
-            heappush(self._taken, entry)
-        del self._current[chunk]
-        return slot
+    There is one while ``keep`` fits, and its use lies ahead, so that no entry behind it is ever looked at: those whose
+    use has come need not be told from others.
+    """
+    kept = []
+    while (entry := heappop(taken))[2] in keep:
+        kept.append(entry)
+    for one in kept:
+        heappush(taken, one)
+    return entry[2]
