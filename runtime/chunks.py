@@ -20,6 +20,7 @@ from ..shared.errors import ScheduleError
 from ..shared.layout import Chunk, aligned, master_bytes
 from ..shared.schedule import Content
 from ..shared.workload import DType, Parameter
+from .away import bring_back, send_away
 from .devices import TrainingDevice
 
 
@@ -70,7 +71,7 @@ class DeviceChunk:
         self.trainable = tuple(p for p, s in zip(parameters, specs, strict=True) if s.trainable)
         self._move_in()
         if not is_persistent:
-            device.resize(self._flat, 0, f"chunk {chunk.id}")
+            self._let_go()
 
     def _move_in(self) -> None:
         staged_bytes = 0
@@ -95,6 +96,10 @@ class DeviceChunk:
     def check_parameters(self) -> None:
         """Raise ScheduleError if a parameter has left the chunk, or was frozen or thawed."""
         own = self._flat.untyped_storage()._cdata
+        with torch._C.DisableTorchFunctionSubclass():
+            self._check_parameters(own)
+
+    def _check_parameters(self, own: int) -> None:
         for spec, parameter in zip(self._specs, self.parameters, strict=True):
             if parameter.untyped_storage()._cdata != own:
                 raise ScheduleError(
@@ -117,6 +122,8 @@ class DeviceChunk:
         with self._gathering:
             self._device.resize(self._flat, self.chunk.size_bytes, name)
             self.is_resident = True
+            for parameter in self.parameters:
+                bring_back(parameter)
 
     def gather(self) -> None:
         """Bring the chunk's home to the device.
@@ -131,10 +138,17 @@ class DeviceChunk:
 
     def release(self) -> None:
         """Give the device's bytes back, in the order of the current stream."""
-        self.is_resident = False
-        self._device.resize(self._flat, 0, f"chunk {self.chunk.id}")
+        self._let_go()
         if self._device.ledger is not None:
             self._device.ledger.free(self.chunk.size_bytes, Content.PARAMETERS)
+
+    def _let_go(self) -> None:
+        self.is_resident = self.chunk.size_bytes == 0
+        if self.is_resident:
+            return
+        for spec, parameter in zip(self._specs, self.parameters, strict=True):
+            send_away(parameter, spec.name)
+        self._device.resize(self._flat, 0, f"chunk {self.chunk.id}")
 
     # -- gradients ---------------------------------------------------------------------------------------------------
 
@@ -204,9 +218,13 @@ class DeviceChunk:
         source = self._flat if self._home is None else self._home
         for placed, parameter, origin in zip(self.chunk.parameters, self.parameters, self._origins, strict=True):
             value = _view(source, placed.offset_bytes, parameter)
+            bring_back(parameter)
             parameter.data = value.to(origin, copy=True)
-        if self.is_resident:
-            self.release()
+        if self.is_resident and self._device.ledger is not None:
+            self._device.ledger.free(self.chunk.size_bytes, Content.PARAMETERS)
+        # Dropped, not shrunk: somebody else may hold the storage by now, such as an array of numpy.
+        self.is_resident = False
+        self._flat = torch.empty(0, dtype=torch.uint8, device=self._flat.device)
         self._home = self._staging = self._arrivals = None
         self.masters, self.targets, self.staged, self.arrived = [], [], [], []
 

@@ -143,6 +143,10 @@ class OffloadedWeights:
 
     def check(self) -> None:
         """Raise ScheduleError if a parameter was written to."""
+        with torch._C.DisableTorchFunctionSubclass():
+            self._check()
+
+    def _check(self) -> None:
         for name, parameter, version in self._noted:
             if parameter._version != version:
                 raise ScheduleError(

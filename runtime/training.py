@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -31,7 +31,6 @@ from .checkpoints import read_checkpoint, write_checkpoint
 from .compute_lane import ComputeLane
 from .devices import CpuDevice, CudaDevice, TrainingDevice
 from .guards import OffloadedWeights, refusing_access, refusing_other_optimizers
-from .identity import model_hash
 from .lane_tasks import LaneTasks
 from .last_step import LastStep
 from .loss_scaling import LossScaling, scaler_for
@@ -43,6 +42,7 @@ from .recording import Recorder
 from .snapshot import without_cache
 from .summaries import StepSummary, Summaries, to_stderr
 from .swapping import SwappedBlock
+from .taken_over import TakenOver, check_model, taken_over
 from .tensors import tensors_in
 from .walk import SectionWalker
 
@@ -119,7 +119,7 @@ class Training:
         loss_scaling: LossScaling | None,
         keep_last_step: bool,
     ) -> None:
-        _check_model(model, workload)
+        check_model(model, workload)
         if isinstance(optimizer, torch.optim.Optimizer):
             raise PlanError(
                 "optimizer is an optimizer already, but every chunk needs one of its own. Pass what makes one, such as "
@@ -148,8 +148,7 @@ class Training:
         configuration = configuration_text(model)
         with ExitStack() as undo:
             undo.enter_context(without_cache(model))
-            undo.callback(model.__dict__.pop, _MARKER, None)
-            model.__dict__[_MARKER] = self
+            undo.enter_context(taken_over(model))
             undo.enter_context(buffers_on(device.torch_device, model))
             if device.ledger is not None:
                 device.ledger.adopt(model.buffers(), Content.RESIDENT)
@@ -169,6 +168,7 @@ class Training:
             self._placed.last_step = LastStep() if keep_last_step else None
             undo.callback(self._take_back)
             self._offloaded_weights = OffloadedWeights(self._named_offloaded())
+            self._taken_over = TakenOver(model)
             self.optimizer = TrainingOptimizer(
                 options,
                 step=self._step,
@@ -260,6 +260,7 @@ class Training:
                 "the model checkpoints activations itself. Call model.gradient_checkpointing_disable(): the plan "
                 "decides which blocks are checkpointed (n_checkpoint)."
             )
+        self._taken_over.check()
         self._placed.check_parameters()
         self._offloaded_weights.check()
         # A weight's cast that autocast keeps from an earlier forward is stale, and its gradient would come late.
@@ -494,17 +495,3 @@ class Training:
         if error is not None:
             self._compute.failed(error)
         self.close()
-
-
-_MARKER: Final = "_protwin_training"
-"""The attribute of a model that a plan is being carried out on."""
-
-
-def _check_model(model: nn.Module, workload: Workload) -> None:
-    if model_hash(model) != workload.model_hash:
-        raise PlanError(
-            f"the workload was traced from another model ({workload.model_name}): module classes, parameter names, "
-            f"shapes, dtypes or requires_grad differ. Trace this model again."
-        )
-    if _MARKER in model.__dict__:
-        raise PlanError("a plan is being carried out on this model already. Close that training first.")
