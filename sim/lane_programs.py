@@ -12,6 +12,7 @@ before it ended.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 
@@ -25,6 +26,11 @@ WAITS_FOR = np.array(
     [[H2D, D2H, CPU_OPTIM], [COMPUTE, CPU_OPTIM, D2H], [COMPUTE, CPU_OPTIM, CPU_OPTIM], [D2H, COMPUTE, COMPUTE]]
 )
 """The lanes that tasks of each lane may wait for: the columns of their waits."""
+_COLUMN: Final = {
+    (lane, other): column
+    for lane, others in enumerate(WAITS_FOR.tolist())
+    for column, other in reversed([*enumerate(others)])
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,51 +50,72 @@ def copy_programs(traffic: Traffic, depth: int, slowest_offload: float) -> tuple
     ``slowest_offload``: the largest slowdown of the D2H lane.
     """
     depths = np.array([depth])
-    compute = _compute_waits(traffic, depths)
-    h2d = _columns(traffic.h2d_waits_compute(depths)[0], traffic.h2d_waits_cpu, traffic.h2d_waits_d2h)
-    d2h = _columns(traffic.d2h_waits_compute, traffic.d2h_waits_cpu)
-    cpu = _columns(traffic.cpu_waits_d2h, traffic.cpu_waits_compute)
+    # What nothing waits for is left out: most plans swap nothing and limit no norm.
+    compute = {H2D: traffic.step_waits_h2d, D2H: traffic.step_waits_d2h(depths)[0]}
+    h2d = {COMPUTE: traffic.h2d_waits_compute(depths)[0], CPU_OPTIM: traffic.h2d_waits_cpu}
+    d2h = {COMPUTE: traffic.d2h_waits_compute}
+    cpu = {D2H: traffic.cpu_waits_d2h}
+    if len(traffic.swapped):
+        h2d[D2H] = traffic.h2d_waits_d2h
+    if traffic.positions.micro_batches > 1:
+        d2h[CPU_OPTIM] = traffic.d2h_waits_cpu
+    norm_wait = None
+    if traffic.norm_place is not None:
+        cpu[COMPUTE] = traffic.cpu_waits_compute
+        norm_wait = np.array([traffic.norm_place + 1])
 
     # Whoever waits for several tasks of a lane in a row: CPU Adam first, since it waits for each copy.
-    cpu_joins = _is_met(cpu).all(axis=1)
+    met = {id(column): _is_met(column) for lane in (compute, h2d, d2h, cpu) for column in lane.values()}
+
+    def binding(waits: IntArray) -> IntArray:
+        return waits[~met[id(waits)]]
+
+    def joins(lane: dict[int, IntArray], num_tasks: int) -> BoolArray:
+        all_met = np.ones(num_tasks, dtype=np.bool_)
+        for column in lane.values():
+            all_met &= met[id(column)]
+        # The first task begins a lane.
+        all_met[:1] = False
+        return all_met
+
+    cpu_joins = joins(cpu, traffic.cpu_length)
     cpu_joins |= _steps_in_time(traffic, slowest_offload)
-    cpu_joins &= ~_is_awaited(len(cpu), h2d[:, 1], d2h[:, 1], compute[:, 2])
-    cpu_starts = cpu[~cpu_joins]
-    d2h_joins = _is_met(d2h).all(axis=1)
-    d2h_joins &= ~_is_awaited(len(d2h), compute[:, 1], cpu_starts[:, 0], h2d[:, 2])
-    h2d_joins = _is_met(h2d).all(axis=1)
-    h2d_joins &= ~_is_awaited(len(h2d), compute[:, 0])
+    awaited = [binding(h2d[CPU_OPTIM])]
+    if CPU_OPTIM in d2h:
+        awaited.append(binding(d2h[CPU_OPTIM]))
+    if norm_wait is not None:
+        awaited.append(norm_wait)
+    _part(cpu_joins, *awaited)
+    d2h_joins = joins(d2h, len(traffic.d2h_step))
+    starts = cpu[D2H][~cpu_joins]
+    awaited = [binding(compute[D2H]), starts[~_is_met(starts)]]
+    if D2H in h2d:
+        awaited.append(binding(h2d[D2H]))
+    _part(d2h_joins, *awaited)
+    h2d_joins = joins(h2d, len(traffic.h2d_step))
+    _part(h2d_joins, binding(compute[H2D]))
 
     numbers = {H2D: _numbers(h2d_joins), D2H: _numbers(d2h_joins), CPU_OPTIM: _numbers(cpu_joins)}
-    fused = []
-    for lane, waits, joins, seconds in (
-        (COMPUTE, compute, None, None),
+    positions = traffic.positions
+    compute_waits = np.full((positions.length, 3), NOTHING)
+    begins = positions.step_begin(np.arange(positions.num_steps))
+    for other, waits in compute.items():
+        compute_waits[begins, _COLUMN[COMPUTE, other]] = _renumbered(waits, numbers[other])
+    if norm_wait is not None:
+        compute_waits[-1, _COLUMN[COMPUTE, CPU_OPTIM]] = _renumbered(norm_wait, numbers[CPU_OPTIM])[0]
+    fused = [LaneProgram(np.zeros(0), compute_waits)]
+    for lane, columns, lane_joins, seconds in (
         (H2D, h2d, h2d_joins, traffic.h2d_s),
         (D2H, d2h, d2h_joins, traffic.d2h_s),
         (CPU_OPTIM, cpu, cpu_joins, traffic.cpu_s),
     ):
-        kept = waits if joins is None else waits[~joins]
-        for column, other in enumerate(WAITS_FOR[lane].tolist()):
-            if other in numbers:
-                kept[:, column] = _renumbered(kept[:, column], numbers[other])
-        if joins is None or seconds is None:
-            fused.append(LaneProgram(np.zeros(0), kept))
-        else:
-            begins = np.flatnonzero(~joins)
-            fused.append(LaneProgram(np.add.reduceat(seconds, begins) if len(begins) else seconds, kept))
+        begins = np.flatnonzero(~lane_joins)
+        kept = np.full((len(begins), 3), NOTHING)
+        for other, waits in columns.items():
+            waits = waits[begins]
+            kept[:, _COLUMN[lane, other]] = _renumbered(waits, numbers[other]) if other in numbers else waits
+        fused.append(LaneProgram(np.add.reduceat(seconds, begins) if len(begins) else seconds, kept))
     return tuple(fused)
-
-
-def _compute_waits(traffic: Traffic, depths: IntArray) -> IntArray:
-    """(L, 3)."""
-    positions = traffic.positions
-    waits = np.full((positions.length, 3), NOTHING)
-    begins = positions.step_begin(np.arange(positions.num_steps))
-    waits[begins, 0] = traffic.step_waits_h2d
-    waits[begins, 1] = traffic.step_waits_d2h(depths)[0]
-    if traffic.norm_place is not None:
-        waits[-1, 2] = traffic.norm_place + 1
-    return waits
 
 
 def _steps_in_time(traffic: Traffic, slowest_offload: float) -> BoolArray:
@@ -104,30 +131,19 @@ def _steps_in_time(traffic: Traffic, slowest_offload: float) -> BoolArray:
     return in_time
 
 
-def _columns(*columns: IntArray) -> IntArray:
-    """(T, 3)."""
-    waits = np.full((len(columns[0]), 3), NOTHING)
-    for number, column in enumerate(columns):
-        waits[:, number] = column
-    return waits
-
-
 def _is_met(waits: IntArray) -> BoolArray:
-    """(T, ...) whether an earlier task of the lane has already waited for as much, or there is no wait."""
-    met: BoolArray = waits == NOTHING
-    met[:1] = False
-    met[1:] |= waits[1:] <= np.maximum.accumulate(waits, axis=0)[:-1]
+    """(T,) whether an earlier task of the lane has already waited for as much; there is no less than ``NOTHING``."""
+    met = np.zeros(len(waits), dtype=np.bool_)
+    np.less_equal(waits[1:], np.maximum.accumulate(waits)[:-1], out=met[1:])
     return met
 
 
-def _is_awaited(num_tasks: int, *waits: IntArray) -> BoolArray:
-    """(T,) whether another lane waits for the end of the task before; ``waits``: what each of them waits for."""
-    awaited = np.zeros(num_tasks, dtype=np.bool_)
-    for of_lane in waits:
-        if len(of_lane) and num_tasks:
-            binding = of_lane[~_is_met(of_lane)]
-            awaited[np.mod(binding[binding > NOTHING], num_tasks)] = True
-    return awaited
+def _part(joins: BoolArray, *waits: IntArray) -> None:
+    """A task joins none that another lane waits for; ``waits``: what each of them waits for."""
+    num_tasks = len(joins)
+    if num_tasks:
+        for of_lane in waits:
+            joins[np.mod(of_lane[of_lane > NOTHING], num_tasks)] = False
 
 
 def _numbers(joins: BoolArray) -> IntArray:
