@@ -9,6 +9,8 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from .block_state import BlockState
+
 
 class Recomputation:
     """The context of one recomputation: tells when it has ended, and lets running statistics stand still.
@@ -17,12 +19,15 @@ class Recomputation:
     operations run and save the same tensors, which checkpointing insists on, but the statistics keep their values.
     """
 
-    def __init__(self, block: nn.Module, on_end: Callable[[], None]) -> None:
+    def __init__(self, block: nn.Module, state: BlockState, on_end: Callable[[], None]) -> None:
+        """``state`` is what the block's forward has changed, which starts anew."""
         self._block = block
+        self._state = state.as_before()
         self._on_end = on_end
         self._stilled: list[tuple[_NormBase, float | None, torch.Tensor | None]] = []
 
     def __enter__(self) -> None:
+        self._state.__enter__()
         for module in self._block.modules():
             if isinstance(module, _NormBase) and module.training and module.track_running_stats:
                 counted = module.num_batches_tracked
@@ -38,5 +43,6 @@ class Recomputation:
             if counted is not None and module.num_batches_tracked is not None:
                 module.num_batches_tracked.copy_(counted)
         self._stilled.clear()
+        self._state.__exit__(None, None, None)
         # Early stop leaves recomputation by an exception of its own; the backward proper follows in any case.
         self._on_end()

@@ -194,7 +194,8 @@ class Training:
             self._lanes = LaneTasks(self.schedule, self._placed, device, swapping, plan.max_gradient_norm)
             undo.callback(self._lanes.close)
             self._compute = ComputeLane(self.schedule, self._placed, self._lanes, self._metering, device, swapping)
-            walker = SectionWalker(model, blocks, plan.modes(workload.num_blocks), self._compute, swapping)
+            modes = plan.modes(workload.num_blocks)
+            walker = SectionWalker(model, blocks, modes, self._compute, swapping, is_training=True)
             undo.callback(walker.remove)
             for handle in self._hooks():
                 undo.callback(handle.remove)

@@ -16,7 +16,7 @@ nothing before it needs gradients, is announced where its place is, so that a wa
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -27,6 +27,7 @@ from ..shared.errors import ScheduleError
 from ..shared.plan import ActivationMode
 from ..shared.schedule import Part, Section, TaskKind
 from ..shared.workload import BlockId
+from .block_state import BlockState
 from .blocks import NamedBlock
 from .recomputation import Recomputation
 from .tensors import tensors_in
@@ -52,7 +53,7 @@ class RunsForward(Protocol):
 class SectionWalker:
     """Hooks on one model; ``remove`` takes all of them off again.
 
-    ``swapping`` runs the forwards of blocks in mode SWAP.
+    ``swapping`` runs the forwards of blocks in mode SWAP.  ``is_training``: whether results matter, as in no trace.
     """
 
     def __init__(
@@ -62,7 +63,10 @@ class SectionWalker:
         modes: Sequence[ActivationMode],
         listener: SectionListener,
         swapping: Mapping[int, RunsForward] | None = None,
+        *,
+        is_training: bool = False,
     ) -> None:
+        self._is_training = is_training
         self._listener = listener
         self._modes = tuple(modes)
         self._names = tuple(block.name for block in blocks)
@@ -211,9 +215,11 @@ class SectionWalker:
     def _checkpoint(self, module: nn.Module, block: BlockId) -> None:
         original = module.forward
         self._wrapped.append((module, original))
+        modules = list(module.modules())
 
         def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-            return nullcontext(), Recomputation(module, lambda: self._advance(TaskKind.BACKWARD, block))
+            state = BlockState(self._names[block], modules, is_training=self._is_training)
+            return state.noting(), Recomputation(module, state, lambda: self._advance(TaskKind.BACKWARD, block))
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
