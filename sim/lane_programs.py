@@ -147,14 +147,14 @@ def _part(joins: BoolArray, *waits: IntArray) -> None:
 
 
 def _numbers(joins: BoolArray) -> IntArray:
-    """(T + 1,) how many fused tasks the first so many tasks are."""
-    return np.append(0, np.cumsum(~joins))
+    """How many fused tasks so many tasks are: from two iterations before to the end of this one."""
+    within = np.append(0, np.cumsum(~joins))
+    return np.concatenate([within[:-1] - 2 * within[-1], within[:-1] - within[-1], within])
 
 
 def _renumbered(waits: IntArray, numbers: IntArray) -> IntArray:
-    """The same waits, counted in fused tasks."""
-    num_tasks = len(numbers) - 1
+    """The same waits, counted in fused tasks; ``numbers``: as of ``_numbers``."""
+    num_tasks = len(numbers) // 3
     if not num_tasks:
         return np.where(waits > 0, waits, NOTHING)
-    iteration, within = np.divmod(np.maximum(waits, -2 * num_tasks), num_tasks)
-    return np.where(waits > NOTHING, numbers[within] + iteration * numbers[-1], NOTHING)
+    return np.where(waits > NOTHING, numbers[np.maximum(waits + 2 * num_tasks, 0)], NOTHING)

@@ -30,7 +30,8 @@ REPLAY_FRAC: Final = 1 - 1e-5
 _STEADY_FRAC: Final = 1e-6
 """How far, as a share of the period, tasks may be from periodic; as in ``sim/timing.py``."""
 _LANES: Final = tuple(Lane)
-_WAITS_FOR: Final = tuple(WAITS_FOR[:, column].copy() for column in range(WAITS_FOR.shape[1]))
+_WAITS_FOR: Final = np.ascontiguousarray(WAITS_FOR.T)
+"""By column."""
 _LANE_BITS: Final = (1 << np.arange(len(_LANES))).astype(np.uint8)
 _UNROLLED: Final = MIN_ITERATIONS + 1
 """Iterations of every program: while the last lane completes the last of them, others have begun the next."""
@@ -212,7 +213,7 @@ class _Lanes:
         """Tasks that have ended since the beginning."""
         self.left_s = np.full(len(self.target), np.inf)
         """Progress that the lane's task still needs; infinite while the lane waits."""
-        self.waits = [column.take(self.first_wait) for column in programs.waits]
+        self.waits = np.stack([column.take(self.first_wait) for column in programs.waits])
         """How many tasks the lanes of ``WAITS_FOR`` must have ended before the lane's next one starts."""
         self.next_s = programs.durations_s.take(self.first_duration)
         """Seconds of the lane's next task."""
@@ -228,7 +229,7 @@ class _Lanes:
         lanes = np.tile(plans, len(_LANES))
         for name in ("target", "first_wait", "first_duration", "first_end", "ended", "left_s", "next_s"):
             setattr(self, name, getattr(self, name)[lanes])
-        self.waits = [column[lanes] for column in self.waits]
+        self.waits = self.waits[:, lanes]
         self._number(int(np.count_nonzero(plans)))
 
 
@@ -271,9 +272,11 @@ def _step(lanes: _Lanes, now_s: FloatArray, slowdowns: FloatArray, programs: _Pr
     shape = lanes.of_plan
     is_idle = np.isinf(lanes.left_s).reshape(shape)
     ended = lanes.ended.reshape(shape)
-    may = is_idle.copy()
-    for others, waits in zip(_WAITS_FOR, lanes.waits, strict=False):
-        may &= ended.take(others, axis=0, mode="clip") >= waits.reshape(shape)
+    others = _WAITS_FOR[: len(lanes.waits)]
+    is_over = ended.take(others, axis=0, mode="clip") >= lanes.waits.reshape(others.shape[0], *shape)
+    may = is_idle & is_over[0]
+    for over in is_over[1:]:
+        may &= over
     starting = may.ravel().nonzero()[0]
     lanes.left_s[starting] = lanes.next_s.take(starting, mode="clip")
     is_idle ^= may
