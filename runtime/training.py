@@ -219,7 +219,9 @@ class Training:
         enter = self.model.register_forward_pre_hook(self._enter_model, prepend=True, with_kwargs=True)
         # As if autocast ended with the forward: what it still keeps is no part of what the plan accounts for.
         leave = self.model.register_forward_hook(lambda *_: torch.clear_autocast_cache())
-        return [enter, leave, *self._guard_gradients()]
+        # Lanes bring parameters back meanwhile: their classes must not be asked ([Note: Parameters that are away]).
+        with torch._C.DisableTorchFunctionSubclass():
+            return [enter, leave, *self._guard_gradients()]
 
     def _guard_gradients(self) -> list[Any]:
         """Stop before a gradient that arrives after its chunk's gradients have left could be lost."""
