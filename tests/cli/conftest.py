@@ -10,7 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from protwin.shared.calibration import Calibration
 from protwin.shared.cli import main
+from protwin.shared.machines import hardware_to_toml, machine
+from protwin.shared.plan import Plan
+from tests.cli.saved import decoder
 
 Protwin = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -21,6 +25,18 @@ def work(tmp_path: Path) -> Path:
     folder = tmp_path / "work"
     folder.mkdir()
     return folder
+
+
+@pytest.fixture
+def folder(work: Path) -> Path:
+    """The folder that the command runs in, with one good file of each kind."""
+    workload = decoder()
+    workload.save(work / "workload.json")
+    plan = Plan(workload_id=workload.identity, chunk_bytes=2**26, n_persist=2, n_buffer=4)
+    plan.save(work / "plan.json")
+    Calibration(hardware_name="rtx-3090", machine="a machine").save(work / "calibration.json")
+    (work / "machine.toml").write_text(hardware_to_toml(machine("rtx-3090")))
+    return work
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import pytest
 from protwin.shared.record import Origin, Record
 from tests.cli.conftest import Protwin
 from tests.cli.saved import decoder
-from tests.shared.test_report import check_self_contained, parse
+from tests.shared.report_pages import check_self_contained, parse
 
 
 @pytest.fixture

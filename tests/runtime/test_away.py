@@ -14,7 +14,7 @@ from protwin.runtime import carry_out
 from protwin.runtime.training import Training
 from protwin.shared.errors import ScheduleError
 from tests.runtime.models import Case, cases, differences
-from tests.runtime.test_optimizers import half_offloaded
+from tests.runtime.optimizing import half_offloaded
 
 
 def case_of() -> Case:

@@ -1,249 +1,27 @@
-"""Optimizers and schedulers of torch give the same bits through a plan as in the plain loop, and refuse nonsense."""
+"""The optimizer of a training: what it shows, what it refuses, and gradients that are not finite."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import Phase, given, settings
-from hypothesis import strategies as st
 from torch import nn
-from torch.optim import lr_scheduler
 
 from protwin.runtime import Training, carry_out
 from protwin.runtime.non_finite import NonFiniteGradientError, non_finite
-from protwin.runtime.step_options import StepOptions
 from protwin.shared.errors import PlanError, ScheduleError
-from protwin.shared.layout import build_layout
-from protwin.shared.plan import Plan
-from protwin.shared.workload import Workload
-from tests.runtime.models import SEED, Case, differences, hand_written, point_batches
+from tests.runtime.models import SEED, Case, differences
+from tests.runtime.optimizing import (
+    CASE,
+    OPTIMIZERS,
+    STEPS,
+    half_offloaded,
+    persistent,
+    two_groups,
+)
 from tests.runtime.watchdog import ends_in_time
-
-STEPS = 6
-MakeOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
-MakeScheduler = Callable[[torch.optim.Optimizer], Any]
-
-OPTIMIZERS: dict[str, MakeOptimizer] = {
-    "AdamW": partial(torch.optim.AdamW, lr=1e-2, fused=True),
-    "Adam": partial(torch.optim.Adam, lr=1e-2, weight_decay=0.01, fused=True),
-    "SGD": partial(torch.optim.SGD, lr=1e-2, momentum=0.9, nesterov=True, fused=True),
-}
-SCHEDULERS: dict[str, MakeScheduler] = {
-    "lambda": partial(lr_scheduler.LambdaLR, lr_lambda=[lambda n: 1 / (n + 1), lambda n: 0.5**n]),
-    "cosine": partial(lr_scheduler.CosineAnnealingLR, T_max=4),
-    "one cycle": partial(lr_scheduler.OneCycleLR, max_lr=[3e-2, 1e-2], total_steps=STEPS + 1),
-    "plateau": partial(lr_scheduler.ReduceLROnPlateau, factor=0.3, patience=0, threshold=0.5),
-    "warm up, then cosine": lambda optimizer: lr_scheduler.SequentialLR(
-        optimizer,
-        [
-            lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=3),
-            lr_scheduler.CosineAnnealingLR(optimizer, T_max=3),
-        ],
-        milestones=[3],
-    ),
-}
-
-
-def two_groups(model: nn.Module) -> list[dict[str, Any]]:
-    """Matrices decay, at a rate of their own."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    return [
-        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": 0.3, "lr": 2e-2},
-        {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
-    ]
-
-
-CASE = Case(hand_written, point_batches(STEPS), groups=two_groups, has_loss=False)
-
-
-def half_offloaded(workload: Workload) -> Plan:
-    """The first chunk and those outside the blocks persistent, the others in two buffers more than they need."""
-    layout = build_layout(workload.parameters, num_blocks=workload.num_blocks, chunk_bytes=10_000)
-    return Plan(
-        workload_id=workload.identity,
-        chunk_bytes=10_000,
-        n_persist=2,
-        n_buffer=layout.min_buffers(2) + 1,
-        prefetch_depth=2,
-        n_checkpoint=1,
-    )
-
-
-def persistent(workload: Workload) -> Plan:
-    layout = build_layout(workload.parameters, num_blocks=workload.num_blocks, chunk_bytes=2**20)
-    return Plan(workload_id=workload.identity, chunk_bytes=2**20, n_persist=len(layout.chunks), n_buffer=0)
-
-
-@st.composite
-def single_plans(draw: st.DrawFn, workload: Workload) -> Plan:
-    """Any residency and any activation modes."""
-    chunk_bytes = draw(st.sampled_from((2**20, 20_000, 10_000, 4_000, 1)))
-    layout = build_layout(workload.parameters, num_blocks=workload.num_blocks, chunk_bytes=chunk_bytes)
-    n_persist = draw(st.integers(0, len(layout.chunks) - 1))
-    n_checkpoint = draw(st.integers(0, workload.num_blocks))
-    return Plan(
-        workload_id=workload.identity,
-        chunk_bytes=chunk_bytes,
-        n_persist=n_persist,
-        n_buffer=layout.min_buffers(n_persist) + draw(st.integers(0, 3)),
-        prefetch_depth=draw(st.integers(1, 3)),
-        n_checkpoint=n_checkpoint,
-        n_swap=draw(st.integers(0, workload.num_blocks - n_checkpoint)),
-    )
-
-
-def advance(scheduler: Any, loss: float) -> None:
-    """What a loop does with a scheduler after a step."""
-    if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau):
-        scheduler.step(loss)
-    else:
-        scheduler.step()
-
-
-def trained_plainly(make_optimizer: MakeOptimizer, make_scheduler: MakeScheduler) -> tuple[list[float], nn.Module]:
-    model = CASE.build()
-    optimizer = make_optimizer(two_groups(model))
-    scheduler = make_scheduler(optimizer)
-    losses = []
-    torch.manual_seed(SEED)
-    for batch in CASE.batches:
-        loss = CASE.loss(model, batch)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        advance(scheduler, loss.item())
-        losses.append(loss.item())
-    return losses, model
-
-
-def trained(
-    make_optimizer: MakeOptimizer,
-    make_scheduler: MakeScheduler,
-    plan: Plan,
-    *,
-    before_backward: Callable[[Training], None] = lambda _: None,
-    after_step: Callable[[Training], None] = lambda _: None,
-) -> tuple[list[float], nn.Module]:
-    model = CASE.build()
-    losses = []
-    with (
-        ends_in_time(),
-        carry_out(model, plan, CASE.workload, optimizer=make_optimizer, parameter_groups=two_groups(model)) as training,
-    ):
-        scheduler = make_scheduler(training.optimizer)
-        torch.manual_seed(SEED)
-        for number, batch in enumerate(CASE.batches):
-            loss = CASE.loss(model, batch)
-            before_backward(training)
-            loss.backward()
-            if number % 2:
-                training.step()
-            else:
-                training.optimizer.step()
-                training.optimizer.zero_grad()
-            advance(scheduler, loss.item())
-            after_step(training)
-            losses.append(loss.item())
-    return losses, model
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("scheduler", SCHEDULERS)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@settings(max_examples=4, phases=[Phase.explicit, Phase.generate])
-@given(data=st.data())
-def test_schedulers_of_torch_equal_the_plain_loop(optimizer: str, scheduler: str, data: st.DataObject) -> None:
-    plan = data.draw(single_plans(CASE.workload))
-    losses, model = trained(OPTIMIZERS[optimizer], SCHEDULERS[scheduler], plan)
-    expected, plain = trained_plainly(OPTIMIZERS[optimizer], SCHEDULERS[scheduler])
-    assert losses == expected
-    assert differences(model, plain.state_dict()) == []
-
-
-def test_rates_that_are_tensors_are_changed_in_place_by_schedulers() -> None:
-    rates = [torch.tensor(1e-2), torch.tensor(1e-2)]
-    plain, ours = (partial(torch.optim.AdamW, lr=rate, fused=True) for rate in rates)
-    expected, model = trained_plainly(plain, SCHEDULERS["lambda"])
-    losses, other = trained(ours, SCHEDULERS["lambda"], half_offloaded(CASE.workload))
-    assert losses == expected
-    assert differences(other, model.state_dict()) == []
-
-
-# -- options change while CPU Adam still runs ------------------------------------------------------------------------
-
-
-class Gate:
-    """Holds CPU Adam back until somebody opens it."""
-
-    def __init__(self) -> None:
-        self.open = threading.Event()
-
-    def optimizer(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        made = torch.optim.AdamW(groups, lr=1e-2, fused=True)
-
-        def hold(*_: Any) -> None:
-            if threading.current_thread() is not threading.main_thread():
-                assert self.open.wait(timeout=30)
-
-        made.register_step_pre_hook(hold)
-        return made
-
-
-def trained_with_late_steps(plan: Plan) -> tuple[list[float], nn.Module, list[int]]:
-    """Train so that no CPU Adam of an iteration runs before the scheduler has set the rates of the next one."""
-    gate = Gate()
-    counts = []
-
-    def shut(training: Training) -> None:
-        training.synchronize()
-        gate.open.clear()
-
-    def release(training: Training) -> None:
-        counts.append(training.num_cpu_adam_steps)
-        gate.open.set()
-
-    make_scheduler = SCHEDULERS["warm up, then cosine"]
-    losses, model = trained(gate.optimizer, make_scheduler, plan, before_backward=shut, after_step=release)
-    return losses, model, counts
-
-
-def test_a_step_that_runs_late_takes_the_options_of_its_iteration() -> None:
-    """And nobody waits for it, though the rate changes at every step."""
-    losses, model, counts = trained_with_late_steps(half_offloaded(CASE.workload))
-    expected, plain = trained_plainly(OPTIMIZERS["AdamW"], SCHEDULERS["warm up, then cosine"])
-    assert losses == expected
-    assert differences(model, plain.state_dict()) == []
-    num_offloaded = counts[1]
-    assert num_offloaded > 1
-    assert counts == [number * num_offloaded for number in range(STEPS)], "CPU Adam of an iteration ran before its end"
-
-
-def test_options_that_are_read_when_the_step_runs_are_those_of_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The wrong variant: every chunk looks at the groups as they are by then."""
-    facades: list[Any] = []
-    original = StepOptions.plan_step
-
-    def plan_step(self: StepOptions, param_groups: Any) -> None:
-        facades.append(param_groups)
-        original(self, param_groups)
-
-    monkeypatch.setattr(StepOptions, "plan_step", plan_step)
-    monkeypatch.setattr(
-        StepOptions,
-        "of_step",
-        lambda *_: tuple({k: v for k, v in group.items() if k != "params"} for group in facades[-1]),
-    )
-    _, model, _ = trained_with_late_steps(half_offloaded(CASE.workload))
-    _, plain = trained_plainly(OPTIMIZERS["AdamW"], SCHEDULERS["warm up, then cosine"])
-    assert differences(model, plain.state_dict()) != []
-
-
-# -- what the optimizer shows ----------------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -39,7 +39,7 @@ from tests.runtime.models import (
     three_groups,
     token_batches,
 )
-from tests.runtime.test_optimizers import half_offloaded, single_plans
+from tests.runtime.optimizing import half_offloaded, single_plans
 from tests.runtime.watchdog import ends_in_time
 
 

@@ -13,7 +13,7 @@ from protwin.shared.record import Record
 from protwin.shared.schedule import Lane
 from protwin.shared.units import format_seconds
 from tests.runtime.models import SEED, cases
-from tests.runtime.test_optimizers import half_offloaded
+from tests.runtime.optimizing import half_offloaded
 
 
 def summaries_of(

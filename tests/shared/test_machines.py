@@ -1,27 +1,16 @@
-"""The catalogue of machines: figures against the silicon that they come from, and machines from files."""
+"""The catalogue of machines: figures against the silicon that they come from."""
 
 from __future__ import annotations
 
 import json
 import math
 import re
-import tomllib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import hypothesis.strategies as st
 import pytest
-import tomli_w
-from hypothesis import given
-from pydantic import BaseModel
 
-import protwin.shared.hardware
-from protwin.shared.catalogue_files import machine_sections, read_machine_table
-from protwin.shared.errors import CatalogueError, FileError, HardwareError
-from protwin.shared.hardware import Device, DeviceKind, Hardware, Host, Link, LinkPoint, Network, Node, Topology
-from protwin.shared.hardware_tables import hardware_details, hardware_table
+from protwin.shared.hardware import Device
 from protwin.shared.machine_parts import (
     device_link_names,
     device_link_part,
@@ -36,17 +25,13 @@ from protwin.shared.machine_parts import (
 )
 from protwin.shared.machines import (
     cluster_names,
-    hardware_to_toml,
     load_hardware,
     machine,
     machine_names,
     override_hardware,
 )
-from protwin.shared.node_tables import cluster_table, part_tables
-from protwin.shared.tables import as_text
-from protwin.shared.workload import DType, OperationClass
-from tests.strategies import hardware as random_hardware
-from tests.strategies import links
+from protwin.shared.workload import DType
+from tests.shared.full_machine import whole_file
 
 GIB = 2**30
 REQUIRED = ("rtx-3090", "rtx-4090", "a100-40gb", "a100-80gb", "h100-80gb", "h200-141gb")
@@ -117,12 +102,6 @@ CHANNELS = {
     "xeon-56-ddr5-5600": (8, 5600e6),
     "grace-72": (32, 2e9),  # 512 GB/s
 }
-
-
-def whole_file(name: str) -> dict[str, Any]:
-    """A file in the folder of machines, parsed in one go."""
-    folder = Path(protwin.shared.hardware.__file__).parent / "catalogue" / "machines"
-    return tomllib.loads((folder / f"{name}.toml").read_text(encoding="utf-8"))
 
 
 def peaks_agree(device: Device, silicon: Silicon) -> bool:
@@ -295,301 +274,3 @@ def test_a_machine_with_one_device_reads_as_before_it_could_have_several(tmp_pat
     path.write_text(json.dumps({"kind": "hardware", "schema_version": 1} | content), encoding="utf-8")
     assert load_hardware(path) == known
     assert (known.num_devices, known.devices_per_node, known.num_nodes) == (1, 1, 1)
-
-
-# -- names and files -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("asked", "meant"), [("3090", "rtx-3090"), ("RTX 4090", "rtx-4090"), ("a100", "a100-40gb"), ("h-100", "h100-80gb")]
-)
-def test_an_unknown_machine_is_answered_with_the_nearest(asked: str, meant: str) -> None:
-    with pytest.raises(CatalogueError, match=f"Did you mean .*{meant}") as caught:
-        load_hardware(asked)
-    assert ".toml" in str(caught.value)
-
-
-def full_hardware() -> Hardware:
-    """A machine that leaves no field at its default."""
-    table = (LinkPoint(size_bytes=1024, seconds=1e-5), LinkPoint(size_bytes=2**20, seconds=1e-4))
-    return Hardware(
-        name='my "machine" \\ µ\n[device]',
-        device=Device(
-            name="d",
-            kind=DeviceKind.CPU,
-            memory_bytes=2**61 + 1,
-            reserved_bytes=12345,
-            memory_bandwidth_bytes_per_s=0.1 + 0.2,
-            peak_flop_per_s={DType.FLOAT32: 1e12, DType.FLOAT8_E5M2: 1 / 3},
-            vector_flop_per_s=1e300,
-            launch_overhead_s=5e-324,
-            num_multiprocessors=7,
-            efficiency={OperationClass.MATMUL: 0.7, OperationClass.EMBEDDING: 1.0},
-            source="a = 1 # no comment",
-        ),
-        host=Host(
-            name="h",
-            num_cores=3,
-            num_memory_channels=5,
-            memory_bytes=2**40,
-            memory_bandwidth_bytes_per_s=2.0,
-            adam_bytes_per_s=7e9,
-            source="'''\"\"\"",
-        ),
-        host_to_device=Link(name="x", latency_s=1e-6, bandwidth_bytes_per_s=1e9, table=table, source="s"),
-        device_to_host=Link(name="y", latency_s=2e-6, bandwidth_bytes_per_s=2e9, table=table[:1], source="t"),
-        full_duplex=False,
-        node=Node(
-            name="n",
-            num_devices=4,
-            sockets=(3, 1),
-            pcie_roots=(1, 2, 1),
-            root_bandwidth_bytes_per_s=1e9,
-            topology=Topology.SWITCH,
-            device_link=Link(name="z", latency_s=3e-6, bandwidth_bytes_per_s=3e9, table=table, source="u"),
-            host_path=Link(name="p", latency_s=4e-6, bandwidth_bytes_per_s=4e9, table=table, source="v"),
-            through_host_memory=True,
-            reduces_in_switch=True,
-            source="w",
-        ),
-        network=Network(
-            name="net",
-            num_nodes=3,
-            adapters_per_node=2,
-            link=Link(name="a", latency_s=5e-6, bandwidth_bytes_per_s=5e9, table=table, source="x"),
-            source="y",
-        ),
-        price_usd_per_hour=1 / 3,
-    )
-
-
-def field_paths(model: BaseModel, path: str = "") -> Iterator[str]:
-    """The dotted name of every field, and of the fields within it."""
-    for field in type(model).model_fields:
-        yield f"{path}{field}"
-        value = getattr(model, field)
-        if isinstance(value, BaseModel):
-            yield from field_paths(value, f"{path}{field}.")
-
-
-FIELDS = tuple(field_paths(full_hardware()))
-
-
-def read_back(text: str, folder: Path) -> Hardware:
-    path = folder / "machine.toml"
-    path.write_text(text, encoding="utf-8")
-    return Hardware.load(path)
-
-
-def test_toml_reads_back_equal_in_every_field(tmp_path: Path) -> None:
-    hardware = full_hardware()
-    assert read_back(hardware_to_toml(hardware), tmp_path) == hardware
-    head = {"kind": "hardware", "schema_version": 1}
-    for path in FIELDS:
-        content = hardware.model_dump(mode="json")
-        *within, field = path.split(".")
-        holder = content
-        for part in within:
-            holder = holder[part]
-        del holder[field]  # a writer that forgets one field
-        try:
-            assert read_back(tomli_w.dumps(head | content), tmp_path) != hardware
-        except FileError:
-            continue
-
-
-@st.composite
-def random_clusters(draw: st.DrawFn) -> Hardware:
-    """A small machine; some with several devices, a network, a price."""
-    sockets = tuple(draw(st.lists(st.integers(1, 9), min_size=1, max_size=4)))
-    topology = draw(st.sampled_from([Topology.HOST, Topology.RING, Topology.MESH, Topology.SWITCH]))
-    node = Node(
-        name=draw(st.text(st.characters(exclude_categories=["Cs"]), max_size=5)),
-        num_devices=sum(sockets),
-        sockets=sockets,
-        pcie_roots=sockets,
-        root_bandwidth_bytes_per_s=draw(st.none() | st.floats(1, 1e12)),
-        topology=topology,
-        device_link=None if topology is Topology.HOST else draw(links()),
-        host_path=draw(st.none() | links()),
-        through_host_memory=draw(st.booleans()),
-        reduces_in_switch=topology is Topology.SWITCH and draw(st.booleans()),
-    )
-    network = Network(
-        name="n", num_nodes=draw(st.integers(1, 99)), adapters_per_node=draw(st.integers(1, 9)), link=draw(links())
-    )
-    more = {
-        "node": draw(st.none() | st.just(node)),
-        "network": draw(st.none() | st.just(network)),
-        "price_usd_per_hour": draw(st.none() | st.floats(1e-3, 1e6)),
-    }
-    return draw(random_hardware()).model_copy(update=more)
-
-
-@given(hardware=random_clusters(), text=st.text(st.characters(exclude_categories=["Cs"])))
-def test_random_machines_read_back_equal_from_toml(hardware: Hardware, text: str) -> None:
-    named = hardware.model_copy(update={"name": text, "host": hardware.host.model_copy(update={"source": text})})
-    content = hardware_to_toml(named)
-    assert Hardware.from_mapping(tomllib.loads(content), origin="text") == named
-
-
-@pytest.mark.parametrize("name", machine_names() + cluster_names())
-def test_the_catalogue_reads_back_from_files(name: str, tmp_path: Path) -> None:
-    path = tmp_path / "machine.toml"
-    path.write_text(hardware_to_toml(machine(name)), encoding="utf-8")
-    assert load_hardware(path) == load_hardware(name) == machine(name)
-    machine(name).save(tmp_path / "machine.json")
-    assert load_hardware(str(tmp_path / "machine.json")) == machine(name)
-
-
-def test_people_write_units(tmp_path: Path) -> None:
-    text = hardware_to_toml(machine("rtx-3090"))
-    text = re.sub(r"(?m)^memory_bytes = \d+$", 'memory_bytes = "24GiB"', text)
-    text = text.replace("bandwidth_bytes_per_s = 936000000000.0", 'bandwidth_bytes_per_s = "936 GB/s"')
-    hardware = read_back(text, tmp_path)
-    assert hardware.device == machine("rtx-3090").device
-    assert hardware.host.memory_bytes == 24 * GIB
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "error", "message"),
-    [
-        ("memory_bandwidth_bytes_per_s = 936e9", "memory_bandwidth_bytes_per_s = nan", FileError, "device.memory_band"),
-        ("memory_bandwidth_bytes_per_s = 936e9", "memory_bandwidth_bytes_per_s = 0", FileError, "device.memory_band"),
-        ("memory_bandwidth_bytes_per_s = 936e9", "memory_bandwidth_bytes_per_s = -1", FileError, "device.memory_band"),
-        ("memory_bandwidth_bytes_per_s = 936e9", "memory_bandwidth_bytes_per_s = inf", FileError, "device.memory_band"),
-        ("memory_bandwidth_bytes_per_s = 936e9", "memory_bandwidth_bytes_per_s = 936", HardwareError, "936 B/s"),
-        ("memory_bandwidth_bytes_per_s = 936e9", 'memory_bandwidth_bytes_per_s = "9XB"', FileError, "unknown unit"),
-        ("memory_bandwidth_bytes_per_s = 936e9", "memory_bandwith = 936e9", FileError, "device.memory_bandwith"),
-        ("num_cores = 16", "num_cores = 0", FileError, "host.num_cores"),
-        ("num_cores = 16", "num_cores = 1000000", HardwareError, "host.num_cores is 1e\\+06"),
-        ('kind = "hardware"', 'kind = "plan"', FileError, "is a plan file"),
-        ("schema_version = 1", "schema_version = 2", FileError, "schema_version 2"),
-        ("[device]", "[device", FileError, "damaged"),
-        ("latency_s = 6e-06", "latency_s = 6.0", HardwareError, "host_to_device.latency_s is 6 s"),
-        ("bandwidth_bytes_per_s = 25600000000.0", "bandwidth_bytes_per_s = 0.0", FileError, "host_to_device.bandwidth"),
-        ("[device]", "price_usd_per_hour = -1.0\n[device]", FileError, "price_usd_per_hour"),
-        ("[device]", "price_eur_per_hour = 1.0\n[device]", FileError, "price_eur_per_hour"),
-    ],
-)
-def test_an_impossible_file_is_refused(
-    old: str, new: str, error: type[Exception], message: str, tmp_path: Path
-) -> None:
-    text = hardware_to_toml(machine("rtx-3090")).replace("936000000000.0", "936e9")
-    assert old in text
-    path = tmp_path / "machine.toml"
-    path.write_text(text.replace(old, new, 1), encoding="utf-8")
-    with pytest.raises(error, match=message) as caught:
-        load_hardware(path)
-    assert str(path) in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("changes", "error", "message"),
-    [
-        ({"node": {"num_devices": 0}}, FileError, "node.num_devices"),
-        ({"node": {"sockets": [4, 3]}}, FileError, "sockets 4,3 hold 7 devices, but num_devices is 8"),
-        ({"node": {"pcie_roots": [3, 3, 2]}}, FileError, "a root belongs to one socket"),
-        ({"node": {"sockets": [8, 0]}}, FileError, "node.sockets.1"),
-        ({"node": {"topology": "star"}}, FileError, "node.topology"),
-        ({"node": {"device_link": None}}, FileError, "topology switch needs a device_link"),
-        ({"node": {"topology": "host", "reduces_in_switch": False}}, FileError, "topology host has no device_link"),
-        ({"node": {"topology": "ring"}}, FileError, "topology ring has no switch"),
-        ({"node": {"device_link": {"bandwidth_bytes_per_s": 0}}}, FileError, "node.device_link.bandwidth_bytes_per_s"),
-        ({"node": {"device_link": {"bandwidth_bytes_per_s": 370}}}, HardwareError, "node.device_link.bandwidth_bytes"),
-        ({"node": {"num_device": 8}}, FileError, "node.num_device"),
-        ({"network": {"num_nodes": 0}}, FileError, "network.num_nodes"),
-        ({"network": {"adapters_per_node": 2**13}}, HardwareError, "network.adapters_per_node is 8192"),
-        ({"network": {"link": {"latency_s": -1}}}, FileError, "network.link.latency_s"),
-        ({"price_usd_per_hour": 1e9}, HardwareError, "price_usd_per_hour is 1e\\+09"),
-    ],
-)
-def test_an_impossible_cluster_is_refused(
-    changes: dict[str, Any], error: type[Exception], message: str, tmp_path: Path
-) -> None:
-    content = {"kind": "hardware", "schema_version": 1} | machine("h100-80gb-x8").model_dump(mode="json")
-    path = tmp_path / "machine.json"
-    path.write_text(json.dumps(merged(content, changes)), encoding="utf-8")
-    with pytest.raises(error, match=message) as caught:
-        load_hardware(path)
-    assert str(path) in str(caught.value)
-
-
-def merged(content: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """``content`` with some of it changed, however deep."""
-    return content | {
-        key: merged(content[key], value) if isinstance(value, dict) else value for key, value in changes.items()
-    }
-
-
-def test_pairs_need_a_partner(tmp_path: Path) -> None:
-    content = machine("a100-80gb-pcie-x8").model_dump(mode="json")
-    content["node"] |= {"num_devices": 7, "sockets": [4, 3], "pcie_roots": [1] * 7}
-    with pytest.raises(FileError, match="7 devices cannot be joined in pairs"):
-        Hardware.from_mapping({"kind": "hardware", "schema_version": 1} | content, origin="text")
-
-
-def test_what_is_no_machine_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(FileError, match="does not exist"):
-        load_hardware(tmp_path / "nothing.toml")
-    (tmp_path / "machine.txt").write_text("text")
-    with pytest.raises(FileError, match=r"must end in \.toml or \.json"):
-        load_hardware(tmp_path / "machine.txt")
-    with pytest.raises(CatalogueError, match="no machine"):
-        load_hardware(tmp_path)
-
-
-# -- tables ----------------------------------------------------------------------------------------------------------
-
-
-def test_the_table_has_a_row_for_every_machine_and_fits_a_terminal() -> None:
-    lines = as_text(hardware_table(), width=80).splitlines()
-    rows = {line.split()[0]: line.split() for line in lines if line.split() and line.split()[0] in machine_names()}
-    assert tuple(rows) == machine_names()
-    assert rows["a100-80gb"] == ["a100-80gb", "80", "2039", "312", "19.5", "64", "512", "171.5", "25.6"]
-    assert "…" not in "\n".join(lines)
-    with pytest.raises(CatalogueError, match="rtx-3090"):
-        hardware_table(["rtx3090"])
-
-
-def test_the_table_of_clusters_has_a_row_for_each_and_fits_a_terminal() -> None:
-    lines = as_text(cluster_table(), width=80).splitlines()
-    rows = {line.split()[0]: line.split() for line in lines if line.split() and line.split()[0] in cluster_names()}
-    assert tuple(rows) == cluster_names()
-    assert rows["h100-80gb-x8"] == ["h100-80gb-x8", "8", "2", "switch", "370", "8", "x", "infiniband-ndr"]
-    assert rows["rtx-4090-x8"] == ["rtx-4090-x8", "8", "2", "host", "–", "–"]
-
-
-def test_every_part_that_can_be_chosen_is_listed() -> None:
-    shown = as_text(part_tables(), width=100).splitlines()
-    listed = {line.split()[0] for line in shown if line.strip()}
-    assert listed >= {*host_names(), *link_names(), *node_names(), *network_names()}
-
-
-@pytest.mark.parametrize("name", machine_names() + cluster_names())
-def test_details_show_every_figure_and_every_source(name: str) -> None:
-    hardware = machine(name)
-    shown = " ".join(as_text(hardware_details(hardware), width=100).split())
-    node, network = hardware.node, hardware.network
-    more = [] if node is None else [part for part in (node, node.device_link, node.host_path) if part is not None]
-    more += [] if network is None else [network.link]
-    for part in (hardware.device, hardware.host, hardware.host_to_device, hardware.device_to_host, *more):
-        assert part.name in shown
-        for sentence in part.source.split("; "):
-            assert " ".join(sentence.split()) in shown
-    for dtype in hardware.device.peak_flop_per_s:
-        assert f"peak {dtype} " in shown
-
-
-def test_details_show_text_as_it_is() -> None:
-    shown = as_text(hardware_details(full_hardware().model_copy(update={"name": "[red]x[/]"})))
-    assert "[red]x[/]" in shown
-    assert "copy of 1 KiB" in shown
-    assert "7 GB/s, measured" in shown
-
-
-@pytest.mark.parametrize("file", ["devices", "hosts", "links", "device_links", "nodes", "networks", "machines"])
-def test_tables_read_one_by_one_are_those_of_the_file(file: str) -> None:
-    whole = whole_file(file)
-    assert list(machine_sections(file)) == list(whole)
-    assert {name: read_machine_table(file, name) for name in whole} == whole

@@ -12,7 +12,7 @@ import pytest
 from protwin.shared.report import html_report
 from protwin.shared.report_waits import waits_of
 from tests.shared.laid_out import laid_out
-from tests.shared.test_report import parse
+from tests.shared.report_pages import parse
 
 BROWSER = next(
     (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None

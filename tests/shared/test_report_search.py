@@ -24,7 +24,7 @@ from protwin.shared.report_search import (
 from protwin.shared.search_result import BatchChoice, BatchSearchResult, Certificate, PlanOutcome, SearchResult
 from protwin.shared.units import format_bytes, format_seconds
 from tests.shared.laid_out import MIB, LaidOut, laid_out
-from tests.shared.test_report import HOSTILE, check_self_contained, hostile, parse
+from tests.shared.report_pages import HOSTILE, check_self_contained, hostile, parse
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from protwin.shared.report import html_report
 from protwin.shared.report_sensitivity import sensitivity_chart
 from protwin.shared.search_result import WhatIf
 from tests.shared.laid_out import laid_out
-from tests.shared.test_report import HOSTILE, check_self_contained, parse
+from tests.shared.report_pages import HOSTILE, check_self_contained, parse
 from tests.shared.test_report_search import result_of
 
 BASE_S = 8.0

@@ -1,140 +1,34 @@
-"""The search against brute force over the simulator, and what it promises besides."""
+"""The search: equal to brute force, the same each time, and clear about limits."""
 
 from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass, replace
-from itertools import pairwise, product
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.strategies import DrawFn
 
 from protwin.shared.calibration import Calibration, Contention
 from protwin.shared.compile import compile_schedule
 from protwin.shared.errors import InfeasibleError, PlanError, WorkloadError
 from protwin.shared.hardware import DeviceKind, Hardware
-from protwin.shared.layout import Layout, build_layout
-from protwin.shared.memory_bound import guaranteed_device_peak
-from protwin.shared.plan import ActivationMode, Plan
+from protwin.shared.layout import build_layout
+from protwin.shared.plan import Plan
 from protwin.shared.schedule import Lane, Memory
 from protwin.shared.search_result import SearchResult
 from protwin.shared.verify import verify_schedule
-from protwin.shared.workload import DType, Parameter, Workload
+from protwin.shared.workload import Workload
 from protwin.sim import search_problem
-from protwin.sim.contention import ContentionModel
-from protwin.sim.costs import CostModel
 from protwin.sim.search import search
 from protwin.sim.search_problem import default_host_budget_bytes
-from protwin.sim.simulator import simulate_timing
-from protwin.sim.space import LayoutGrid, SearchSpace, chunk_sizes, enumerate_space
+from protwin.sim.space import LayoutGrid, SearchSpace, enumerate_space
 from protwin.sim.step_rule import StepRule
+from tests.sim.brute_force import Case, cases
 from tests.sim.hand_made import MACHINE, Seconds, machine, workload
-from tests.strategies import calibrations, hardware, workloads
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What the simulator says of one plan."""
-
-    plan: Plan
-    iteration_s: float
-    device_bytes: int
-    host_bytes: int
-
-
-@dataclass(frozen=True)
-class Case:
-    """A small space, and every plan of it simulated."""
-
-    workload: Workload
-    hardware: Hardware
-    calibration: Calibration | None
-    space: SearchSpace
-    rule: StepRule
-    outcomes: tuple[Outcome, ...]
-
-    def search(self, device_budget_bytes: int, tolerance_frac: float = 0.0) -> SearchResult:
-        return search(
-            self.workload,
-            self.hardware,
-            self.calibration,
-            device_budget_bytes=max(1, device_budget_bytes),
-            host_budget_bytes=max(outcome.host_bytes for outcome in self.outcomes),
-            space=self.space,
-            micro_batches=self.rule.micro_batches,
-            max_gradient_norm=self.rule.max_gradient_norm,
-            tolerance_frac=tolerance_frac,
-        )
-
-    def feasible(self, device_budget_bytes: int) -> list[Outcome]:
-        return [outcome for outcome in self.outcomes if outcome.device_bytes <= device_budget_bytes]
-
-
-def brute_force(
-    model: Workload, box: Hardware, calibration: Calibration | None, space: SearchSpace, rule: StepRule
-) -> tuple[Outcome, ...]:
-    """Every combination of knobs that the compiler takes, several of which are the same plan, simulated."""
-    costs = CostModel(box, calibration, use_measured=model.measured_on == box.name)
-    contention = ContentionModel.of(box, calibration)
-    outcomes = []
-    knobs = (space.chunk_bytes, space.n_persist, space.n_buffer, space.prefetch_depth, space.n_checkpoint, space.n_swap)
-    chunk_sizes, *others = (() if values is None else values for values in knobs)
-    for chunk_bytes in chunk_sizes:
-        layout = build_layout(model.parameters, num_blocks=model.num_blocks, chunk_bytes=chunk_bytes)
-        for n_persist, n_buffer, depth, n_checkpoint, n_swap in product(*others):
-            if n_persist <= len(layout.chunks) and n_buffer >= layout.min_buffers(n_persist):
-                if n_checkpoint + n_swap > model.num_blocks:
-                    continue
-                plan = Plan(
-                    workload_id=model.identity,
-                    chunk_bytes=chunk_bytes,
-                    n_persist=n_persist,
-                    n_buffer=n_buffer,
-                    prefetch_depth=depth,
-                    n_checkpoint=n_checkpoint,
-                    n_swap=n_swap,
-                    micro_batches=rule.micro_batches,
-                    max_gradient_norm=rule.max_gradient_norm,
-                )
-                schedule = compile_schedule(plan, model, layout)
-                timing = simulate_timing(schedule, costs.durations_s(schedule), contention)
-                outcomes.append(
-                    Outcome(
-                        plan,
-                        timing.iteration_s,
-                        guaranteed_device_peak(schedule).size_bytes,
-                        schedule.static_bytes(Memory.PINNED_HOST) + schedule.static_bytes(Memory.HOST),
-                    )
-                )
-    return tuple(outcomes)
-
-
-@st.composite
-def cases(draw: DrawFn) -> Case:
-    """Up to three blocks and one or two values of every knob, on any machine; time passes in every one of them."""
-    model = draw(workloads(max_blocks=3))
-    box, calibration = draw(hardware()), draw(st.none() | calibrations())
-    if draw(st.booleans()):
-        box = box.model_copy(update={"name": model.measured_on})
-        calibration = calibration and calibration.model_copy(update={"hardware_name": model.measured_on})
-
-    def some(values: st.SearchStrategy[int]) -> tuple[int, ...]:
-        return tuple(draw(st.sets(values, min_size=1, max_size=2)))
-
-    space = SearchSpace(
-        chunk_bytes=some(st.sampled_from((512, 2048, 4096, 100_000))),
-        n_persist=tuple({0, draw(st.integers(0, 8))}),
-        n_buffer=tuple({1000, draw(st.integers(0, 6))}),
-        prefetch_depth=some(st.integers(1, 3)),
-        n_checkpoint=tuple({0, draw(st.integers(0, model.num_blocks))}),
-        n_swap=draw(st.sampled_from(((0,), (0,), (0, 1), (0, model.num_blocks)))),
-    )
-    rule = StepRule(draw(st.sampled_from((1, 1, 2, 3))), draw(st.sampled_from((None, None, 1.0))))
-    return Case(model, box, calibration, space, rule, brute_force(model, box, calibration, space, rule))
+from tests.strategies import hardware, workloads
 
 
 def _is_distinct(plan: Plan, model: Workload) -> bool:
@@ -402,114 +296,3 @@ def test_progress_ends_with_every_plan_decided() -> None:
     num_candidates = result.certificate.num_candidates
     assert told[-1] == (num_candidates, num_candidates)
     assert all(0 <= done <= total for done, total in told)
-
-
-# -- the space -------------------------------------------------------------------------------------------------------
-
-
-def _identity(plan: Plan, model: Workload, layout: Layout) -> tuple[object, ...]:
-    """What a plan comes to, whatever its knobs say."""
-    persistent = layout.persistent(plan.n_persist)
-    num_offloaded = len(layout.chunks) - len(persistent)
-    moves = [model.profile_of(block).swappable_bytes > 0 for block in range(model.num_blocks)]
-    modes = tuple(
-        ActivationMode.KEEP if mode is ActivationMode.SWAP and not moves[block] else mode
-        for block, mode in enumerate(plan.modes(model.num_blocks))
-    )
-    if num_offloaded == 0:
-        return modes, plan.prefetch_depth if ActivationMode.SWAP in modes else 0
-    chunks = tuple(chunk.parameters for chunk in layout.chunks)
-    return chunks, persistent, min(plan.n_buffer, num_offloaded), plan.prefetch_depth, modes
-
-
-def _plans(model: Workload, space: SearchSpace | None = None) -> list[Plan]:
-    found = []
-    for grid in enumerate_space(model, space):
-        found += [grid.plan(model, *index) for index in _indices(grid)]
-    return found
-
-
-def _indices(grid: LayoutGrid) -> list[tuple[int, int, int]]:
-    return [
-        (residency, depth, int(mode))
-        for n_swap, rows in grid.modes.groups
-        for residency, depth in np.argwhere(grid.is_distinct(n_swap)).tolist()
-        for mode in rows
-    ]
-
-
-@given(workloads(max_blocks=3))
-@settings(max_examples=20)
-def test_the_space_holds_every_plan_once_and_each_compiles(model: Workload) -> None:
-    space = SearchSpace(prefetch_depth=(1, 3))
-    found = _plans(model, space)
-    assert sum(grid.num_candidates for grid in enumerate_space(model, space)) == len(found)
-    layouts = {
-        size: build_layout(model.parameters, num_blocks=model.num_blocks, chunk_bytes=size)
-        for size in {plan.chunk_bytes for plan in found}
-    }
-    identities = [_identity(plan, model, layouts[plan.chunk_bytes]) for plan in found]
-    assert len(set(identities)) == len(identities)
-    for plan in found[:: max(1, len(found) // 40)]:
-        compile_schedule(plan, model)
-    # Small models have few chunks, and no value of a knob is left out.
-    persistent_sets = {(identity[0], identity[1]) for identity in identities if len(identity) > 2}
-    for chunk_bytes in chunk_sizes(model):
-        layout = build_layout(model.parameters, num_blocks=model.num_blocks, chunk_bytes=chunk_bytes)
-        chunks = tuple(chunk.parameters for chunk in layout.chunks)
-        for n_persist in range(len(layout.chunks) + 1):
-            persistent = layout.persistent(n_persist)
-            assert len(persistent) == len(layout.chunks) or (chunks, persistent) in persistent_sets
-
-
-@given(workloads(max_blocks=4))
-@settings(max_examples=25)
-def test_no_two_plans_are_equally_simple(model: Workload) -> None:
-    keys = [grid.simplicity(*index) for grid in enumerate_space(model) for index in _indices(grid)]
-    assert len(set(keys)) == len(keys)
-
-
-def test_many_buffers_come_in_growing_steps() -> None:
-    (grid,) = enumerate_space(workload(num_blocks=200), SearchSpace(chunk_bytes=256, n_persist=0, n_checkpoint=0))
-    counts = grid.n_buffer.tolist()
-    assert counts[:9] == list(range(1, 10))
-    assert counts[-1] == 200
-    assert len(counts) < 40
-    assert all(following <= 1.5 * count for count, following in pairwise(counts[1:]))
-
-
-def test_sizes_of_chunks_follow_the_largest_block() -> None:
-    assert chunk_sizes(workload(num_blocks=2)) == [256, 512]
-    big = workload(num_blocks=1)
-    weight = Parameter(name="w", shape=(100 * 2**20 + 64,), dtype=DType.FLOAT32, block=0)
-    big = big.model_copy(update={"parameters": (weight,)})
-    assert chunk_sizes(big) == [101 * 2**20, 201 * 2**20, 401 * 2**20, 801 * 2**20]
-
-
-def test_knobs_can_be_fixed() -> None:
-    space = SearchSpace(chunk_bytes=256, n_persist=1, n_buffer=2, prefetch_depth=2, n_checkpoint=3)
-    result = search(workload(num_blocks=4), machine(), space=space)
-    assert result.certificate.num_candidates == 1
-    fixed = {"chunk_bytes": 256, "n_persist": 1, "n_buffer": 2, "prefetch_depth": 2, "n_checkpoint": 3}
-    assert result.plan.model_dump(include=set(fixed)) == fixed
-
-
-@pytest.mark.parametrize(
-    ("space", "message"),
-    [
-        (SearchSpace(n_checkpoint=(9, 12)), "n_checkpoint is at least 9 but the workload has 4 blocks"),
-        (SearchSpace(n_persist=50), "n_persist is at least 50 but no layout has more than 4 chunks"),
-        (SearchSpace(chunk_bytes=1024, n_persist=0, n_buffer=0), "n_buffer is at most 0 but .* needs 1"),
-    ],
-)
-def test_an_empty_space_says_which_knob_empties_it(space: SearchSpace, message: str) -> None:
-    with pytest.raises(PlanError, match=message):
-        search(workload(num_blocks=4), machine(), space=space)
-
-
-def test_a_model_without_parameters_in_its_blocks_has_plans_too() -> None:
-    model = workload(num_blocks=2)
-    bare = model.model_copy(update={"parameters": (Parameter(name="w", shape=(64,), dtype=DType.FLOAT32),)})
-    result = search(bare, machine())
-    assert result.certificate.num_candidates == 3
-    assert result.plan.n_buffer == 0

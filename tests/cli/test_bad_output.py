@@ -1,0 +1,120 @@
+"""Output that cannot be written is refused before the work, and an interruption leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from protwin.shared.workload import Workload
+from tests.cli.conftest import Protwin
+from tests.cli.refusals import CALIBRATE, RUN, SEARCH, SIMULATE, contents, refusal, replaced
+from tests.cli.saved import decoder
+
+
+def test_output_that_cannot_be_written_is_refused(protwin_here: Protwin, folder: Path) -> None:
+    assert "plan.json" in refusal(protwin_here, folder, replaced(SEARCH, "out/plan.json", "machine.toml/plan.json"))
+
+
+def test_a_folder_is_no_output(protwin_here: Protwin, folder: Path) -> None:
+    (folder / "out").mkdir()
+    assert "out" in refusal(protwin_here, folder, replaced(SEARCH, "out/plan.json", "out"))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        (*SEARCH[:-1], "workload.json"),
+        (*SEARCH[:-1], "./workload.json"),
+        (*SIMULATE, "--output=plan.json"),
+        (*SIMULATE, "--timeline=plan.json"),
+        (*SIMULATE, "--output=new.json", "--timeline=out/../new.json"),
+        (*SIMULATE, "--calibration=calibration.json", "--output=calibration.json"),
+        ("trace", "--model=plan.json", "--batch-size=1", "--sequence-length=8", "--output=plan.json"),
+        (*RUN, "--output=workload.json"),
+        (*RUN, "--text=machine.toml", "--output=new.json", "--timeline=new.json"),
+        (*CALIBRATE, "--output=new.json", "--workload-output=new.json"),
+        ("compare", "plan.json", "workload.json", "--output=workload.json"),
+    ],
+    ids=" ".join,
+)
+def test_no_output_takes_the_place_of_another_file(
+    protwin_here: Protwin, folder: Path, arguments: tuple[str, ...]
+) -> None:
+    assert "the same file" in refusal(protwin_here, folder, arguments)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        replaced(SEARCH, "out/plan.json", "plan.toml"),
+        replaced(SEARCH, "out/plan.json", "machine.toml/plan.json"),
+        (*SIMULATE, "--timeline=machine.toml/new.json"),
+        (*RUN, "--timeline=machine.toml/new.json"),
+        (*RUN, "--output=."),
+        (*CALIBRATE, "--workload-output=machine.toml/new.json"),
+        (*CALIBRATE, "--workload-output=new.toml"),
+        ("compare", "a.json", "b.json", "--timeline=machine.toml/new.json"),
+        ("hardware", "probe", "--output=machine.toml/new.toml"),
+    ],
+    ids=" ".join,
+)
+def test_every_output_is_checked_before_the_work(
+    protwin_here: Protwin, folder: Path, arguments: tuple[str, ...]
+) -> None:
+    """The plan and the workload are damaged, so that a command that looks at them first says so."""
+    for name in ("plan.json", "workload.json"):
+        (folder / name).write_text("damaged")
+    message = refusal(protwin_here, folder, arguments)
+    assert "is no folder" in message or "is a folder" in message or "would hold JSON" in message
+
+
+def test_a_device_is_written_to(protwin: Protwin, folder: Path) -> None:
+    result = protwin(*replaced(SEARCH, "out/plan.json", "/dev/stderr"))
+    assert json.loads(result.stderr)["kind"] == "plan"
+
+
+def test_a_refusal_leaves_the_old_output_alone(protwin_here: Protwin, folder: Path) -> None:
+    (folder / "out").mkdir()
+    (folder / "out" / "plan.json").write_text("an older plan")
+    refusal(protwin_here, folder, (*SEARCH, "--device-budget", "20MiB"))
+    assert (folder / "out" / "plan.json").read_text() == "an older plan"
+
+
+def test_output_is_checked_before_the_work(protwin_here: Protwin, folder: Path) -> None:
+    (folder / "workload.json").write_text("damaged")
+    assert "is a folder" in refusal(protwin_here, folder, replaced(SEARCH, "out/plan.json", "."))
+
+
+# -- interruption ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arguments", [SEARCH, SIMULATE], ids=["search", "simulate"])
+def test_an_interruption_leaves_nothing_behind(
+    folder: Path, environment: dict[str, str], arguments: tuple[str, ...]
+) -> None:
+    """The model is a pipe, so that the command is at work, waiting for it, when it is interrupted."""
+    os.mkfifo(folder / "pipe.json")
+    before = contents(folder)
+    process = subprocess.Popen(
+        [Path(sys.executable).with_name("protwin"), *replaced(arguments, "workload.json", "pipe.json")],
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    with (folder / "pipe.json").open("wb"):
+        process.send_signal(signal.SIGINT)
+        output, errors = process.communicate(timeout=60)
+    assert (process.returncode, output, errors) == (130, "", "interrupted\n")
+    assert contents(folder) == before
+
+
+def test_workloads_of_these_tests_are_workloads(folder: Path) -> None:
+    assert Workload.load(folder / "workload.json") == decoder()

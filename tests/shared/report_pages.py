@@ -1,0 +1,169 @@
+"""Pages of reports for tests: parsed, held to what every page must be, and some that are hostile or crowded."""
+
+from __future__ import annotations
+
+import math
+import re
+from base64 import b64encode
+from dataclasses import dataclass, field
+from hashlib import sha256
+from html.parser import HTMLParser
+from importlib.resources import files
+
+from protwin.shared.comparison import Comparison
+from protwin.shared.record import Record, TaskTiming
+from protwin.shared.report import html_report
+from protwin.shared.schedule import Lane, Memory, TaskKind
+from tests.shared.laid_out import LaidOut
+
+VOID = {"meta", "wbr"}
+PAGE_CSS = files("protwin.shared").joinpath("report.css").read_text(encoding="utf-8")
+FIGURES_CSS = files("protwin.shared").joinpath("report_figures.css").read_text(encoding="utf-8")
+CSS = PAGE_CSS + FIGURES_CSS
+LOSSES = [5.0 * math.exp(-step / 10) + 2.0 for step in range(30)]
+
+
+@dataclass
+class Element:
+    tag: str
+    attributes: dict[str, str | None]
+    words: str = ""
+
+
+@dataclass
+class Page(HTMLParser):
+    """Every element of a page with its own words; fails where tags are not balanced."""
+
+    elements: list[Element] = field(default_factory=list)
+    open: list[Element] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        names = [name for name, _ in attrs]
+        assert len(names) == len(set(names)), f"<{tag}> names an attribute twice"
+        element = Element(tag, dict(attrs))
+        self.elements.append(element)
+        if tag not in VOID:
+            self.open.append(element)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open, f"</{tag}> closes nothing"
+        assert self.open[-1].tag == tag, f"</{tag}> closes <{self.open[-1].tag}>"
+        self.open.pop()
+
+    def handle_data(self, data: str) -> None:
+        for element in self.open:
+            element.words += data
+
+    def named(self, tag: str) -> list[Element]:
+        return [element for element in self.elements if element.tag == tag]
+
+    @property
+    def words(self) -> str:
+        return next(iter(self.named("body"))).words
+
+
+def parse(html: str) -> Page:
+    page = Page()
+    page.feed(html)
+    page.close()
+    assert not page.open, f"<{page.open[-1].tag}> is never closed"
+    return page
+
+
+def check_self_contained(page: Page) -> None:
+    """Nothing that loads, no references but to the page's own patterns, and no script but the one of the policy."""
+    forbidden = {"link", "img", "iframe", "object", "embed", "base", "form", "image", "use", "foreignobject"}
+    assert not forbidden & {element.tag for element in page.elements}
+    for element in page.elements:
+        for name, value in element.attributes.items():
+            assert name not in {"src", "href", "xlink:href", "srcset", "action", "background", "data"}
+            assert not name.startswith("on")
+            assert "url(" not in (value or "")
+    style = "".join(element.words for element in page.named("style"))
+    patterns = {element.attributes["id"] for element in page.named("pattern")}
+    assert set(re.findall(r"url\(([^)]*)\)", style)) <= {f"#{name}" for name in patterns}
+    assert "@import" not in style
+    (script,) = page.named("script")
+    policy = next(m for m in page.named("meta") if m.attributes.get("http-equiv") == "Content-Security-Policy")
+    digest = b64encode(sha256(script.words.encode()).digest()).decode()
+    assert policy.attributes["content"] == (
+        f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
+    )
+
+
+def full_report(example: LaidOut, comparison: Comparison | None, **changes: object) -> str:
+    arguments: dict[str, object] = {
+        "title": "A demonstration",
+        "predicted": example.predicted,
+        "measured": example.measured,
+        "budget_bytes": example.predicted.peak_device_bytes + 2**20,
+        "losses": {"plain": LOSSES, "planned": LOSSES},
+        "plain_peak_bytes": 2 * example.predicted.peak_device_bytes,
+        "comparison": comparison,
+        "notes": ["One thing to know."],
+        "schedule": example.schedule,
+    }
+    return html_report(**(arguments | changes))  # type: ignore[arg-type]
+
+
+def chart_bars(html: str) -> list[list[Element]]:
+    """The bars of every lane chart that shows what tasks wait for."""
+    charts, page = [], parse(html)
+    for element in page.elements:
+        if element.tag == "svg" and "lanes" in (element.attributes.get("class") or ""):
+            charts.append([])
+        elif "bar" in (element.attributes.get("class") or "").split() and charts:
+            charts[-1].append(element)
+    return charts
+
+
+HOSTILE = "<script>alert(1)</script>\"'&<img src=x onerror=y>"
+
+
+def hostile(record: Record) -> Record:
+    tasks = tuple(t.model_copy(update={"name": f"{t.kind} {HOSTILE}"}) for t in record.tasks)
+    memory = tuple(curve.model_copy(update={"peak_at": HOSTILE}) for curve in record.memory)
+    return record.model_copy(
+        update={
+            "model_name": HOSTILE,
+            "hardware_name": HOSTILE,
+            "machine": HOSTILE,
+            "software": {HOSTILE: HOSTILE},
+            "emulated": (HOSTILE,),
+            "plan_id": HOSTILE,
+            "tasks": tasks,
+            "memory": memory,
+        }
+    )
+
+
+def crowded(record: Record, num_tasks: int) -> Record:
+    """The record with ``num_tasks`` tasks per lane and as many memory samples, evenly spread with gaps between."""
+    pitch_s = record.iteration_s / num_tasks
+    kinds = (TaskKind.FORWARD, TaskKind.GATHER, TaskKind.GRADIENT_OFFLOAD, TaskKind.CPU_ADAM)
+    tasks = tuple(
+        TaskTiming(
+            task=number * len(kinds) + place,
+            name=f"{kind} chunk {number}",
+            kind=kind,
+            lane=lane,
+            start_s=number * pitch_s,
+            end_s=(number + 0.4) * pitch_s,
+            duration_s=0.4 * pitch_s,
+        )
+        for number in range(num_tasks)
+        for place, (kind, lane) in enumerate(zip(kinds, Lane, strict=True))
+    )
+    device = record.curve(Memory.DEVICE)
+    assert device is not None
+    curve = device.model_copy(
+        update={
+            "times_s": tuple(number * pitch_s for number in range(num_tasks)),
+            "levels_bytes": tuple((number * 7919) % 2**20 for number in range(num_tasks)),
+            "peak_bytes": 2**20,
+        }
+    )
+    return record.model_copy(update={"tasks": tasks, "memory": (curve,)})

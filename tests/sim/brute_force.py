@@ -1,0 +1,127 @@
+"""Small spaces of plans with every plan in them simulated: the oracle of the search."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import product
+
+from hypothesis import strategies as st
+from hypothesis.strategies import DrawFn
+
+from protwin.shared.calibration import Calibration
+from protwin.shared.compile import compile_schedule
+from protwin.shared.hardware import Hardware
+from protwin.shared.layout import build_layout
+from protwin.shared.memory_bound import guaranteed_device_peak
+from protwin.shared.plan import Plan
+from protwin.shared.schedule import Memory
+from protwin.shared.search_result import SearchResult
+from protwin.shared.workload import Workload
+from protwin.sim.contention import ContentionModel
+from protwin.sim.costs import CostModel
+from protwin.sim.search import search
+from protwin.sim.simulator import simulate_timing
+from protwin.sim.space import SearchSpace
+from protwin.sim.step_rule import StepRule
+from tests.strategies import calibrations, hardware, workloads
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the simulator says of one plan."""
+
+    plan: Plan
+    iteration_s: float
+    device_bytes: int
+    host_bytes: int
+
+
+@dataclass(frozen=True)
+class Case:
+    """A small space, and every plan of it simulated."""
+
+    workload: Workload
+    hardware: Hardware
+    calibration: Calibration | None
+    space: SearchSpace
+    rule: StepRule
+    outcomes: tuple[Outcome, ...]
+
+    def search(self, device_budget_bytes: int, tolerance_frac: float = 0.0) -> SearchResult:
+        return search(
+            self.workload,
+            self.hardware,
+            self.calibration,
+            device_budget_bytes=max(1, device_budget_bytes),
+            host_budget_bytes=max(outcome.host_bytes for outcome in self.outcomes),
+            space=self.space,
+            micro_batches=self.rule.micro_batches,
+            max_gradient_norm=self.rule.max_gradient_norm,
+            tolerance_frac=tolerance_frac,
+        )
+
+    def feasible(self, device_budget_bytes: int) -> list[Outcome]:
+        return [outcome for outcome in self.outcomes if outcome.device_bytes <= device_budget_bytes]
+
+
+def brute_force(
+    model: Workload, box: Hardware, calibration: Calibration | None, space: SearchSpace, rule: StepRule
+) -> tuple[Outcome, ...]:
+    """Every combination of knobs that the compiler takes, several of which are the same plan, simulated."""
+    costs = CostModel(box, calibration, use_measured=model.measured_on == box.name)
+    contention = ContentionModel.of(box, calibration)
+    outcomes = []
+    knobs = (space.chunk_bytes, space.n_persist, space.n_buffer, space.prefetch_depth, space.n_checkpoint, space.n_swap)
+    chunk_sizes, *others = (() if values is None else values for values in knobs)
+    for chunk_bytes in chunk_sizes:
+        layout = build_layout(model.parameters, num_blocks=model.num_blocks, chunk_bytes=chunk_bytes)
+        for n_persist, n_buffer, depth, n_checkpoint, n_swap in product(*others):
+            if n_persist <= len(layout.chunks) and n_buffer >= layout.min_buffers(n_persist):
+                if n_checkpoint + n_swap > model.num_blocks:
+                    continue
+                plan = Plan(
+                    workload_id=model.identity,
+                    chunk_bytes=chunk_bytes,
+                    n_persist=n_persist,
+                    n_buffer=n_buffer,
+                    prefetch_depth=depth,
+                    n_checkpoint=n_checkpoint,
+                    n_swap=n_swap,
+                    micro_batches=rule.micro_batches,
+                    max_gradient_norm=rule.max_gradient_norm,
+                )
+                schedule = compile_schedule(plan, model, layout)
+                timing = simulate_timing(schedule, costs.durations_s(schedule), contention)
+                outcomes.append(
+                    Outcome(
+                        plan,
+                        timing.iteration_s,
+                        guaranteed_device_peak(schedule).size_bytes,
+                        schedule.static_bytes(Memory.PINNED_HOST) + schedule.static_bytes(Memory.HOST),
+                    )
+                )
+    return tuple(outcomes)
+
+
+@st.composite
+def cases(draw: DrawFn) -> Case:
+    """Up to three blocks and one or two values of every knob, on any machine; time passes in every one of them."""
+    model = draw(workloads(max_blocks=3))
+    box, calibration = draw(hardware()), draw(st.none() | calibrations())
+    if draw(st.booleans()):
+        box = box.model_copy(update={"name": model.measured_on})
+        calibration = calibration and calibration.model_copy(update={"hardware_name": model.measured_on})
+
+    def some(values: st.SearchStrategy[int]) -> tuple[int, ...]:
+        return tuple(draw(st.sets(values, min_size=1, max_size=2)))
+
+    space = SearchSpace(
+        chunk_bytes=some(st.sampled_from((512, 2048, 4096, 100_000))),
+        n_persist=tuple({0, draw(st.integers(0, 8))}),
+        n_buffer=tuple({1000, draw(st.integers(0, 6))}),
+        prefetch_depth=some(st.integers(1, 3)),
+        n_checkpoint=tuple({0, draw(st.integers(0, model.num_blocks))}),
+        n_swap=draw(st.sampled_from(((0,), (0,), (0, 1), (0, model.num_blocks)))),
+    )
+    rule = StepRule(draw(st.sampled_from((1, 1, 2, 3))), draw(st.sampled_from((None, None, 1.0))))
+    return Case(model, box, calibration, space, rule, brute_force(model, box, calibration, space, rule))
