@@ -91,6 +91,18 @@ def format_bytes(size_bytes: float) -> str:
     return f"{size_bytes:.0f} B"
 
 
+def format_enough_bytes(size_bytes: int) -> str:
+    """As ``format_bytes``, but never less than ``size_bytes``: what it says, typed in, is enough."""
+    for unit, scale in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if size_bytes >= scale:
+            digits = max(0, 4 - len(str(size_bytes // scale)))
+            parts = 10**digits
+            whole, rest = divmod(-(-size_bytes * parts // scale), parts)
+            decimals = f"{rest:0{digits}}".rstrip("0") if rest else ""
+            return f"{whole}{'.' if decimals else ''}{decimals} {unit}"
+    return f"{size_bytes} B"
+
+
 def format_seconds(seconds: float) -> str:
     """``"12.3 ms"``; the unit that leaves one to three digits before the point."""
     magnitude = abs(seconds)

@@ -173,13 +173,13 @@ def search_command(
                     keep_interrupted=True,
                 )
             except InfeasibleError as error:
-                from .what_if import Setting, smallest_changes
+                from .what_if import Setting, largest_batch
 
                 rule = StepRule(micro_batches or 1, max_gradient_norm)
                 setting = Setting(workload, machine, factors, device_budget_bytes, space=space, rule=rule)
-                sizes = workload_at if model in model_names() else None
-                changes_that_fit = smallest_changes(setting, workload_at=sizes)
-                raise InfeasibleError(f"{error} {changes_that_fit.sentence}".strip()) from error
+                fitting = largest_batch(setting, workload_at) if model in model_names() else None
+                smaller = f" A batch of {fitting} fits as things are." if fitting is not None else ""
+                raise InfeasibleError(f"{error}{smaller}") from error
         else:
             from .batch_search import search_batches
 

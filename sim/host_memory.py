@@ -125,6 +125,21 @@ def default_reserve_bytes(memory_bytes: int, kind: DeviceKind) -> int:
     return max(reserve_bytes, process_bytes) if memory_bytes >= 4 * process_bytes else reserve_bytes
 
 
+def memory_with_room(room_bytes: int, kind: DeviceKind) -> int:
+    """The least memory of a host that leaves ``room_bytes`` after ``default_reserve_bytes``.  Bytes."""
+    # The reserve jumps where the process begins to count; what is left grows on both sides of that.
+    step_bytes = 4 * PROCESS_BYTES[kind]
+    for low, high in ((0, step_bytes - 1), (step_bytes, max(step_bytes, 2 * room_bytes))):
+        if high - default_reserve_bytes(high, kind) < room_bytes:
+            continue
+        while low < high:
+            middle = (low + high) // 2
+            has_room = middle - default_reserve_bytes(middle, kind) >= room_bytes
+            low, high = (low, middle) if has_room else (middle + 1, high)
+        return low
+    raise AssertionError("twice the room is enough")
+
+
 def shares_of_one_memory(
     memory_bytes: int, *, most_device_bytes: int, host_needs_bytes: Sequence[int]
 ) -> tuple[int, int]:

@@ -1,187 +1,181 @@
-"""Why no plan fits: which limit binds, by how much, and which plan comes closest."""
+"""Why no plan fits: which limit binds, by how much, which plan comes closest, and the smallest change that fits.
+
+[Note: Smallest changes]
+Device memory and host memory take each other's place: what is offloaded is on the host.  So there are up to three
+smallest changes: the device's budget alone, the host's alone, and where even the smallest plan exceeds the device's,
+both: the device's to what that plan needs, then the host's to the least with which a plan stays within it.  A plan
+fits with each, and none does with a byte less.
+
+Where the CPU is the device and no budget of the host was given, both lie in one memory, and a byte more for the device
+is one less for the host; a host budget then comes about by a host with more memory.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-
 from ..shared.errors import InfeasibleError
+from ..shared.hardware import DeviceKind
 from ..shared.plan import Plan
-from ..shared.units import format_bytes
-from .held_memory import guaranteed_peaks
-from .residency import residency
-from .search_problem import SearchProblem
-from .traffic import Traffic
-
-
-@dataclass(frozen=True)
-class _Need:
-    """What one plan needs."""
-
-    plan: Plan
-    device_bytes: int
-    host_bytes: int
+from ..shared.units import format_bytes, format_enough_bytes, parse_bytes
+from .host_memory import memory_with_room
+from .least_memory import Need, least_device, least_host
+from .search_problem import SearchProblem, default_host_budget_bytes
 
 
 def explain_infeasible(problem: SearchProblem) -> InfeasibleError:
-    """The error that says why no plan of the space fits.
+    """The error that says why no plan of the space fits."""
+    changes = smallest_changes(problem)
+    return InfeasibleError(f"no plan fits {_why(problem)} {changes.sentence(problem)}{_others(problem)}")
 
-    Where the host's memory rules out every plan, or every plan that the device could hold, it binds; otherwise the
-    device does.  The closest plan is the one that exceeds the binding limit by the least.
+
+@dataclass(frozen=True)
+class Changes:
+    """The smallest changes of the budgets with which a plan fits; see [Note: Smallest changes]."""
+
+    device_bytes: int | None
+    """The device's budget, if that alone is enough."""
+    host_bytes: int | None
+    """The host's, if that alone is enough."""
+    both_bytes: tuple[int, int]
+    """The device's and the host's; the device's is at least what it is."""
+
+    def sentence(self, problem: SearchProblem) -> str:
+        """What to do, in words."""
+        device, host = self.both_bytes
+        ways = []
+        if self.host_bytes is not None:
+            ways.append(f"the host budget to {_enough(self.host_bytes)}{_as_memory(problem, self.host_bytes)}")
+        elif device != self.device_bytes:
+            ways.append(
+                f"the device budget to {_enough(device)} and the host budget to {_enough(host)}"
+                f"{_as_memory(problem, host, device)}"
+            )
+        if self.device_bytes is not None:
+            alone = " alone" if ways and self.host_bytes is None else ""
+            ways.append(f"the device budget{alone} to {_enough(self.device_bytes)}")
+        is_more = self.device_bytes is None or self.device_bytes > problem.device_budget_bytes
+        return f"{'Raise' if is_more else 'Set'} {', or '.join(ways)}"
+
+
+def smallest_changes(problem: SearchProblem) -> Changes:
+    """What makes some plan fit where none does."""
+    smallest = least_device(problem)
+    assert smallest is not None, "a space holds a plan"
+    device_bytes = max(problem.device_budget_bytes, smallest.device_bytes)
+    alone = _device_alone(problem, smallest.device_bytes) if _is_one_memory(problem) else _closest(problem)
+    within = least_host(problem, device_bytes)
+    assert within is not None, "the smallest plan is within this"
+    is_host_enough = device_bytes == problem.device_budget_bytes and not problem.is_shared
+    host_alone = within.host_bytes if is_host_enough else None
+    device_alone = None if alone is None else alone.device_bytes
+    return Changes(device_alone, host_alone, (device_bytes, within.host_bytes))
+
+
+def _closest(problem: SearchProblem) -> Need | None:
+    return least_device(problem, problem.host_budget_bytes)
+
+
+def _is_one_memory(problem: SearchProblem) -> bool:
+    return problem.hardware.device.kind is DeviceKind.CPU and not problem.is_host_budget_given
+
+
+def _device_alone(problem: SearchProblem, least_bytes: int) -> Need | None:
+    """The plan of the smallest device budget that fits beside what is then left of the one memory for the host.
+
+    What plans need of the device grows as the host's share shrinks, so that the first budget which its own need does
+    not exceed is the smallest.
     """
-    least_host = _least_host(problem)
-    if least_host.host_bytes > problem.host_budget_bytes:
-        return InfeasibleError(_host_message(problem, least_host))
-    closest = _least_device(problem, problem.host_budget_bytes)
-    smallest = _least_device(problem, None)
-    if smallest.device_bytes <= problem.device_budget_bytes:
-        return InfeasibleError(_both_message(problem, closest, smallest))
-    return InfeasibleError(_device_message(problem, closest))
+    budget_bytes = least_bytes
+    while True:
+        left_bytes = default_host_budget_bytes(problem.hardware, budget_bytes)
+        need = least_device(problem, left_bytes)
+        if need is None or need.device_bytes <= budget_bytes:
+            return need
+        budget_bytes = need.device_bytes
 
 
-def _least_host(problem: SearchProblem) -> _Need:
-    """The plan that needs the least host memory."""
-    needs = []
-    for index, layout in enumerate(problem.layouts):
-        for number, (n_swap, _) in enumerate(layout.grid.modes.groups):
-            host_bytes = problem.host_bytes(index, layout.prefixes, n_swap).tolist()
-            needs += [
-                (need, index, number, prefix) for need, prefix in zip(host_bytes, layout.prefixes.tolist(), strict=True)
-            ]
-    least = min(needs)[0]
-    plans = [_cheapest_of_prefix(problem, *where) for need, *where in needs if need == least]
-    return min(plans, key=lambda need: need.device_bytes)
+# -- words -----------------------------------------------------------------------------------------------------------
 
 
-def _least_device(problem: SearchProblem, host_limit_bytes: int | None) -> _Need:
-    """The plan with the smallest guaranteed device peak, of those within the host's limit."""
-    quick: list[tuple[int, int, int, int]] = []
-    for index, layout in enumerate(problem.layouts):
-        static_bytes = layout.table.static_device_bytes(layout.prefixes, problem.workload.resident_bytes)
-        for number, (n_swap, modes) in enumerate(layout.grid.modes.groups):
-            bounds = (static_bytes + int(layout.memory.activation_bytes[modes].min())).tolist()
-            host_bytes = problem.host_bytes(index, layout.prefixes, n_swap).tolist()
-            quick += [
-                (bound_bytes, index, number, prefix)
-                for bound_bytes, host, prefix in zip(bounds, host_bytes, layout.prefixes.tolist(), strict=True)
-                if host_limit_bytes is None or host <= host_limit_bytes
-            ]
-    best: _Need | None = None
-    for bound_bytes, index, number, prefix in sorted(quick):
-        if best is not None and bound_bytes >= best.device_bytes:
-            break
-        layout = problem.layouts[index]
-        grid, modes = layout.grid, layout.grid.modes.groups[number][1]
-        peaks = layout.memory.peak_bytes(prefix, grid.n_buffer[grid.n_persist == prefix], grid.prefetch_depth, modes)
-        if best is not None and peaks.min() >= best.device_bytes:
-            continue
-        found = _cheapest_of_prefix(problem, index, number, prefix)
-        if best is None or found.device_bytes < best.device_bytes:
-            best = found
-    assert best is not None, "some plan is within the host's limit"
-    return best
+def _why(problem: SearchProblem) -> str:
+    """Facts: which limit binds and which plan comes closest to it."""
+    device, host = problem.device_budget_bytes, problem.host_budget_bytes
+    of_device, of_host = problem.hardware.device.name, f"host {problem.hardware.host.name}"
+    closest, smallest = _closest(problem), least_device(problem)
+    assert smallest is not None
+    if closest is None:
+        least = least_host(problem)
+        assert least is not None
+        return (
+            f"{of_host}: the closest needs {format_bytes(least.host_bytes)} of host memory for offloaded parameters, "
+            f"gradients and optimizer state but the budget is {format_bytes(host)}, "
+            f"{format_bytes(least.host_bytes - host)} too little ({_knobs(least.plan)})."
+        )
+    if closest.device_bytes == smallest.device_bytes:
+        return (
+            f"{of_device}: the closest needs {format_bytes(closest.device_bytes)} of device memory but the budget is "
+            f"{format_bytes(device)}, {format_bytes(closest.device_bytes - device)} too little "
+            f"({_knobs(closest.plan)})."
+        )
+    within = least_host(problem, max(device, smallest.device_bytes))
+    assert within is not None
+    if smallest.device_bytes <= device:
+        beside = f"within the device budget of {format_bytes(device)} the closest needs"
+    else:
+        beside = (
+            f"with any host memory a plan needs {format_bytes(smallest.device_bytes)} of device memory, "
+            f"{format_bytes(smallest.device_bytes - device)} more than the budget of {format_bytes(device)}, and then"
+        )
+    return (
+        f"{of_device} and {of_host} together: {beside} {format_bytes(within.host_bytes)} of host memory for offloaded "
+        f"parameters, gradients and optimizer state, {format_bytes(within.host_bytes - host)} more than the budget of "
+        f"{format_bytes(host)} ({_knobs(within.plan)}); within that host budget the closest needs "
+        f"{format_bytes(closest.device_bytes)} of device memory, {format_bytes(closest.device_bytes - device)} more "
+        f"than the budget ({_knobs(closest.plan)})."
+    )
 
 
-def least_host_bytes(problem: SearchProblem) -> int | None:
-    """The least host memory of all plans that the device's budget holds; None if it holds none."""
-    wheres = []
-    for index, layout in enumerate(problem.layouts):
-        for number, (n_swap, modes) in enumerate(layout.grid.modes.groups):
-            host_bytes = problem.host_bytes(index, layout.prefixes, n_swap).tolist()
-            static_bytes = layout.table.static_device_bytes(layout.prefixes, problem.workload.resident_bytes)
-            may_fit = static_bytes + int(layout.memory.activation_bytes[modes].min()) <= problem.device_budget_bytes
-            wheres += [
-                (need, index, number, prefix)
-                for need, prefix, may in zip(host_bytes, layout.prefixes.tolist(), may_fit.tolist(), strict=True)
-                if may
-            ]
-    for need, index, number, prefix in sorted(wheres):
-        layout = problem.layouts[index]
-        grid, modes = layout.grid, layout.grid.modes.groups[number][1]
-        peaks = layout.memory.peak_bytes(prefix, grid.n_buffer[grid.n_persist == prefix], grid.prefetch_depth, modes)
-        if peaks.min() > problem.device_budget_bytes:
-            continue
-        if _cheapest_of_prefix(problem, index, number, prefix).device_bytes <= problem.device_budget_bytes:
-            return int(need)
-    return None
+def _others(problem: SearchProblem) -> str:
+    """What else may help: less activations, where the rest fits, and more of the space."""
+    ways = []
+    if _rest_bytes(problem) < problem.device_budget_bytes:
+        ways.append("a smaller batch or a shorter sequence")
+    if problem.is_restricted:
+        ways.append("more of the space than was allowed")
+    return f"; {' or '.join(ways)} may fit too." if ways else "."
 
 
-def least_device_bytes(problem: SearchProblem) -> int | None:
-    """The smallest guaranteed device peak of all plans within the host's budget; None if no plan is."""
-    if _least_host(problem).host_bytes > problem.host_budget_bytes:
-        return None
-    return _least_device(problem, problem.host_budget_bytes).device_bytes
-
-
-def _cheapest_of_prefix(problem: SearchProblem, index: int, group: int, n_persist: int) -> _Need:
-    """The plan with these persistent chunks and swapped blocks that has the smallest guaranteed device peak."""
-    layout = problem.layouts[index]
-    grid = layout.grid
-    n_swap, modes = grid.modes.groups[group]
-    rows = np.flatnonzero(grid.n_persist == n_persist)
-    bounds = layout.memory.peak_bytes(n_persist, grid.n_buffer[rows], grid.prefetch_depth, modes).min(axis=(1, 2))
-    best: tuple[int, tuple[int, ...], tuple[int, int, int]] | None = None
-    for bound_bytes, row in sorted(zip(bounds.tolist(), rows.tolist(), strict=True)):
-        if best is not None and bound_bytes > best[0]:
-            break
-        traffic = Traffic(residency(layout.table, n_persist, int(grid.n_buffer[row])), problem.compute, n_swap)
-        peaks = guaranteed_peaks(traffic, grid.prefetch_depth, modes, problem.workload.resident_bytes)
-        for depth, place in np.argwhere(peaks == peaks.min()).tolist():
-            mode = int(modes[place])
-            key = (int(peaks.min()), grid.simplicity(row, depth, mode), (row, depth, mode))
-            best = key if best is None else min(best, key)
-    assert best is not None
-    host_bytes = int(problem.host_bytes(index, np.array([n_persist]), n_swap)[0])
-    return _Need(problem.plan(index, *best[2]), best[0], host_bytes)
-
-
-# -- messages --------------------------------------------------------------------------------------------------------
+def _rest_bytes(problem: SearchProblem) -> int:
+    """The least that plans within the host's budget hold of the device besides activations; the budget without any."""
+    needs = (
+        int(layout.table.static_device_bytes(layout.prefixes, problem.workload.resident_bytes)[is_within].min())
+        for index, layout in enumerate(problem.layouts)
+        for n_swap, _ in layout.grid.modes.groups
+        if (is_within := problem.host_bytes(index, layout.prefixes, n_swap) <= problem.host_budget_bytes).any()
+    )
+    return min(needs, default=problem.device_budget_bytes)
 
 
 def _knobs(plan: Plan) -> str:
+    size = format_bytes(plan.chunk_bytes).replace(" ", "")
+    shown = size if parse_bytes(size) == plan.chunk_bytes else str(plan.chunk_bytes)
     return (
-        f"chunk_bytes = {plan.chunk_bytes}, n_persist = {plan.n_persist}, n_buffer = {plan.n_buffer}, "
+        f"chunk_bytes = {shown}, n_persist = {plan.n_persist}, n_buffer = {plan.n_buffer}, "
         f"prefetch_depth = {plan.prefetch_depth}, n_checkpoint = {plan.n_checkpoint}"
         f"{f', n_swap = {plan.n_swap}' if plan.n_swap else ''}"
     )
 
 
-def _widen(problem: SearchProblem) -> str:
-    return ", or allow more of the space than was given" if problem.is_restricted else ""
+def _enough(size_bytes: int) -> str:
+    return f"{format_enough_bytes(size_bytes)} ({size_bytes} bytes)"
 
 
-def _device_message(problem: SearchProblem, closest: _Need) -> str:
-    budget, need = problem.device_budget_bytes, closest.device_bytes
-    return (
-        f"no plan fits {problem.hardware.device.name}: the closest needs {format_bytes(need)} of device memory but the "
-        f"budget is {format_bytes(budget)}, {format_bytes(need - budget)} too little ({_knobs(closest.plan)}). "
-        f"Raise the device budget to {need} bytes, or train with a smaller batch or a shorter sequence"
-        f"{_widen(problem)}."
-    )
-
-
-def _host_message(problem: SearchProblem, closest: _Need) -> str:
-    budget, need = problem.host_budget_bytes, closest.host_bytes
-    return (
-        f"no plan fits host {problem.hardware.host.name}: the closest needs {format_bytes(need)} of host memory for "
-        f"offloaded parameters, gradients and optimizer state but the budget is {format_bytes(budget)}, "
-        f"{format_bytes(need - budget)} too little ({_knobs(closest.plan)}). Raise the host budget to {need} bytes"
-        f"{_widen(problem)}."
-    )
-
-
-def _both_message(problem: SearchProblem, closest: _Need, smallest: _Need) -> str:
-    device, host = problem.device_budget_bytes, problem.host_budget_bytes
-    enough_host_bytes = least_host_bytes(problem)
-    assert enough_host_bytes is not None, "the smallest plan is within the device's budget"
-    return (
-        f"no plan fits {problem.hardware.device.name} and host {problem.hardware.host.name} together: within the host "
-        f"budget of {format_bytes(host)} the closest needs {format_bytes(closest.device_bytes)} of device memory, "
-        f"{format_bytes(closest.device_bytes - device)} more than the budget of {format_bytes(device)} "
-        f"({_knobs(closest.plan)}); the plan that needs the least device memory, "
-        f"{format_bytes(smallest.device_bytes)}, needs {format_bytes(smallest.host_bytes)} of host memory, "
-        f"{format_bytes(smallest.host_bytes - host)} too much ({_knobs(smallest.plan)}). "
-        f"Raise the host budget to {enough_host_bytes} bytes, or the device budget to "
-        f"{closest.device_bytes}{_widen(problem)}."
-    )
+def _as_memory(problem: SearchProblem, host_bytes: int, device_bytes: int | None = None) -> str:
+    """The memory of a host that has such a budget by itself, where no budget was given."""
+    if problem.is_host_budget_given:
+        return ""
+    kind = problem.hardware.device.kind
+    if kind is DeviceKind.CPU:
+        host_bytes += problem.device_budget_bytes if device_bytes is None else device_bytes
+    return f", a host with {_enough(memory_with_room(host_bytes, kind))} of memory"

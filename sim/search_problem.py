@@ -58,6 +58,8 @@ class SearchProblem:
     calibration: Calibration | None
     device_budget_bytes: int
     host_budget_bytes: int
+    is_host_budget_given: bool
+    """Whether it was asked for, and is not what the machine has."""
     is_restricted: bool
     """Whether the user has narrowed the space."""
     costs: CostModel
@@ -65,6 +67,8 @@ class SearchProblem:
     compute: ComputeTable
     rule: StepRule
     layouts: tuple[LayoutProblem, ...]
+    is_shared: bool = False
+    """Whether both budgets are shares of one memory, which nobody asked for."""
 
     @property
     def num_candidates(self) -> int:
@@ -99,6 +103,7 @@ def search_problem(
     check_magnitude(workload)
     rule = rule or StepRule()
     is_shared = hardware.device.kind is DeviceKind.CPU and device_budget_bytes is None and host_budget_bytes is None
+    is_host_budget_given = host_budget_bytes is not None
     if device_budget_bytes is None:
         device_budget_bytes = hardware.device.usable_bytes
     if host_budget_bytes is None:
@@ -118,6 +123,7 @@ def search_problem(
         calibration=calibration,
         device_budget_bytes=device_budget_bytes,
         host_budget_bytes=host_budget_bytes,
+        is_host_budget_given=is_host_budget_given,
         is_restricted=space is not None and space != SearchSpace(),
         costs=costs,
         contention=contention,
@@ -148,7 +154,7 @@ def _with_shares(problem: SearchProblem) -> SearchProblem:
     device_bytes, host_bytes = shares_of_one_memory(
         memory_bytes, most_device_bytes=max(most_device), host_needs_bytes=host_needs
     )
-    return replace(problem, device_budget_bytes=device_bytes, host_budget_bytes=host_bytes)
+    return replace(problem, device_budget_bytes=device_bytes, host_budget_bytes=host_bytes, is_shared=True)
 
 
 def default_host_budget_bytes(hardware: Hardware, device_budget_bytes: int) -> int:

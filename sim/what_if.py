@@ -1,4 +1,4 @@
-"""What other machines would change: a search for each changed part, and the smallest change that makes a plan fit.
+"""What other machines would change: a search for each changed part, and the largest batch with which a plan fits.
 
 Every answer is a search of its own, certified like any other.
 """
@@ -15,7 +15,7 @@ from ..shared.search_result import WhatIf
 from ..shared.units import format_bytes
 from ..shared.workload import Workload
 from .hunt import OnProgress
-from .infeasible import least_device_bytes, least_host_bytes
+from .least_memory import least_device
 from .search import search
 from .search_problem import SearchProblem, default_host_budget_bytes, search_problem
 from .space import SearchSpace
@@ -138,45 +138,19 @@ def _twice_as_fast(link: Link) -> Link:
     return link.model_copy(update={"bandwidth_bytes_per_s": 2 * link.bandwidth_bytes_per_s, "table": table})
 
 
-@dataclass(frozen=True)
-class SmallestChanges:
-    """What would make some plan fit, each alone; None where no such change of that kind does."""
+def largest_batch(setting: Setting, workload_at: Callable[[int], Workload]) -> int | None:
+    """The largest batch below the setting's with which some plan fits, in samples; None if none does.
 
-    device_budget_bytes: int | None
-    host_budget_bytes: int | None
-    batch_size: int | None
-    """The largest smaller one."""
-
-    @property
-    def sentence(self) -> str:
-        """In words."""
-        ways = []
-        if self.device_budget_bytes is not None:
-            ways.append(f"a device budget of {self.device_budget_bytes} bytes")
-        if self.host_budget_bytes is not None:
-            ways.append(f"a host budget of {self.host_budget_bytes} bytes")
-        if self.batch_size is not None:
-            ways.append(f"a batch of {self.batch_size}")
-        return f"The smallest changes that make it fit, each alone: {', '.join(ways)}." if ways else ""
-
-
-def smallest_changes(setting: Setting, *, workload_at: Callable[[int], Workload] | None = None) -> SmallestChanges:
-    """The smallest change of each kind with which a plan of the space fits, to the byte.
-
-    ``workload_at``: the workload at a batch of so many samples; without it no smaller batch is tried.  Of batches, by
-    halving the range, one is found that fits while the next larger one does not.
+    ``workload_at``: the workload at a batch of so many samples.  By halving the range, one is found that fits while
+    the next larger one does not.
     """
-    problem = setting.problem()
-    batch_size = None
-    if workload_at is not None:
-        fits, fails = 0, setting.workload.num_samples
-        while fails - fits > 1:
-            middle = (fits + fails) // 2
-            fits, fails = (middle, fails) if _fits(setting.problem(workload_at(middle))) else (fits, middle)
-        batch_size = fits or None
-    return SmallestChanges(least_device_bytes(problem), least_host_bytes(problem), batch_size)
+    fits, fails = 0, setting.workload.num_samples
+    while fails - fits > 1:
+        middle = (fits + fails) // 2
+        fits, fails = (middle, fails) if _fits(setting.problem(workload_at(middle))) else (fits, middle)
+    return fits or None
 
 
 def _fits(problem: SearchProblem) -> bool:
-    least = least_device_bytes(problem)
-    return least is not None and least <= problem.device_budget_bytes
+    least = least_device(problem, problem.host_budget_bytes)
+    return least is not None and least.device_bytes <= problem.device_budget_bytes

@@ -9,7 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protwin.shared.errors import ProtwinError
-from protwin.shared.units import format_bytes, format_rate, format_seconds, parse_bytes, parse_bytes_per_s
+from protwin.shared.units import (
+    format_bytes,
+    format_enough_bytes,
+    format_rate,
+    format_seconds,
+    parse_bytes,
+    parse_bytes_per_s,
+)
 
 UNITS = {
     "B": 1,
@@ -44,6 +51,20 @@ def test_rates_with_units(value: float, unit: str, between: str) -> None:
     assert parse_bytes_per_s(f"{value!r}{between}{unit}/s") == expected
     assert parse_bytes_per_s(f"{value!r} {unit} / s") == expected
     assert parse_bytes_per_s(value) == pytest.approx(value)
+
+
+@given(st.integers(1, 2**61))
+def test_enough_is_enough_and_hardly_more(size_bytes: int) -> None:
+    read_bytes = parse_bytes(format_enough_bytes(size_bytes))
+    assert size_bytes <= read_bytes <= size_bytes * 1.001 + 1
+    assert len(format_enough_bytes(size_bytes)) <= len("1023 B") + len(".0 KiB")
+
+
+def test_figures_rounded_as_usual_may_be_too_little() -> None:
+    """The wrong variant."""
+    assert parse_bytes(format_bytes(998_162_205_696)) < 998_162_205_696 <= parse_bytes("929.7 GiB")
+    assert format_enough_bytes(998_162_205_696) == "929.7 GiB"
+    assert format_enough_bytes(8 * 2**30) == format_bytes(8 * 2**30) == "8 GiB"
 
 
 def test_examples_of_the_documentation() -> None:

@@ -13,7 +13,7 @@ from protwin.shared.workload import BlockProfile, Phase, Workload
 from protwin.sim.batch_search import divisors, search_batches
 from protwin.sim.search import search
 from protwin.sim.space import SearchSpace
-from protwin.sim.what_if import Setting, smallest_changes, what_if
+from protwin.sim.what_if import Setting, largest_batch, what_if
 from tests.sim.hand_made import machine, workload
 
 SPACE = SearchSpace(chunk_bytes=(256, 512), prefetch_depth=(1, 2))
@@ -115,7 +115,7 @@ def test_divisors() -> None:
 # -- what if ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_smallest_changes_fit_and_smaller_ones_do_not() -> None:
+def test_the_largest_batch_fits_and_the_next_larger_one_does_not() -> None:
     model, box = at_size(workload(3), 4, 0.0), machine()
 
     def fits(model: Workload, device_bytes: int, host_bytes: int) -> bool:
@@ -129,27 +129,10 @@ def test_the_smallest_changes_fit_and_smaller_ones_do_not() -> None:
     device_bytes, host_bytes = 6000, 3000
     assert not fits(model, device_bytes, host_bytes)
     setting = Setting(model, box, None, device_bytes, host_bytes, SPACE)
-    changes = smallest_changes(setting, workload_at=lambda size: at_size(workload(3), size, 0.0))
-    assert changes.device_budget_bytes is not None
-    assert fits(model, changes.device_budget_bytes, host_bytes)
-    assert not fits(model, changes.device_budget_bytes - 1, host_bytes)
-    assert changes.host_budget_bytes is None or fits(model, device_bytes, changes.host_budget_bytes)
-    assert changes.batch_size is not None
-    assert fits(at_size(workload(3), changes.batch_size, 0.0), device_bytes, host_bytes)
-    assert not fits(at_size(workload(3), changes.batch_size + 1, 0.0), device_bytes, host_bytes)
-    assert str(changes.device_budget_bytes) in changes.sentence
-
-
-def test_the_least_host_memory_is_exact() -> None:
-    model, box = workload(4), machine()
-    device_bytes = smallest_changes(Setting(model, box, None, 10**6, 10**6, SPACE)).device_budget_bytes
-    assert device_bytes is not None
-    setting = Setting(model, box, None, device_bytes, 0, SPACE)
-    least = smallest_changes(setting).host_budget_bytes
-    assert least
-    search(model, box, space=SPACE, device_budget_bytes=device_bytes, host_budget_bytes=least)
-    with pytest.raises(InfeasibleError):
-        search(model, box, space=SPACE, device_budget_bytes=device_bytes, host_budget_bytes=least - 1)
+    batch_size = largest_batch(setting, lambda size: at_size(workload(3), size, 0.0))
+    assert batch_size is not None
+    assert fits(at_size(workload(3), batch_size, 0.0), device_bytes, host_bytes)
+    assert not fits(at_size(workload(3), batch_size + 1, 0.0), device_bytes, host_bytes)
 
 
 def test_what_if_answers_are_those_of_searches() -> None:
