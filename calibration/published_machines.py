@@ -10,6 +10,7 @@ bytes over N ranks brings (N - 1) / N of S to each rank in N - 1 hops, its all-r
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
@@ -17,11 +18,21 @@ from ..shared.hardware import Device, Hardware, Link
 from ..shared.machine_parts import host_part, link_part
 from ..shared.machines import machine
 from ..sim.collectives import Algorithm, Collective, Fabric, Shape, collective_time
+from ..sim.costs import copy_time_s
+from ..sim.fabrics import CALL_OVERHEAD_S
 
 HOP_LATENCY_S: Final = 10e-6
 """A hop's copies by either side and the flag between them: two copies of 5 to 7 µs (catalogue, links)."""
-SLOW_DISPATCH: Final = 2.0
-"""An old server core dispatches operations at half the rate of a desktop's: 2.2 to 2.6 GHz against 4.5 to 5 GHz."""
+_NEWER_CORE: Final = 1.15 * 1.19
+"""Work per clock of a desktop's core of the generation that launches were measured on (Zen 3) over that of a server's
+core of the generation of PCIe 3.0 (Zen, or Broadwell, which does as much): AMD states 15 % for Zen 2 and 19 % for Zen
+3, each over the one before."""
+OLDER_DISPATCH: Final = 4.9 / 3.6 * _NEWER_CORE
+"""Seconds that a server of PCIe 3.0 takes to dispatch an operation over those of a desktop, each at its highest clock:
+3.6 GHz (Xeon E5-2698 v4, Intel ARK) against 4.9 GHz (Ryzen 9 5950X, AMD product page).  Dispatch is one thread's work.
+"""
+SLOW_DISPATCH: Final = 4.9 / 2.2 * _NEWER_CORE
+"""The same at that server's base clock."""
 BASE_CLOCK_FRAC: Final = {"rtx-3090": 1.395 / 1.695, "rtx-3090-ti": 1.56 / 1.86}
 """Base over boost clock (NVIDIA's product pages): where a board runs that its power limit holds back."""
 
@@ -43,17 +54,20 @@ class Range:
 def four_rank_machine() -> Range:
     """R1 and the data-parallel part of R2: RTX 3090 on PCIe 3.0 x16.
 
-    The host is unknown: two channels of DDR4, four (the catalogue's only one of that generation of PCIe) or eight.
+    The host is unknown.  Four slots of 16 lanes of PCIe 3.0 are those of a server of that generation, of which the
+    catalogue has one, with four channels of memory; that its cores are slower than a desktop's belongs to it.
+    Favourable: the same author's later workstation (Threadripper PRO on WRX90), eight channels of DDR5.  Unfavourable:
+    two channels of DDR4, cores and boards at their base clocks.
     """
     return Range(
-        favourable=_machine("rtx-3090", "epyc-64", "pcie3-x16"),
-        likely=_machine("rtx-3090", "xeon-20", "pcie3-x16"),
+        favourable=_machine("rtx-3090", "workstation-96", "pcie3-x16"),
+        likely=_machine("rtx-3090", "xeon-20", "pcie3-x16", dispatch=OLDER_DISPATCH),
         unfavourable=_machine("rtx-3090", "desktop-16", "pcie3-x16", at_base_clock=True, dispatch=SLOW_DISPATCH),
     )
 
 
 def one_rank_machine() -> Range:
-    """The first part of R2: an RTX 3090 or 3090 Ti, in a slot of PCIe 3 or 4."""
+    """The first part of R2: an RTX 3090 or 3090 Ti, in a slot of PCIe 3 or 4; its time rules out the former."""
     return Range(
         favourable=_machine("rtx-3090-ti", "epyc-64", "pcie4-x16"),
         likely=_machine("rtx-3090", "desktop-16", "pcie4-x16"),
@@ -116,6 +130,22 @@ def all_reduce_s(size_bytes: int, hardware: Hardware, num_ranks: int) -> float:
     """Seconds of a ring's all-reduce over ``num_ranks`` ranks on one host; see [Note: Ranks on one host]."""
     fabric = Fabric(num_ranks, HOP_LATENCY_S, hop_bytes_per_s(hardware, num_ranks), shape=Shape.RING)
     return collective_time(Collective.ALL_REDUCE, size_bytes, fabric, [Algorithm.RING]).seconds
+
+
+def small_all_reduces_s(sizes_bytes: Iterable[int], hardware: Hardware, num_ranks: int) -> float:
+    """Seconds of as many all-reduces, one after another."""
+    return sum(CALL_OVERHEAD_S + all_reduce_s(size_bytes, hardware, num_ranks) for size_bytes in sizes_bytes)
+
+
+def sharded_reduction_s(size_bytes: int, hardware: Hardware, num_ranks: int) -> float:
+    """Seconds until each of ``num_ranks`` ranks has its share of a chunk's reduced gradients on the host.
+
+    A ring's reduce-scatter, then the share's copy.
+    """
+    fabric = Fabric(num_ranks, HOP_LATENCY_S, hop_bytes_per_s(hardware, num_ranks), shape=Shape.RING)
+    scattering = collective_time(Collective.REDUCE_SCATTER, size_bytes, fabric, [Algorithm.RING])
+    share = copy_time_s(size_bytes // num_ranks, replicated_rank(hardware, num_ranks).device_to_host)
+    return CALL_OVERHEAD_S + scattering.seconds + share
 
 
 def hop_bytes_per_s(hardware: Hardware, num_ranks: int) -> float:

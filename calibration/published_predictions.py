@@ -27,6 +27,8 @@ from .published_machines import (
     one_rank_machine,
     replicated_rank,
     sharded_rank,
+    sharded_reduction_s,
+    small_all_reduces_s,
 )
 from .published_prediction import Prediction
 from .published_rows import (
@@ -38,12 +40,14 @@ from .published_rows import (
     SHARDED,
     Quantity,
 )
-from .published_workloads import adapted_workload, llama
+from .published_workloads import adapted_workload, llama, with_divisions
 
 NUM_RANKS: Final = 4
 BUDGET_BYTES: Final = 4 * 2**30
 CHUNK_BYTES: Final = 128 * 2**20
-"""The chunk size that the fork's pages name for R2, taken for its other offloaded runs as well."""
+"""The chunk size that the fork's pages name for R2, taken for its other runs as well."""
+_OTHER_CHUNK_BYTES: Final = (64 * 2**20, 256 * 2**20)
+"""The others that it chooses among and that hold every matrix of a block of R1's."""
 
 MATCHING: Final = "by its memory"
 
@@ -70,47 +74,83 @@ class _Scenario:
 
 
 def _scenarios(machines: Range, configuration: dict[str, Any], name: str, batch_size: int) -> list[_Scenario]:
-    """Favourable, likely and unfavourable; adapters in the base's element type are the favourable reading."""
-    narrow, wide = (
-        adapted_workload(configuration, name, batch_size=batch_size, sequence_length=256, wide_adapters=wide_adapters)
-        for wide_adapters in (False, True)
-    )
-    return [
-        _Scenario(workload, hardware) for workload, hardware in zip((narrow, wide, wide), machines.all, strict=True)
-    ]
+    """Favourable, likely and unfavourable."""
+    workload = adapted_workload(configuration, name, batch_size=batch_size, sequence_length=256)
+    return [_Scenario(workload, hardware) for hardware in machines.all]
 
 
 def _small_llama() -> list[Prediction]:
     """R1."""
     scenarios = _scenarios(four_rank_machine(), llama(2560, 26, 20, 6912), "llama-2.2b-lora", batch_size=2)
     found = _all_on_device("R1", scenarios) + _data_parallel("R1", scenarios)
-    found += _offloaded(REPLICATED, scenarios, replicated_rank, 1, "all ranks copy at once through the host's memory")
+    found += _offloaded(
+        REPLICATED,
+        scenarios,
+        replicated_rank,
+        _reducing_each_s,
+        1,
+        "all ranks copy at once through the host's memory, and reduce the gradient of each adapter by itself",
+    )
     return found + _offloaded(
         SHARDED,
         scenarios,
         sharded_rank,
+        _reducing_chunks_s,
         NUM_RANKS,
-        "a rank's own share comes from the host, the rest by a ring through the host's memory",
+        "a rank's own share comes from the host, the rest by a ring through the host's memory; gradients are reduced "
+        "by whole chunks, frozen parts included",
     )
 
 
 def _offloaded(
-    case: str, scenarios: Sequence[_Scenario], rank: Callable[[Hardware, int], Hardware], num_shards: int, how: str
+    case: str,
+    scenarios: Sequence[_Scenario],
+    rank: Callable[[Hardware, int], Hardware],
+    reducing_s: Callable[[Plan, _Scenario], float],
+    num_shards: int,
+    how: str,
 ) -> list[Prediction]:
-    """The best plan under the budget, and the plan that the run's own memory figures point to."""
+    """The best plan under the budget, and the plan that the run's own memory figures point to.
+
+    ``reducing_s``: what the ranks' reductions take, on the stream of compute, so that nothing hides them.
+    """
     best = [
         search(s.workload, rank(s.hardware, NUM_RANKS), device_budget_bytes=BUDGET_BYTES).prediction for s in scenarios
     ]
     matching = [_simulated(plan_of_figures(case, s, num_shards), s, rank) for s in scenarios]
+    best_s, matching_s = (
+        [reducing_s(record.plan, scenario) for record, scenario in zip(records, scenarios, strict=True)]
+        for records in (best, matching)
+    )
     plans = f"the plan nearest to the memory figures of the run; {how}"
     return [
-        _seconds("R1", case, best, how=f"the best plan under 4 GiB; {how}"),
+        _seconds("R1", case, best, best_s, how=f"the best plan under 4 GiB; {how}"),
         _peaks("R1", case, best, how="the best plan under 4 GiB"),
         _pinned(case, best, num_shards, how="the best plan under 4 GiB"),
-        _seconds("R1", case, matching, how=plans, variant=MATCHING),
+        _seconds("R1", case, matching, matching_s, how=plans, variant=MATCHING),
         _peaks("R1", case, matching, how=plans, variant=MATCHING, is_given=True),
         _pinned(case, matching, num_shards, how=plans, variant=MATCHING, is_given=True),
     ]
+
+
+def _reducing_each_s(plan: Plan, scenario: _Scenario) -> float:
+    """An all-reduce for the gradient of every adapter (chunk/manager.py of the runs' code, the hook of a gradient)."""
+    return small_all_reduces_s(_gradient_sizes(scenario.workload), scenario.hardware, NUM_RANKS)
+
+
+def _reducing_chunks_s(plan: Plan, scenario: _Scenario) -> float:
+    """A reduce-scatter of every offloaded chunk that trains something, with zeros in the place of what is frozen.
+
+    Source: chunk/manager.py of the runs' code, _reduce_scatter_and_offload_shard.
+    """
+    workload = scenario.workload
+    layout = build_layout(workload.parameters, num_blocks=workload.num_blocks, chunk_bytes=plan.chunk_bytes)
+    persistent = layout.persistent(plan.n_persist)
+    return sum(
+        sharded_reduction_s(chunk.size_bytes, scenario.hardware, NUM_RANKS)
+        for chunk in layout.chunks
+        if chunk.is_trainable and chunk.id not in persistent
+    )
 
 
 def _simulated(plan: Plan, scenario: _Scenario, rank: Callable[[Hardware, int], Hardware]) -> Record:
@@ -171,27 +211,28 @@ def _llama_7b() -> list[Prediction]:
 
 def _all_on_device(row: str, scenarios: Sequence[_Scenario]) -> list[Prediction]:
     records = [simulate(plan_on_device(s.workload), s.workload, s.hardware) for s in scenarios]
-    how = "every chunk persistent, every block checkpointed"
+    how = "every chunk persistent, every block checkpointed, two buffers for every chunk of a block besides"
     found = [_seconds(row, ON_DEVICE, records, how=how)]
     if measured(row, ON_DEVICE, Quantity.DEVICE_PEAK):
-        found.append(_peaks(row, ON_DEVICE, records, how=how))
+        found.append(_peaks(row, ON_DEVICE, records, how=how, more_bytes=idle_buffer_bytes(scenarios[0].workload)))
     return found
 
 
 def _data_parallel(row: str, scenarios: Sequence[_Scenario]) -> list[Prediction]:
-    """As on one device, and after backward a ring's all-reduce of the adapters' gradients, which nothing hides."""
+    """As on one device; each gradient is divided by itself, and nothing hides the ring's all-reduce after backward."""
     seconds: list[float] = []
     peaks: list[Record] = []
     for scenario in scenarios:
         workload = scenario.workload
-        gradient_bytes = sum(parameter.size_bytes for parameter in workload.parameters if parameter.trainable)
-        record = simulate(plan_on_device(workload), workload, scenario.hardware)
+        gradient_bytes = sum(_gradient_sizes(workload))
+        record = simulate(plan_on_device(workload), with_divisions(workload), scenario.hardware)
         seconds.append(record.iteration_s + all_reduce_s(gradient_bytes, scenario.hardware, NUM_RANKS))
         peaks.append(record)
-    how = "one device, a ring's all-reduce after backward, and the bucket that it reduces"
+    how = "as on one device, a division of every gradient, a ring's all-reduce after backward, and what it reduces"
     found = [Prediction.of(row, DATA_PARALLEL, Quantity.ITERATION, seconds, how=how)]
     if measured(row, DATA_PARALLEL, Quantity.DEVICE_PEAK):
-        found.append(_peaks(row, DATA_PARALLEL, peaks, how=how, more_bytes=gradient_bytes))
+        more_bytes = [gradient_bytes + idle_bytes for idle_bytes in idle_buffer_bytes(workload)]
+        found.append(_peaks(row, DATA_PARALLEL, peaks, how=how, more_bytes=more_bytes))
     return found
 
 
@@ -207,14 +248,35 @@ def plan_on_device(workload: Workload) -> Plan:
     )
 
 
+def idle_buffer_bytes(workload: Workload) -> tuple[int, ...]:
+    """Buffers that the runs hold though nothing is gathered: two for every chunk of the block with the most.
+
+    The likely reading first, for ``CHUNK_BYTES``, then those for the other chunk sizes that the runs choose among.
+    Source: the runs' own code (``FORK``: api/model_wrapper.py, with force_all_persistent; chunk/sizing.py).
+    """
+    found = []
+    for chunk_bytes in (CHUNK_BYTES, *_OTHER_CHUNK_BYTES):
+        layout = build_layout(workload.parameters, num_blocks=workload.num_blocks, chunk_bytes=chunk_bytes)
+        widest = max(len(chunks) for chunks in layout.chunks_of_block)
+        found.append(2 * widest * chunk_bytes)
+    return tuple(found)
+
+
+def _gradient_sizes(workload: Workload) -> list[int]:
+    return [parameter.size_bytes for parameter in workload.parameters if parameter.trainable]
+
+
 def measured(row: str, case: str, quantity: Quantity) -> tuple[float, ...]:
     """The readings of a published figure; empty if there is none."""
     run = next(run for run in PUBLISHED_RUNS if run.row == row)
     return next((m.readings for m in run.measurements if (m.case, m.quantity) == (case, quantity)), ())
 
 
-def _seconds(row: str, case: str, records: Sequence[Record], *, how: str, variant: str = "") -> Prediction:
-    times = [record.iteration_s for record in records]
+def _seconds(
+    row: str, case: str, records: Sequence[Record], more_s: Sequence[float] = (), *, how: str, variant: str = ""
+) -> Prediction:
+    """``more_s``: what every reading takes besides."""
+    times = [record.iteration_s + more for record, more in zip(records, more_s or [0.0] * len(records), strict=True)]
     return Prediction.of(row, case, Quantity.ITERATION, times, how=how, variant=variant)
 
 
@@ -224,21 +286,20 @@ def _peaks(
     records: Sequence[Record],
     *,
     how: str,
-    more_bytes: int = 0,
+    more_bytes: Sequence[int] = (0,),
     variant: str = "",
     is_given: bool = False,
 ) -> Prediction:
-    """What is allocated at the peak; the range reaches to what the allocator reserves at most."""
-    allocated = [record.peak_device_bytes + more_bytes for record in records]
-    reserved = [record.device_reserved.at_most_bytes + more_bytes for record in records if record.device_reserved]
+    """What is allocated at the peak, which is what the runs state; ``more_bytes``: readings of what is held besides."""
+    allocated = [record.peak_device_bytes for record in records]
     return Prediction(
         row=row,
         case=case,
         quantity=Quantity.DEVICE_PEAK,
         variant=variant,
-        low=min(allocated),
-        likely=allocated[1],
-        high=max(allocated + reserved),
+        low=min(allocated) + min(more_bytes),
+        likely=allocated[1] + more_bytes[0],
+        high=max(allocated) + max(more_bytes),
         how=how,
         is_given=is_given,
     )

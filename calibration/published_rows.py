@@ -13,6 +13,8 @@ from pydantic import PositiveFloat
 from ..shared.files import FrozenModel
 
 FORK: Final = "github.com/thad0ctor/axolotl, pull requests 20 and 39, and the design page of their ProTrain integration"
+SCRIPT: Final = "scripts/benchmark_multi_gpu.py there, and multi_gpu_benchmark_results.json beside it"
+TESTS: Final = "tests/protrain/test_integration_7b.py and test_multi_gpu_7b.py there"
 PAPER: Final = "ProTrain (arXiv 2406.08334)"
 
 
@@ -35,7 +37,7 @@ class Measurement(FrozenModel):
     """Which of the run's configurations, in words; with ``quantity`` it names the figure."""
     quantity: Quantity
     readings: tuple[PositiveFloat, ...]
-    """The figure in units of ``quantity``; two where "GB" may mean 1e9 bytes or GiB, the former first."""
+    """The figure in units of ``quantity``; several where the page can be read in several ways, the likely one first."""
 
 
 class PublishedRun(FrozenModel):
@@ -64,17 +66,12 @@ ADAM_32_THREADS: Final = "Llama-2-7B, 32 threads"
 ADAM_4210R: Final = "1.35 B parameters, Xeon 4210R"
 
 
-def _gb(value: float) -> tuple[float, float]:
-    """Bytes of a figure in "GB", which may be 1e9 bytes or GiB."""
-    return value * 1e9, value * 2**30
-
-
 def _iteration(row: str, case: str, seconds: float) -> Measurement:
     return Measurement(row=row, case=case, quantity=Quantity.ITERATION, readings=(seconds,))
 
 
-def _bytes(row: str, case: str, quantity: Quantity, gigabytes: float) -> Measurement:
-    return Measurement(row=row, case=case, quantity=quantity, readings=_gb(gigabytes))
+def _bytes(row: str, case: str, quantity: Quantity, size_bytes: float) -> Measurement:
+    return Measurement(row=row, case=case, quantity=quantity, readings=(size_bytes,))
 
 
 def _adam(case: str, seconds: float) -> Measurement:
@@ -86,53 +83,42 @@ PUBLISHED_RUNS: Final = (
         row="R1",
         title="Llama of 2.2 B parameters, LoRA r = 8 on q, k, v, o, float16, 2 sequences of 256 tokens per rank, "
         "4 x RTX 3090 on PCIe 3.0 x16 without NVLink",
-        source=FORK,
+        source=f"{FORK}; {SCRIPT}: peaks are torch.cuda.max_memory_allocated, bytes are exact, the adapters are PEFT's "
+        "with its defaults (float32), and every iteration ends with a synchronization",
         unknown=(
-            "the host (cores, memory bandwidth)",
+            "the host (cores, memory bandwidth, how fast one core is)",
             "the boards' power limits",
             "chunk size and knobs of the offloaded runs",
-            "the adapters' element type",
-            "whether peaks are allocated or reserved",
-            "GB or GiB",
         ),
-        remark="5.36 GB on the device are 0.6 GB more than parameters, optimizer state and activations come to, and "
-        "0.3 GB more than the allocator reserves for them. On one board and on four without copies the times "
-        "are those of the unfavourable reading, a host so slow that it and not the board sets the pace, to 2 "
-        "and 9 %; with copies they are 1.3 times that, as if the host's memory carried less than two channels "
-        "do. Under 4 GiB the best plan here offloads a fifth of what that run did.",
+        remark="With everything on the device the run still holds the buffers that gathers would go to, two for every "
+        "chunk of a block (api/model_wrapper.py there), 0.54 GB for each chunk size that it chooses among; they are "
+        "counted. Under 4 GiB the best plan here offloads a fifth of what that run did.",
         measurements=(
-            # Published as samples/s over all ranks: 8.48, 30.90, 11.06, 5.93.
-            _iteration("R1", ON_DEVICE, 2 / 8.48),
-            _bytes("R1", ON_DEVICE, Quantity.DEVICE_PEAK, 5.36),
-            _iteration("R1", DATA_PARALLEL, 8 / 30.90),
-            _bytes("R1", DATA_PARALLEL, Quantity.DEVICE_PEAK, 5.38),
-            _iteration("R1", REPLICATED, 8 / 11.06),
-            _bytes("R1", REPLICATED, Quantity.DEVICE_PEAK, 3.09),
-            _bytes("R1", REPLICATED, Quantity.PINNED, 3.82),
-            _iteration("R1", SHARDED, 8 / 5.93),
-            _bytes("R1", SHARDED, Quantity.DEVICE_PEAK, 3.09),
-            _bytes("R1", SHARDED, Quantity.PINNED, 0.96),
+            # Samples/s over all ranks as published: 8.48, 30.90, 11.06, 5.93.
+            _iteration("R1", ON_DEVICE, 0.23577753052813932),
+            _bytes("R1", ON_DEVICE, Quantity.DEVICE_PEAK, 5_364_669_440),
+            _iteration("R1", DATA_PARALLEL, 0.2589183390082326),
+            _bytes("R1", DATA_PARALLEL, Quantity.DEVICE_PEAK, 5_381_430_784),
+            _iteration("R1", REPLICATED, 0.7236161325126886),
+            _bytes("R1", REPLICATED, Quantity.DEVICE_PEAK, 3_091_387_904),
+            _bytes("R1", REPLICATED, Quantity.PINNED, 3_822_305_280),
+            _iteration("R1", SHARDED, 1.3499139675113838),
+            _bytes("R1", SHARDED, Quantity.DEVICE_PEAK, 3_091_387_904),
+            _bytes("R1", SHARDED, Quantity.PINNED, 955_576_320),
         ),
     ),
     PublishedRun(
         row="R2",
         title="Llama-7B, LoRA r = 8 on q, k, v, o, float16, 256 tokens per sequence, RTX 3090 (Ti)",
-        source=FORK,
-        unknown=(
-            "which of the two boards",
-            "the generation of its PCIe slot",
-            "the host",
-            "the adapters' element type",
-            "whether peaks are allocated or reserved",
-            "GB or GiB",
-        ),
+        source=f"{FORK}; {TESTS}: the peak is torch.cuda.max_memory_allocated over 1e9, the adapters are PEFT's with "
+        "its defaults (float32)",
+        unknown=("which of the two boards", "the generation of its PCIe slot", "the host", "the boards' power limits"),
         remark="The two times contradict each other: 0.231 s for one sequence with 18 chunks offloaded, 0.559 s for "
         "two with everything on the device, 1.2 times as long for each sequence although nothing is copied. "
-        "Without any copy the prediction for one sequence is 0.20 to 0.23 s, so that the first run must have "
-        "hidden nearly all of them.",
+        "The former copies 3.5 GB at least, which PCIe 3.0 would take 0.29 s for: its slot was a faster one.",
         measurements=(
             _iteration("R2", PLAN_OF_130_CHUNKS, 0.231),
-            _bytes("R2", PLAN_OF_130_CHUNKS, Quantity.DEVICE_PEAK, 13.16),
+            _bytes("R2", PLAN_OF_130_CHUNKS, Quantity.DEVICE_PEAK, 13.16e9),
             _iteration("R2", ON_DEVICE, 0.559),
             _iteration("R2", DATA_PARALLEL, 0.593),
         ),
@@ -144,8 +130,12 @@ PUBLISHED_RUNS: Final = (
         source=FORK,
         unknown=("the batch", "how the work is split over the two boards", "the vision tower's share"),
         measurements=(),
-        not_predicted="weights in 4 bit are unpacked block by block before every product, by kernels whose cost and "
-        "whose temporary memory the simulator has no model of, and a workload has no element type of 4 bit.",
+        not_predicted="three things stand in the way. The batch is not stated, and the time of a step is proportional "
+        "to it: one sequence of 1 024 tokens is 1.7e14 FLOP with recomputation, 2.1 s at the board's peak, so that any "
+        "batch from 1 to 3 would do. Three of four blocks are of linear attention, whose kernels (chunked scans) are "
+        "no class of operation here. And weights in 4 bit, which a workload has no element type for, are unpacked "
+        "before every product, by kernels whose cost and temporary memory have no model. The parameters alone, at 4.5 "
+        "bits with their scales, would be 15 GB.",
     ),
     PublishedRun(
         row="R4",

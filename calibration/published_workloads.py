@@ -9,9 +9,8 @@ import torch
 from torch import nn
 
 from ..runtime.configurations import build_model, quiet
-from ..runtime.lora import add_lora
 from ..runtime.tracing import trace
-from ..shared.workload import Block, Workload
+from ..shared.workload import Block, Operation, OperationClass, Workload
 
 ADAPTED: Final = ("q_proj", "k_proj", "v_proj", "o_proj")
 
@@ -39,28 +38,16 @@ class WideAdapter(nn.Module):
 
 
 def adapted_workload(
-    configuration: dict[str, Any],
-    name: str,
-    *,
-    batch_size: int,
-    sequence_length: int,
-    rank: int = 8,
-    wide_adapters: bool = True,
+    configuration: dict[str, Any], name: str, *, batch_size: int, sequence_length: int, rank: int = 8
 ) -> Workload:
-    """LoRA training of a Llama in float16 with adapters on the attention's four maps, everything else frozen.
-
-    ``wide_adapters``: in float32 (``WideAdapter``), otherwise in float16.
-    """
+    """LoRA training of a Llama in float16 with adapters on the attention's four maps, everything else frozen."""
     model = build_model(configuration, name, torch.float16)
-    if wide_adapters:
-        model.requires_grad_(False)
-        for module in list(model.modules()):
-            for child in ADAPTED:
-                base = getattr(module, child, None)
-                if isinstance(base, nn.Linear):
-                    setattr(module, child, WideAdapter(base, rank, scale=2.0))
-    else:
-        add_lora(model, rank=rank, targets=ADAPTED)
+    model.requires_grad_(False)
+    for module in list(model.modules()):
+        for child in ADAPTED:
+            base = getattr(module, child, None)
+            if isinstance(base, nn.Linear):
+                setattr(module, child, WideAdapter(base, rank, scale=2.0))
     return _traced(model, name, batch_size, sequence_length)
 
 
@@ -73,6 +60,31 @@ def _traced(model: Any, name: str, batch_size: int, sequence_length: int) -> Wor
     tokens = torch.empty((batch_size, sequence_length), dtype=torch.long, device="meta")
     with quiet():
         return trace(model, {"input_ids": tokens, "labels": tokens.clone()}, name=name)
+
+
+def with_divisions(workload: Workload) -> Workload:
+    """The model under DistributedDataParallel: backward divides each gradient by the number of ranks, by a kernel each.
+
+    Source: torch/csrc/distributed/c10d/reducer.cpp, mark_variable_ready_dense.
+    """
+    found = []
+    for index, profile in enumerate(workload.profiles):
+        block = next(number for number, block in enumerate(workload.blocks) if block.profile == index)
+        divisions = tuple(
+            Operation(
+                name="div_",
+                operation_class=OperationClass.ELEMENTWISE,
+                dtype=parameter.dtype,
+                flops=parameter.num_elements,
+                bytes_moved=2 * parameter.size_bytes,
+            )
+            for parameter in workload.parameters
+            if parameter.trainable and parameter.block == block
+        )
+        backward = profile.checkpoint_backward
+        longer = backward.model_copy(update={"operations": (*backward.operations, *divisions)})
+        found.append(profile.model_copy(update={"checkpoint_backward": longer}))
+    return workload.model_copy(update={"profiles": tuple(found)})
 
 
 def with_depth(workload: Workload, num_blocks: int) -> Workload:
