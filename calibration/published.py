@@ -14,7 +14,7 @@ from rich.console import Console, RenderableType
 from rich.text import Text
 
 from ..shared.progress import progress_bar
-from ..shared.table_style import add_row, plain_table, spaced, titled
+from ..shared.table_style import add_row, least_width, plain_table, spaced, titled
 from ..shared.units import format_seconds
 from .published_prediction import Prediction
 from .published_predictions import MATCHING, NUM_RANKS, predict_published
@@ -45,8 +45,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if as_json:
         print(json.dumps(published_document(predictions), indent=2))  # noqa: T201
     else:
-        console = Console(highlight=False)
-        (console if console.is_terminal else Console(highlight=False, width=150)).print(published_tables(predictions))
+        console, tables = Console(highlight=False), published_tables(predictions)
+        console.width = max(console.width if console.is_terminal else 150, least_width(tables))
+        console.print(tables)
 
 
 def predictions_of(measurement: Measurement, predictions: Sequence[Prediction]) -> list[Prediction]:

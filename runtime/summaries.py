@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from ..shared.errors import ProtwinError
 from ..shared.schedule import Lane, Schedule
-from ..shared.units import format_bytes, format_seconds
+from ..shared.units import format_bytes, format_number, format_seconds
 from .devices import TrainingDevice
 from .recording import IterationLog
 
@@ -38,8 +38,8 @@ class StepSummary:
         lanes = f"; busy: {busy}" if busy else ""
         predicted = f" ({format_seconds(self.predicted_step_s)} predicted)" if self.predicted_step_s else ""
         return (
-            f"step {self.step}: {format_seconds(self.step_s)}{predicted}, {self.tokens_per_s:.4g} tokens/s, peak "
-            f"{format_bytes(self.peak_device_bytes)}{lanes}"
+            f"step {self.step}: {format_seconds(self.step_s)}{predicted}, "
+            f"{format_number(self.tokens_per_s)} tokens/s, peak {format_bytes(self.peak_device_bytes)}{lanes}"
         )
 
 

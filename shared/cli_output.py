@@ -14,7 +14,12 @@ def show(tables: RenderableType) -> None:
     if sys.stdout.isatty():
         from rich.console import Console
 
-        Console().print(tables)
+        from .table_style import least_width
+
+        console = Console(highlight=False)
+        # Lines that are wider than the terminal run over; rich would cut them.
+        console.width = max(console.width, least_width(tables))
+        console.print(tables)
         return
     from .tables import as_text
 

@@ -6,8 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from rich import box
-from rich.console import Group, JustifyMethod, RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -17,6 +16,7 @@ from .memory_bound import guaranteed_device_peak
 from .plan import ActivationMode, Plan
 from .report_words import NO_VALUE, format_share, knobs
 from .schedule import Buffer, Content, Memory, Part, Schedule, Section, TaskKind
+from .table_style import add_row, plain_table
 from .tables import as_text
 from .units import format_bytes
 from .workload import BlockId, Workload
@@ -157,11 +157,12 @@ def explain(schedule: Schedule, plan: Plan, workload: Workload, layout: Layout) 
 
 
 def _section_table(found: Account) -> Table:
-    table = _table("block", "activations", "chunks", "where", ">kept", ">recomputed", ">moved")
+    table = plain_table("block", "activations", "chunks", "where", ">kept", ">recomputed", ">moved")
     places = {chunk.chunk.id: chunk for chunk in found.chunks}
     for section in found.sections:
-        table.add_row(
-            Text(section.name),
+        add_row(
+            table,
+            section.name,
             section.mode,
             _runs(section.chunks),
             _places([places[chunk] for chunk in section.chunks]),
@@ -173,12 +174,15 @@ def _section_table(found: Account) -> Table:
 
 
 def _chunk_table(found: Account) -> Table:
-    table = _table(">chunk", ">tensors", ">parameters", ">size", "place", ">gathers", ">gradients out", "stepped by")
+    table = plain_table(
+        ">chunk", ">tensors", ">parameters", ">size", "place", ">gathers", ">gradients out", "stepped by"
+    )
     for chunk in found.chunks:
         stepped = str(chunk.stepper)
         if 0 < chunk.chunk.num_trainable < chunk.num_scalars:
             stepped += f", {chunk.chunk.num_trainable:,} of them"
-        table.add_row(
+        add_row(
+            table,
             str(chunk.chunk.id),
             str(len(chunk.chunk.parameters)),
             f"{chunk.num_scalars:,}",
@@ -298,12 +302,3 @@ def _total(sizes_bytes: Iterable[int]) -> str:
 
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
-def _table(*columns: str) -> Table:
-    """A table; a column named with ``>`` holds figures, set right."""
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1))
-    for column in columns:
-        justify: JustifyMethod = "right" if column.startswith(">") else "left"
-        table.add_column(Text(column.removeprefix(">")), justify=justify, overflow="fold")
-    return table

@@ -8,44 +8,37 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Final
 
-from rich import box
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from .hardware import Device, Hardware, Host, Link
 from .machines import machine, machine_names
 from .node_tables import network_rows, node_rows
+from .report_words import NO_VALUE
+from .table_style import add_row, plain_table, titled
 from .units import format_bytes, format_rate, format_seconds
 from .workload import DType
 
 _COLUMNS: Final = (
-    "memory\nGiB",
-    "memory\nGB/s",
-    "16-bit\nTFLOPS",
-    "32-bit\nTFLOPS",
-    "host\ncores",
-    "host\nGiB",
-    "host\nGB/s",
-    "link\nGB/s",
+    ">memory\nGiB",
+    ">memory\nGB/s",
+    ">16-bit\nTFLOPS",
+    ">32-bit\nTFLOPS",
+    ">host\ncores",
+    ">host\nGiB",
+    ">host\nGB/s",
+    ">link\nGB/s",
 )
-_NO_VALUE: Final = "–"
 
 
-def hardware_table(names: Iterable[str] | None = None) -> Table:
+def hardware_table(names: Iterable[str] | None = None) -> RenderableType:
     """One row for each machine of the catalogue, or of ``names``.  Raises CatalogueError if one is unknown."""
-    table = _table("Machines")
-    table.caption = Text(
-        "16-bit: bfloat16, or float16 where there is no bfloat16; 32-bit: float32. link: to the device."
-    )
-    table.caption_justify = "left"
-    table.add_column("\nname", no_wrap=True)
-    for heading in _COLUMNS:
-        table.add_column(heading, justify="right", no_wrap=True)
+    table = plain_table("\nname", *_COLUMNS)
     for name in machine_names() if names is None else names:
         hardware = machine(name)
         device, host = hardware.device, hardware.host
-        cells = (
+        add_row(
+            table,
             name,
             f"{device.memory_bytes / 2**30:.4g}",
             f"{device.memory_bandwidth_bytes_per_s / 1e9:.4g}",
@@ -56,8 +49,8 @@ def hardware_table(names: Iterable[str] | None = None) -> Table:
             f"{host.memory_bandwidth_bytes_per_s / 1e9:.4g}",
             f"{hardware.host_to_device.bandwidth_bytes_per_s / 1e9:.4g}",
         )
-        table.add_row(*(Text(cell) for cell in cells))
-    return table
+    words = "16-bit: bfloat16, or float16 where there is no bfloat16; 32-bit: float32. link: to the device."
+    return Group(titled("Machines", table), Text(words, style="dim"))
 
 
 def hardware_details(hardware: Hardware) -> RenderableType:
@@ -107,27 +100,14 @@ def format_flop_per_s(flop_per_s: float) -> str:
     return f"{flop_per_s:.4g} FLOP/s"
 
 
-def _table(title: str) -> Table:
-    return Table(
-        title=Text(title, style="bold"),
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-        show_edge=False,
-        pad_edge=False,
-        padding=(0, 1),
-        header_style="dim",
-    )
-
-
-def _part(title: str, name: str, rows: Mapping[str, str], source: str) -> Table:
-    table = _table(f"{title}: {name}")
+def _part(title: str, name: str, rows: Mapping[str, str], source: str) -> RenderableType:
+    table = plain_table("", "")
     table.show_header = False
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
+    table.columns[0].no_wrap = True
     for label, value in rows.items():
-        table.add_row(Text(label), Text(value))
-    table.add_row(Text("source"), Text(source.replace("; ", "\n") or "not stated"), style="dim")
-    return table
+        add_row(table, label, value)
+    add_row(table, "source", source.replace("; ", "\n") or "not stated", style="dim")
+    return titled(f"{title}: {name}", table)
 
 
 def _device_rows(device: Device) -> dict[str, str]:
@@ -172,4 +152,4 @@ def _link_rows(link: Link) -> dict[str, str]:
 
 def _tera(device: Device, dtype: DType) -> str:
     rate = device.peak_flop_per_s.get(dtype)
-    return _NO_VALUE if rate is None else f"{rate / 1e12:.4g}"
+    return NO_VALUE if rate is None else f"{rate / 1e12:.4g}"

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Final
 
-from rich.console import RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -21,10 +20,9 @@ from .machine_parts import (
     node_part,
 )
 from .machines import cluster_names, machine
+from .report_words import NO_VALUE
 from .table_style import add_row, plain_table, spaced, titled
 from .units import format_rate, format_seconds
-
-_NONE: Final = "–"
 
 
 def node_rows(node: Node) -> dict[str, str]:
@@ -48,18 +46,17 @@ def network_rows(network: Network) -> dict[str, str]:
 
 def cluster_table(names: Iterable[str] | None = None) -> RenderableType:
     """One row for each machine of the catalogue with several devices, or of ``names``.  Raises CatalogueError."""
-    table = _table("devices", "sockets", "topology", "link\nGB/s", "network")
+    table = plain_table("name", ">devices", ">sockets", "topology", ">link\nGB/s", "network")
     for name in cluster_names() if names is None else names:
         hardware = machine(name)
         node, network = hardware.node, hardware.network
         if node is None:
             continue
-        link = _NONE if node.device_link is None else _giga(node.device_link.bandwidth_bytes_per_s)
-        joined = _NONE if network is None else f"{network.adapters_per_node} x {network.name}"
+        link = NO_VALUE if node.device_link is None else _giga(node.device_link.bandwidth_bytes_per_s)
+        joined = NO_VALUE if network is None else f"{network.adapters_per_node} x {network.name}"
         add_row(table, name, str(node.num_devices), str(len(node.sockets)), node.topology, link, joined)
-    table.caption = Text("link: between devices, one direction, as collectives use it; – through the host.")
-    table.caption_justify = "left"
-    return titled("Machines with several devices", table)
+    words = "link: between devices, one direction, as collectives use it; – through the host."
+    return Group(titled("Machines with several devices", table), Text(words, style="dim"))
 
 
 def part_tables() -> RenderableType:
@@ -75,17 +72,17 @@ def part_tables() -> RenderableType:
 
 
 def _host_table() -> Table:
-    table = _table("cores", "GiB", "channels", "GB/s")
+    table = plain_table("name", ">cores", ">GiB", ">channels", ">GB/s")
     for name in host_names():
         host = host_part(name)
         size = f"{host.memory_bytes / 2**30:.4g}"
-        channels = _NONE if host.num_memory_channels is None else str(host.num_memory_channels)
+        channels = NO_VALUE if host.num_memory_channels is None else str(host.num_memory_channels)
         add_row(table, name, str(host.num_cores), size, channels, _giga(host.memory_bandwidth_bytes_per_s))
     return table
 
 
 def _link_table() -> Table:
-    table = _table("to device\nGB/s", "to host\nGB/s", "both at once", "latency")
+    table = plain_table("name", ">to device\nGB/s", ">to host\nGB/s", "both at once", ">latency")
     for name in link_names():
         pair = link_part(name)
         rates = [_giga(link.bandwidth_bytes_per_s) for link in (pair.host_to_device, pair.device_to_host)]
@@ -95,26 +92,22 @@ def _link_table() -> Table:
 
 
 def _node_table() -> Table:
-    table = _table("devices", "sockets", "roots", "topology", "link between devices", "GB/s")
+    table = plain_table("name", ">devices", ">sockets", ">roots", "topology", "link between devices", ">GB/s")
     for name in node_names():
         node = node_part(name)
         link = node.device_link or node.host_path
-        between = (_NONE, _NONE) if link is None else (link.name, _giga(link.bandwidth_bytes_per_s))
+        between = (NO_VALUE, NO_VALUE) if link is None else (link.name, _giga(link.bandwidth_bytes_per_s))
         counts = (str(node.num_devices), str(len(node.sockets)), str(len(node.pcie_roots)))
         add_row(table, name, *counts, node.topology, *between)
     return table
 
 
 def _network_table() -> Table:
-    table = _table("GB/s", "latency")
+    table = plain_table("name", ">GB/s", ">latency")
     for name in network_names():
         link = network_part(name).link
         add_row(table, name, _giga(link.bandwidth_bytes_per_s), format_seconds(link.latency_s))
     return table
-
-
-def _table(*headings: str) -> Table:
-    return plain_table("name", *(f">{heading}" for heading in headings))
 
 
 def _giga(bytes_per_s: float) -> str:

@@ -17,16 +17,13 @@ from .report_stack import memory_stack
 from .report_svg import Figure, tag
 from .report_tables import alive_table, beyond_table, comparison_section, knob_table, traffic_table
 from .report_timeline import lane_charts, time_range_s
-from .report_words import NO_VALUE, ORIGIN_NAMES, format_error, format_share
+from .report_words import NO_VALUE, ORIGIN_NAMES, format_error, format_share, how_much_faster
 from .schedule import Memory, Schedule
 from .search_result import BatchSearchResult, SearchResult
 from .timeline import check_schedule
-from .units import format_bytes, format_seconds
+from .units import format_bytes, format_number, format_seconds
 
 _ONE_ITERATION: Final = "One iteration of the steady state. What runs past its end overlaps with the next one."
-
-_SMALLEST_SHOWN_FRAC: Final = 0.0005
-"""What is below it would be shown as 0.0 %."""
 
 
 def html_report(
@@ -226,8 +223,7 @@ def _budget_card(record: Record, budget_bytes: int | None, plain_peak_bytes: int
 
 def _throughput_card(record: Record) -> str:
     label = f"Tokens per second, {ORIGIN_NAMES[record.origin]}"
-    figure = f"{record.tokens_per_s:,.0f}" if record.tokens_per_s >= 1000 else f"{record.tokens_per_s:.4g}"
-    return card(label, figure, f"{record.num_tokens:,} tokens per iteration")
+    return card(label, format_number(record.tokens_per_s), f"{record.num_tokens:,} tokens per iteration")
 
 
 def _host_card(record: Record) -> str:
@@ -242,12 +238,8 @@ def _search_card(result: SearchResult) -> str:
     certificate = result.certificate
     if not certificate.is_certified:
         proof = "the search was ended early: nothing is proven of the rest"
-    elif result.gap_frac == 0:
-        proof = "none of them is faster"
-    elif result.gap_frac < _SMALLEST_SHOWN_FRAC:
-        proof = f"none of them is faster by {format_share(2 * _SMALLEST_SHOWN_FRAC)}"
     else:
-        proof = f"none of them is more than {format_share(result.gap_frac)} faster"
+        proof = f"none of them {how_much_faster(result.gap_frac)}"
     return card("Plans in the space", f"{certificate.num_candidates:,}", escape(proof))
 
 

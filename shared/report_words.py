@@ -51,6 +51,8 @@ MEMORY_NAMES: Final[dict[Memory, str]] = {
 ORIGIN_NAMES: Final[dict[Origin, str]] = {Origin.SIMULATED: "predicted", Origin.MEASURED: "measured"}
 
 NO_VALUE: Final = "–"
+_SMALLEST_SHOWN_FRAC: Final = 0.0005
+"""Shares below this would be shown as nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,13 +76,26 @@ class Alive:
 
 
 def format_error(error_frac: float | None) -> str:
-    """``"+2.5 %"`` or ``"−0.3 %"``; a dash where the error has no value."""
-    return NO_VALUE if error_frac is None else f"{error_frac * 100:+.1f} %".replace("-", "−")
+    """``"+2.5 %"``, ``"−0.3 %"`` or, without a sign, ``"0.0 %"``; a dash where the error has no value."""
+    if error_frac is None:
+        return NO_VALUE
+    shown = f"{error_frac * 100:+.1f} %".replace("-", "−")
+    return shown[1:] if shown[1:] == "0.0 %" else shown
 
 
 def format_share(share_frac: float) -> str:
-    """``"45.2 %"``."""
-    return f"{share_frac * 100:.1f} %"
+    """``"45.2 %"``; what is more than nothing is never ``"0.0 %"``."""
+    shown = f"{share_frac * 100:.1f} %"
+    return "< 0.1 %" if shown == "0.0 %" and share_frac > 0 else shown
+
+
+def how_much_faster(gap_frac: float) -> str:
+    """What is true of no other plan: ``"is faster"``, or ``"is more than 0.8 % faster"``."""
+    if gap_frac == 0:
+        return "is faster"
+    if gap_frac < _SMALLEST_SHOWN_FRAC:
+        return f"is faster by {format_share(2 * _SMALLEST_SHOWN_FRAC)}"
+    return f"is more than {format_share(gap_frac)} faster"
 
 
 def task_name(name: str, kind: TaskKind) -> str:

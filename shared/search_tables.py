@@ -5,27 +5,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from rich import box
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
-from .report_words import format_share
+from .report_words import NO_VALUE, format_error, format_share, how_much_faster
 from .search_result import BatchSearchResult, Certificate, PlanOutcome, SearchResult, WhatIf
+from .table_style import FittingTable, add_row, plain_table, titled
 from .tables import record_tables
 from .units import format_bytes, format_seconds
 
 _COLUMNS: Final = (
-    "iteration",
-    "over\nbest",
-    "device\npeak",
-    "pinned\nhost",
-    "chunk_\nbytes",
-    "n_\npersist",
-    "n_\nbuffer",
-    "prefetch_\ndepth",
-    "n_\ncheckpoint",
-    "n_\nswap",
+    ">iteration",
+    ">against\nit",
+    ">device\npeak",
+    ">pinned\nhost",
+    ">chunk_\nbytes",
+    ">n_\npersist",
+    ">n_\nbuffer",
+    ">prefetch_\ndepth",
+    ">n_\ncheckpoint",
+    ">n_\nswap",
 )
 _MOST_ROWS: Final = 8
 """Rows of a front that a person reads; the JSON has them all."""
@@ -40,7 +39,7 @@ def search_tables(result: SearchResult) -> RenderableType:
         Text(certificate_sentence(result)),
     ]
     if result.alternatives:
-        parts += [Text(""), _outcome_table("Next best plans", result.alternatives, result)]
+        parts += [Text(""), _outcome_table("Plans close to it", result.alternatives, result)]
     if len(result.pareto) > 1:
         parts += [Text(""), _outcome_table("Time against device memory", _spread(result.pareto), result)]
     if result.what_if:
@@ -50,19 +49,19 @@ def search_tables(result: SearchResult) -> RenderableType:
 
 def batch_tables(found: BatchSearchResult) -> RenderableType:
     """The same for a search over the sizes of the micro-batch, and what became of each size."""
-    table = _plain_table(f"Micro-batches of a global batch of {found.global_batch_size:,}")
-    for heading in ("size", "number", "best\niteration", "at least", "plans", "simulated"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    table = plain_table(">size", ">number", ">best\niteration", ">at least", ">plans", ">simulated")
     for choice in found.choices:
-        table.add_row(
+        add_row(
+            table,
             str(choice.micro_batch_size),
             str(choice.micro_batches),
-            "-" if choice.best_iteration_s is None else format_seconds(choice.best_iteration_s),
-            "-" if choice.shortest_possible_s is None else format_seconds(choice.shortest_possible_s),
+            NO_VALUE if choice.best_iteration_s is None else format_seconds(choice.best_iteration_s),
+            NO_VALUE if choice.shortest_possible_s is None else format_seconds(choice.shortest_possible_s),
             f"{choice.num_candidates:,}",
             str(choice.num_simulated),
         )
-    return Group(search_tables(found.result), Text(""), table)
+    title = f"Micro-batches of a global batch of {found.global_batch_size:,}"
+    return Group(search_tables(found.result), Text(""), titled(title, table))
 
 
 def _spread(front: Sequence[PlanOutcome]) -> list[PlanOutcome]:
@@ -112,52 +111,37 @@ def _proof(result: SearchResult) -> str:
         return "The search was interrupted: this is the best plan so far, and it is not certified."
     if not result.certificate.is_certified:
         return "The search was ended early; nothing is proven about the plans that it left undecided."
-    if result.gap_frac == 0:
-        return "No plan of the space is faster."
-    return f"No plan of the space is more than {format_share(result.gap_frac)} faster."
+    sentence = f"No plan of the space {how_much_faster(result.gap_frac)}."
+    tolerance_frac = result.certificate.tolerance_frac
+    if any(outcome.iteration_s < result.prediction.iteration_s for outcome in (*result.alternatives, *result.pareto)):
+        sentence += f" Of the plans within {format_share(tolerance_frac)} of the fastest, this is the simplest."
+    return sentence
 
 
-def _outcome_table(title: str, outcomes: Sequence[PlanOutcome], result: SearchResult) -> Table:
-    table = _plain_table(title)
-    for heading in _COLUMNS:
-        table.add_column(heading, justify="right", no_wrap=True)
-    for outcome in outcomes:
-        plan = outcome.plan
-        table.add_row(
+def _outcome_table(title: str, outcomes: Sequence[PlanOutcome], result: SearchResult) -> RenderableType:
+    rows = [
+        (
             format_seconds(outcome.iteration_s),
-            f"{(outcome.iteration_s / result.prediction.iteration_s - 1) * 100:+.1f} %",
+            format_error(outcome.iteration_s / result.prediction.iteration_s - 1),
             format_bytes(outcome.guaranteed_peak_device_bytes),
             format_bytes(outcome.pinned_host_bytes),
-            format_bytes(plan.chunk_bytes),
-            str(plan.n_persist),
-            str(plan.n_buffer),
-            str(plan.prefetch_depth),
-            str(plan.n_checkpoint),
-            str(plan.n_swap),
+            format_bytes(outcome.plan.chunk_bytes),
+            str(outcome.plan.n_persist),
+            str(outcome.plan.n_buffer),
+            str(outcome.plan.prefetch_depth),
+            str(outcome.plan.n_checkpoint),
+            str(outcome.plan.n_swap),
         )
-    return table
+        for outcome in outcomes
+    ]
+    return titled(title, FittingTable(_COLUMNS, rows, always=3, expendable=(">pinned\nhost", ">prefetch_\ndepth")))
 
 
-def _what_if_table(answers: Sequence[WhatIf]) -> Table:
-    table = _plain_table("What if the machine had")
-    table.add_column("")
-    for heading in ("iteration", "faster"):
-        table.add_column(heading, justify="right", no_wrap=True)
+def _what_if_table(answers: Sequence[WhatIf]) -> RenderableType:
+    table = plain_table("", ">iteration", ">faster")
     for answer in answers:
         if answer.iteration_s is None or answer.speedup is None:
-            table.add_row(answer.change, "nothing fits", "")
+            add_row(table, answer.change, "nothing fits", "")
         else:
-            table.add_row(answer.change, format_seconds(answer.iteration_s), f"{answer.speedup:.2f} times")
-    return table
-
-
-def _plain_table(title: str) -> Table:
-    return Table(
-        title=Text(title, style="bold"),
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-        show_edge=False,
-        pad_edge=False,
-        padding=(0, 1),
-        header_style="dim",
-    )
+            add_row(table, answer.change, format_seconds(answer.iteration_s), f"{answer.speedup:.2f} times")
+    return titled("What if the machine had", table)

@@ -9,8 +9,7 @@ from collections.abc import Iterable
 from io import StringIO
 from typing import TYPE_CHECKING
 
-from rich import box
-from rich.console import Console, Group, JustifyMethod, RenderableType
+from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -33,14 +32,15 @@ from .report_words import (
     title_of,
 )
 from .schedule import Lane, Memory
-from .units import format_bytes, format_seconds
+from .table_style import add_row, least_width, plain_table, spaced, titled
+from .units import format_bytes, format_number, format_seconds
 
 if TYPE_CHECKING:
     from .comparison import BytesPair, Comparison, TaskComparison, TimePair
 
 
 def as_text(renderable: RenderableType, *, width: int = 100) -> str:
-    """The renderable as plain text of at most ``width`` columns; equal input gives equal text on every terminal."""
+    """The renderable as plain text of ``width`` columns, more where figures need more; equal input, equal text."""
     out = StringIO()
     console = Console(
         file=out,
@@ -54,6 +54,7 @@ def as_text(renderable: RenderableType, *, width: int = 100) -> str:
         markup=False,
         emoji=False,
     )
+    console.width = max(width, least_width(renderable))
     console.print(renderable)
     return "".join(f"{line.rstrip()}\n" for line in out.getvalue().splitlines())
 
@@ -63,10 +64,10 @@ def as_text(renderable: RenderableType, *, width: int = 100) -> str:
 
 def plan_table(plan: Plan, *, num_blocks: int | None = None) -> RenderableType:
     """The knobs of a plan, each with its meaning."""
-    table = _table("knob", ">value", "meaning")
+    table = plain_table("knob", ">value", "meaning")
     for knob in knobs(plan, num_blocks=num_blocks):
-        _row(table, knob.name, knob.value, knob.meaning)
-    return _titled("Plan", table)
+        add_row(table, knob.name, knob.value, knob.meaning)
+    return titled("Plan", table)
 
 
 # -- record ----------------------------------------------------------------------------------------------------------
@@ -74,7 +75,7 @@ def plan_table(plan: Plan, *, num_blocks: int | None = None) -> RenderableType:
 
 def record_tables(record: Record) -> RenderableType:
     """Everything that a record says: plan, iteration time, throughput, peaks with what was alive, and lanes."""
-    parts: list[RenderableType] = [_title(title_of(record))]
+    parts: list[RenderableType] = [Text(title_of(record), style="bold")]
     if record.emulated:
         parts.append(Text(f"emulated: {', '.join(record.emulated)}"))
     parts.append(plan_table(record.plan, num_blocks=num_blocks(record)))
@@ -84,52 +85,53 @@ def record_tables(record: Record) -> RenderableType:
     if device is not None and device.alive_at_peak:
         parts.append(alive_table(device))
     parts.append(lane_table(record))
-    return _spaced(parts)
+    return spaced(parts)
 
 
 def iteration_table(record: Record) -> RenderableType:
     """Iteration time by phase, and throughput."""
-    table = _table("phase", ">time", ">share")
+    table = plain_table("phase", ">time", ">share")
     phases = (("forward", record.forward_s), ("backward", record.backward_s), ("optimizer", record.optimizer_s))
     for name, phase_s in phases:
-        _row(table, name, format_seconds(phase_s), format_share(phase_s / record.iteration_s))
+        add_row(table, name, format_seconds(phase_s), format_share(phase_s / record.iteration_s))
     table.add_section()
     spread = f"± {format_share(record.iteration_noise_frac)}" if record.iteration_noise_frac else ""
-    _row(table, "iteration", format_seconds(record.iteration_s), spread, style="bold")
-    _row(table, "tokens per second", f"{record.tokens_per_s:,.4g}", "")
-    return _titled("Iteration", table)
+    add_row(table, "iteration", format_seconds(record.iteration_s), spread, style="bold")
+    add_row(table, "tokens per second", format_number(record.tokens_per_s), "")
+    return titled("Iteration", table)
 
 
 def memory_table(record: Record) -> RenderableType:
     """Peaks of every memory of the record, and the bound that no timing can exceed."""
-    table = _table("memory", ">peak", "during")
+    table = plain_table("memory", ">peak", "during, or of what")
     for curve in record.memory:
-        _row(table, MEMORY_NAMES[curve.memory], format_bytes(curve.peak_bytes), curve.peak_at)
-    _row(table, "guaranteed device peak", format_bytes(record.guaranteed_peak_device_bytes), "any timing of this plan")
+        add_row(table, MEMORY_NAMES[curve.memory], format_bytes(curve.peak_bytes), curve.peak_at)
+    guaranteed = format_bytes(record.guaranteed_peak_device_bytes)
+    add_row(table, "guaranteed device peak", guaranteed, "any timing of this plan")
     for row in beyond_the_schedule(record):
-        _row(table, row.name, format_bytes(row.size_bytes), row.words)
-    return _titled("Memory", table)
+        add_row(table, row.name, format_bytes(row.size_bytes), row.words)
+    return titled("Memory", table)
 
 
 def alive_table(curve: MemoryCurve) -> RenderableType:
     """What was alive at the peak of one memory."""
-    table = _table("content", ">size", ">share")
+    table = plain_table("content", ">size", ">share")
     for row in alive_at_peak(curve):
         share = row.size_bytes / curve.peak_bytes if curve.peak_bytes else 0.0
-        _row(table, row.name, format_bytes(row.size_bytes), format_share(share))
+        add_row(table, row.name, format_bytes(row.size_bytes), format_share(share))
     table.add_section()
-    _row(table, "peak", format_bytes(curve.peak_bytes), "", style="bold")
-    return _titled(f"Alive at the {MEMORY_NAMES[curve.memory]} peak ({curve.peak_at})", table)
+    add_row(table, "peak", format_bytes(curve.peak_bytes), "", style="bold")
+    return titled(f"Alive at the {MEMORY_NAMES[curve.memory]} peak ({curve.peak_at})", table)
 
 
 def lane_table(record: Record) -> RenderableType:
     """What each lane does; the busiest is marked, since no iteration can be shorter than its work."""
-    table = _table("lane", ">tasks", ">moved", ">busy", ">of iteration", "")
+    table = plain_table("lane", ">tasks", ">moved", ">busy", ">of iteration", "")
     busiest = bottleneck(record)
     for lane in Lane:
         use = record.lane(lane)
         is_busiest = lane is busiest
-        _row(
+        add_row(
             table,
             LANE_NAMES[lane],
             str(use.num_tasks),
@@ -139,7 +141,7 @@ def lane_table(record: Record) -> RenderableType:
             "◀ bottleneck" if is_busiest else "",
             style="bold" if is_busiest else "",
         )
-    return _titled("Lanes", table)
+    return titled("Lanes", table)
 
 
 # -- comparison ------------------------------------------------------------------------------------------------------
@@ -150,7 +152,7 @@ def comparison_tables(comparison: Comparison) -> RenderableType:
     where = comparison.machine or comparison.measured_hardware
     title = f"{comparison.model_name}: predicted for {comparison.predicted_hardware}, measured on {where}"
     parts: list[RenderableType] = [
-        _title(title),
+        Text(title, style="bold"),
         _totals_table(comparison),
         _kinds_table(comparison),
         _lanes_table(comparison),
@@ -164,7 +166,7 @@ def comparison_tables(comparison: Comparison) -> RenderableType:
     ):
         if names:
             parts.append(Text(f"{title}: {', '.join(names)}"))
-    return _spaced(parts)
+    return spaced(parts)
 
 
 def _totals_table(comparison: Comparison) -> RenderableType:
@@ -174,13 +176,13 @@ def _totals_table(comparison: Comparison) -> RenderableType:
         ("backward", comparison.backward),
         ("optimizer", comparison.optimizer),
     ):
-        _row(table, name, *_time_cells(pair))
-    _row(table, "iteration", *_time_cells(comparison.iteration), style="bold")
-    _row(table, "measurement noise", "", "", f"± {format_share(comparison.noise_frac)}")
+        add_row(table, name, *_time_cells(pair))
+    add_row(table, "iteration", *_time_cells(comparison.iteration), style="bold")
+    add_row(table, "measurement noise", "", "", f"± {format_share(comparison.noise_frac)}")
     table.add_section()
-    _row(table, "peak device memory", *_bytes_cells(comparison.peak_device), style="bold")
-    _row(table, "peak pinned host memory", *_bytes_cells(comparison.peak_pinned))
-    return _titled("Iteration and peaks", table)
+    add_row(table, "peak device memory", *_bytes_cells(comparison.peak_device), style="bold")
+    add_row(table, "peak pinned host memory", *_bytes_cells(comparison.peak_pinned))
+    return titled("Iteration and peaks", table)
 
 
 def _kinds_table(comparison: Comparison) -> RenderableType:
@@ -189,15 +191,15 @@ def _kinds_table(comparison: Comparison) -> RenderableType:
         count = str(kind.num_predicted)
         if kind.num_measured != kind.num_predicted:
             count = f"{kind.num_predicted} / {kind.num_measured}"
-        _row(table, KIND_NAMES[kind.kind], count, *_time_cells(kind.duration))
-    return _titled("Task kinds", table)
+        add_row(table, KIND_NAMES[kind.kind], count, *_time_cells(kind.duration))
+    return titled("Task kinds", table)
 
 
 def _lanes_table(comparison: Comparison) -> RenderableType:
     table = _pair_table("lane")
     for lane in comparison.lanes:
-        _row(table, LANE_NAMES[lane.lane], *_time_cells(lane.busy))
-    return _titled("Lanes, busy", table)
+        add_row(table, LANE_NAMES[lane.lane], *_time_cells(lane.busy))
+    return titled("Lanes, busy", table)
 
 
 def _parting_table(comparison: Comparison) -> RenderableType:
@@ -213,19 +215,19 @@ def _parting_table(comparison: Comparison) -> RenderableType:
         (Difference.START, (*starts, "")),
         (Difference.DURATION, _time_cells(task.duration)),
     ):
-        _row(table, name, *cells, style="bold" if name in task.differs_in else "")
-    return _titled(f"First task that parts by more than {tolerance}: {task_name(task.name, task.kind)}", table)
+        add_row(table, name, *cells, style="bold" if name in task.differs_in else "")
+    return titled(f"First task that parts by more than {tolerance}: {task_name(task.name, task.kind)}", table)
 
 
 def _largest_table(tasks: Iterable[TaskComparison]) -> RenderableType:
     table = _pair_table("task")
     for task in tasks:
-        _row(table, task_name(task.name, task.kind), *_time_cells(task.duration))
-    return _titled("Tasks whose durations differ most", table)
+        add_row(table, task_name(task.name, task.kind), *_time_cells(task.duration))
+    return titled("Tasks whose durations differ most", table)
 
 
 def _pair_table(*columns: str) -> Table:
-    return _table(*columns, ">predicted", ">measured", ">error")
+    return plain_table(*columns, ">predicted", ">measured", ">error")
 
 
 def _time_cells(pair: TimePair) -> tuple[str, str, str]:
@@ -236,41 +238,3 @@ def _bytes_cells(pair: BytesPair | None) -> tuple[str, str, str]:
     if pair is None:
         return NO_VALUE, NO_VALUE, NO_VALUE
     return format_bytes(pair.predicted_bytes), format_bytes(pair.measured_bytes), format_error(pair.error_frac)
-
-
-# -- building --------------------------------------------------------------------------------------------------------
-
-
-def _table(*columns: str) -> Table:
-    """A table whose columns are named by ``columns``; a name that begins with ``>`` holds figures, set right."""
-    table = Table(
-        box=box.SIMPLE_HEAD,
-        show_edge=False,
-        pad_edge=False,
-        padding=(0, 1),
-        header_style="dim",
-    )
-    for column in columns:
-        justify: JustifyMethod = "right" if column.startswith(">") else "left"
-        table.add_column(Text(column.removeprefix(">")), justify=justify, overflow="fold")
-    return table
-
-
-def _row(table: Table, *cells: str, style: str = "") -> None:
-    table.add_row(*(Text(cell) for cell in cells), style=style or None)
-
-
-def _titled(title: str, table: Table) -> Group:
-    """A table under its title, which may be wider than the table."""
-    return Group(_title(title), table)
-
-
-def _title(text: str) -> Text:
-    return Text(text, style="bold")
-
-
-def _spaced(parts: Iterable[RenderableType]) -> Group:
-    spaced: list[RenderableType] = []
-    for part in parts:
-        spaced += [part, Text("")]
-    return Group(*spaced[:-1])

@@ -121,6 +121,11 @@ def format_rate(bytes_per_s: float) -> str:
     return f"{_digits(bytes_per_s)} B/s"
 
 
+def format_number(value: float) -> str:
+    """``"17,360"`` or ``"267.2"``: whole and with commas from a thousand on, else four significant digits."""
+    return f"{value:.4g}" if abs(value) < 999.95 else f"{value:,.0f}"
+
+
 def _digits(value: float) -> str:
     """Four significant digits, without an exponent for large numbers."""
     return f"{value:.4g}" if abs(value) < 999.95 else f"{value:.0f}"

@@ -6,7 +6,7 @@ from rich.console import RenderableType
 from rich.table import Table
 
 from .models import ModelList
-from .table_style import add_row, plain_table, spaced, titled
+from .table_style import FittingTable, add_row, plain_table, spaced, titled
 from .units import format_bytes, format_seconds
 from .workload import Phase, Workload
 
@@ -18,13 +18,14 @@ def workload_tables(workload: Workload) -> RenderableType:
 
 
 def models_table(listed: ModelList) -> RenderableType:
-    """The catalogue of models."""
-    table = plain_table("name", ">parameters", "published as", "architecture", "source")
+    """The catalogue of models; papers are in its JSON."""
+    rows = []
     for model in listed.models:
         parameters = f"{model.num_parameters:,}" if model.num_parameters is not None else ""
-        source = model.source.removeprefix("config.json of ").replace(" on the Hugging Face hub", "")
-        add_row(table, model.name, parameters, str(model.dtype), model.architecture, source)
-    return table
+        source = model.source.removeprefix("config.json of ").split(" on the Hugging Face hub")[0]
+        rows.append((model.name, parameters, str(model.dtype), model.architecture, source))
+    columns = ("name", ">parameters", "published as", "architecture", "configuration")
+    return FittingTable(columns, rows, always=3, expendable=("architecture",))
 
 
 def _facts(workload: Workload) -> Table:

@@ -76,3 +76,32 @@ def test_no_alternatives_leave_no_empty_table() -> None:
 
 def test_no_line_is_wider_than_the_terminal() -> None:
     assert max(map(len, as_text(search_tables(result(bound_over_best=0.9))).splitlines())) <= 100
+
+
+@pytest.mark.parametrize("width", [80, 100, 120])
+def test_no_figure_is_cut(width: int) -> None:
+    """Rows as long as they get; the wrong variant is any table that shortens with an ellipsis."""
+    found = result(bound_over_best=0.9999)
+    plan = found.plan.model_copy(
+        update={"chunk_bytes": 1023 * 2**20 + 5, "n_persist": 353, "n_buffer": 120, "n_swap": 40, "prefetch_depth": 3}
+    )
+    rows = tuple(
+        found.alternatives[0].model_copy(
+            update={
+                "plan": plan.model_copy(update={"n_checkpoint": number, "n_swap": number, "n_buffer": 100 + number}),
+                "iteration_s": found.prediction.iteration_s * (0.9996 + number),
+                "guaranteed_peak_device_bytes": 1001 * 2**20 + number,
+                "pinned_host_bytes": 1002 * 2**20 + number * 2**30,
+            }
+        )
+        for number in range(3)
+    )
+    text = as_text(search_tables(found.model_copy(update={"alternatives": rows, "pareto": rows})), width=width)
+    assert "…" not in text
+    assert max(map(len, text.splitlines())) <= width
+    for figure in ("1001 MiB", "0.0 %", "353", "102"):
+        assert figure in text
+    assert "chunk_bytes 1023 MiB" in text
+    for wrong in ("−0.0 %", "-0.0 %", "more than 0.0 %", "e+0"):
+        assert wrong not in text
+    assert "No plan of the space is faster by 0.1 %." in " ".join(text.split())
