@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -52,7 +53,16 @@ from ..shared.units import format_bytes, parse_bytes
 from ..shared.workload import Workload
 from .hardware_commands import hardware
 from .search import search as search_plans
-from .search_options import AllowedSwaps, GlobalBatch, MaxGradientNorm, MicroBatches, WhatIfFlag, check_batch
+from .search_options import (
+    USUAL,
+    AllowedSwaps,
+    GlobalBatch,
+    MaxGradientNorm,
+    MicroBatches,
+    WhatIfCommand,
+    WhatIfQuestions,
+    check_batch,
+)
 from .simulator import simulate as simulate_plan
 from .space import LARGEST_KNOB, SearchSpace
 from .step_rule import StepRule
@@ -60,6 +70,7 @@ from .workload_source import resolve_workload, saved_sizes
 
 if TYPE_CHECKING:
     from ..shared.report_page import Report
+    from .what_if import Question, Setting
 
 __all__ = ["hardware", "search", "simulate"]
 
@@ -68,10 +79,12 @@ simulate = command_app()
 
 
 @search.command(
+    cls=WhatIfCommand,
     epilog=examples(
         "protwin search --model llama-3-8b --hardware rtx-3090 --batch-size 1 --sequence-length 2048",
         "protwin search --model workload.json --hardware machine.toml --device-budget 10GiB --output plan.json",
-    )
+        "protwin search --model gpt2 --hardware rtx-3090 --batch-size 8 --sequence-length 512 --what-if rtx-4090",
+    ),
 )
 @uncollected()
 def search_command(
@@ -115,7 +128,7 @@ def search_command(
     micro_batches: MicroBatches = None,
     max_gradient_norm: MaxGradientNorm = None,
     global_batch: GlobalBatch = None,
-    ask_what_if: WhatIfFlag = False,
+    questions: WhatIfQuestions = None,
     output: OutputPath = None,
     report: ReportPath = None,
     pictures: PictureFolder = None,
@@ -135,6 +148,7 @@ def search_command(
     machine = _machine(hardware, changes)
     _check_budget(device_budget_bytes, machine)
     factors = _calibration(calibration)
+    what_ifs = _what_ifs(questions, machine, factors)
     allowed = {
         "chunk_bytes": chunk_bytes,
         "n_persist": n_persist,
@@ -160,6 +174,10 @@ def search_command(
     with progress_bar("searching") as on_progress:
         if global_batch is None:
             workload = workload_at(batch_size)
+            if what_ifs is not None:
+                from .what_if import Setting
+
+                what_ifs(Setting(workload, machine, factors))  # a question that cannot be answered is told at once
             try:
                 result = found = search_plans(
                     workload,
@@ -197,12 +215,12 @@ def search_command(
             )
             result, workload = found.result, workload_at(found.micro_batch_size)
         is_interrupted = result.certificate.is_interrupted
-        if ask_what_if and not is_interrupted:
+        if what_ifs is not None and not is_interrupted:
             from .what_if import Setting, what_if
 
             rule = StepRule(result.plan.micro_batches, max_gradient_norm)
             setting = Setting(workload, machine, factors, device_budget_bytes, space=space, rule=rule)
-            answers = what_if(setting, result.prediction.iteration_s, on_progress=on_progress)
+            answers = what_if(setting, result.prediction.iteration_s, what_ifs(setting), on_progress=on_progress)
             result = result.model_copy(update={"what_if": answers})
             found = result if isinstance(found, SearchResult) else found.model_copy(update={"result": result})
     _warn_of_memory(result.prediction, machine)
@@ -297,6 +315,19 @@ def _machine(name: str, changes: list[str] | None) -> Hardware:
     machine = load_hardware(name)
     wanted = changes_of(changes)
     return override_hardware(machine, wanted) if wanted else machine
+
+
+def _what_ifs(
+    wanted: list[str] | None, machine: Hardware, factors: Calibration | None
+) -> Callable[[Setting], list[Question]] | None:
+    """What is to be asked once there is a best plan; None where nothing is."""
+    if not wanted:
+        return None
+    from .what_if import questions
+    from .what_if_parts import changed_machines, part_questions
+
+    machines = changed_machines(wanted, machine, factors)
+    return lambda setting: [*(questions(setting) if USUAL in wanted else ()), *part_questions(setting, machines)]
 
 
 def _check_budget(budget_bytes: int | None, machine: Hardware) -> None:

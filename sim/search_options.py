@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from itertools import zip_longest
+from typing import Annotated, Any, Final
 
 import typer
+from typer.core import TyperCommand
 
 from ..shared.errors import PlanError
 from .space import LARGEST_KNOB
 from .step_rule import MOST_MICRO_BATCHES
+
+USUAL: Final = "usual"
+"""Stands for the questions that --what-if asks where it names none."""
 
 AllowedSwaps = Annotated[
     list[int] | None,
@@ -33,9 +38,28 @@ GlobalBatch = Annotated[
         help="Samples per step: search the size of the micro-batch too, over all divisors.",
     ),
 ]
-WhatIfFlag = Annotated[
-    bool, typer.Option("--what-if", help="Search again for machines with more, less or faster parts.")
+WhatIfQuestions = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--what-if",
+        metavar="[PART|CHANGE]",
+        help="Search again with another part (rtx-4090, pcie5-x16), with changes as --set takes them, or, with nothing "
+        "named, with more, less or faster parts (repeatable).",
+    ),
 ]
+
+
+class WhatIfCommand(TyperCommand):
+    """A command whose ``--what-if`` needs no value: alone it stands for the usual questions."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """As its base does, with the value that is left out filled in."""
+        filled = []
+        for this, following in zip_longest(args, args[1:]):
+            filled.append(this)
+            if this == "--what-if" and (following is None or following.startswith("-")):
+                filled.append(USUAL)
+        return super().parse_args(ctx, filled)
 
 
 def check_batch(global_batch: int | None, batch_size: int | None, micro_batches: int | None) -> None:

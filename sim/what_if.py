@@ -5,7 +5,7 @@ Every answer is a search of its own, certified like any other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ..shared.calibration import Calibration
@@ -76,10 +76,14 @@ class Setting:
 
 
 def what_if(
-    setting: Setting, iteration_s: float, *, on_progress: OnProgress = lambda done, total: None
+    setting: Setting,
+    iteration_s: float,
+    asked: Sequence[Question] | None = None,
+    *,
+    on_progress: OnProgress = lambda done, total: None,
 ) -> tuple[WhatIf, ...]:
-    """Answers to the usual questions; ``iteration_s`` is that of the best plan as things are."""
-    asked = list(questions(setting))
+    """Answers to what is asked, or to the usual questions; ``iteration_s`` is that of the best plan as things are."""
+    asked = list(questions(setting)) if asked is None else asked
     answers = []
     for number, question in enumerate(asked):
         on_progress(number, len(asked))

@@ -243,3 +243,14 @@ def test_a_configuration_is_traced_once(
     again = protwin(*ask)
     assert (again.returncode, again.stdout) == (0, first.stdout)
     assert protwin(*ask, **without_torch).returncode == 0
+
+
+def test_what_if_takes_names_changes_or_nothing(protwin_here: Protwin, workload: Path) -> None:
+    common = ("--model", workload, "--hardware", "rtx-3090", "--n-buffer", "4")
+    named = searched(protwin_here, "--what-if", "pcie5-x16", *common, "--what-if=rtx-4090 host=epyc-96")
+    assert [one.change for one in named.what_if] == ["pcie5-x16", "rtx-4090 host=epyc-96"]
+    bare = searched(protwin_here, "--what-if", *common, "--what-if", "device.memory_bytes=48GiB", "--what-if")
+    assert {"links twice as fast", "device.memory_bytes=48GiB"} < {one.change for one in bare.what_if}
+    refused = protwin_here("search", *common, "--what-if", "pcie-5-x16")
+    assert refused.returncode == 2
+    assert "Did you mean pcie5-x16" in refused.stderr
