@@ -20,7 +20,7 @@ from .host_memory import default_reserve_bytes, shares_of_one_memory
 from .memory_bounds import MemoryBounds
 from .space import IntArray, LayoutGrid, SearchSpace, enumerate_space
 from .step_rule import StepRule
-from .throughput import throughput_weights
+from .throughput import Throughput
 from .time_bounds import TimeBounds
 from .workload_check import check_magnitude
 
@@ -115,7 +115,7 @@ def search_problem(
     contention = ContentionModel.of(hardware, calibration)
     grids = enumerate_space(workload, space, rule)
     compute = compute_table(workload, grids[0].modes, costs, rule)
-    weights = throughput_weights(contention)
+    throughput = Throughput.of(contention)
     tables = [chunk_table(workload, grid.layout, costs, rule) for grid in grids]
     problem = SearchProblem(
         workload=workload,
@@ -131,7 +131,10 @@ def search_problem(
         rule=rule,
         layouts=tuple(
             LayoutProblem(
-                grid, table, TimeBounds(table, compute, weights), MemoryBounds(table, compute, workload.resident_bytes)
+                grid,
+                table,
+                TimeBounds(table, compute, throughput),
+                MemoryBounds(table, compute, workload.resident_bytes),
             )
             for grid, table in zip(grids, tables, strict=True)
         ),

@@ -15,12 +15,20 @@ take alone) that lie within the stretch, the progress that lane l makes there is
 Every such w gives a lower bound of the length; the best one is a vertex of the polytope that these inequalities
 describe (linear programming duality: it is the optimum of the relaxation in which lanes may overlap at will).  There
 are four lanes, hence 15 sets and 4 signs, and the vertices are enumerated once per machine.
+
+Where it is known that at least so much of H2D's work, t, is done while D2H is active (``sim/overlaps.py``), every w has
+slack to offer: with
+
+    sum over l in S of w[l] * rate[l, S] + u * rate[H2D, S] <= 1        for every set S with both directions,
+
+the same steps give sum_l w[l] * work[l] + u * t <= length of the stretch.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import combinations
-from typing import Final
+from typing import Final, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -32,21 +40,46 @@ FloatArray = npt.NDArray[np.float64]
 BoolArray = npt.NDArray[np.bool_]
 
 _LANES: Final = tuple(Lane)
+_H2D, _D2H = _LANES.index(Lane.H2D), _LANES.index(Lane.D2H)
 _SLACK: Final = 1e-9
 """Relative: vertices may violate a constraint by rounding, and are scaled back by what they do."""
 
 
-def throughput_weights(contention: ContentionModel) -> FloatArray:
-    """Weights (V, 4) of the lanes, in the order of ``Lane``: see [Note: Throughput bound].
+@dataclass(frozen=True, eq=False)
+class Throughput:
+    """What lanes get done side by side; V vertices."""
 
-    For any work (..., 4), ``(work @ weights.T).max(-1)`` is a lower bound of the time that it takes.
-    """
+    weights: FloatArray
+    """(V, 4) of the lanes, in the order of ``Lane``: for any work (..., 4), ``(work @ weights.T).max(-1)`` is a lower
+    bound of the time that it takes."""
+    together: FloatArray
+    """(V,) what each adds to that for every second of H2D work that is done while D2H is active."""
+    least_ratio: float
+    """The least rate of H2D, in units of that of D2H, while both are active."""
+
+    @classmethod
+    def of(cls, contention: ContentionModel) -> Self:
+        """The best weights of a machine; see [Note: Throughput bound]."""
+        rates = _rates(contention)
+        weights = _vertices(rates)
+        both = rates[(rates[:, _H2D] > 0) & (rates[:, _D2H] > 0)]
+        together = ((1 - weights @ both.T) / both[:, _H2D]).min(axis=1)
+        return cls(weights, np.maximum(together * (1 - _SLACK), 0.0), float((both[:, _H2D] / both[:, _D2H]).min()))
+
+
+def _rates(contention: ContentionModel) -> FloatArray:
+    """(15, 4) progress per second of every lane in every set of lanes."""
     sets = [lanes for size in range(1, len(_LANES) + 1) for lanes in combinations(range(len(_LANES)), size)]
     rates = np.zeros((len(sets), len(_LANES)))
     for row, lanes in enumerate(sets):
         active = contention.rates(frozenset(_LANES[lane] for lane in lanes))
         for lane in lanes:
             rates[row, lane] = active[_LANES[lane]]
+    return rates
+
+
+def _vertices(rates: FloatArray) -> FloatArray:
+    """(V, 4) the vertices of the polytope of all weights."""
     # A set whose rates another one matches or exceeds adds nothing, since weights are never negative.
     rates = _undominated(_distinct(rates))
     left = np.concatenate([rates, -np.eye(len(_LANES))])

@@ -45,6 +45,9 @@ has stepped, and the compute tasks that are left.  The way through CPU Adam is n
 forward of the last of them.  It comes back after the end of the step d + 1 before the backward of that one, and is
 there before the backward of the first.  Compute waits where a copy takes longer than what it computes meanwhile.
 
+*Copies side by side.*  Some of what is gathered again surely travels while gradients leave ([Note: Released together]
+in ``sim/overlaps.py``); stretches in which these gradients have all left by the end weigh that in.
+
 Through CPU Adam and compute, the first stretch may be cut once more where the forward of t starts, after the last of
 the first gathers.
 Chunks that do not survive the turn ([Note: Survivors] in ``sim/memory_bounds.py``) are gathered again in backward.
@@ -61,7 +64,9 @@ import numpy as np
 
 from .chunk_table import ChunkTable
 from .compute_table import ComputeTable, FloatArray
+from .overlaps import Overlaps
 from .space import IntArray
+from .throughput import Throughput
 from .work_sums import WorkRows, WorkSums
 
 _NUM_CUTS: Final = 4
@@ -77,8 +82,10 @@ class TimeBounds:
     Shapes: R plans, J cuts, V weights, K choices of activation modes.
     """
 
-    def __init__(self, table: ChunkTable, compute: ComputeTable, weights: FloatArray) -> None:
-        self._weights = weights
+    def __init__(self, table: ChunkTable, compute: ComputeTable, throughput: Throughput) -> None:
+        self._weights = throughput.weights
+        self._together = throughput.together
+        self._overlaps = Overlaps(table, throughput.least_ratio)
         self._sums = WorkSums(table, compute)
         self._rule = table.rule
         self._n_swap = compute.modes.n_swap
@@ -95,7 +102,10 @@ class TimeBounds:
         ``modes``: (K,) rows of the compute table, all with the same ``n_swap``.
         """
         sums = self._sums
-        bound = np.maximum(self._whole_s(n_persist, n_buffer, modes), self._swapping_s(n_persist, depths, modes))
+        n_swap = int(self._n_swap[modes[0]])
+        together_s = None if n_swap else self._overlaps.together_s(n_persist, n_buffer, depths)
+        whole_s = self._whole_s(n_persist, n_buffer, modes, None if together_s is None else together_s[:, -1])
+        bound = np.maximum(whole_s, self._swapping_s(n_persist, depths, modes))
         is_cycle = sums.first[n_persist] < sums.num_blocks
         if is_cycle.any():
             prefixes, buffers = n_persist[is_cycle], n_buffer[is_cycle]
@@ -104,8 +114,9 @@ class TimeBounds:
                 prefixes[:, None],
                 sums.again(prefixes, buffers)[:, None],
                 sums.least(prefixes, buffers)[:, None],
+                None if together_s is None else together_s[is_cycle],
                 modes,
-                int(self._n_swap[modes[0]]),
+                n_swap,
             )
             cycle = _Cycle(rows, depths[is_cycle, None])
             through_cpu = self._through_norm(cycle) if self._rule.limits_norm else self._through_adam(cycle)
@@ -113,7 +124,9 @@ class TimeBounds:
         bound *= _BOUND_FRAC
         return bound
 
-    def _whole_s(self, n_persist: IntArray, n_buffer: IntArray, modes: IntArray) -> FloatArray:
+    def _whole_s(
+        self, n_persist: IntArray, n_buffer: IntArray, modes: IntArray, together_s: FloatArray | None = None
+    ) -> FloatArray:
         sums, micro_batches = self._sums, self._sums.positions.micro_batches
         n_swap = int(self._n_swap[modes[0]])
         h2d_s = sums.gather_s[n_persist, -1] + sums.again(n_persist, n_buffer)
@@ -125,6 +138,7 @@ class TimeBounds:
             h2d_s + micro_batches * sums.swap_in_s[n_swap],
             micro_batches * (d2h_s + sums.swap_out_s[n_swap]),
             sums.cpu_s[n_persist],
+            together_s,
         ).max(axis=1)
         return bound
 
@@ -153,9 +167,21 @@ class TimeBounds:
         bound: FloatArray = sums.compute_s[n_persist[:, None], modes] + positions.micro_batches * waited_s
         return bound
 
-    def _weigh(self, compute_s: FloatArray, h2d_s: FloatArray, d2h_s: FloatArray, cpu_s: FloatArray) -> FloatArray:
-        """(..., V, K) weighted work of a stretch: compute (..., K), the other lanes (...)."""
+    def _weigh(
+        self,
+        compute_s: FloatArray,
+        h2d_s: FloatArray,
+        d2h_s: FloatArray,
+        cpu_s: FloatArray,
+        together_s: FloatArray | None = None,
+    ) -> FloatArray:
+        """(..., V, K) weighted work of a stretch: compute (..., K), the other lanes (...).
+
+        ``together_s``: (...) of H2D, what is surely done beside D2H.
+        """
         others = np.stack(np.broadcast_arrays(h2d_s, d2h_s, cpu_s), axis=-1) @ self._weights[:, 1:].T
+        if together_s is not None:
+            others = others + together_s[..., None] * self._together
         weighed: FloatArray = self._weights[:, :1] * compute_s[..., None, :] + others[..., None]
         return weighed
 
@@ -173,14 +199,15 @@ class TimeBounds:
         if rows.n_swap:
             h2d_s = h2d_s + cycle.fetches_s(start - 1, cuts)
             d2h_s = d2h_s + cycle.outs_s(start - 1, cuts)
-        whole = self._weigh(rows.compute_s(start, stop), h2d_s, d2h_s, _NONE)
+        together_s = rows.together_s(cuts + cycle.depth + 1)
+        whole = self._weigh(rows.compute_s(start, stop), h2d_s, d2h_s, _NONE, together_s)
         turn = np.maximum(1 + cycle.last_gathered, start)
         until_turn = self._weigh(rows.compute_s(start, turn), gathers_s, _NONE, _NONE).max(axis=2)
         after = cycle.last_gathered + cycle.depth + 1
         again_s = rows.passes_s(after) + cycle.gathers_again_s(after, cuts)
         if rows.n_swap:
             again_s = again_s + cycle.later_fetches_s(after, cuts)
-        from_turn = self._weigh(rows.compute_s(turn, stop), again_s, awaited_s, _NONE).max(axis=2)
+        from_turn = self._weigh(rows.compute_s(turn, stop), again_s, awaited_s, _NONE, together_s).max(axis=2)
         return whole, np.maximum(whole.max(axis=2), until_turn + from_turn)
 
     def _through_adam(self, cycle: _Cycle) -> FloatArray:
@@ -190,7 +217,11 @@ class TimeBounds:
         adam_s, offload_s = rows.adam_s(p, cuts + 1), rows.offloads_s(p, cuts + 1)
         later_s = rows.gathers_again_s(p, cuts - cycle.depth) + rows.fetches_s(p, cuts - cycle.depth)
         second = self._weigh(
-            rows.compute_s(cycle.backward(cuts) + 1, cycle.backward(p) + 1), later_s, offload_s, adam_s
+            rows.compute_s(cycle.backward(cuts) + 1, cycle.backward(p) + 1),
+            later_s,
+            offload_s,
+            adam_s,
+            rows.together_s(p, cuts + 1),
         )
         serial_s = cycle.shortest_offload_s + adam_s
         found = (first_s + np.maximum(second.max(axis=2), serial_s[..., None])).max(axis=1)
@@ -215,7 +246,8 @@ class TimeBounds:
         step = block + cycle.depth + 1
         gathers_s = rows.passes_s(step) + cycle.gathers_again_s(step, np.zeros_like(block))
         offloads_s = sums.positions.micro_batches * sums.offload_s[rows.row, -1]
-        first_s = self._weigh(until_norm_s, gathers_s, offloads_s, _NONE).max(axis=2)
+        together_s = rows.together_s(np.zeros_like(block))
+        first_s = self._weigh(until_norm_s, gathers_s, offloads_s, _NONE, together_s).max(axis=2)
         adam_s = sums.stepped_until_s[cuts + 1] - sums.stepped_until_s[begin]
         gathered_s = sums.stepped_gathered_s[cuts + 1] - sums.stepped_gathered_s[begin]
         second_s = self._weigh(rows.iteration_s - until_norm_s, gathered_s, _NONE, adam_s).max(axis=2)
@@ -236,7 +268,13 @@ class TimeBounds:
         _, first_s = self._first_stretch(cycle, start, least)
         offload_s = rows.offloads_s(least, cuts + 1)
         later_s = rows.gathers_again_s(p, cuts - depth) + rows.fetches_s(p, cuts - depth)
-        second_s = self._weigh(rows.compute_s(cycle.backward(cuts) + 1, stop), later_s, offload_s, _NONE).max(axis=2)
+        second_s = self._weigh(
+            rows.compute_s(cycle.backward(cuts) + 1, stop),
+            later_s,
+            offload_s,
+            _NONE,
+            rows.together_s(least, cuts + 1),
+        ).max(axis=2)
         rest_s = rows.iteration_s - rows.compute_s(start, stop)
         own = [np.where(is_block, 0.0, work(p, p + 1)) for work in (rows.offloads_s, rows.adam_s)]
         tail_s = np.where(is_block, 0.0, cycle.last_gathers_s)

@@ -2,134 +2,31 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.strategies import DrawFn
 from scipy.optimize import linprog
 
 from protwin.shared.calibration import Calibration, Contention
-from protwin.shared.compile import compile_schedule
 from protwin.shared.hardware import Hardware
-from protwin.shared.layout import Layout, build_layout
 from protwin.shared.memory_bound import guaranteed_device_peak
-from protwin.shared.plan import Plan
-from protwin.shared.schedule import Lane, Memory, Schedule
-from protwin.shared.workload import Workload
+from protwin.shared.schedule import Lane, Memory
 from protwin.sim import lane_programs, replay
-from protwin.sim.chunk_table import ChunkTable, chunk_table
-from protwin.sim.compute_table import ComputeTable, compute_table
+from protwin.sim.chunk_table import chunk_table
 from protwin.sim.contention import ContentionModel
 from protwin.sim.costs import CostModel
-from protwin.sim.held_memory import guaranteed_peaks
-from protwin.sim.memory_bounds import MemoryBounds
 from protwin.sim.replay import REPLAY_FRAC, Replayer, ReplayPlan
 from protwin.sim.residency import residency
-from protwin.sim.simulator import simulate_timing
-from protwin.sim.space import ModeRows
-from protwin.sim.step_rule import StepRule
-from protwin.sim.throughput import throughput_weights
-from protwin.sim.time_bounds import TimeBounds
+from protwin.sim.throughput import Throughput
 from protwin.sim.traffic import Traffic
+from tests.sim.bound_cases import Case, case, cases, hand_made
 from tests.sim.hand_made import Seconds, machine, plan, workload
-from tests.strategies import calibrations, contentions, hardware, plans, workloads
+from tests.strategies import contentions, hardware, plans
 
 LANES = tuple(Lane)
-
-
-@dataclass(frozen=True)
-class Case:
-    """A plan on a machine, with the tables that its bounds read."""
-
-    workload: Workload
-    plan: Plan
-    layout: Layout
-    costs: CostModel
-    contention: ContentionModel
-    compute: ComputeTable
-    chunks: ChunkTable
-
-    @property
-    def schedule(self) -> Schedule:
-        return compile_schedule(self.plan, self.workload, self.layout)
-
-    def simulated_s(self) -> float:
-        schedule = self.schedule
-        return simulate_timing(schedule, self.costs.durations_s(schedule), self.contention).iteration_s
-
-    @property
-    def mode(self) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-        """The plan's row of the compute table."""
-        modes = self.compute.modes
-        is_mode = (modes.n_swap == self.plan.n_swap) & (modes.n_checkpoint == self.plan.n_checkpoint)
-        return np.flatnonzero(is_mode)
-
-    def traffic(self) -> Traffic:
-        found = residency(self.chunks, self.plan.n_persist, self.plan.n_buffer)
-        return Traffic(found, self.compute, self.plan.n_swap)
-
-    def whole_bound_s(self) -> float:
-        bounds = TimeBounds(self.chunks, self.compute, throughput_weights(self.contention))
-        knobs = (self.plan.n_persist, self.plan.n_buffer, self.plan.prefetch_depth)
-        return float(bounds.whole_s(*(np.array([knob]) for knob in knobs), self.mode)[0, 0])
-
-    def time_bound_s(self, n_buffer: int | None = None, prefetch_depth: int | None = None) -> float:
-        bounds = TimeBounds(self.chunks, self.compute, throughput_weights(self.contention))
-        knobs = (
-            self.plan.n_persist,
-            self.plan.n_buffer if n_buffer is None else n_buffer,
-            self.plan.prefetch_depth if prefetch_depth is None else prefetch_depth,
-        )
-        return float(bounds.iteration_s(*(np.array([knob]) for knob in knobs), self.mode)[0, 0])
-
-    def memory_bound_bytes(self) -> int:
-        bounds = MemoryBounds(self.chunks, self.compute, self.workload.resident_bytes)
-        knobs = (np.array([self.plan.n_buffer]), np.array([self.plan.prefetch_depth]))
-        return int(bounds.peak_bytes(self.plan.n_persist, *knobs, self.mode)[0, 0, 0])
-
-    def activation_bound_bytes(self) -> int:
-        static = self.chunks.static_device_bytes(np.array([self.plan.n_persist]), self.workload.resident_bytes)
-        bounds = MemoryBounds(self.chunks, self.compute, self.workload.resident_bytes)
-        return int(static[0] + bounds.activation_bytes[self.mode[0]])
-
-    def exact_peak_bytes(self) -> int:
-        depths = np.array([self.plan.prefetch_depth])
-        return int(guaranteed_peaks(self.traffic(), depths, self.mode, self.workload.resident_bytes)[0, 0])
-
-    def replayed_s(self) -> float:
-        plans = [ReplayPlan(self.traffic(), self.plan.prefetch_depth, int(self.mode[0]))]
-        return float(Replayer(self.compute, self.contention).periods_s(plans)[0])
-
-
-def case(model: Workload, chosen: Plan, layout: Layout, costs: CostModel, contention: ContentionModel) -> Case:
-    rule = StepRule(chosen.micro_batches, chosen.max_gradient_norm)
-    pairs = [(s, c) for s in range(model.num_blocks + 1) for c in range(model.num_blocks + 1 - s)]
-    modes = ModeRows(model.num_blocks, *(np.array(column) for column in zip(*pairs, strict=True)))
-    compute = compute_table(model, modes, costs, rule)
-    return Case(model, chosen, layout, costs, contention, compute, chunk_table(model, layout, costs, rule))
-
-
-def hand_made(model: Workload, chosen: Plan, hardware: Hardware, contention: ContentionModel | None = None) -> Case:
-    layout = build_layout(model.parameters, num_blocks=model.num_blocks, chunk_bytes=chosen.chunk_bytes)
-    costs = CostModel(hardware, use_measured=True)
-    return case(model, chosen, layout, costs, contention or ContentionModel.none())
-
-
-@st.composite
-def cases(draw: DrawFn) -> Case:
-    """Plans of the space that is searched, with and without contention, measured and modelled."""
-    model = draw(workloads(measured=None))
-    chosen, layout = draw(plans(model))
-    chosen = chosen.model_copy(update={"activation_modes": None})
-    if draw(st.booleans()):
-        chosen = chosen.model_copy(update={"n_swap": 0, "micro_batches": 1, "max_gradient_norm": None})
-    box, calibration = draw(hardware()), draw(st.none() | calibrations())
-    costs = CostModel(box, calibration, use_measured=draw(st.booleans()))
-    contention = draw(st.sampled_from([ContentionModel.of(box, calibration), ContentionModel.none()]))
-    return case(model, chosen, layout, costs, contention)
 
 
 # -- memory ----------------------------------------------------------------------------------------------------------
@@ -189,7 +86,7 @@ def test_throughput_weights_reach_the_optimum_of_the_linear_program(
 ) -> None:
     calibration = Calibration(hardware_name=box.name, machine=box.name, contention=tuple(measured))
     contention = ContentionModel.of(box, calibration)
-    best = float((np.array(work_s) @ throughput_weights(contention).T).max())
+    best = float((np.array(work_s) @ Throughput.of(contention).weights.T).max())
     least = _least_time_s(contention, work_s)
     # The solver's own tolerance is 1e-7.
     assert best <= least + 1e-6
