@@ -15,8 +15,9 @@ from .workload import DType, OperationClass
 
 
 def _as_bytes(value: object) -> object:
+    """The bytes that a text says; whether a field may be 0 is for its own bounds to say."""
     try:
-        return parse_bytes(value) if isinstance(value, str) else value
+        return parse_bytes(value, least_bytes=0) if isinstance(value, str) else value
     except ProtwinError as error:
         raise ValueError(str(error)) from error
 

@@ -28,16 +28,16 @@ _LONGEST: Final = 100
 """Characters of a quantity; longer ones are mistakes that would take long to read exactly."""
 
 
-def parse_bytes(text: str | int | float) -> int:
+def parse_bytes(text: str | int | float, *, least_bytes: int = 1) -> int:
     """Bytes from ``"80GiB"``, ``"1.5 GB"``, ``"4096"`` or a number.
 
-    A bare number is bytes; fractions of a byte are rounded.  Raises ProtwinError if the text is no size from 1 B to
-    4 EiB.
+    A bare number is bytes; fractions of a byte are rounded.  Raises ProtwinError if the text is no size from
+    ``least_bytes`` to 4 EiB.
     """
     value, unit = _split(text, rate=False)
     size_bytes = value * _BYTE_UNITS[unit]
-    if size_bytes < 1 or round(size_bytes) >= 2**62:
-        raise ProtwinError(f"size {_shown(text)} is outside 1 B to 4 EiB. Write a size such as 80GiB.")
+    if size_bytes < least_bytes or round(size_bytes) >= 2**62:
+        raise ProtwinError(f"size {_shown(text)} is outside {least_bytes} B to 4 EiB. Write a size such as 80GiB.")
     return round(size_bytes)
 
 

@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 from hypothesis import given
+from pydantic import ValidationError
 
 from protwin.shared.errors import CatalogueError, HardwareError
 from protwin.shared.hardware import Hardware, LinkPoint
+from protwin.shared.hardware_check import check_plausible
 from protwin.shared.hardware_overrides import override_fields
 from protwin.shared.machine_parts import device_link_part, device_part, host_part, link_part, network_part, node_part
 from protwin.shared.machines import machine, override_hardware
@@ -95,6 +97,57 @@ def test_a_field_changes_itself_alone_and_says_so(field: str) -> None:
     assert found.keys() == names - {"node.num_devices"} | notes | follows
     for note in notes:
         assert found[note].endswith(f"set by hand: {rest} = {text}")
+
+
+NUMBERS = (0, 1, 2, -1, 0.0, 0.5, 1.0, -0.5, 1e-30, 2**40, 10**13, 2**62, 1e300, float("inf"), float("nan"))
+NUMERIC = ["price_usd_per_hour"] + [
+    name
+    for name in override_fields()
+    if "." in name and type(VALUES.get(name.rpartition(".")[2], ("", 0.5))[1]) in (int, float)
+]
+
+
+def is_taken_as_a_number(field: str, number: float) -> bool:
+    """Whether the schema and the range of real machines allow it there: by the number itself, without texts."""
+    *path, last = field.replace("link.", "host_to_device.", 1).split(".") if field[:5] == "link." else field.split(".")
+    content = cluster().model_dump()
+    holder = content
+    for step in path:
+        holder = holder[step]
+    holder[last] = number
+    try:
+        check_plausible(Hardware.model_validate(content), origin="test")
+    except (ValidationError, HardwareError):
+        return False
+    return True
+
+
+def is_taken_as_text(field: str, number: float) -> bool:
+    try:
+        override_hardware(cluster(), {field: repr(number)})
+    except HardwareError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("field", NUMERIC)
+def test_a_number_is_taken_if_the_schema_takes_it(field: str) -> None:
+    """What may be 0, negative or infinite is said in one place, and texts follow it."""
+    numbers: list[float] = list(NUMBERS)
+    if "bytes" in field:
+        numbers = [number for number in numbers if not number % 1]  # fractions of a byte are rounded in texts
+    if field == "host.num_memory_channels":
+        numbers = [0, -1]  # others scale the bandwidth, which may be refused in its place
+    taken = [number for number in numbers if is_taken_as_text(field, number)]
+    assert taken == [number for number in numbers if is_taken_as_a_number(field, number)]
+
+
+def test_nothing_reserved_is_nothing_reserved() -> None:
+    for zero in ("0", "0GiB", "0 B", "0.0"):
+        assert override_hardware(machine("rtx-3090"), {"device.reserved_bytes": zero}).device.reserved_bytes == 0
+    for zero in ("0", "0GiB"):
+        with pytest.raises(HardwareError, match=r"device\.memory_bytes: .*greater than 0"):
+            override_hardware(machine("rtx-3090"), {"device.memory_bytes": zero})
 
 
 @given(hardware=random_hardware())
