@@ -16,8 +16,8 @@ from torch import nn
 from protwin.calibration.fidelity import Subject
 from protwin.calibration.plans import bootstrap_plans
 from protwin.runtime.batches import loss_of
+from protwin.runtime.carrying_out import carry_out
 from protwin.runtime.snapshot import without_cache
-from protwin.runtime.training import carry_out
 from protwin.shared.plan import ActivationMode, Plan
 from protwin.shared.schedule import Memory
 

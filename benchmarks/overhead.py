@@ -34,6 +34,7 @@ from protwin.calibration.demo import CONFIGURATION
 from protwin.calibration.fitting import Pair, fit_calibration
 from protwin.calibration.plans import bootstrap_plans
 from protwin.calibration.slowdowns import measure_slowdowns
+from protwin.runtime.carrying_out import carry_out
 from protwin.runtime.configurations import build_model
 from protwin.runtime.devices import CpuDevice
 from protwin.runtime.identity import machine_name, num_cores, software_versions
@@ -44,7 +45,7 @@ from protwin.runtime.snapshot import without_cache
 from protwin.runtime.text import byte_batches, python_reference
 from protwin.runtime.threads import leave_a_core_for_lanes
 from protwin.runtime.tracing import trace
-from protwin.runtime.training import Training, carry_out
+from protwin.runtime.training import Training
 from protwin.shared.compile import compile_schedule
 from protwin.shared.files import write_atomically
 from protwin.shared.memory_bound import guaranteed_device_peak

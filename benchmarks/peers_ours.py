@@ -11,10 +11,10 @@ from peers_subject import LEARNING_RATE, MODEL_NAME, WEIGHT_DECAY, make_batches,
 
 from protwin.calibration.calibrating import calibrate
 from protwin.calibration.plans import largest_block_bytes
+from protwin.runtime.carrying_out import carry_out
 from protwin.runtime.devices import CpuDevice
 from protwin.runtime.probe import probe_hardware
 from protwin.runtime.tracing import trace
-from protwin.runtime.training import carry_out
 from protwin.shared.compile import compile_schedule
 from protwin.shared.layout import build_layout
 from protwin.shared.memory_bound import guaranteed_device_peak

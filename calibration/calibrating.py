@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ..runtime.batches import Batch, Loss, loss_of
+from ..runtime.carrying_out import carry_out
 from ..runtime.configurations import build_model, training_dtype
 from ..runtime.devices import CpuDevice, CudaDevice, TrainingDevice
 from ..runtime.identity import software_versions
@@ -19,7 +20,6 @@ from ..runtime.snapshot import left_as_found
 from ..runtime.text import byte_batches, python_reference
 from ..runtime.threads import leave_a_core_for_lanes
 from ..runtime.tracing import trace
-from ..runtime.training import carry_out
 from ..shared.calibration import Calibration, Contention
 from ..shared.errors import CalibrationError
 from ..shared.hardware import DeviceKind, Hardware

@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.panel import Panel
 from torch import nn
 
+from ..runtime.carrying_out import carry_out
 from ..runtime.configurations import build_model
 from ..runtime.devices import CpuDevice
 from ..runtime.ledger import CpuOutOfMemoryError, MemoryLedger
@@ -31,7 +32,6 @@ from ..runtime.probe import probe_hardware
 from ..runtime.text import byte_batches, python_reference
 from ..runtime.threads import leave_a_core_for_lanes
 from ..runtime.tracing import trace
-from ..runtime.training import carry_out
 from ..shared.calibration import Calibration
 from ..shared.comparison import compare_records
 from ..shared.compile import compile_schedule

@@ -20,10 +20,11 @@ from scipy.stats import spearmanr
 from torch import nn
 
 from ..runtime.batches import Batch, loss_of
+from ..runtime.carrying_out import carry_out
 from ..runtime.devices import TrainingDevice
 from ..runtime.identity import software_versions
 from ..runtime.optimizer import MakeOptimizer
-from ..runtime.training import Training, carry_out
+from ..runtime.training import Training
 from ..shared.calibration import Calibration, Contention
 from ..shared.compile import compile_schedule
 from ..shared.files import FrozenModel

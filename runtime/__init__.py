@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .carrying_out import carry_out
     from .devices import CpuDevice, CudaDevice, TrainingDevice
     from .freezing import freeze
     from .ledger import CpuOutOfMemoryError, MemoryLedger
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from .tracing import trace
     from .tracing_configurations import workload_of_configuration
     from .tracing_families import family_of_configuration
-    from .training import Training, carry_out
+    from .training import Training
 
 _HOMES = {
     "CpuDevice": "devices",
@@ -33,7 +34,7 @@ _HOMES = {
     "Training": "training",
     "TrainingDevice": "devices",
     "add_lora": "lora",
-    "carry_out": "training",
+    "carry_out": "carrying_out",
     "family_of_configuration": "tracing_families",
     "freeze": "freezing",
     "probe_hardware": "probe",

@@ -28,6 +28,7 @@ class AllocatorMetering(Metering):
         self._meter_every = meter_every
         self._num_watched: dict[Hashable, int] = {}
         self._is_watching = False
+        self._shapes: Hashable = None
         self._curve: list[tuple[Any, int]] = []
         self._peak_at = ""
         self._iteration_peak_bytes = 0
@@ -36,7 +37,7 @@ class AllocatorMetering(Metering):
     def begin_iteration(self, iteration: int, inputs: Sequence[torch.Tensor]) -> bool:
         """Forget the last iteration's peak; draw a curve if the shapes are new, or it is time."""
         torch.cuda.reset_peak_memory_stats(self._device.torch_device)
-        shapes = shapes_of(inputs)
+        shapes = self._shapes = shapes_of(inputs)
         seen = self._num_watched.get(shapes, 0)
         is_due = self._meter_every is not None and iteration % self._meter_every == 0
         self._is_watching = seen < METERED_ITERATIONS or is_due
@@ -76,6 +77,12 @@ class AllocatorMetering(Metering):
         self.stop()
         self.peak_bytes = max(self.peak_bytes, self._iteration_peak_bytes)
         return MeteredMemory(self._curve, self._iteration_peak_bytes, self._peak_at, ())
+
+    def give_up_iteration(self) -> None:
+        """It is watched again if it was."""
+        if self._is_watching:
+            self._num_watched[self._shapes] -= 1
+            self.stop()
 
     def stop(self) -> None:
         """Draw no curve any more."""

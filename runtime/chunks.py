@@ -120,7 +120,12 @@ class DeviceChunk:
         if self._device.ledger is not None:
             self._device.ledger.allocate(self.chunk.size_bytes, name, Content.PARAMETERS)
         with self._gathering:
-            self._device.resize(self._flat, self.chunk.size_bytes, name)
+            try:
+                self._device.resize(self._flat, self.chunk.size_bytes, name)
+            except BaseException:
+                if self._device.ledger is not None:
+                    self._device.ledger.free(self.chunk.size_bytes, Content.PARAMETERS)
+                raise
             self.is_resident = True
             for parameter in self.parameters:
                 bring_back(parameter)
@@ -141,6 +146,11 @@ class DeviceChunk:
         self._let_go()
         if self._device.ledger is not None:
             self._device.ledger.free(self.chunk.size_bytes, Content.PARAMETERS)
+
+    def leave(self) -> None:
+        """``release``, if it is there and may go; no copy may be under way.  Idempotent."""
+        if self.is_resident and not self.is_persistent and self.chunk.size_bytes > 0:
+            self.release()
 
     def _let_go(self) -> None:
         self.is_resident = self.chunk.size_bytes == 0

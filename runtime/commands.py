@@ -175,9 +175,9 @@ def run_command(
 
     from ..shared.tables import record_tables
     from ..shared.timeline import chrome_trace
+    from .carrying_out import carry_out
     from .run_checkpoints import RunCheckpoints
     from .text import byte_batches, read_text
-    from .training import carry_out
 
     content = read_text(text)
     checkpoints = RunCheckpoints(checkpoint, checkpoint_every, is_resuming, seed, content)

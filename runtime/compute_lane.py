@@ -6,7 +6,9 @@ when it ends, its chunks are released, its gradients leave, and whoever waits fo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Final
 
 import torch
 
@@ -39,6 +41,8 @@ class ComputeLane:
         """Iterations that are complete."""
         self.failure: BaseException | None = None
         """What ended training; nothing may run after it."""
+        self.is_lost = False
+        """Whether it has left something half done, so that no iteration can begin any more."""
         self._schedule = schedule
         self._program = schedule.lanes[Lane.COMPUTE]
         self._place = 0
@@ -180,6 +184,74 @@ class ComputeLane:
             )
         self.failure = self.failure or error
 
+    # -- giving an iteration up --------------------------------------------------------------------------------------
+
+    def skip_step(self) -> None:
+        """Give the running iteration up, wherever it is, and begin it anew.
+
+        Raises ScheduleError, with nothing changed, if weights have been stepped that cannot be given back, and whatever
+        has kept an earlier step from being completed.
+        """
+        self._refuse_lost()
+        if self._placed.has_begun_device_step(self.iteration):
+            raise ScheduleError(
+                f"the iteration cannot be given up: the step on the device has begun, and chunks that stay there are "
+                f"stepped in part. Close the training. {_AFTERWARDS}"
+            )
+        can_undo = self._placed.last_step is not None
+        begun = self._placed.gate.shut(self.iteration, may_have_begun=can_undo)
+        if begun and not can_undo:
+            num_stepped = sum(task.kind is TaskKind.CPU_ADAM for task in self._schedule.tasks)
+            instead = _AFTERWARDS if self.failure is not None or self._lanes.failure is not None else _COMPLETE_IT
+            raise ScheduleError(
+                f"the iteration cannot be given up: CPU Adam, which steps a chunk as soon as its gradients have "
+                f"arrived, has begun {len(begun)} of its {num_stepped} steps (chunk {begun[0]} first). {instead} A "
+                f"plan with max_gradient_norm steps nothing before backward has ended; keep_last_step=True of "
+                f"carry_out() keeps what is overwritten, so that an iteration can always be given up."
+            )
+        with self.changing_state():
+            # The steps of completed iterations are to be done; should one have failed, weights are of different steps.
+            self._lanes.drain(before=self.iteration)
+            self.suspend()
+            self._placed.take_back_steps(num_completed=self.iteration)
+            self.go_on()
+
+    def suspend(self) -> None:
+        """Bring every lane to rest, between two iterations or within one, of which nothing is left.
+
+        Steps of completed iterations must have been done.
+        """
+        self._lanes.stop()
+        self._placed.leave_device()
+        self._metering.give_up_iteration()
+        self._place, self._running = 0, None
+        self._left.clear()
+        self._logs.clear()
+
+    def go_on(self) -> None:
+        """Let the lanes begin the iteration that comes next."""
+        self._placed.gate.open()
+        self._lanes.start(self.iteration)
+        self._logs = {iteration: self._submit(iteration) for iteration in (self.iteration, self.iteration + 1)}
+        self.failure = None
+
+    @contextmanager
+    def changing_state(self) -> Iterator[None]:
+        """Within the block something is half done; if it ends by an error, no iteration can begin any more."""
+        self._refuse_lost()
+        self.is_lost = True
+        try:
+            yield
+        except BaseException as error:
+            self.failure = None
+            self.failed(error)
+            raise
+        self.is_lost = False
+
+    def _refuse_lost(self) -> None:
+        if self.is_lost:
+            raise ScheduleError(f"this training cannot go on: {self.failure}. Close it.") from self.failure
+
     # -- a task ------------------------------------------------------------------------------------------------------
 
     def _run_on(self, kind: TaskKind, section: Section | None) -> None:
@@ -210,7 +282,7 @@ class ComputeLane:
         same, previous = self._waits[task.id]
         for other in same:
             self._device.wait_event(self._lanes.mark(self.iteration, other).wait())
-        if self.iteration > 0:
+        if self._lanes.has_previous(self.iteration):
             for other in previous:
                 self._device.wait_event(self._lanes.mark(self.iteration - 1, other).wait())
 
@@ -236,6 +308,13 @@ class ComputeLane:
             self._lanes.mark(self.iteration, task.id).set(self._device.record_event())
         self._running = None
         self._place += 1
+
+
+_COMPLETE_IT: Final = "Complete it: call backward() if that is missing, then step()."
+_AFTERWARDS: Final = (
+    "Close the training, which gives back the model with the weights as they are, or go on from the latest checkpoint "
+    "of training.save()."
+)
 
 
 def is_operations_own(error: BaseException) -> bool:

@@ -44,8 +44,10 @@ class GradientWatch:
             if is_other or self._is_written:
                 raise ScheduleError(
                     "gradients were changed between backward() and step(), by clipping, unscaling or zero_grad() "
-                    "perhaps, but those of offloaded chunks have been consumed by then. Leave them alone, or keep "
-                    "every chunk persistent (n_persist)."
+                    "perhaps, but those of offloaded chunks have left by then, and would be stepped as they were. To "
+                    "limit their norm, set max_gradient_norm of the plan (model_copy(update={'max_gradient_norm': "
+                    "1.0})) in the place of torch.nn.utils.clip_grad_norm_; to drop them, call training.skip_step(). "
+                    "Or keep every chunk persistent (n_persist), and change what you like."
                 )
 
     def end(self) -> None:

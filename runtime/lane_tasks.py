@@ -53,16 +53,26 @@ class LaneTasks:
         self._memory = stream_memory(schedule) if device.runs_behind else None
         self._held: dict[tuple[int, TaskId], list[torch.Tensor | None]] = {}
         """Gradients that queued copies still read, by iteration and offload (``_memory`` says until when)."""
+        self._lanes: dict[Lane, WorkerLane] = {}
+        self._first = 0
+        """The iteration that begins with idle lanes and every chunk away."""
+        self.start(0)
+
+    def start(self, iteration: int) -> None:
+        """Start the lanes, for ``iteration`` and those after it; it waits for nothing that was before.
+
+        Every chunk is away.  Raises the device's out-of-memory error if there is no room for the first copies.
+        """
+        self._first = iteration
         for task_id in self._memory.room_at_start if self._memory is not None else ():
             self._make_room(self._tasks[task_id])
         # The first copies wait for nothing that was queued so far: neither for who had their memory before, nor for
         # what the model was prepared with.
-        device.synchronize()
-        self._lanes: dict[Lane, WorkerLane] = {}
+        self._device.synchronize()
         try:
             for lane in Lane:
                 if lane is not Lane.COMPUTE:
-                    self._lanes[lane] = WorkerLane(lane, device)
+                    self._lanes[lane] = WorkerLane(lane, self._device)
         except BaseException:
             self.close()
             raise
@@ -80,9 +90,13 @@ class LaneTasks:
     def marks_before(self, task: Task, iteration: int) -> list[Mark]:
         """The marks that a task waits for; the first iteration has none before it."""
         marks = [self.mark(iteration, earlier) for earlier in task.after]
-        if iteration > 0:
+        if self.has_previous(iteration):
             marks += [self.mark(iteration - 1, earlier) for earlier in task.after_previous]
         return marks
+
+    def has_previous(self, iteration: int) -> bool:
+        """Whether the iteration before ``iteration`` is one that it waits for."""
+        return iteration > self._first
 
     def forget(self, iteration: int) -> None:
         """Drop the marks of an iteration that nobody waits for any more; those still to come are kept."""
@@ -100,11 +114,23 @@ class LaneTasks:
         # No lane waits for the step on the device.
         self._device.synchronize()
 
+    def wait_for_steps(self, iteration: int) -> None:
+        """Wait until CPU Adam of ``iteration`` has run, as far as it can.  Raises nothing."""
+        for task in self._tasks:
+            mark = self._marks.get((iteration, task.id)) if task.kind is TaskKind.CPU_ADAM else None
+            if mark is not None:
+                mark.wait_for_end()
+
     def check(self) -> None:
         """Raise what stopped a lane, if one has."""
-        for lane in self._lanes.values():
-            if lane.failure is not None:
-                raise lane.failure
+        failure = self.failure
+        if failure is not None:
+            raise failure
+
+    @property
+    def failure(self) -> BaseException | None:
+        """What stopped a lane, if one has."""
+        return next((lane.failure for lane in self._lanes.values() if lane.failure is not None), None)
 
     # -- memory ([Note: Memory on one stream] in ``stream_memory``) ----------------------------------------------------
 
@@ -132,7 +158,7 @@ class LaneTasks:
             task = self._tasks[copying.task]
             if task.kind is TaskKind.GRADIENT_OFFLOAD:
                 self._held.pop((iteration + copying.iterations_later, task.id), None)
-            elif iteration + copying.iterations_later >= 0:
+            elif iteration + copying.iterations_later >= self._first:
                 self._swapped(task).let_go()
 
     # -- tasks -------------------------------------------------------------------------------------------------------
@@ -238,13 +264,25 @@ class LaneTasks:
     # -- ending ------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Let the running tasks end, give up the others, and end the threads.  Idempotent."""
+        """``stop``, and let go of the memory on the host too.  Idempotent."""
+        try:
+            self.stop()
+        finally:
+            for block in self._swapping.values():
+                block.close()
+
+    def stop(self) -> None:
+        """Let the running tasks end, give up the others, end the threads, and forget every iteration.  Idempotent."""
         for lane in self._lanes.values():
             lane.cancel()
         for mark in list(self._marks.values()):
             mark.fail(Cancelled("training has stopped"))
         for lane in self._lanes.values():
             lane.close()
+            # An error holds the frames that it passed through, and these the lane: nothing would go before the
+            # collector of cycles comes.
+            lane.failure = None
+        self._lanes.clear()
         try:
             # Copies that were queued may still run, and what they read and write is about to go.
             self._device.synchronize()
@@ -255,7 +293,9 @@ class LaneTasks:
         for gradients in self._outgoing.values():
             self._free(storage_bytes(gradients))
         for block in self._swapping.values():
-            block.close()
+            block.forget()
+        for mark in self._marks.values():
+            mark.error = None
         self._marks.clear()
         self._outgoing.clear()
         self._held.clear()

@@ -1,52 +1,87 @@
-"""The weights of the last completed step, kept while CPU Adam is ahead of it.
+"""What CPU Adam overwrites, kept while it is ahead of the last completed step.
 
 [Note: Steps ahead]
 CPU Adam steps a chunk as soon as its last gradients have arrived, long before the iteration is complete.  If it never
 is, because memory ran out or somebody pressed Ctrl-C, these chunks are one step ahead of all others, and the model
-belongs to no step.  So, where that is wanted, what a chunk held before its latest step is kept on the host and given
-back in the end.  That takes as much host memory as the weights of offloaded chunks, and a copy before each of their
-steps.  The optimizer's state is not kept: it ends with the training.
+belongs to no step.  So, where that is wanted, what a chunk and its optimizer's state held before their latest step is
+kept on the host and given back.  That takes as much host memory again as the weights and the optimizer's state of
+offloaded chunks, and a copy of both before each of their steps.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+import copy
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 
-from ..shared.layout import ChunkId
-from .chunks import DeviceChunk
+from .optimizer import ChunkOptimizer
 
 
 class LastStep:
-    """What offloaded chunks held before their latest step."""
+    """What the optimizers of offloaded chunks and their weights held before their latest step."""
 
     def __init__(self) -> None:
-        self._kept: dict[ChunkId, list[torch.Tensor]] = {}
-        self._num_begun: Counter[ChunkId] = Counter()
+        self._kept: dict[ChunkOptimizer, _Kept] = {}
 
-    def before_step(self, chunk: DeviceChunk) -> None:
-        """CPU Adam is about to step ``chunk``."""
-        weights = _weights_at_home(chunk)
-        kept = self._kept.setdefault(chunk.chunk.id, [])
-        if not kept:
-            kept += [torch.empty_like(weight) for weight in weights]
-        for copy, weight in zip(kept, weights, strict=True):
-            copy.copy_(weight)
-        self._num_begun[chunk.chunk.id] += 1
+    def before_step(self, optimizer: ChunkOptimizer) -> None:
+        """``optimizer`` is about to step."""
+        self._kept.setdefault(optimizer, _Kept()).take(optimizer)
 
-    def take_back(self, chunks: Iterable[DeviceChunk], *, num_completed: int) -> None:
-        """Give those of ``chunks`` that are ahead of ``num_completed`` iterations what they held after these."""
+    def take_back(self, optimizers: Iterable[ChunkOptimizer], *, num_completed: int) -> None:
+        """Undo the latest step of those of ``optimizers`` that are ahead of ``num_completed`` iterations."""
         with torch.no_grad():
-            for chunk in chunks:
-                if self._num_begun[chunk.chunk.id] > num_completed:
-                    for copy, weight in zip(self._kept[chunk.chunk.id], _weights_at_home(chunk), strict=True):
-                        weight.copy_(copy)
-        self._kept.clear()
+            for optimizer in optimizers:
+                if optimizer.num_steps > num_completed:
+                    self._kept[optimizer].give_back(optimizer)
+                    optimizer.take_step_back()
 
 
-def _weights_at_home(chunk: DeviceChunk) -> list[torch.Tensor]:
-    """The trainable parameters on the host, as the model has them."""
-    pairs = zip(chunk.masters, chunk.targets, strict=True)
-    return [master if target is None else target for master, target in pairs]
+class _Kept:
+    """Of one optimizer.  Its tensors are made once and written before every step."""
+
+    def __init__(self) -> None:
+        self._weights: list[torch.Tensor] = []
+        self._states: list[dict[str, Any]] = []
+        self._options: list[dict[str, Any]] = []
+
+    def take(self, optimizer: ChunkOptimizer) -> None:
+        own = optimizer.stepped_tensors
+        if not self._weights:
+            self._weights = [torch.empty_like(tensor) for tensor in own]
+            self._states = [{} for _ in optimizer.weights]
+        for kept, tensor in zip(self._weights, own, strict=True):
+            kept.copy_(tensor)
+        for place, weight in enumerate(optimizer.weights):
+            state = optimizer.optimizer.state.get(weight, {})
+            self._states[place] = {key: _copied(value, self._states[place].get(key)) for key, value in state.items()}
+        self._options = [_options_of(group) for group in optimizer.optimizer.param_groups]
+
+    def give_back(self, optimizer: ChunkOptimizer) -> None:
+        for kept, tensor in zip(self._weights, optimizer.stepped_tensors, strict=True):
+            tensor.copy_(kept)
+        for weight, kept_state in zip(optimizer.weights, self._states, strict=True):
+            if not kept_state:
+                optimizer.optimizer.state.pop(weight, None)
+                continue
+            state = optimizer.optimizer.state[weight]
+            for key in state.keys() - kept_state.keys():
+                del state[key]
+            for key, value in kept_state.items():
+                state[key] = _copied(value, state.get(key))
+        for group, options in zip(optimizer.optimizer.param_groups, self._options, strict=True):
+            group.update(options)
+
+
+def _options_of(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: _copied(value, None) for key, value in group.items() if key != "params"}
+
+
+def _copied(value: Any, into: Any) -> Any:
+    """A copy of ``value``: in ``into`` if that is a tensor like it, else a new one."""
+    if not isinstance(value, torch.Tensor):
+        return copy.deepcopy(value)
+    if isinstance(into, torch.Tensor) and (into.shape, into.dtype) == (value.shape, value.dtype):
+        return into.copy_(value)
+    return value.detach().clone()

@@ -111,6 +111,11 @@ class LossScaler:
             grown = _rounded(self.scale * self.scaling.growth_factor)
             self.scale = grown if math.isfinite(grown) else self.scale
 
+    def skip_step(self) -> None:
+        """The iteration has been given up: its losses and overflows say nothing about the scale."""
+        self._num_scaled = 0
+        self._has_overflowed = False
+
     # -- saving ------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:

@@ -59,6 +59,10 @@ class Metering(ABC):
         """The iteration has ended; what was seen, if it was watched."""
 
     @abstractmethod
+    def give_up_iteration(self) -> None:
+        """The running iteration, if there is one, will not be completed: what was seen of it counts for nothing."""
+
+    @abstractmethod
     def stop(self) -> None:
         """Stop watching, in whatever state.  Idempotent."""
 
@@ -95,9 +99,11 @@ class LedgerMetering(Metering):
         self._meter_every = meter_every
         self._num_watched: dict[Hashable, int] = {}
         self._claims: dict[Hashable, dict[TaskId, _Claim]] = {}
-        self._shapes: Hashable = None
         self._claims_at_hand: dict[TaskId, _Claim] = {}
         """Claims of inputs of the present shapes."""
+        self._shapes_of_iteration: Hashable = None
+        self._claim_before_bytes: int | None = None
+        """The claim between the iterations before the running one; None if none runs."""
         self._doing: dict[TaskId, str] = {}
         self._is_watching = False
         self._tasks: list[tuple[int, str, int]] = []
@@ -106,12 +112,13 @@ class LedgerMetering(Metering):
 
     def begin_iteration(self, iteration: int, inputs: Sequence[torch.Tensor]) -> bool:
         """Start watching if the shapes are new, or it is time."""
-        self._shapes = shapes_of(inputs)
-        seen = self._num_watched.get(self._shapes, 0)
+        self._claim_before_bytes = self._ledger.claim_bytes
+        shapes = self._shapes_of_iteration = self._take_shapes(inputs)
+        seen = self._num_watched.get(shapes, 0)
         is_due = self._meter_every is not None and iteration % self._meter_every == 0
         if seen >= METERED_ITERATIONS and not is_due:
             return False
-        self._num_watched[self._shapes] = seen + 1
+        self._num_watched[shapes] = seen + 1
         self._is_watching = True
         self._tasks.clear()
         self._ledger.claim(0)
@@ -123,9 +130,14 @@ class LedgerMetering(Metering):
 
     def begin_micro_batch(self, inputs: Sequence[torch.Tensor]) -> None:
         """Claims go by the shapes of its own inputs."""
-        self._shapes = shapes_of(inputs)
+        self._take_shapes(inputs)
         if self._is_watching:
             self._ledger.adopt(inputs, Content.RESIDENT)
+
+    def _take_shapes(self, inputs: Sequence[torch.Tensor]) -> Hashable:
+        shapes = shapes_of(inputs)
+        self._claims_at_hand = self._claims.setdefault(shapes, {})
+        return shapes
 
     def begin_task(self, task: Task) -> None:
         """Watched: begin a stretch.  Otherwise: claim what the task held when it was watched."""
@@ -166,6 +178,7 @@ class LedgerMetering(Metering):
 
     def end_iteration(self) -> MeteredMemory | None:
         """The watched iteration's curve and peak."""
+        self._claim_before_bytes = None
         if not self._is_watching:
             return None
         samples = self._ledger.samples or []
@@ -174,6 +187,16 @@ class LedgerMetering(Metering):
         self.stop()
         self._ledger.claim(self._ledger.watched_bytes)
         return MeteredMemory(samples, peak_bytes, *self._at_peak(samples))
+
+    def give_up_iteration(self) -> None:
+        """As if it had not begun: it is watched again if it was, and the claim is what it was."""
+        if self._is_watching:
+            self.peak_bytes = max(self.peak_bytes, self._ledger.peak_bytes)
+            self._num_watched[self._shapes_of_iteration] -= 1
+            self.stop()
+        if self._claim_before_bytes is not None:
+            self._ledger.claim(self._claim_before_bytes)
+            self._claim_before_bytes = None
 
     def stop(self) -> None:
         """Take the ledger off the thread's operations."""

@@ -69,6 +69,12 @@ class GradientLooks:
         ]
         refuse_non_finite(unknown, labels)
 
+    def forget(self) -> None:
+        """Wait for looks under way, and forget what they saw."""
+        looks, self._looks = self._looks, []
+        for _, of in looks:
+            of()
+
     def close(self) -> None:
         """End the thread.  Idempotent."""
         self._looks.clear()

@@ -57,7 +57,8 @@ class ChunkOptimizer:
         except ValueError as error:
             raise PlanError(f"the optimizer refuses its options: {error}. Change them.") from error
         options.note(self._groups, self.optimizer)
-        self._num_steps = 0
+        self.num_steps = 0
+        """Steps that have begun."""
         self._latest: GroupOptions | None = None
 
     def step(self, gradients: Sequence[torch.Tensor | None], *, factor: torch.Tensor | None = None) -> None:
@@ -81,17 +82,27 @@ class ChunkOptimizer:
 
     def _take_options(self) -> None:
         """Give the groups the options that this step is to be done with (Note: Options of a step)."""
-        planned = self._options.of_step(self._num_steps)
-        self._num_steps += 1
+        planned = self._options.of_step(self.num_steps)
+        self.num_steps += 1
         if planned is not None and planned is not self._latest:
             for group, index in zip(self.optimizer.param_groups, self._groups, strict=True):
                 group.update(planned[index])
             self._latest = planned
 
+    def take_step_back(self) -> None:
+        """The latest step is undone by who kept what it has overwritten: the next one has its number."""
+        self.num_steps -= 1
+        self._latest = None
+
     @property
     def weights(self) -> tuple[torch.Tensor, ...]:
         """What is stepped, in the order of the parameters."""
         return tuple(self._weights)
+
+    @property
+    def stepped_tensors(self) -> list[torch.Tensor]:
+        """Everything that a step writes beside the optimizer's state: the weights, and what they are written to."""
+        return [*self._weights, *(target for target in self._targets if target is not None)]
 
     def state_of(self, place: int) -> dict[str, Any]:
         """The optimizer's state of one weight; empty if it was never stepped."""

@@ -85,7 +85,8 @@ class TrainingOptimizer(torch.optim.Optimizer):
         if self._has_gradients():
             raise ScheduleError(
                 "zero_grad() between backward and step() would lose gradients, and those of offloaded chunks have left "
-                "already. Call it after step(), or not at all: a step leaves no gradients."
+                "already. Call it after step(), or not at all: a step leaves no gradients. To give the iteration up, "
+                "call training.skip_step()."
             )
 
     def set_learning_rate(self, learning_rate: float) -> None:

@@ -18,6 +18,7 @@ from .last_step import LastStep
 from .loss_scaling import LossScaler
 from .non_finite import GradientLooks, refuse_non_finite
 from .optimizer import ChunkOptimizer, MakeOptimizer
+from .step_gate import StepGate
 from .step_options import StepOptions
 
 
@@ -52,6 +53,8 @@ class PlacedModel:
         self.chunks: list[DeviceChunk] = []
         self.last_step: LastStep | None = None
         """Keeps what host steps overwrite, where that is wanted."""
+        self.gate = StepGate()
+        """What every step on the host passes."""
         self._host_optimizers: dict[int, ChunkOptimizer] = {}
         self._device_steps: list[DeviceStep] = []
         self._num_counted = 0
@@ -173,8 +176,9 @@ class PlacedModel:
         optimizer = self._host_optimizers[chunk.chunk.id]
         if self._is_checking:
             refuse_non_finite(gradients, optimizer.labels)
+        self.gate.begin(chunk.chunk.id, optimizer.num_steps)
         if self.last_step is not None:
-            self.last_step.before_step(chunk)
+            self.last_step.before_step(optimizer)
         optimizer.step(gradients, factor=scale if self._scaler is not None else None)
 
     def scale_to_norm(self, max_norm: float, present: Mapping[int, Sequence[bool]]) -> torch.Tensor:
@@ -222,6 +226,25 @@ class PlacedModel:
             for parameter in chunk.parameters:
                 parameter.grad = None
 
+    # -- giving an iteration up --------------------------------------------------------------------------------------
+
+    def has_begun_device_step(self, iteration: int) -> bool:
+        """Whether persistent chunks may have been stepped with the gradients of ``iteration``."""
+        return any(step.optimizer.num_steps > iteration for step in self._device_steps)
+
+    def leave_device(self) -> None:
+        """Whatever comes and goes on the device goes: gradients and chunks.  No copy may be under way."""
+        if self._looks is not None:
+            self._looks.forget()
+        self.drop_gradients()
+        for chunk in self.chunks:
+            chunk.leave()
+
+    def take_back_steps(self, *, num_completed: int) -> None:
+        """Undo steps on the host of an iteration that was not completed, if what they overwrote was kept."""
+        if self.last_step is not None:
+            self.last_step.take_back(self._host_optimizers.values(), num_completed=num_completed)
+
     # -- what must not change ----------------------------------------------------------------------------------------
 
     def check_parameters(self) -> None:
@@ -252,5 +275,6 @@ class PlacedModel:
             for chunk in self.chunks:
                 chunk.move_out()
         self.chunks.clear()
+        self.last_step = None
         self._host_optimizers.clear()
         self._device_steps.clear()

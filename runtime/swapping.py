@@ -215,7 +215,7 @@ class SwappedBlock:
             del flat
             saved.source = None
             self._let_go(storage, saved.size_bytes)
-        self._out_bytes = 0
+            self._out_bytes -= saved.size_bytes
         return begin
 
     def let_go(self) -> None:
@@ -276,8 +276,10 @@ class SwappedBlock:
                 ledger.adopt(returned, Content.SWAPPED)
 
     def forget(self) -> None:
-        """Let go of everything, in whatever state.  Idempotent."""
+        """Let go of everything that has not come back, whoever still holds the graph.  Idempotent."""
         self._saving.take()
+        for saved in self._travelling:
+            saved.source = saved.returned = None
         ledger = self._device.ledger
         if ledger is not None:
             ledger.free(self._out_bytes + self._back_bytes, Content.SWAPPED)

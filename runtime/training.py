@@ -29,13 +29,13 @@ from .buffers import buffers_on
 from .checkpoint_state import CheckpointState, Resumed, Scheduler, configuration_text
 from .checkpoints import read_checkpoint, write_checkpoint
 from .compute_lane import ComputeLane
-from .devices import CpuDevice, CudaDevice, TrainingDevice
+from .devices import TrainingDevice
 from .guards import OffloadedWeights, refusing_access, refusing_other_optimizers
 from .lane_tasks import LaneTasks
 from .last_step import LastStep
 from .loss_scaling import LossScaling, scaler_for
 from .metering import metering_of
-from .optimizer import MakeOptimizer, default_optimizer, group_options
+from .optimizer import MakeOptimizer, group_options
 from .optimizer_facade import TrainingOptimizer
 from .placed_model import PlacedModel
 from .recording import Recorder
@@ -45,61 +45,6 @@ from .swapping import SwappedBlock
 from .taken_over import TakenOver, check_model, taken_over
 from .tensors import tensors_in
 from .walk import SectionWalker
-
-
-def carry_out(
-    model: nn.Module,
-    plan: Plan,
-    workload: Workload,
-    *,
-    optimizer: MakeOptimizer = default_optimizer,
-    parameter_groups: Sequence[Mapping[str, Any]] | None = None,
-    device: TrainingDevice | None = None,
-    meter_every: int | None = None,
-    check_gradients: bool = True,
-    loss_scaling: LossScaling | None = None,
-    keep_last_step: bool = False,
-) -> Training:
-    """Take over ``model`` and train it as ``plan`` says.
-
-    ``optimizer`` makes a torch optimizer from parameter groups, such as
-    ``functools.partial(torch.optim.AdamW, lr=1e-4, fused=True)``; it is called once per chunk.  ``parameter_groups``
-    are torch's, over the model's own parameters.  ``device`` is where the model's parameters are, by default.  On the
-    CPU the ledger watches the first iterations of every input shape, and every ``meter_every``-th one.
-    ``check_gradients`` ends training before gradients that are not finite reach a weight, and names whose they are.
-    ``loss_scaling``, for float16, makes ``training.scale(loss).backward()`` the backward; the plan must limit the norm.
-    ``keep_last_step``: should an iteration never be completed, ``close`` gives the weights of the last one that was;
-    for as much more host memory as offloaded chunks have weights.
-
-    Schedulers of ``torch.optim.lr_scheduler`` take ``optimizer`` of the result.  Use the result as a context manager,
-    or call ``close``: the model then has ordinary parameters again.
-    Raises PlanError if plan, workload and model do not belong together, the device's out-of-memory error if the
-    persistent chunks alone exceed it.
-    """
-    return Training(
-        model,
-        plan,
-        workload,
-        optimizer=optimizer,
-        parameter_groups=parameter_groups,
-        device=device or _device_of(model),
-        meter_every=meter_every,
-        check_gradients=check_gradients,
-        loss_scaling=loss_scaling,
-        keep_last_step=keep_last_step,
-    )
-
-
-def _device_of(model: nn.Module) -> TrainingDevice:
-    devices = {parameter.device for parameter in model.parameters()}
-    if len(devices) != 1:
-        raise PlanError(f"the model's parameters are on {len(devices)} devices. Move it to one, or pass device=.")
-    device = devices.pop()
-    if device.type == "cpu":
-        return CpuDevice()
-    if device.type == "cuda":
-        return CudaDevice(device.index or 0)
-    raise PlanError(f"the model is on {device.type!r}. Pass device=CpuDevice() or device=CudaDevice().")
 
 
 class Training:
@@ -195,8 +140,8 @@ class Training:
             undo.callback(self._lanes.close)
             self._compute = ComputeLane(self.schedule, self._placed, self._lanes, self._metering, device, swapping)
             modes = plan.modes(workload.num_blocks)
-            walker = SectionWalker(model, blocks, modes, self._compute, swapping, is_training=True)
-            undo.callback(walker.remove)
+            self._walker = SectionWalker(model, blocks, modes, self._compute, swapping, is_training=True)
+            undo.callback(self._walker.remove)
             for handle in self._hooks():
                 undo.callback(handle.remove)
             undo.callback(self._metering.stop)
@@ -256,7 +201,8 @@ class Training:
             raise ScheduleError(
                 f"forward began before the last one was complete: the iteration is at "
                 f"{self._compute.task_at_hand.name}. Call loss.backward() after every forward, and step() after as "
-                f"many of both as the plan has micro-batches ({self.plan.micro_batches})."
+                f"many of both as the plan has micro-batches ({self.plan.micro_batches}); if something failed on the "
+                f"way, call skip_step() to begin a new iteration."
             )
         if any(getattr(block, "gradient_checkpointing", False) is True for block in self._checkpointable):
             raise ScheduleError(
@@ -312,6 +258,30 @@ class Training:
         if self._summaries is not None:
             self._summaries.end_step(self.num_steps, self.peak_device_bytes, self._recorder.logs)
 
+    def skip_step(self) -> None:
+        """Give the running iteration up, with all its micro-batches, and let the next forward begin it anew.
+
+        What follows is, bit for bit, what follows in a plain loop that calls ``optimizer.zero_grad()`` and goes on with
+        its next batch: gradients and saved activations are dropped, nothing is stepped, and random states and buffers
+        stay what forward has made of them.  May be called at any time, after an error above all: a bad batch, a lack of
+        memory, Ctrl-C, gradients that are not finite.  Without a running iteration it does nothing.
+
+        Sure to be possible until backward of the last micro-batch begins; until it ends, if the plan has a
+        ``max_gradient_norm``; until the step on the device begins, with ``keep_last_step``.  Raises ScheduleError, with
+        nothing changed, where it is not, since CPU Adam has stepped weights already; and whatever has kept an earlier
+        step from being completed.
+        """
+        self._check_open()
+        is_idle = self._compute.is_between_iterations and self._lanes.failure is None
+        if is_idle and self._compute.failure is None:
+            return
+        self._compute.skip_step()
+        self._walker.forget()
+        torch.clear_autocast_cache()
+        if self.loss_scaler is not None:
+            self.loss_scaler.skip_step()
+        self._recorder.interrupt(self._compute.iteration)
+
     def _has_gradients(self) -> bool:
         """Whether a backward of this iteration has begun."""
         first = next(task.id for task in self.schedule.tasks if task.kind is TaskKind.BACKWARD)
@@ -364,11 +334,8 @@ class Training:
         content = read_checkpoint(folder, model_hash=self.workload.model_hash)
         self._state.check(content, scheduler, allow_changed_step=allow_changed_step)
         self.synchronize()
-        try:
+        with self._compute.changing_state():
             resumed = self._state.place(content, scheduler)
-        except BaseException as error:
-            self._compute.failed(error)
-            raise
         self._resumed_steps = resumed.step - self._compute.iteration
         return resumed
 
@@ -450,12 +417,16 @@ class Training:
 
     # -- ending ------------------------------------------------------------------------------------------------------
 
-    def _check_usable(self) -> None:
+    def _check_open(self) -> None:
         if self._is_closed:
             raise ScheduleError("this training is closed. Carry the plan out again.")
+
+    def _check_usable(self) -> None:
+        self._check_open()
         failure = self._compute.failure
         if failure is not None:
-            raise ScheduleError(f"this training has failed: {failure}. Close it.") from failure
+            go_on = "" if self._compute.is_lost else ", or call skip_step() to go on without the iteration that failed"
+            raise ScheduleError(f"this training has failed: {failure}. Close it{go_on}.") from failure
 
     def close(self) -> None:
         """Wait for the steps of completed iterations and give the model ordinary parameters again.  Idempotent.
@@ -478,16 +449,13 @@ class Training:
 
         That of earlier ones has: every gather waits for its chunk's.
         """
-        last = self._compute.iteration - 1
-        for task in self.schedule.tasks:
-            if last >= 0 and task.kind is TaskKind.CPU_ADAM:
-                self._lanes.mark(last, task.id).wait_for_end()
+        self._lanes.wait_for_steps(self._compute.iteration - 1)
 
     def _take_back(self) -> None:
         """Undo steps of an iteration that was not completed, if what they overwrote was kept."""
         compute: ComputeLane | None = self.__dict__.get("_compute")
-        if self._placed.last_step is not None and compute is not None:
-            self._placed.last_step.take_back(self._placed.chunks, num_completed=compute.iteration)
+        if compute is not None:
+            self._placed.take_back_steps(num_completed=compute.iteration)
 
     def __enter__(self) -> Self:
         return self

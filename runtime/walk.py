@@ -78,6 +78,8 @@ class SectionWalker:
         self._backward_place: int | None = None
         self._is_backward_over = False
         self._is_active = False
+        self._forward = 0
+        """The number of the latest forward: hooks of an earlier one's graph tell nothing any more."""
         for index, block in enumerate(blocks):
             enter, leave = self._enter_block(BlockId(index)), self._leave_block(BlockId(index))
             self._handles.append(block.module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
@@ -102,12 +104,18 @@ class SectionWalker:
                 module.forward = original
         self._wrapped.clear()
 
+    def forget(self) -> None:
+        """The forward or backward that is under way has been given up; its graph must not be run any more."""
+        self._is_active = False
+        self._forward += 1
+
     # -- forward -----------------------------------------------------------------------------------------------------
 
     def _enter_model(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._is_active = torch.is_grad_enabled()
         if not self._is_active:
             return
+        self._forward += 1
         self._next_block = 0
         self._backward_place = None
         self._is_backward_over = False
@@ -167,9 +175,20 @@ class SectionWalker:
     def _announce_at(self, tensors: Any, kind: TaskKind, section: Section) -> bool:
         """Announce (kind, section) when backward reaches the first of ``tensors``; says whether it can reach any."""
         found = [tensor for tensor in tensors_in(tensors) if tensor.requires_grad and not tensor.is_leaf]
+        forward = self._forward
         for tensor in found:
-            tensor.register_hook(lambda _: self._advance(kind, section))  # type: ignore[no-untyped-call]
+            tensor.register_hook(lambda _: self._reached(forward, kind, section))  # type: ignore[no-untyped-call]
         return bool(found)
+
+    def _reached(self, forward: int, kind: TaskKind, section: Section) -> None:
+        """Backward has reached a tensor of the forward of that number."""
+        if forward != self._forward:
+            raise ScheduleError(
+                "backward runs through the graph of an earlier forward, whose iteration has ended or was given up: its "
+                "chunks have been released and its gradients have left. Call backward() once after every forward, "
+                "before the next one."
+            )
+        self._advance(kind, section)
 
     def _first_backward_kind(self, block: int) -> TaskKind:
         return TaskKind.RECOMPUTE if self._modes[block] is ActivationMode.CHECKPOINT else TaskKind.BACKWARD
