@@ -18,6 +18,8 @@ from .devices import CpuDevice, CudaDevice, TrainingDevice
 from .identity import host_memory_bytes, machine_name, num_cores
 from .lanes import Mark, WorkerLane
 from .node_probe import told_by_driver
+from .repeating import repeated_s
+from .threads import leave_a_core_for_lanes
 
 _MATRIX: Final = 1024
 _COPY_SIZES: Final = (2**16, 2**18, 2**20, 2**22, 2**24, 2**26)
@@ -37,13 +39,18 @@ def probe_hardware(
     seconds: float = 6.0,
     device: TrainingDevice | None = None,
     on_progress: Callable[[int, int], None] | None = None,
+    leaves_a_core: bool = False,
 ) -> Hardware:
-    """Measure this machine for about ``seconds``; every figure is a median.
+    """Measure this machine for about ``seconds``; what others do on it meanwhile counts little.
 
+    ``leaves_a_core``: where the CPU is the device, measure with all cores but one, as commands that train do, and keep
+    this process at that; for programs that own their process.
     ``device`` is what is measured: the first CUDA device where there is one, else the CPU as a device.  Links are
     measured with the copies that gathers and gradient offloads make: into freshly allocated device memory.
     """
     chosen = device or (CudaDevice() if torch.cuda.is_available() else CpuDevice())
+    if leaves_a_core and isinstance(chosen, CpuDevice):
+        leave_a_core_for_lanes()
     parts = 6 + 2 * len(_COPY_SIZES)
     done = 0
 
@@ -100,10 +107,11 @@ def probe_hardware(
     return found if is_cpu else told_by_driver(found, target)
 
 
-def _median_s(work: Callable[[], object], target: torch.device, budget_s: float) -> float:
-    """Median seconds of one call, over as many as fit the budget, at least three after a warm-up."""
-    once = _event_timer(work, target) if target.type == "cuda" else _host_timer(work)
-    once()
+def _seconds(work: Callable[[], object], target: torch.device, budget_s: float) -> float:
+    """Seconds of one call, over as many as fit the budget, after a warm-up."""
+    if target.type != "cuda":
+        return repeated_s(_host_timer(work), budget_s)
+    once = _event_timer(work, target)
     times: list[float] = []
     end = time.perf_counter() + budget_s
     while len(times) < 3 or (time.perf_counter() < end and len(times) < 1000):
@@ -147,21 +155,21 @@ def _matmul_flop_per_s(target: torch.device, dtype: torch.dtype, budget_s: float
     size = _MATRIX if target.type == "cpu" else 8 * _MATRIX
     a = torch.randn(size, size, dtype=torch.float32, device=target).to(dtype)
     out = torch.empty_like(a)
-    return 2.0 * size**3 / _median_s(lambda: torch.mm(a, a, out=out), target, budget_s)
+    return 2.0 * size**3 / _seconds(lambda: torch.mm(a, a, out=out), target, budget_s)
 
 
 def _vector_flop_per_s(target: torch.device, budget_s: float) -> float:
     """Multiply-adds on data that stays in cache (on a device with many cores: in its largest cache)."""
     a = torch.ones(2**16 if target.type == "cpu" else 2**22, device=target)
     out = torch.empty_like(a)
-    return 2.0 * a.numel() / _median_s(lambda: torch.addcmul(a, a, a, out=out), target, budget_s)
+    return 2.0 * a.numel() / _seconds(lambda: torch.addcmul(a, a, a, out=out), target, budget_s)
 
 
 def _stream_bytes_per_s(target: torch.device, budget_s: float) -> float:
     size_bytes = _STREAM_BYTES if target.type == "cpu" else _DEVICE_STREAM_BYTES
     source = torch.ones(size_bytes // 4, device=target)
     destination = torch.empty_like(source)
-    return 2.0 * size_bytes / _median_s(lambda: destination.copy_(source), target, budget_s)
+    return 2.0 * size_bytes / _seconds(lambda: destination.copy_(source), target, budget_s)
 
 
 def _launch_s(target: torch.device, budget_s: float) -> float:
@@ -172,7 +180,7 @@ def _launch_s(target: torch.device, budget_s: float) -> float:
         for _ in range(calls):
             a.add_(1)
 
-    return _median_s(launch, target, budget_s) / calls
+    return _seconds(launch, target, budget_s) / calls
 
 
 def _link(device: TrainingDevice, lane: Lane, budget_s: float, advance: Callable[[], None]) -> Link:
@@ -229,18 +237,17 @@ def _adam_bytes_per_s(device: TrainingDevice, budget_s: float) -> float:
 
 @contextmanager
 def worker(lane: Lane, device: TrainingDevice) -> Iterator[Callable[[Callable[[], None], float], float]]:
-    """A lane of its own; gives a function that measures the median seconds of a call on it."""
+    """A lane of its own; gives a function that measures the seconds of a call on it."""
     made = WorkerLane(lane, device)
 
+    def once(work: Callable[[], None]) -> float:
+        mark = Mark()
+        span = made.submit(work, (), mark)
+        device.synchronize_event(mark.wait())
+        return device.seconds(span.end) - device.seconds(span.start)
+
     def timed(work: Callable[[], None], budget_s: float) -> float:
-        times: list[float] = []
-        end = time.perf_counter() + budget_s
-        while len(times) < 4 or (time.perf_counter() < end and len(times) < 1000):
-            mark = Mark()
-            span = made.submit(work, (), mark)
-            device.synchronize_event(mark.wait())
-            times.append(device.seconds(span.end) - device.seconds(span.start))
-        return statistics.median(times[1:])
+        return repeated_s(partial(once, work), budget_s)
 
     try:
         yield timed

@@ -116,7 +116,7 @@ def probe_command(
     """
     probe = extension("protwin.probes", "torch")
     with progress_bar("measuring this machine") as on_progress:
-        found = probe(seconds=seconds, on_progress=on_progress)
+        found = probe(seconds=seconds, on_progress=on_progress, leaves_a_core=True)
     _give(found, output, as_json=as_json)
 
 
