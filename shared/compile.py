@@ -6,7 +6,8 @@ need chunks.  A micro-batch of n blocks has 2n steps, forward ones first, and an
 micro-batches.  The policies are written in steps:
 
 - A chunk is gathered for the step that first needs it, not before the step ``prefetch_depth`` earlier has begun.
-- A chunk is freed when the last step that uses its stay ends (``slots.assign_slots``).
+- A chunk is freed when the last step that uses its stay ends (``slots.assign_slots``).  It has one place at a time: its
+  next stay begins after that, whichever slot it gets.
 - The gradients of a chunk leave when its last backward step has ended, and have left before the step
   ``prefetch_depth + 1`` later begins: that bounds the gradients that wait on the device.
 - Gradients of later micro-batches are added on the host to those that have arrived before.

@@ -73,6 +73,8 @@ class Gathers:
         for index, stay in enumerate(self.stays):
             self._begins.setdefault(stay.first_step, []).append(index)
             self._ends.setdefault(stay.last_step, []).append(index)
+        self._latest_stay: dict[ChunkId, int] = {}
+        """Of every chunk that has been gathered."""
         self._buffers: list[BufferId] = []
         self._tasks: list[TaskId] = []
         self._resident = {chunk: homes.parameters[chunk] for chunk in persistent}
@@ -98,8 +100,8 @@ class Gathers:
         chunk = self.layout.chunks[stay.chunk]
         step_end = self.program.step_end
         after = []
-        if stay.previous is not None:
-            after.append(step_end[self.stays[stay.previous].last_step])
+        before = [stay.previous, self._latest_stay.get(stay.chunk)]
+        after += [step_end[self.stays[index].last_step] for index in before if index is not None]
         window = stay.first_step - self.prefetch_depth - 1
         if window >= 0:
             after.append(step_end[window])
@@ -114,13 +116,14 @@ class Gathers:
             reads=(self.homes.parameters[chunk.id],),
             moved_bytes=chunk.size_bytes,
         )
+        self._latest_stay[chunk.id] = index
         self._resident[chunk.id] = buffer
         self._buffers.append(buffer)
         self._tasks.append(task)
         return task
 
     def link_previous_iteration(self, adam_of: Mapping[ChunkId, TaskId]) -> None:
-        """Add what gathers wait for in the previous iteration: their slot, their window, their chunk's CPU Adam."""
+        """Add what gathers wait for in the previous iteration: their slot, their window, their chunk."""
         step_end = self.program.step_end
         last_in_slot = {stay.slot: step_end[stay.last_step] for stay in self.stays}
         waits: dict[TaskId, list[TaskId]] = {}
@@ -133,7 +136,9 @@ class Gathers:
             if window < 0:
                 # Not more than an iteration ahead, however deep the prefetch.
                 wait.append(step_end[max(0, window + len(step_end))])
-            if stay.chunk in adam_of and stay.chunk not in gathered:
-                wait.append(adam_of[stay.chunk])
+            if stay.chunk not in gathered:
+                # CPU Adam comes after the chunk's last stay; a frozen chunk has none.
+                last_stay = self.stays[self._latest_stay[stay.chunk]]
+                wait.append(adam_of.get(stay.chunk, step_end[last_stay.last_step]))
             gathered.add(stay.chunk)
         self.program.wait_for_previous(waits)

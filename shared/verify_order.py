@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import pairwise
 
+from .layout import ChunkId
 from .order import HappensBefore, Occurrence
 from .schedule import Buffer, BufferId, Lane, Part, Task, TaskId, TaskKind
 from .verify_case import Case, reject
@@ -82,18 +83,26 @@ def _turn(task: Task) -> tuple[int, int]:
 
 
 def _check_slots(case: Case, before: Before, order: HappensBefore) -> None:
-    """Stays in one slot follow each other, across iterations too."""
+    """Stays in one slot follow each other, and so do stays of one chunk, across iterations too."""
     by_slot: dict[int, list[Buffer]] = {}
+    by_chunk: dict[ChunkId | None, list[Buffer]] = {}
     for buffer in case.schedule.buffers:
         if buffer.slot is not None:
             by_slot.setdefault(buffer.slot, []).append(buffer)
-    for slot, buffers in by_slot.items():
-        stays = sorted(buffers, key=lambda buffer: order.position(Occurrence(0, case.allocating[buffer.id])))
+            by_chunk.setdefault(buffer.chunk, []).append(buffer)
+    for stays in (*by_slot.values(), *by_chunk.values()):
+        stays.sort(key=lambda buffer: order.position(Occurrence(0, case.allocating[buffer.id])))
         for stay, following in pairwise(stays):
             if not before(case.freeing[stay.id], case.allocating[following.id], 0):
-                reject(f"slot {slot} may hold chunks {stay.chunk} and {following.chunk} at once")
+                reject(f"{_both(stay, following)} at once")
         if not before(case.freeing[stays[-1].id], case.allocating[stays[0].id], 1):
-            reject(f"slot {slot} may still hold chunk {stays[-1].chunk} when the next iteration begins")
+            reject(f"{_both(stays[-1], stays[0])} at once when the next iteration begins")
+
+
+def _both(stay: Buffer, other: Buffer) -> str:
+    if stay.slot == other.slot:
+        return f"slot {stay.slot} may hold chunks {stay.chunk} and {other.chunk}"
+    return f"chunk {stay.chunk} may be in slots {stay.slot} and {other.slot}"
 
 
 def _check_gathers(case: Case, before: Before, steps: list[list[TaskId]]) -> None:

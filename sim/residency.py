@@ -11,6 +11,7 @@ from functools import cached_property
 
 import numpy as np
 
+from ..shared.layout import ChunkId
 from ..shared.slots import assign_slots
 from .chunk_table import ChunkTable
 from .compute_table import Positions
@@ -33,7 +34,8 @@ class Residency:
     last_step: IntArray
     """(G,) the last step that uses it before its buffer goes to another chunk."""
     slot_free: IntArray
-    """(G,) compute tasks that must have ended for its buffer to be free; below 0 in the previous iteration."""
+    """(G,) compute tasks that must have ended for its buffer to be free and its chunk gone; below 0 in the previous
+    iteration."""
     update_chunk: IntArray
     """(U,) in the order in which their gradients leave, in every micro-batch."""
 
@@ -74,11 +76,18 @@ def residency(table: ChunkTable, n_persist: int, n_buffer: int) -> Residency:
     stays = assign_slots((needed + needed[::-1]) * positions.micro_batches, n_buffer)
     last_step = np.array([stay.last_step for stay in stays], dtype=np.int64)
     last_in_slot = {stay.slot: stay.last_step for stay in stays}
-    before = np.array(
-        [last_in_slot[stay.slot] if stay.previous is None else stays[stay.previous].last_step for stay in stays],
-        dtype=np.int64,
-    )
-    is_previous = np.array([stay.previous is None for stay in stays], dtype=np.bool_)
+    last_of_chunk = {stay.chunk: stay.last_step for stay in stays}
+    # Steps that must have ended, counted within the iteration; below 0 in the previous one.
+    gone: dict[ChunkId, int] = {chunk: last - positions.num_steps for chunk, last in last_of_chunk.items()}
+    free = []
+    for stay in stays:
+        slot = (
+            last_in_slot[stay.slot] - positions.num_steps if stay.previous is None else stays[stay.previous].last_step
+        )
+        free.append(max(slot, gone[stay.chunk]))
+        gone[stay.chunk] = stay.last_step
+    before = np.array(free, dtype=np.int64)
+    is_previous = before < 0
     return Residency(
         table=table,
         n_persist=n_persist,
@@ -87,6 +96,6 @@ def residency(table: ChunkTable, n_persist: int, n_buffer: int) -> Residency:
         gather_chunk=np.array([stay.chunk for stay in stays], dtype=np.int64),
         gather_step=np.array([stay.first_step for stay in stays], dtype=np.int64),
         last_step=last_step,
-        slot_free=positions.step_end(before) + 1 - np.where(is_previous, positions.length, 0),
+        slot_free=positions.step_end(before % positions.num_steps) + 1 - np.where(is_previous, positions.length, 0),
         update_chunk=table.update_order[table.is_offloaded(n_persist)[table.update_order]],
     )

@@ -174,6 +174,8 @@ class AbstractMachine:
             for other, other_place in zip(self.schedule.buffers, self.places, strict=True):
                 if other_place.is_alive and other.slot == buffer.slot:
                     raise Violation(f"slot {buffer.slot} holds chunks {buffer.chunk} and {other.chunk}")
+                if other_place.is_alive and other.slot is not None and other.chunk == buffer.chunk:
+                    raise Violation(f"chunk {buffer.chunk} is in slots {buffer.slot} and {other.slot}")
         place.is_alive, place.value = True, None
         if task.lane is not Lane.COMPUTE and buffer.memory is Memory.DEVICE:
             self.level_bytes += buffer.size_bytes

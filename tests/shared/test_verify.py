@@ -20,7 +20,7 @@ from protwin.shared.errors import PlanError, ScheduleError
 from protwin.shared.layout import build_layout
 from protwin.shared.memory_bound import guaranteed_device_peak
 from protwin.shared.order import HappensBefore, Occurrence
-from protwin.shared.schedule import Memory, Schedule, TaskId, TaskKind
+from protwin.shared.schedule import Lane, Memory, Schedule, TaskId, TaskKind
 from protwin.shared.verify import verify_schedule
 from tests.shared import faults
 from tests.shared.abstract_machine import AbstractMachine, Violation, at_random, holding
@@ -267,6 +267,27 @@ def test_a_slot_that_is_taken_too_early_is_rejected() -> None:
     changed = faults.with_task(schedule, gather, after=())
     assert "slot" in (violation(changed, case) or "")
     with pytest.raises(ScheduleError, match="slot 0 may hold chunks 0 and 1 at once"):
+        verify_schedule(changed, case.plan, case.workload, case.layout)
+
+
+def test_a_frozen_chunk_that_comes_before_it_has_gone_is_rejected() -> None:
+    """No CPU Adam stands between a frozen chunk's last stay and the next iteration's first, and slots change."""
+    blocks = (0, 1, 2, 2)
+    weights = [
+        parameter(f"layers.{block}.{place}", 1_000, block, trainable=False) for place, block in enumerate(blocks)
+    ]
+    model = workload([*weights, parameter("head", 10, None)], 3)
+    knobs = plan(model, n_buffer=2)
+    case = PlannedWorkload(model, knobs, build_layout(model.parameters, num_blocks=3, chunk_bytes=knobs.chunk_bytes))
+    schedule = compiled(case)
+    first, last_use = only(schedule, TaskKind.GATHER, 0), schedule.lanes[Lane.COMPUTE][-3]
+    assert schedule.tasks[last_use].name == "backward 0"
+    waits = schedule.tasks[first].after_previous
+    changed = faults.with_task(schedule, first, after_previous=faults.without(waits, last_use))
+    assert "is in slots" in (violation(changed, case) or "")
+    with pytest.raises(
+        ScheduleError, match=r"chunk 0 may be in slots \d and \d at once when the next iteration begins"
+    ):
         verify_schedule(changed, case.plan, case.workload, case.layout)
 
 
