@@ -20,7 +20,7 @@ from ..runtime.devices import TrainingDevice
 from ..runtime.lanes import Mark, WorkerLane
 from ..runtime.probe import adam_work, copy_work
 from ..shared.calibration import Contention
-from ..shared.schedule import Lane
+from ..shared.schedule import LANES_ALONE, Lane
 
 _COPY_BYTES: Final = 2**22
 _ADAM_SCALARS: Final = 2**20
@@ -32,7 +32,7 @@ _CUDA_ROWS: Final = 4096
 _CUDA_WIDTH: Final = 2048
 """On an accelerator every piece must take milliseconds: threads that launch short ones wait for each other, which is
 no slowdown of the device."""
-_SETS: Final = tuple(frozenset(lanes) for size in range(1, len(Lane) + 1) for lanes in combinations(Lane, size))
+_SETS: Final = tuple(frozenset(lanes) for size in range(1, len(LANES_ALONE) + 1) for lanes in combinations(LANES_ALONE, size))
 
 
 def measure_slowdowns(
@@ -58,7 +58,9 @@ def measure_slowdowns(
     }
     share_s = seconds / (rounds * len(_SETS))
     times: dict[frozenset[Lane], dict[Lane, list[float]]] = {s: {lane: [] for lane in s} for s in _SETS}
-    workers: dict[Lane, WorkerLane] = {lane: WorkerLane(lane, device) for lane in Lane if lane is not Lane.COMPUTE}
+    workers: dict[Lane, WorkerLane] = {
+        lane: WorkerLane(lane, device) for lane in LANES_ALONE if lane is not Lane.COMPUTE
+    }
     try:
         for turn in range(rounds):
             for place, lanes in enumerate(_SETS):
@@ -94,7 +96,7 @@ def _run_together(
         return run
 
     marks = [Mark() for lane in lanes if lane is not Lane.COMPUTE]
-    others = [lane for lane in Lane if lane in lanes and lane is not Lane.COMPUTE]
+    others = [lane for lane in LANES_ALONE if lane in lanes and lane is not Lane.COMPUTE]
     for lane, mark in zip(others, marks, strict=True):
         workers[lane].submit(repeat(lane), (), mark)
     timer = threading.Timer(duration_s, stop.set)
@@ -111,12 +113,12 @@ def _run_together(
 
 
 def _contention(times: Mapping[frozenset[Lane], Mapping[Lane, list[float]]]) -> tuple[Contention, ...]:
-    alone = {lane: statistics.median(times[frozenset((lane,))][lane]) for lane in Lane}
+    alone = {lane: statistics.median(times[frozenset((lane,))][lane]) for lane in LANES_ALONE}
     found = []
     for lanes in _SETS:
         if len(lanes) < 2:
             continue
-        order = tuple(lane for lane in Lane if lane in lanes)
+        order = tuple(lane for lane in LANES_ALONE if lane in lanes)
         # The mean, not the median: a piece that waits for a core now and then is slower by what it waits.
         slowdowns = tuple(max(1.0, _trimmed_mean(times[lanes][lane]) / alone[lane]) for lane in order)
         found.append(Contention(lanes=order, slowdowns=slowdowns))

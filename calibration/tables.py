@@ -7,7 +7,7 @@ from rich.text import Text
 
 from ..shared.calibration import Calibration
 from ..shared.report_words import KIND_NAMES, LANE_NAMES
-from ..shared.schedule import Lane
+from ..shared.schedule import LANES_ALONE
 from ..shared.table_style import add_row, plain_table, spaced, titled
 from ..shared.units import format_seconds
 
@@ -24,10 +24,10 @@ def calibration_tables(calibration: Calibration) -> RenderableType:
             format_seconds(calibration.overhead_s.get(kind, 0.0)),
             str(factor.num_pairs),
         )
-    slowdowns = plain_table(*(f">{LANE_NAMES[lane]}" for lane in Lane))
+    slowdowns = plain_table(*(f">{LANE_NAMES[lane]}" for lane in LANES_ALONE))
     for entry in calibration.contention:
         by_lane = dict(zip(entry.lanes, entry.slowdowns, strict=True))
-        add_row(slowdowns, *(f"{by_lane[lane]:.2f}" if lane in by_lane else "" for lane in Lane))
+        add_row(slowdowns, *(f"{by_lane[lane]:.2f}" if lane in by_lane else "" for lane in LANES_ALONE))
     return spaced(
         (
             titled(f"Calibration of {calibration.hardware_name}", factors),

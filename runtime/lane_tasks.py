@@ -11,7 +11,7 @@ from functools import partial
 
 import torch
 
-from ..shared.schedule import Content, Lane, Schedule, Task, TaskId, TaskKind
+from ..shared.schedule import LANES_ALONE, Content, Lane, Schedule, Task, TaskId, TaskKind
 from .chunks import DeviceChunk
 from .devices import TrainingDevice
 from .lanes import Cancelled, Mark, Span, WorkerLane
@@ -70,7 +70,7 @@ class LaneTasks:
         # what the model was prepared with.
         self._device.synchronize()
         try:
-            for lane in Lane:
+            for lane in LANES_ALONE:
                 if lane is not Lane.COMPUTE:
                     self._lanes[lane] = WorkerLane(lane, self._device)
         except BaseException:

@@ -146,7 +146,7 @@ def compare_records(predicted: Record, measured: Record) -> Comparison:
         kinds=_compare_kinds(predicted, measured),
         lanes=tuple(
             LaneComparison(lane=lane, busy=_times(predicted.lane(lane).busy_s, measured.lane(lane).busy_s))
-            for lane in Lane
+            for lane in (measured if len(measured.lanes_shown) > len(predicted.lanes_shown) else predicted).lanes_shown
         ),
         first_parting=next((task for task in tasks if task.differs_in), None),
         largest_differences=_largest(tasks),

@@ -19,6 +19,22 @@ micro-batches.  The policies are written in steps:
 
 ``compile_gathers``, ``compile_updates`` and ``compile_swaps`` hold these policies.
 
+[Note: Ranks]
+Several ranks run one and the same schedule, each on a device and with micro-batches of its own, and meet in the tasks
+of the collective lane.  Since that lane has one order, all ranks enter its tasks in the same order.
+
+- Gradients that stay on the device are added up over all ranks (all-reduced) when the last micro-batch's backward of
+  their chunk has ended, once per step; device Adam waits for that.  Those outside every block follow the backward of
+  the prologue, which is the last to add to them.
+- Gradients that leave are added up in every micro-batch, before they leave: on the host nobody could.  REPLICATED:
+  all-reduced where they lie; every rank then has all of them on its host, and steps all of the chunk.  SHARDED: laid
+  flat in the order of the shards (``shards.py``) and reduce-scattered; the rank's shard leaves, and its CPU Adam steps
+  that.
+- SHARDED: a gather copies the rank's shard to its place in the buffer, and an all-gather fills in the others.  In the
+  lane's order it stands where its slot and its window are open, ahead of the reductions of the steps that run before
+  its own, since these wait for their backward.
+- A norm of gradients that are sharded is known when the sums of squares of all ranks have been added up.
+
 [Note: Memory of compute tasks]
 A phase's curve already contains what the task allocates and frees while it runs, so the buffers of a compute task
 count from its end on, and those that it frees count until its end.  What a backward leaves behind beyond saved
@@ -31,14 +47,17 @@ In a later micro-batch, a section whose gradients all stay on the device has its
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from .compile_activations import Activations
 from .compile_gathers import Gathers, allocate_homes
 from .compile_swaps import Swaps
-from .compile_updates import Updates, stepped_bytes
+from .compile_updates import Updates
 from .layout import Layout, build_layout, check_layout
-from .plan import ActivationMode, Plan
+from .plan import ActivationMode, ParallelMode, Plan
 from .program import Program
 from .schedule import BufferId, Content, Memory, Part, Schedule, TaskId, TaskKind
+from .shards import stepped_bytes
 from .workload import BlockId, Phase, Workload, check_plan
 
 __all__ = ["check_plan", "compile_schedule", "stepped_bytes"]
@@ -57,6 +76,15 @@ def compile_schedule(plan: Plan, workload: Workload, layout: Layout | None = Non
     return _Compiler(plan, workload, layout).run()
 
 
+@dataclass(frozen=True, slots=True)
+class _Coming:
+    """What comes to the device for one step."""
+
+    awaited: tuple[TaskId, ...]
+    swapped: tuple[BufferId, ...]
+    """The buffers for what its block had swapped."""
+
+
 class _Compiler:
     """Builds one schedule; the order of the methods is the order of the program."""
 
@@ -68,11 +96,13 @@ class _Compiler:
         persistent = layout.persistent(plan.n_persist)
         self.program = Program()
         self.program.buffer(Content.RESIDENT, Memory.DEVICE, workload.resident_bytes, is_static=True)
-        homes = allocate_homes(self.program, layout, persistent, micro_batches=plan.micro_batches)
+        homes = allocate_homes(self.program, plan, workload.parameters, layout, persistent)
         self.gathers = Gathers(self.program, plan, layout, homes, persistent)
         self.updates = Updates(self.program, plan, workload.parameters, layout, homes, persistent)
         self.activations = Activations(self.program)
         self.swaps = Swaps(self.program, plan, workload, self.modes)
+        self.coming: list[_Coming] = []
+        """What comes to the device for each step, as far as it has been added."""
 
     def run(self) -> Schedule:
         for micro_batch in range(self.plan.micro_batches):
@@ -85,6 +115,7 @@ class _Compiler:
             for block in reversed(range(self.num_blocks)):
                 self._backward(BlockId(block), step=first_step + 2 * self.num_blocks - 1 - block)
             end = self._prologue_backward()
+        self.updates.reduce_outer(self.activations.left_over, after=end)
         self.program.micro_batch = 0
         self.updates.limit_norm(self.activations.left_over, after=end)
         self.updates.device_adam(self.activations.left_over)
@@ -98,7 +129,44 @@ class _Compiler:
             num_blocks=self.num_blocks,
             prefetch_depth=self.plan.prefetch_depth,
             micro_batches=self.plan.micro_batches,
+            num_ranks=self.plan.num_ranks,
         )
+
+    # -- what comes to the device ------------------------------------------------------------------------------------
+
+    def _coming_for(self, step: int) -> _Coming:
+        """What comes for ``step``, added now unless it was added ahead."""
+        while len(self.coming) <= step:
+            self._send_next()
+        return self.coming[step]
+
+    def _send_ahead(self, step: int) -> None:
+        """Add what comes for the steps that the end of ``step`` opens the way for; see [Note: Ranks]."""
+        num_steps = 2 * self.num_blocks * self.plan.micro_batches
+        is_sharded = self.plan.parallel is ParallelMode.SHARDED
+        while is_sharded and len(self.coming) < num_steps and self._opened_by(len(self.coming)) <= step:
+            self._send_next()
+
+    def _opened_by(self, step: int) -> int:
+        """The step after whose end all that comes for ``step`` may be added: it names no task that is not there yet."""
+        block = self._fetching_block(step)
+        micro_batch = step // (2 * self.num_blocks)
+        saved = -1 if block is None else 2 * self.num_blocks * micro_batch + block
+        return max(saved, self.gathers.opened_by(step))
+
+    def _fetching_block(self, step: int) -> BlockId | None:
+        """The block in mode SWAP whose backward the step is."""
+        place = step % (2 * self.num_blocks)
+        block = BlockId(2 * self.num_blocks - 1 - place)
+        return block if place >= self.num_blocks and self.modes[block] is ActivationMode.SWAP else None
+
+    def _send_next(self) -> None:
+        step = len(self.coming)
+        now, self.program.micro_batch = self.program.micro_batch, step // (2 * self.num_blocks)
+        block = self._fetching_block(step)
+        fetches, swapped = ([], []) if block is None else self.swaps.fetch(block, step=step)
+        self.coming.append(_Coming((*self.gathers.begin(step), *fetches), tuple(swapped)))
+        self.program.micro_batch = now
 
     # -- forward -----------------------------------------------------------------------------------------------------
 
@@ -114,14 +182,14 @@ class _Compiler:
         )
 
     def _forward(self, block: BlockId, *, step: int) -> None:
-        wait = (*self.gathers.begin(step), *self.swaps.gone_before(step))
+        wait = (*self._coming_for(step).awaited, *self.swaps.gone_before(step))
         if self.program.micro_batch:
             wait += self.updates.gone_before(step)
         profile = self.workload.profile_of(block)
         mode = self.modes[block]
         phase = profile.forward_in(mode)
         self.activations.run_phase(phase)
-        reads = (*self.gathers.parameters(block), self.activations.input_of(block))
+        reads = (*self.gathers.parameters(block, step=step), self.activations.input_of(block))
         swapped: list[BufferId] = []
         if mode is not ActivationMode.CHECKPOINT:
             swapped = self.swaps.save(block) if mode is ActivationMode.SWAP else []
@@ -148,6 +216,7 @@ class _Compiler:
         )
         self.program.end_step(task, task)
         self.swaps.offload(block, swapped, step=step)
+        self._send_ahead(step)
 
     def _epilogue(self) -> None:
         """Forward and backward of the part after the last block; they follow each other."""
@@ -175,15 +244,11 @@ class _Compiler:
     # -- backward ----------------------------------------------------------------------------------------------------
 
     def _backward(self, block: BlockId, *, step: int) -> None:
-        fetches, swapped = self.swaps.fetch(block, step=step) if self.modes[block] is ActivationMode.SWAP else ([], [])
-        wait = (
-            *self.gathers.begin(step),
-            *fetches,
-            *self.updates.gone_before(step),
-            *self.swaps.gone_before(step),
-        )
+        coming = self._coming_for(step)
+        swapped = coming.swapped
+        wait = (*coming.awaited, *self.updates.gone_before(step), *self.swaps.gone_before(step))
         profile = self.workload.profile_of(block)
-        parameters, before = self.gathers.parameters(block), self.activations.input_of(block)
+        parameters, before = self.gathers.parameters(block, step=step), self.activations.input_of(block)
         recompute = None
         if self.modes[block] is ActivationMode.CHECKPOINT:
             self.activations.run_phase(profile.recompute)
@@ -217,6 +282,7 @@ class _Compiler:
         )
         self.program.end_step(end if recompute is None else recompute, end)
         self.updates.end_backward(block, step=step)
+        self._send_ahead(step)
 
     def _added_bytes(self, phase: Phase) -> int:
         """Gradients that a backward adds to those of earlier micro-batches, where its phase left new ones."""

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from .layout import ChunkId, Layout
-from .plan import Plan
+from .plan import ParallelMode, Plan
 from .program import Program
 from .schedule import BufferId, Content, Memory, TaskId, TaskKind
+from .shards import HostPart, host_part
 from .slots import assign_slots
-from .workload import BlockId
+from .workload import BlockId, Parameter
 
 
 @dataclass(frozen=True)
@@ -24,10 +25,15 @@ class Homes:
     """Of offloaded trainable chunks: where their gradients arrive, and where those of later micro-batches are added."""
     arrivals: Mapping[ChunkId, BufferId]
     """Where the gradients of later micro-batches arrive, if there are any."""
+    parts: Mapping[ChunkId, HostPart]
+    """Of offloaded chunks: what one rank's host holds of them."""
 
 
-def allocate_homes(program: Program, layout: Layout, persistent: frozenset[ChunkId], *, micro_batches: int) -> Homes:
+def allocate_homes(
+    program: Program, plan: Plan, parameters_of: Sequence[Parameter], layout: Layout, persistent: frozenset[ChunkId]
+) -> Homes:
     """Add the static buffers of all chunks."""
+    parts = {c.id: host_part(c, parameters_of, plan) for c in layout.chunks if c.id not in persistent}
     parameters: dict[ChunkId, BufferId] = {}
     state: dict[ChunkId, BufferId] = {}
     staging: dict[ChunkId, BufferId] = {}
@@ -35,25 +41,24 @@ def allocate_homes(program: Program, layout: Layout, persistent: frozenset[Chunk
     for chunk in layout.chunks:
         is_persistent = chunk.id in persistent
         place = Memory.DEVICE if is_persistent else Memory.PINNED_HOST
-        parameters[chunk.id] = program.buffer(
-            Content.PARAMETERS, place, chunk.size_bytes, chunk=chunk.id, is_static=True
-        )
+        size_bytes = chunk.size_bytes if is_persistent else parts[chunk.id].parameter_bytes
+        parameters[chunk.id] = program.buffer(Content.PARAMETERS, place, size_bytes, chunk=chunk.id, is_static=True)
         if not chunk.is_trainable:
             continue
         place = Memory.DEVICE if is_persistent else Memory.HOST
-        state[chunk.id] = program.buffer(
-            Content.OPTIMIZER_STATE, place, chunk.state_bytes, chunk=chunk.id, is_static=True
-        )
+        size_bytes = chunk.state_bytes if is_persistent else parts[chunk.id].state_bytes
+        state[chunk.id] = program.buffer(Content.OPTIMIZER_STATE, place, size_bytes, chunk=chunk.id, is_static=True)
         if is_persistent:
             continue
+        staging_bytes = parts[chunk.id].staging_bytes
         staging[chunk.id] = program.buffer(
-            Content.GRADIENTS, Memory.PINNED_HOST, chunk.staging_bytes, chunk=chunk.id, is_static=True
+            Content.GRADIENTS, Memory.PINNED_HOST, staging_bytes, chunk=chunk.id, is_static=True
         )
-        if micro_batches > 1:
+        if plan.micro_batches > 1:
             arrivals[chunk.id] = program.buffer(
-                Content.ARRIVING_GRADIENTS, Memory.PINNED_HOST, chunk.staging_bytes, chunk=chunk.id, is_static=True
+                Content.ARRIVING_GRADIENTS, Memory.PINNED_HOST, staging_bytes, chunk=chunk.id, is_static=True
             )
-    return Homes(parameters, state, staging, arrivals)
+    return Homes(parameters, state, staging, arrivals, parts)
 
 
 class Gathers:
@@ -66,8 +71,11 @@ class Gathers:
         self.prefetch_depth = plan.prefetch_depth
         self.layout = layout
         self.homes = homes
+        self.num_ranks = plan.num_ranks
+        self.is_sharded = plan.parallel is ParallelMode.SHARDED
         needed = [[c for c in chunks if c not in persistent] for chunks in layout.chunks_of_block]
-        self.stays = assign_slots((needed + needed[::-1]) * plan.micro_batches, plan.n_buffer)
+        self._needed = (needed + needed[::-1]) * plan.micro_batches
+        self.stays = assign_slots(self._needed, plan.n_buffer)
         self._begins: dict[int, list[int]] = {}
         self._ends: dict[int, list[int]] = {}
         for index, stay in enumerate(self.stays):
@@ -78,17 +86,44 @@ class Gathers:
         self._buffers: list[BufferId] = []
         self._tasks: list[TaskId] = []
         self._resident = {chunk: homes.parameters[chunk] for chunk in persistent}
+        self._stay_at = self._stays_by_step()
 
-    def parameters(self, block: BlockId) -> tuple[BufferId, ...]:
-        """Where the chunks of a block lie on the device, as of the latest gathers."""
-        return tuple(self._resident[chunk] for chunk in self.layout.chunks_of_block[block])
+    def _stays_by_step(self) -> list[dict[ChunkId, int]]:
+        """For every step the stay in which it finds each of its offloaded chunks."""
+        latest: dict[ChunkId, int] = {}
+        found = []
+        for step, chunks in enumerate(self._needed):
+            latest.update((self.stays[index].chunk, index) for index in self._begins.get(step, ()))
+            found.append({chunk: latest[chunk] for chunk in chunks})
+        return found
+
+    def parameters(self, block: BlockId, *, step: int) -> tuple[BufferId, ...]:
+        """Where the chunks of a block lie on the device during ``step``, for which all gathers have been added."""
+        stay_of = self._stay_at[step]
+        return tuple(
+            self._buffers[stay_of[chunk]] if chunk in stay_of else self._resident[chunk]
+            for chunk in self.layout.chunks_of_block[block]
+        )
 
     def unowned_parameters(self) -> tuple[BufferId, ...]:
         """Where the chunks outside every block lie."""
         return tuple(self._resident[chunk] for chunk in sorted(self.layout.unowned))
 
+    def opened_by(self, step: int) -> int:
+        """The step whose end opens the way for the gathers of ``step``, all earlier ones added; -1 if nothing does.
+
+        That is the end of their window, and of the stays in their slots and of their chunks.
+        """
+        stays = [self.stays[index] for index in self._begins.get(step, ())]
+        before = [index for stay in stays for index in (stay.previous, self._latest_stay.get(stay.chunk))]
+        gone = [self.stays[index].last_step for index in before if index is not None]
+        return max(-1, step - self.prefetch_depth - 1, *gone)
+
     def begin(self, step: int) -> tuple[TaskId, ...]:
-        """Add the gathers of the chunks whose stay begins with ``step``; steps come in order."""
+        """Add the gathers of the chunks whose stay begins with ``step``, and give what compute waits for.
+
+        Steps come in order.
+        """
         return tuple(self._gather(index) for index in self._begins.get(step, ()))
 
     def released_by(self, step: int) -> tuple[BufferId, ...]:
@@ -105,8 +140,9 @@ class Gathers:
         window = stay.first_step - self.prefetch_depth - 1
         if window >= 0:
             after.append(step_end[window])
+        part = self.homes.parts[chunk.id]
         buffer = self.program.buffer(
-            Content.PARAMETERS, Memory.DEVICE, chunk.size_bytes, chunk=chunk.id, slot=stay.slot
+            Content.PARAMETERS, Memory.DEVICE, part.gathered_bytes, chunk=chunk.id, slot=stay.slot
         )
         task = self.program.task(
             TaskKind.GATHER,
@@ -114,13 +150,22 @@ class Gathers:
             after=after,
             makes=(buffer,),
             reads=(self.homes.parameters[chunk.id],),
-            moved_bytes=chunk.size_bytes,
+            moved_bytes=part.parameter_bytes,
         )
         self._latest_stay[chunk.id] = index
-        self._resident[chunk.id] = buffer
         self._buffers.append(buffer)
         self._tasks.append(task)
-        return task
+        if not self.is_sharded:
+            return task
+        return self.program.task(
+            TaskKind.ALL_GATHER,
+            chunk=chunk.id,
+            after=(task,),
+            reads=(buffer,),
+            updates=(buffer,),
+            moved_bytes=part.gathered_bytes,
+            num_ranks=self.num_ranks,
+        )
 
     def link_previous_iteration(self, adam_of: Mapping[ChunkId, TaskId]) -> None:
         """Add what gathers wait for in the previous iteration: their slot, their window, their chunk."""

@@ -3,30 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 from .compile_gathers import Homes
-from .layout import Chunk, ChunkId, Layout, master_bytes, moment_bytes
-from .plan import Plan
+from .layout import Chunk, ChunkId, Layout
+from .plan import ParallelMode, Plan
 from .program import Program
-from .schedule import BufferId, Content, Memory, TaskId, TaskKind
+from .schedule import BufferId, Content, Memory, Part, TaskId, TaskKind
+from .shards import stepped_bytes
 from .workload import BlockId, Parameter
 
-
-def stepped_bytes(chunk: Chunk, parameters: Sequence[Parameter]) -> int:
-    """Memory traffic of Adam on a chunk: moments and master weights in and out, gradients in, narrow weights out."""
-    total = 0
-    for placed in chunk.parameters:
-        parameter = parameters[placed.index]
-        if parameter.trainable:
-            dtype = parameter.dtype
-            master = master_bytes(dtype)
-            state = moment_bytes(dtype) + (master or dtype.item_bytes)
-            total += parameter.num_elements * (2 * state + dtype.item_bytes + (dtype.item_bytes if master else 0))
-    return total
+NORM_BYTES: Final = 8
+"""What ranks add up of the norm: the sum of squares as a float64."""
 
 
 class Updates:
-    """Gradients of blocks, their copies to the host, CPU Adam and device Adam ([Note: Steps] in ``compile.py``)."""
+    """Gradients of blocks, how ranks add them up, their copies to the host, CPU Adam and device Adam.
+
+    See [Note: Steps] and [Note: Ranks] in ``compile.py``.
+    """
 
     def __init__(
         self,
@@ -52,6 +47,10 @@ class Updates:
         self.max_gradient_norm = plan.max_gradient_norm
         self.last_micro_batch = plan.micro_batches - 1
         self._norm: tuple[TaskId, ...] = ()
+        self.num_ranks = plan.num_ranks
+        self.is_sharded = plan.parallel is ParallelMode.SHARDED
+        self._all_reduced: list[TaskId] = []
+        """What has added up the gradients that stay on the device."""
 
     def make_gradients(self, block: BlockId) -> tuple[list[BufferId], list[BufferId], int]:
         """New buffers for the gradients of the block in each of its chunks, those that it adds to, and all its bytes.
@@ -83,15 +82,70 @@ class Updates:
         """Send the gradients on their way whose chunk has had its last backward, in the order they were filled."""
         for chunk_id in reversed(self.layout.chunks_of_block[block]):
             chunk = self.layout.chunks[chunk_id]
-            if chunk.id not in self.persistent and chunk.is_trainable and chunk.blocks[0] == block:
-                self._offloads_of_step.setdefault(step, []).append(
-                    self._offload(chunk, after=self.program.step_end[step])
+            if not chunk.is_trainable or chunk.blocks[0] != block:
+                continue
+            end = self.program.step_end[step]
+            if chunk.id not in self.persistent:
+                self._offloads_of_step.setdefault(step, []).append(self._offload(chunk, after=end))
+            elif self.num_ranks > 1 and self.program.micro_batch == self.last_micro_batch:
+                self._all_reduced.append(self._all_reduce(chunk, tuple(self._gradients[chunk.id]), after=end))
+
+    def _all_reduce(self, chunk: Chunk, gradients: tuple[BufferId, ...], *, after: TaskId) -> TaskId:
+        """Add up the gradients of a chunk where they lie."""
+        return self.program.task(
+            TaskKind.ALL_REDUCE,
+            chunk=chunk.id,
+            after=(after,),
+            reads=gradients,
+            updates=gradients,
+            moved_bytes=sum(chunk.gradient_bytes),
+            num_ranks=self.num_ranks,
+        )
+
+    def reduce_outer(self, left_over: Sequence[BufferId], *, after: TaskId) -> None:
+        """Add up what ranks have of the gradients outside every block; ``left_over`` hold them."""
+        outer = [self.layout.chunks[chunk] for chunk in self.layout.unowned]
+        moved_bytes = sum(sum(chunk.gradient_bytes) for chunk in outer)
+        if self.num_ranks > 1 and moved_bytes:
+            self._all_reduced.append(
+                self.program.task(
+                    TaskKind.ALL_REDUCE,
+                    section=Part.PROLOGUE,
+                    after=(after,),
+                    reads=left_over,
+                    updates=left_over,
+                    moved_bytes=moved_bytes,
+                    num_ranks=self.num_ranks,
                 )
+            )
+
+    def _reduce(self, chunk: Chunk, *, after: TaskId) -> tuple[TaskId, tuple[BufferId, ...]]:
+        """What the copy of a chunk's gradients waits for, and the buffers that it reads; ranks have added them up."""
+        gradients = tuple(self._gradients[chunk.id])
+        self._gradients[chunk.id].clear()
+        if self.num_ranks == 1:
+            return after, gradients
+        if not self.is_sharded:
+            return self._all_reduce(chunk, gradients, after=after), gradients
+        part = self.homes.parts[chunk.id]
+        flat = self.program.buffer(Content.FLAT_GRADIENTS, Memory.DEVICE, part.reduced_bytes, chunk=chunk.id)
+        reduced = self.program.buffer(Content.REDUCED_GRADIENTS, Memory.DEVICE, part.gradient_bytes, chunk=chunk.id)
+        task = self.program.task(
+            TaskKind.REDUCE_SCATTER,
+            chunk=chunk.id,
+            after=(after,),
+            reads=gradients,
+            makes=(flat, reduced),
+            frees=(*gradients, flat),
+            moved_bytes=part.reduced_bytes,
+            num_ranks=self.num_ranks,
+        )
+        return task, (reduced,)
 
     def _offload(self, chunk: Chunk, *, after: TaskId) -> TaskId:
         """The copy of a chunk's gradients to the host, and what follows it there; returns the copy."""
-        gradients = tuple(self._gradients[chunk.id])
-        self._gradients[chunk.id].clear()
+        after, gradients = self._reduce(chunk, after=after)
+        part = self.homes.parts[chunk.id]
         staging = self.homes.staging[chunk.id]
         is_first = self.program.micro_batch == 0
         waits = [after]
@@ -105,7 +159,7 @@ class Updates:
             frees=gradients,
             reads=gradients,
             updates=(staging if is_first else self.homes.arrivals[chunk.id],),
-            moved_bytes=sum(chunk.gradient_bytes),
+            moved_bytes=part.gradient_bytes,
         )
         if not is_first:
             arrivals = self.homes.arrivals[chunk.id]
@@ -115,7 +169,7 @@ class Updates:
                 after=(offload,),
                 reads=(arrivals, staging),
                 updates=(staging,),
-                stepped_bytes=3 * sum(chunk.gradient_bytes),
+                stepped_bytes=3 * part.gradient_bytes,
             )
         if self.program.micro_batch == self.last_micro_batch and self.max_gradient_norm is None:
             self._cpu_adam(chunk, after=self._arrived[chunk.id])
@@ -123,19 +177,20 @@ class Updates:
 
     def _cpu_adam(self, chunk: Chunk, *, after: TaskId) -> None:
         stepped = (self.homes.state[chunk.id], self.homes.parameters[chunk.id])
+        part = self.homes.parts[chunk.id]
         self.adam_of[chunk.id] = self.program.task(
             TaskKind.CPU_ADAM,
             chunk=chunk.id,
             after=(after,),
             reads=(self.homes.staging[chunk.id], *stepped),
             updates=stepped,
-            num_stepped=chunk.num_trainable,
-            stepped_bytes=stepped_bytes(chunk, self.parameters) + self._scaling_bytes(chunk),
+            num_stepped=part.num_stepped,
+            stepped_bytes=part.stepped_bytes + self._scaling_bytes(part.gradient_bytes),
         )
 
-    def _scaling_bytes(self, chunk: Chunk) -> int:
-        """Traffic of scaling a chunk's gradients down to the limit of their norm: in and out."""
-        return 0 if self.max_gradient_norm is None else 2 * sum(chunk.gradient_bytes)
+    def _scaling_bytes(self, gradient_bytes: int) -> int:
+        """Traffic of scaling gradients down to the limit of their norm: in and out."""
+        return 0 if self.max_gradient_norm is None else 2 * gradient_bytes
 
     def limit_norm(self, left_over: Sequence[BufferId], *, after: TaskId) -> None:
         """If there is a limit: the norm of all gradients, and CPU Adam of every offloaded chunk after it.
@@ -148,10 +203,15 @@ class Updates:
         waiting = [b for chunk in self.layout.chunks if chunk.id in self.persistent for b in self._gradients[chunk.id]]
         norm = self.program.task(
             TaskKind.GRADIENT_NORM,
-            after=(after, *self._arrived.values()),
+            after=(after, *self._arrived.values(), *self._all_reduced),
             reads=(*(self.homes.staging[chunk] for chunk in staged), *left_over, *waiting),
-            stepped_bytes=sum(sum(self.layout.chunks[chunk].gradient_bytes) for chunk in staged),
+            stepped_bytes=sum(self.homes.parts[chunk].gradient_bytes for chunk in staged),
         )
+        if self.is_sharded and staged:
+            # Of sharded gradients every rank knows the norm of its own shards only.
+            norm = self.program.task(
+                TaskKind.ALL_REDUCE, after=(norm,), moved_bytes=NORM_BYTES, num_ranks=self.num_ranks
+            )
         self._norm = (norm,)
         for chunk_id in staged:
             self._cpu_adam(self.layout.chunks[chunk_id], after=norm)
@@ -166,12 +226,15 @@ class Updates:
         )
         self.program.task(
             TaskKind.DEVICE_ADAM,
-            after=self._norm,
+            after=(*self._norm, *self._all_reduced),
             frees=(*left_over, *gradients),
             reads=(*left_over, *gradients, *stepped),
             updates=stepped,
             num_stepped=sum(chunk.num_trainable for chunk in chunks),
-            stepped_bytes=sum(stepped_bytes(chunk, self.parameters) + self._scaling_bytes(chunk) for chunk in chunks),
+            stepped_bytes=sum(
+                stepped_bytes(chunk, self.parameters) + self._scaling_bytes(sum(chunk.gradient_bytes))
+                for chunk in chunks
+            ),
         )
 
     def link_previous_iteration(self) -> None:

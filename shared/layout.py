@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Final, NewType
 
 from .errors import PlanError
-from .plan import Plan
+from .plan import ParallelMode, Plan
 from .workload import DType, Parameter, Workload
 
 ChunkId = NewType("ChunkId", int)
@@ -135,7 +135,10 @@ def build_layout(parameters: Sequence[Parameter], *, num_blocks: int, chunk_byte
 
 
 def check_layout(layout: Layout, plan: Plan, workload: Workload) -> None:
-    """Raise PlanError unless ``layout`` is one of the workload's parameters in chunks of the plan's size."""
+    """Raise PlanError unless ``layout`` is one of the workload's parameters in chunks of the plan's size.
+
+    Under DDP, all of these must be persistent.
+    """
     if layout.chunk_bytes != plan.chunk_bytes:
         raise PlanError(
             f"the layout was built for chunk_bytes = {layout.chunk_bytes} but the plan says {plan.chunk_bytes}. "
@@ -146,6 +149,12 @@ def check_layout(layout: Layout, plan: Plan, workload: Workload) -> None:
         raise PlanError(
             f"the layout holds {len(placed)} parameters of {layout.num_blocks} blocks but the workload has "
             f"{len(workload.parameters)} of {workload.num_blocks}. Build it for this workload."
+        )
+    num_chunks = len(layout.chunks)
+    if plan.parallel is ParallelMode.DDP and (kept := len(layout.persistent(plan.n_persist))) < num_chunks:
+        raise PlanError(
+            f"parallel is ddp, which keeps every chunk on every device, but n_persist = {plan.n_persist} keeps {kept} "
+            f"of {num_chunks}. Set n_persist to {num_chunks}, or parallel to replicated or sharded."
         )
 
 

@@ -24,8 +24,21 @@ class ActivationMode(StrEnum):
     """What the block itself made and saved goes to the host and comes back; its input stays."""
 
 
+class ParallelMode(StrEnum):
+    """What several equal ranks, each with a device of its own, do together in one step."""
+
+    SINGLE = "single"
+    """One rank alone."""
+    DDP = "ddp"
+    """Data parallel: every rank has all chunks on its device; gradients are added up."""
+    REPLICATED = "replicated"
+    """Data parallel with offloaded chunks, all of which every rank has on its host."""
+    SHARDED = "sharded"
+    """Data parallel with offloaded chunks, of which every rank has one equal part on its host."""
+
+
 class Plan(Document):
-    """How one workload is trained on one device.
+    """How one workload is trained on one device, or on several equal ranks: each trains on a batch of its own.
 
     Small enough to write by hand.  ``workload_id`` binds it to the workload that it was made for.
     """
@@ -52,6 +65,17 @@ class Plan(Document):
     """Forwards and backwards per step, each on a batch of the workload's shape; their gradients add up."""
     max_gradient_norm: PositiveFloat | None = None
     """Limit of the norm of all gradients together; None for no limit.  CPU Adam then waits for the last gradient."""
+    parallel: ParallelMode = ParallelMode.SINGLE
+    """What the ranks do together."""
+    num_ranks: PositiveInt = 1
+    """Ranks, each with a device; a step trains on the micro-batches of all of them."""
+
+    @model_validator(mode="after")
+    def _ranks_agree(self) -> Self:
+        if (self.parallel is ParallelMode.SINGLE) != (self.num_ranks == 1):
+            remedy = "name ddp, replicated or sharded" if self.num_ranks > 1 else "it needs 2 at least"
+            raise ValueError(f"parallel: {self.parallel} with num_ranks {self.num_ranks}; {remedy}")
+        return self
 
     @model_validator(mode="after")
     def _modes_agree(self) -> Self:

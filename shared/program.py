@@ -57,6 +57,7 @@ class Program:
         moved_bytes: int = 0,
         num_stepped: int = 0,
         stepped_bytes: int = 0,
+        num_ranks: int = 1,
     ) -> TaskId:
         """Add a task; ``makes`` is allocated and written, ``updates`` was there before and is written."""
         task_id = TaskId(len(self.tasks))
@@ -77,6 +78,7 @@ class Program:
                 moved_bytes=moved_bytes,
                 num_stepped=num_stepped,
                 stepped_bytes=stepped_bytes,
+                num_ranks=num_ranks,
             )
         )
         return task_id

@@ -10,7 +10,7 @@ from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveIn
 from .files import Document, FrozenModel
 from .memory_accounts import DeviceReserved, HostMemory
 from .plan import Plan
-from .schedule import Content, Lane, Memory, TaskKind
+from .schedule import LANES_ALONE, Content, Lane, Memory, TaskKind
 
 
 class Origin(StrEnum):
@@ -91,7 +91,9 @@ class Record(Document):
     emulated: tuple[str, ...] = ()
     """What was emulated, in words: a budget on host memory, throttled links."""
     num_samples: PositiveInt
+    """Samples of one iteration, of all ranks together."""
     num_tokens: PositiveInt
+    """Tokens of one iteration, of all ranks together."""
     iteration_s: PositiveFloat
     """Period of the steady state."""
     iteration_noise_frac: NonNegativeFloat = 0.0
@@ -143,8 +145,14 @@ class Record(Document):
 
     @property
     def tokens_per_s(self) -> float:
-        """Throughput in steady state."""
+        """Throughput in steady state, of all ranks together."""
         return self.num_tokens / self.iteration_s
+
+    @property
+    def lanes_shown(self) -> tuple[Lane, ...]:
+        """The lanes of one rank, and that of collectives if anything ran on it."""
+        has_collectives = any(task.lane is Lane.COLLECTIVE for task in self.tasks)
+        return tuple(Lane) if has_collectives or self.lane(Lane.COLLECTIVE).num_tasks else LANES_ALONE
 
     def lane(self, lane: Lane) -> LaneUse:
         """What ``lane`` did; nothing if the record does not name it."""

@@ -28,6 +28,9 @@ KIND_COLOURS: Final[dict[TaskKind, str]] = {
     TaskKind.ACTIVATION_FETCH: "teal",
     TaskKind.CPU_ADAM: "gold",
     TaskKind.DEVICE_ADAM: "purple",
+    TaskKind.ALL_GATHER: "lime",
+    TaskKind.REDUCE_SCATTER: "crimson",
+    TaskKind.ALL_REDUCE: "navy",
 }
 
 LEFT_PX: Final = 112.0

@@ -62,18 +62,19 @@ def _overview(record: Record, scale: Scale, bars: Bars, name: str) -> Figure:
     """
     runs = list(_runs_into_next(record, scale))
     busiest = bottleneck(record)
-    shares = {lane: format_share(busy_frac(record, lane)) for lane in Lane}
+    shares = {lane: format_share(busy_frac(record, lane)) for lane in record.lanes_shown}
     caption = f", iteration {format_seconds(record.iteration_s)}"
     if busiest is not None:
         caption += f", bottleneck: {LANE_NAMES[busiest]}"
     return _chart(
         name=f"timeline-{name}",
         caption=(_words(name), f"{caption}. {bars.thinning_words}".rstrip()),
-        label=f"Timeline, {_words(name)}: {len(record.tasks)} tasks on {len(Lane)} lanes",
+        label=f"Timeline, {_words(name)}: {len(record.tasks)} tasks on {len(record.lanes_shown)} lanes",
         scale=scale,
         behind=[text(_WIDTH, TOP_PX - 12, "busy", anchor="end"), *(_of_previous(run, record, scale) for run in runs)],
         bars=bars,
         iteration_s=record.iteration_s,
+        lanes=record.lanes_shown,
         shares=shares,
         busiest=busiest,
         has_previous=bool(runs),
@@ -89,11 +90,12 @@ def _closer(record: Record, schedule: Schedule | None, name: str) -> Figure:
     return _chart(
         name=f"timeline-{name}-closer",
         caption=(f"{_words(name)}, closer", f": {len(bars.place_of)} tasks, {span}. {bars.thinning_words}".rstrip()),
-        label=f"Timeline, {_words(name)}, {span}: {len(bars.place_of)} tasks on {len(Lane)} lanes",
+        label=f"Timeline, {_words(name)}, {span}: {len(bars.place_of)} tasks on {len(record.lanes_shown)} lanes",
         scale=scale,
         behind=[],
         bars=bars,
         iteration_s=record.iteration_s,
+        lanes=record.lanes_shown,
         shares={},
         busiest=None,
         has_previous=False,
@@ -138,14 +140,15 @@ def _chart(
     behind: Sequence[str],
     bars: Bars,
     iteration_s: float,
+    lanes: Sequence[Lane],
     shares: dict[Lane, str],
     busiest: Lane | None,
     has_previous: bool,
 ) -> Figure:
     """Lanes with their names, the time axis, and the bars; ``shares`` stand at the right."""
-    bottom = TOP_PX + len(Lane) * LANE_PX
+    bottom = TOP_PX + len(lanes) * LANE_PX
     drawn = []
-    for row, lane in enumerate(Lane):
+    for row, lane in enumerate(lanes):
         middle = TOP_PX + (row + 0.5) * LANE_PX
         emphasis = "strong" if lane is busiest else None
         drawn.append(text(0, middle, LANE_NAMES[lane], class_=emphasis))

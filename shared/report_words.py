@@ -24,12 +24,16 @@ KIND_NAMES: Final[dict[TaskKind, str]] = {
     TaskKind.ACTIVATION_FETCH: "activation fetch",
     TaskKind.CPU_ADAM: "CPU Adam",
     TaskKind.DEVICE_ADAM: "device Adam",
+    TaskKind.ALL_GATHER: "all-gather",
+    TaskKind.REDUCE_SCATTER: "reduce-scatter",
+    TaskKind.ALL_REDUCE: "all-reduce",
 }
 LANE_NAMES: Final[dict[Lane, str]] = {
     Lane.COMPUTE: "compute",
     Lane.H2D: "host to device",
     Lane.D2H: "device to host",
     Lane.CPU_OPTIM: "CPU Adam",
+    Lane.COLLECTIVE: "between ranks",
 }
 CONTENT_NAMES: Final[dict[Content | None, str]] = {
     Content.PARAMETERS: "parameters",

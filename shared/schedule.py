@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
-from typing import NewType
+from typing import Final, NewType
 
 from .layout import ChunkId
 from .workload import BlockId, Phase
@@ -31,6 +31,12 @@ class Lane(StrEnum):
     """Copies from device to host."""
     CPU_OPTIM = "cpu_optim"
     """CPU Adam."""
+    COLLECTIVE = "collective"
+    """What devices of several ranks do together.  Every rank runs the same schedule, so all meet in one order."""
+
+
+LANES_ALONE: Final = (Lane.COMPUTE, Lane.H2D, Lane.D2H, Lane.CPU_OPTIM)
+"""The lanes of one rank alone."""
 
 
 class TaskKind(StrEnum):
@@ -54,6 +60,12 @@ class TaskKind(StrEnum):
     CPU_ADAM = "cpu_adam"
     DEVICE_ADAM = "device_adam"
     """Step every persistent chunk; ends the iteration even where there is nothing to step."""
+    ALL_GATHER = "all_gather"
+    """Every rank sends its shard of a chunk to all others, in their buffers."""
+    REDUCE_SCATTER = "reduce_scatter"
+    """Add up a chunk's gradients over all ranks; each keeps its shard."""
+    ALL_REDUCE = "all_reduce"
+    """Add up gradients, or the norm's parts, over all ranks; each keeps all."""
 
 
 LANE_OF: dict[TaskKind, Lane] = {
@@ -68,6 +80,9 @@ LANE_OF: dict[TaskKind, Lane] = {
     TaskKind.ACTIVATION_FETCH: Lane.H2D,
     TaskKind.GRADIENT_NORM: Lane.CPU_OPTIM,
     TaskKind.CPU_ADAM: Lane.CPU_OPTIM,
+    TaskKind.ALL_GATHER: Lane.COLLECTIVE,
+    TaskKind.REDUCE_SCATTER: Lane.COLLECTIVE,
+    TaskKind.ALL_REDUCE: Lane.COLLECTIVE,
 }
 
 
@@ -98,6 +113,10 @@ class Content(StrEnum):
     GRADIENTS = "gradients"
     ARRIVING_GRADIENTS = "arriving_gradients"
     """A chunk's gradients of a later micro-batch, on the host, to be added to those of earlier ones."""
+    FLAT_GRADIENTS = "flat_gradients"
+    """A chunk's gradients in the order of the ranks' shards, while they are added up."""
+    REDUCED_GRADIENTS = "reduced_gradients"
+    """One rank's shard of a chunk's gradients, added up over all ranks, on its way to the host."""
     OPTIMIZER_STATE = "optimizer_state"
     ACTIVATIONS = "activations"
     """Tensors saved for a section's backward."""
@@ -148,11 +167,13 @@ class Task:
     phase: Phase | None = None
     """What a forward, recomputation or backward does."""
     moved_bytes: int = 0
-    """Bytes that a copy moves."""
+    """Bytes that a copy moves; of a collective, the whole buffer that every rank begins or ends with."""
     num_stepped: int = 0
     """Scalars that an Adam task steps."""
     stepped_bytes: int = 0
     """Bytes of memory that a task of Adam, of adding gradients up or of their norm reads and writes."""
+    num_ranks: int = 1
+    """Ranks that do it together."""
 
     @property
     def lane(self) -> Lane:
@@ -181,6 +202,7 @@ class Schedule:
     num_blocks: int
     prefetch_depth: int
     micro_batches: int = 1
+    num_ranks: int = 1
 
     @cached_property
     def lanes(self) -> dict[Lane, tuple[TaskId, ...]]:

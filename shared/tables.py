@@ -31,7 +31,7 @@ from .report_words import (
     task_name,
     title_of,
 )
-from .schedule import Lane, Memory
+from .schedule import Memory
 from .table_style import add_row, least_width, plain_table, spaced, titled
 from .units import format_bytes, format_number, format_seconds
 
@@ -128,7 +128,7 @@ def lane_table(record: Record) -> RenderableType:
     """What each lane does; the busiest is marked, since no iteration can be shorter than its work."""
     table = plain_table("lane", ">tasks", ">moved", ">busy", ">of iteration", "")
     busiest = bottleneck(record)
-    for lane in Lane:
+    for lane in record.lanes_shown:
         use = record.lane(lane)
         is_busiest = lane is busiest
         add_row(

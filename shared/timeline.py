@@ -109,7 +109,7 @@ def _names(process: int, label: str, record: Record) -> Iterator[Event]:
     yield metadata("process_name", "name", f"{label}: {record.model_name}")
     yield metadata("process_labels", "labels", labels)
     yield metadata("process_sort_index", "sort_index", process)
-    for thread, lane in enumerate(Lane, start=1):
+    for thread, lane in enumerate(record.lanes_shown, start=1):
         yield metadata("thread_name", "name", str(lane), thread=thread)
         yield metadata("thread_sort_index", "sort_index", thread, thread=thread)
 

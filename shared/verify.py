@@ -17,6 +17,7 @@ from .schedule import Memory, Schedule
 from .units import format_bytes
 from .verify_case import Case, check_form
 from .verify_chunks import check_chunks, check_swaps
+from .verify_collectives import check_collectives
 from .verify_order import check_order
 from .verify_sections import check_sections
 from .workload import Workload, check_plan
@@ -41,7 +42,8 @@ def verify_schedule(
     lanes cannot deadlock; every buffer has its size and place, is allocated before it is used and freed after its
     last use, once; every read sees the write that it is meant to see; compute has its chunks resident and current;
     every trainable chunk is stepped once by one Adam, after all of its gradients (under a limit of their norm, after
-    all gradients); buffers of one slot never overlap;
+    all gradients); of several ranks, chunks are gathered whole and gradients added up before anybody needs them, in one
+    order on all ranks; buffers of one slot never overlap;
     gathers and gradients keep to the prefetch window; the memory that no timing can exceed stays under the limits.
     ``host_limit_bytes`` bounds pinned and pageable host memory together.
 
@@ -54,6 +56,7 @@ def verify_schedule(
     check_sections(case)
     check_chunks(case)
     check_swaps(case)
+    check_collectives(case)
     try:
         order = HappensBefore(schedule, _ITERATIONS)
     except OrderError as error:

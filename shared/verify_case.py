@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NoReturn
 
 from .errors import ScheduleError
-from .layout import ChunkId, Layout
+from .layout import Chunk, ChunkId, Layout
 from .plan import ActivationMode, Plan
-from .schedule import Buffer, BufferId, Content, Schedule, Task, TaskId, TaskKind
+from .schedule import Buffer, BufferId, Content, Lane, Schedule, Task, TaskId, TaskKind
+from .verify_shards import Hosted, hosted
 from .workload import BlockId, Workload
 
 
@@ -88,6 +89,24 @@ class Case:
         """The tasks of one kind, in the order of the program."""
         return [task for task in self.schedule.tasks if task.kind is kind]
 
+    def on_compute(self, tasks: Iterable[TaskId]) -> list[TaskId]:
+        """Those of ``tasks`` that the compute lane runs."""
+        return [task for task in tasks if self.schedule.tasks[task].lane is Lane.COMPUTE]
+
+    @cached_property
+    def updated(self) -> list[ChunkId]:
+        """The chunks that CPU Adam steps."""
+        return [chunk.id for chunk in self.layout.chunks if chunk.is_trainable and chunk.id not in self.persistent]
+
+    @cached_property
+    def hosted(self) -> dict[ChunkId, Hosted]:
+        """What one rank's host has of every offloaded chunk."""
+        return {
+            chunk.id: hosted(chunk, self.workload.parameters, self.plan)
+            for chunk in self.layout.chunks
+            if chunk.id not in self.persistent
+        }
+
     def buffer(self, buffer_id: BufferId) -> Buffer:
         """A buffer by its id."""
         return self.schedule.buffers[buffer_id]
@@ -117,6 +136,7 @@ def check_form(case: Case) -> None:
         ("num_blocks", schedule.num_blocks, case.workload.num_blocks),
         ("prefetch_depth", schedule.prefetch_depth, plan.prefetch_depth),
         ("micro_batches", schedule.micro_batches, plan.micro_batches),
+        ("num_ranks", schedule.num_ranks, plan.num_ranks),
     ):
         if found != expected:
             reject(f"its {name} is {found}, that of the plan is {expected}")
@@ -134,6 +154,8 @@ def check_form(case: Case) -> None:
             reject(f"task {task.id} stands at place {place}")
         if not 0 <= task.micro_batch < plan.micro_batches:
             reject(f"{task.name} names micro-batch {task.micro_batch} of {plan.micro_batches}")
+        if task.num_ranks != (plan.num_ranks if task.lane is Lane.COLLECTIVE else 1):
+            reject(f"{task.name} is done by {task.num_ranks} ranks together of {plan.num_ranks}")
         _check_names(case, task)
     _check_coming_and_going(case)
 
@@ -163,3 +185,31 @@ def _check_coming_and_going(case: Case) -> None:
             expected = 0 if buffer.is_static else 1
             if counts[buffer.id] != expected:
                 reject(f"buffer {buffer.id} ({buffer.content}) is {verb} {counts[buffer.id]} times, not {expected}")
+
+
+# -- one task --------------------------------------------------------------------------------------------------------
+
+
+def chunk_of(case: Case, task: Task) -> Chunk:
+    """The chunk that a task names.  Raises ScheduleError if there is none, or the task names more."""
+    if task.chunk is None or not 0 <= task.chunk < len(case.layout.chunks):
+        reject(f"task {task.id} ({task.kind}) names chunk {task.chunk} of {len(case.layout.chunks)}")
+    if task.section is not None or task.phase is not None:
+        reject(f"{task.name} has a section or a phase")
+    return case.layout.chunks[task.chunk]
+
+
+def compare_buffers(task: Task, found: Iterable[BufferId], expected: Iterable[Buffer], verb: str) -> None:
+    """Raise ScheduleError unless a task names the expected buffers and no others."""
+    if sorted(found) != sorted(buffer.id for buffer in expected):
+        reject(f"{task.name} {verb} buffers {sorted(found)}, not {sorted(buffer.id for buffer in expected)}")
+
+
+def check_amounts(task: Task, *, moved_bytes: int = 0, num_stepped: int = 0, stepped_bytes: int = 0) -> None:
+    """Raise ScheduleError unless a task moves and steps so much."""
+    found = (task.moved_bytes, task.num_stepped, task.stepped_bytes)
+    if found != (moved_bytes, num_stepped, stepped_bytes):
+        reject(
+            f"{task.name} moves {found[0]} B and steps {found[1]} scalars over {found[2]} B, "
+            f"not {moved_bytes} B, {num_stepped} scalars and {stepped_bytes} B"
+        )

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from .layout import Chunk, ChunkId
-from .schedule import Buffer, BufferId, Content, Lane, Memory, Section, Task, TaskKind
-from .verify_case import Case, reject
+from .layout import ChunkId
+from .plan import ParallelMode
+from .schedule import Content, Lane, Memory, Section, Task, TaskKind
+from .verify_case import Case, check_amounts, chunk_of, compare_buffers, reject
+from .verify_shards import trained_scalars
 from .workload import DType
 
 _Home = tuple[Content, Memory, ChunkId | None, Section | None, int]
@@ -34,11 +36,7 @@ def check_chunks(case: Case) -> None:
         if task.kind is TaskKind.DEVICE_ADAM:
             _check_device_adam(case, task)
         elif task.lane is Lane.COMPUTE:
-            _check_amounts(task)
-
-
-def _updated(case: Case) -> list[ChunkId]:
-    return [chunk.id for chunk in case.layout.chunks if chunk.is_trainable and chunk.id not in case.persistent]
+            check_amounts(task)
 
 
 def _check_updates(case: Case) -> None:
@@ -52,7 +50,7 @@ def _check_updates(case: Case) -> None:
         (TaskKind.CPU_ADAM, (last,), _check_cpu_adam),
     ):
         found = sorted((str(task.chunk), task.micro_batch) for task in case.tasks_of(kind))
-        expected = sorted((str(chunk), micro_batch) for chunk in _updated(case) for micro_batch in micro_batches)
+        expected = sorted((str(chunk), micro_batch) for chunk in case.updated for micro_batch in micro_batches)
         if found != expected:
             reject(f"tasks of kind {kind} serve (chunk, micro-batch) {found}, not {expected}")
         for task in case.tasks_of(kind):
@@ -75,13 +73,16 @@ def _check_static(case: Case) -> None:
     for chunk in case.layout.chunks:
         is_persistent = chunk.id in case.persistent
         place = Memory.DEVICE if is_persistent else Memory.PINNED_HOST
-        homes: list[_Home] = [(Content.PARAMETERS, place, chunk.id, None, chunk.size_bytes)]
+        part = None if is_persistent else case.hosted[chunk.id]
+        size_bytes = chunk.size_bytes if part is None else part.parameter_bytes
+        homes: list[_Home] = [(Content.PARAMETERS, place, chunk.id, None, size_bytes)]
         if chunk.is_trainable:
             place = Memory.DEVICE if is_persistent else Memory.HOST
-            homes.append((Content.OPTIMIZER_STATE, place, chunk.id, None, chunk.state_bytes))
+            state_bytes = chunk.state_bytes if part is None else part.state_bytes
+            homes.append((Content.OPTIMIZER_STATE, place, chunk.id, None, state_bytes))
             staged = [Content.GRADIENTS, *([Content.ARRIVING_GRADIENTS] if case.plan.micro_batches > 1 else [])]
-            if not is_persistent:
-                homes += [(content, Memory.PINNED_HOST, chunk.id, None, chunk.staging_bytes) for content in staged]
+            if part is not None:
+                homes += [(content, Memory.PINNED_HOST, chunk.id, None, part.staging_bytes) for content in staged]
         expected.update(homes)
     static = [buffer for buffer in case.schedule.buffers if buffer.is_static]
     found: Counter[_Home] = Counter((b.content, b.memory, b.chunk, b.section, b.size_bytes) for b in static)
@@ -103,46 +104,53 @@ def _shown(entries: Iterable[_Home]) -> str:
 
 def _check_gather(case: Case, task: Task) -> None:
     """Home to device, into a fresh buffer of the chunk's size, which some block uses."""
-    chunk = _chunk(case, task)
+    chunk = chunk_of(case, task)
     if chunk.id in case.persistent:
         reject(f"{task.name} gathers a persistent chunk")
-    _compare(task, task.reads, [case.homes[Content.PARAMETERS, chunk.id]], "reads")
+    compare_buffers(task, task.reads, [case.homes[Content.PARAMETERS, chunk.id]], "reads")
     filled = [case.buffer(b) for b in task.writes]
     if len(filled) != 1 or not case.is_gathered(filled[0].id) or filled[0].chunk != chunk.id:
         reject(f"{task.name} does not fill one buffer for the parameters of chunk {chunk.id}")
-    if filled[0].size_bytes != chunk.size_bytes or filled[0].section is not None:
-        reject(f"{task.name} fills {filled[0].size_bytes} bytes, the chunk has {chunk.size_bytes}")
-    _compare(task, task.allocates, filled, "allocates")
-    _compare(task, task.frees, [], "frees")
-    readers = case.readers[filled[0].id]
+    part = case.hosted[chunk.id]
+    if filled[0].size_bytes != part.gathered_bytes or filled[0].section is not None:
+        reject(f"{task.name} fills {filled[0].size_bytes} bytes, the chunk has {part.gathered_bytes}")
+    compare_buffers(task, task.allocates, filled, "allocates")
+    compare_buffers(task, task.frees, [], "frees")
+    readers = case.on_compute(case.readers[filled[0].id])
     if not readers:
         reject(f"{task.name} is gathered for nobody")
     if task.micro_batch != case.schedule.tasks[readers[0]].micro_batch:
         reject(f"{task.name} is gathered for {case.name(readers[0])}")
-    _check_amounts(task, moved_bytes=chunk.size_bytes)
+    check_amounts(task, moved_bytes=part.parameter_bytes)
 
 
 def _check_offload(case: Case, task: Task) -> None:
-    """All gradients of the chunk to its staging buffer, those of later micro-batches beside it; then they go."""
-    chunk = _chunk(case, task)
+    """All gradients of the chunk to its staging buffer, those of later micro-batches beside it; then they go.
+
+    Sharded, what leaves is the shard that was left of them.
+    """
+    chunk = chunk_of(case, task)
     gradients = case.gradients.get((chunk.id, task.micro_batch), [])
+    if case.plan.parallel is ParallelMode.SHARDED:
+        named = (Content.REDUCED_GRADIENTS, chunk.id, task.micro_batch)
+        gradients = [b for b in case.schedule.buffers if (b.content, b.chunk, b.micro_batch) == named]
     content = Content.ARRIVING_GRADIENTS if task.micro_batch else Content.GRADIENTS
-    _compare(task, task.reads, gradients, "reads")
-    _compare(task, task.frees, gradients, "frees")
-    _compare(task, task.writes, [case.homes[content, chunk.id]], "writes")
-    _compare(task, task.allocates, [], "allocates")
-    _check_amounts(task, moved_bytes=sum(chunk.gradient_bytes))
+    compare_buffers(task, task.reads, gradients, "reads")
+    compare_buffers(task, task.frees, gradients, "frees")
+    compare_buffers(task, task.writes, [case.homes[content, chunk.id]], "writes")
+    compare_buffers(task, task.allocates, [], "allocates")
+    check_amounts(task, moved_bytes=case.hosted[chunk.id].gradient_bytes)
 
 
 def _check_accumulate(case: Case, task: Task) -> None:
     """What has arrived is added to what is staged: two reads, one write."""
-    chunk = _chunk(case, task)
+    chunk = chunk_of(case, task)
     staged = case.homes[Content.GRADIENTS, chunk.id]
-    _compare(task, task.reads, [staged, case.homes[Content.ARRIVING_GRADIENTS, chunk.id]], "reads")
-    _compare(task, task.writes, [staged], "writes")
-    _compare(task, task.allocates, [], "allocates")
-    _compare(task, task.frees, [], "frees")
-    _check_amounts(task, stepped_bytes=3 * sum(chunk.gradient_bytes))
+    compare_buffers(task, task.reads, [staged, case.homes[Content.ARRIVING_GRADIENTS, chunk.id]], "reads")
+    compare_buffers(task, task.writes, [staged], "writes")
+    compare_buffers(task, task.allocates, [], "allocates")
+    compare_buffers(task, task.frees, [], "frees")
+    check_amounts(task, stepped_bytes=3 * case.hosted[chunk.id].gradient_bytes)
 
 
 def _check_norm(case: Case, task: Task) -> None:
@@ -150,37 +158,29 @@ def _check_norm(case: Case, task: Task) -> None:
     if task.chunk is not None or task.section is not None or task.phase is not None or task.micro_batch:
         reject(f"{task.name} names a chunk, a section, a phase or a micro-batch")
     left = [case.buffer(b) for b in case.freed_by(TaskKind.DEVICE_ADAM)]
-    _compare(task, task.reads, [*(case.homes[Content.GRADIENTS, c] for c in _updated(case)), *left], "reads")
-    _compare(task, task.writes, [], "writes")
-    _compare(task, task.allocates, [], "allocates")
-    _compare(task, task.frees, [], "frees")
-    _check_amounts(task, stepped_bytes=sum(sum(case.layout.chunks[c].gradient_bytes) for c in _updated(case)))
+    compare_buffers(task, task.reads, [*(case.homes[Content.GRADIENTS, c] for c in case.updated), *left], "reads")
+    compare_buffers(task, task.writes, [], "writes")
+    compare_buffers(task, task.allocates, [], "allocates")
+    compare_buffers(task, task.frees, [], "frees")
+    check_amounts(task, stepped_bytes=sum(case.hosted[chunk].gradient_bytes for chunk in case.updated))
 
 
 def _check_cpu_adam(case: Case, task: Task) -> None:
     """From the staged gradients to the chunk's parameters and state on the host."""
-    chunk = _chunk(case, task)
+    chunk = chunk_of(case, task)
     stepped = [case.homes[content, chunk.id] for content in (Content.PARAMETERS, Content.OPTIMIZER_STATE)]
-    _compare(task, task.reads, [*stepped, case.homes[Content.GRADIENTS, chunk.id]], "reads")
-    _compare(task, task.writes, stepped, "writes")
-    _compare(task, task.allocates, [], "allocates")
-    _compare(task, task.frees, [], "frees")
-    _check_amounts(task, num_stepped=chunk.num_trainable, stepped_bytes=_stepped_bytes(case, [chunk]))
+    compare_buffers(task, task.reads, [*stepped, case.homes[Content.GRADIENTS, chunk.id]], "reads")
+    compare_buffers(task, task.writes, stepped, "writes")
+    compare_buffers(task, task.allocates, [], "allocates")
+    compare_buffers(task, task.frees, [], "frees")
+    scalars = case.hosted[chunk.id].stepped
+    check_amounts(task, num_stepped=scalars.total(), stepped_bytes=_stepped_bytes(case, scalars))
 
 
 def _check_device_adam(case: Case, task: Task) -> None:
     """Its buffers are those of a section (``verify_sections``); here its amounts."""
-    chunks = [c for c in case.layout.chunks if c.is_trainable and c.id in case.persistent]
-    num_stepped = sum(chunk.num_trainable for chunk in chunks)
-    _check_amounts(task, num_stepped=num_stepped, stepped_bytes=_stepped_bytes(case, chunks))
-
-
-def _chunk(case: Case, task: Task) -> Chunk:
-    if task.chunk is None or not 0 <= task.chunk < len(case.layout.chunks):
-        reject(f"task {task.id} ({task.kind}) names chunk {task.chunk} of {len(case.layout.chunks)}")
-    if task.section is not None or task.phase is not None:
-        reject(f"{task.name} has a section or a phase")
-    return case.layout.chunks[task.chunk]
+    stepped = trained_scalars((c for c in case.layout.chunks if c.id in case.persistent), case.workload.parameters)
+    check_amounts(task, num_stepped=stepped.total(), stepped_bytes=_stepped_bytes(case, stepped))
 
 
 def check_swaps(case: Case) -> None:
@@ -212,41 +212,21 @@ def _check_swap(case: Case, task: Task) -> None:
         reject(f"{task.name} does not move one device buffer of what block {task.section} swaps")
     if moved[0].size_bytes != homes[0].size_bytes:
         reject(f"{task.name} moves {moved[0].size_bytes} bytes, the block swaps {homes[0].size_bytes}")
-    _compare(task, task.reads, moved if is_leaving else homes, "reads")
-    _compare(task, task.writes, homes if is_leaving else moved, "writes")
-    _compare(task, task.allocates, [] if is_leaving else moved, "allocates")
-    _compare(task, task.frees, moved if is_leaving else [], "frees")
-    _check_amounts(task, moved_bytes=homes[0].size_bytes)
+    compare_buffers(task, task.reads, moved if is_leaving else homes, "reads")
+    compare_buffers(task, task.writes, homes if is_leaving else moved, "writes")
+    compare_buffers(task, task.allocates, [] if is_leaving else moved, "allocates")
+    compare_buffers(task, task.frees, moved if is_leaving else [], "frees")
+    check_amounts(task, moved_bytes=homes[0].size_bytes)
 
 
-def _compare(task: Task, found: Iterable[BufferId], expected: Iterable[Buffer], verb: str) -> None:
-    if sorted(found) != sorted(buffer.id for buffer in expected):
-        reject(f"{task.name} {verb} buffers {sorted(found)}, not {sorted(buffer.id for buffer in expected)}")
-
-
-def _check_amounts(task: Task, *, moved_bytes: int = 0, num_stepped: int = 0, stepped_bytes: int = 0) -> None:
-    found = (task.moved_bytes, task.num_stepped, task.stepped_bytes)
-    if found != (moved_bytes, num_stepped, stepped_bytes):
-        reject(
-            f"{task.name} moves {found[0]} B and steps {found[1]} scalars over {found[2]} B, "
-            f"not {moved_bytes} B, {num_stepped} scalars and {stepped_bytes} B"
-        )
-
-
-def _stepped_bytes(case: Case, chunks: Iterable[Chunk]) -> int:
+def _stepped_bytes(case: Case, stepped: Counter[DType]) -> int:
     """Adam reads and writes two moments and the weights, float32 or wider, reads gradients, writes narrow weights.
 
     Under a limit of their norm, gradients are read and written once more to be scaled.
     """
-    by_dtype: Counter[DType] = Counter()
     is_scaled = case.plan.max_gradient_norm is not None
-    for chunk in chunks:
-        for placed in chunk.parameters:
-            parameter = case.workload.parameters[placed.index]
-            if parameter.trainable:
-                by_dtype[parameter.dtype] += parameter.num_elements
     return sum(
         count
         * (2 * 3 * max(4, dtype.item_bytes) + dtype.item_bytes * ((1 if dtype.item_bytes >= 4 else 2) + 2 * is_scaled))
-        for dtype, count in by_dtype.items()
+        for dtype, count in stepped.items()
     )

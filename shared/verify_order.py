@@ -9,6 +9,7 @@ from .layout import ChunkId
 from .order import HappensBefore, Occurrence
 from .schedule import Buffer, BufferId, Lane, Part, Task, TaskId, TaskKind
 from .verify_case import Case, reject
+from .verify_collectives import check_collective_order
 
 _EXAMINED = 1
 """The first iteration has no previous one; the second is like all that follow."""
@@ -35,6 +36,7 @@ def check_order(case: Case, order: HappensBefore) -> None:
     _check_gathers(case, before, steps)
     _check_gradients(case, before, steps)
     _check_swaps(case, before, steps)
+    check_collective_order(case, before)
 
 
 def _check_lifetime(case: Case, before: Before, buffer: Buffer) -> None:
@@ -112,7 +114,7 @@ def _check_gathers(case: Case, before: Before, steps: list[list[TaskId]]) -> Non
     """
     step_of = {task: step for step, tasks in enumerate(steps) for task in tasks}
     for gather in case.tasks_of(TaskKind.GATHER):
-        step = min(step_of[user] for user in case.readers[gather.writes[0]])
+        step = min(step_of[user] for user in case.on_compute(case.readers[gather.writes[0]]))
         limit = max(step - case.plan.prefetch_depth - 1, -len(steps))
         if not before(steps[limit][-1], gather.id, 0 if limit >= 0 else 1):
             reject(f"{gather.name} may run more than {case.plan.prefetch_depth} blocks ahead")

@@ -9,9 +9,9 @@ from typing import Final
 
 import numpy as np
 
-from ..shared.compile_updates import stepped_bytes
 from ..shared.layout import Layout
 from ..shared.schedule import Task, TaskId, TaskKind
+from ..shared.shards import stepped_bytes
 from ..shared.workload import Workload
 from .compute_table import FloatArray, Positions
 from .costs import CostModel

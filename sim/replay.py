@@ -16,7 +16,7 @@ from typing import Final
 
 import numpy as np
 
-from ..shared.schedule import Lane
+from ..shared.schedule import LANES_ALONE
 from .compute_table import ComputeTable, FloatArray
 from .contention import ContentionModel
 from .lane_programs import COMPUTE, D2H, WAITS_FOR, LaneProgram, copy_programs
@@ -29,7 +29,7 @@ REPLAY_FRAC: Final = 1 - 1e-5
 
 _STEADY_FRAC: Final = 1e-6
 """How far, as a share of the period, tasks may be from periodic; as in ``sim/timing.py``."""
-_LANES: Final = tuple(Lane)
+_LANES: Final = LANES_ALONE
 _WAITS_FOR: Final = np.ascontiguousarray(WAITS_FOR.T)
 """By column."""
 _LANE_BITS: Final = (1 << np.arange(len(_LANES))).astype(np.uint8)

@@ -33,13 +33,13 @@ from typing import Final, Self
 import numpy as np
 import numpy.typing as npt
 
-from ..shared.schedule import Lane
+from ..shared.schedule import LANES_ALONE, Lane
 from .contention import ContentionModel
 
 FloatArray = npt.NDArray[np.float64]
 BoolArray = npt.NDArray[np.bool_]
 
-_LANES: Final = tuple(Lane)
+_LANES: Final = LANES_ALONE
 _H2D, _D2H = _LANES.index(Lane.H2D), _LANES.index(Lane.D2H)
 _SLACK: Final = 1e-9
 """Relative: vertices may violate a constraint by rounding, and are scaled back by what they do."""
@@ -50,7 +50,7 @@ class Throughput:
     """What lanes get done side by side; V vertices."""
 
     weights: FloatArray
-    """(V, 4) of the lanes, in the order of ``Lane``: for any work (..., 4), ``(work @ weights.T).max(-1)`` is a lower
+    """(V, 4) of the lanes of one rank alone, in the order of ``Lane``: for any work (..., 4), ``(work @ weights.T).max(-1)`` is a lower
     bound of the time that it takes."""
     together: FloatArray
     """(V,) what each adds to that for every second of H2D work that is done while D2H is active."""

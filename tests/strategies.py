@@ -17,7 +17,7 @@ from protwin.shared.calibration import Calibration, Contention, Factor
 from protwin.shared.hardware import Device, DeviceKind, Hardware, Host, Link, LinkPoint
 from protwin.shared.layout import Layout, build_layout
 from protwin.shared.memory_accounts import DeviceReserved, HostMemory, PinnedRule
-from protwin.shared.plan import ActivationMode, Plan
+from protwin.shared.plan import ActivationMode, ParallelMode, Plan
 from protwin.shared.record import Holding, LaneUse, MemoryCurve, Origin, Record, TaskTiming
 from protwin.shared.schedule import LANE_OF, Content, Lane, Memory, TaskKind
 from protwin.shared.workload import (
@@ -239,6 +239,17 @@ def planned_workloads(
     workload = draw(workloads(max_blocks, measured, min_parameters))
     plan, layout = draw(plans(workload))
     return PlannedWorkload(workload, plan, layout)
+
+
+@st.composite
+def parallel_workloads(draw: DrawFn, max_blocks: int = 6, measured: bool | None = True) -> PlannedWorkload:
+    """A random workload with a random plan for several ranks; often more of them than a chunk has scalars."""
+    case = draw(planned_workloads(max_blocks, measured))
+    mode = draw(st.sampled_from((ParallelMode.SHARDED, ParallelMode.REPLICATED, ParallelMode.DDP)))
+    knobs: dict[str, object] = {"parallel": mode, "num_ranks": draw(st.sampled_from((2, 3, 5, 8, 1000)))}
+    if mode is ParallelMode.DDP:
+        knobs["n_persist"] = len(case.layout.chunks)
+    return PlannedWorkload(case.workload, case.plan.model_copy(update=knobs), case.layout)
 
 
 # -- machines --------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from protwin.shared.layout import ChunkId, Layout
-from protwin.shared.plan import ActivationMode, Plan
+from protwin.shared.plan import ActivationMode, ParallelMode, Plan
 from protwin.shared.schedule import (
     BufferId,
     Content,
@@ -90,6 +90,9 @@ class AbstractMachine:
         """``num_block_steps`` when the gather of a buffer started, until its first use."""
         self.normed: set[int] = set()
         """Iterations whose norm of all gradients is known."""
+        self.normed_alone: set[int] = set()
+        """Iterations whose norm of the rank's own shards is known."""
+        self.is_sharded = plan.parallel is ParallelMode.SHARDED
         self.making = {b: task for task in schedule.tasks for b in task.allocates}
         self.level_bytes = schedule.static_bytes(Memory.DEVICE)
         self.peak_bytes = self.level_bytes
@@ -239,10 +242,22 @@ class AbstractMachine:
                 if self.schedule.buffers[buffer_id].memory is not Memory.DEVICE:
                     raise Violation(f"{task.name} computes on host memory")
         if task.kind is TaskKind.GRADIENT_NORM:
+            (self.normed_alone if self._norm_is_shared() else self.normed).add(iteration)
+        if task.kind is TaskKind.ALL_REDUCE and task.chunk is None and task.section is None:
+            if iteration not in self.normed_alone:
+                raise Violation(f"{task.name} of iteration {iteration} runs before any norm is known")
             self.normed.add(iteration)
-        if task.kind is TaskKind.GATHER:
+        if task.kind in (TaskKind.GATHER, TaskKind.ALL_GATHER):
             copied = self.places[task.reads[0]].value if task.reads else None
-            return dict.fromkeys(task.writes, copied or TORN)
+            if copied is None:
+                return dict.fromkeys(task.writes, TORN)
+            if not self.is_sharded:
+                return dict.fromkeys(task.writes, copied)
+            # What a host has of a sharded chunk is a shard; nothing but an all-gather makes it whole.
+            is_whole = task.kind is TaskKind.ALL_GATHER
+            if copied[0] != ("shard" if is_whole else "parameters"):
+                raise Violation(f"{task.name} works on {copied}")
+            return dict.fromkeys(task.writes, ("parameters" if is_whole else "shard", *copied[1:]))
         made: dict[BufferId, Value] = {}
         for buffer_id in task.writes:
             made[buffer_id] = self._made(task, buffer_id, iteration)
@@ -284,14 +299,22 @@ class AbstractMachine:
                 ]
             if task.kind is TaskKind.GRADIENT_ACCUMULATE:
                 return [("staged", chunk.id, iteration, micro - 1), ("arrived", chunk.id, iteration, micro)]
-            return self._gradients(chunk.id, iteration, micro)
+            if task.kind is TaskKind.ALL_GATHER:
+                return []
+            if task.lane is Lane.COLLECTIVE:
+                return self._gradients(chunk.id, iteration, micro)
+            if self.is_sharded:
+                return [("reduced", chunk.id, None, iteration, micro)]
+            return self._summed(self._gradients(chunk.id, iteration, micro))
         needed: list[Value] = []
+        if task.kind is TaskKind.ALL_REDUCE:
+            return self._outer(iteration) if section is Part.PROLOGUE else []
         if task.kind in (TaskKind.DEVICE_ADAM, TaskKind.GRADIENT_NORM):
-            needed += [("incoming", Part.PROLOGUE, iteration, m) for m in range(1, last + 1)]
-            needed.append(("added", iteration, last) if last else ("incoming", Part.PROLOGUE, iteration, 0))
+            outer = self._outer(iteration)
+            needed += self._summed(outer) if self._has_outer_gradients() else outer
             for chunk in self.layout.chunks:
                 if chunk.is_trainable and chunk.id in self.persistent:
-                    needed += self._gradients(chunk.id, iteration, last)
+                    needed += self._summed(self._gradients(chunk.id, iteration, last))
                     if task.kind is TaskKind.DEVICE_ADAM:
                         needed += [("state", chunk.id, iteration), ("parameters", chunk.id, iteration)]
                 elif chunk.is_trainable and task.kind is TaskKind.GRADIENT_NORM:
@@ -319,6 +342,24 @@ class AbstractMachine:
                         gradients = self._gradients(chunk_id, iteration, micro - 1)
                         needed += [gradient for gradient in gradients if gradient[2] == section]
         return needed
+
+    def _summed(self, gradients: list[Value]) -> list[Value]:
+        """Gradients as they are when all ranks' are in them."""
+        return [("summed", *gradient) for gradient in gradients] if self.plan.num_ranks > 1 else gradients
+
+    def _outer(self, iteration: int) -> list[Value]:
+        """What all micro-batches leave of gradients outside every block."""
+        last = self.plan.micro_batches - 1
+        needed: list[Value] = [("incoming", Part.PROLOGUE, iteration, m) for m in range(1, last + 1)]
+        needed.append(("added", iteration, last) if last else ("incoming", Part.PROLOGUE, iteration, 0))
+        return needed
+
+    def _has_outer_gradients(self) -> bool:
+        return any(chunk.is_trainable and not chunk.blocks for chunk in self.layout.chunks)
+
+    def _norm_is_shared(self) -> bool:
+        offloaded = [c for c in self.layout.chunks if c.is_trainable and c.id not in self.persistent]
+        return self.is_sharded and bool(offloaded)
 
     def _swapped(self, section: Section, iteration: int, micro: int) -> list[Value]:
         if isinstance(section, Part) or self.modes[section] is not ActivationMode.SWAP:
@@ -362,6 +403,15 @@ class AbstractMachine:
                 return ("incoming", task.section, iteration, micro)
             case TaskKind.BACKWARD, Content.GRADIENTS if buffer.section == task.section:
                 return ("gradient", buffer.chunk, task.section, iteration, micro)
+            case TaskKind.ALL_REDUCE, Content.GRADIENTS | Content.INCOMING_GRADIENT:
+                value = self.places[buffer_id].value
+                if value is None or value[0] == "summed":
+                    raise Violation(f"{task.name} adds up {value}")
+                return ("summed", *value)
+            case TaskKind.REDUCE_SCATTER, Content.FLAT_GRADIENTS:
+                return ("flat",)
+            case TaskKind.REDUCE_SCATTER, Content.REDUCED_GRADIENTS:
+                return ("reduced", buffer.chunk, None, iteration, micro) if is_own else TORN
             case TaskKind.GRADIENT_OFFLOAD, Content.GRADIENTS if buffer.memory is Memory.PINNED_HOST and micro == 0:
                 return ("staged", buffer.chunk, iteration, 0) if is_own else TORN
             case TaskKind.GRADIENT_OFFLOAD, Content.ARRIVING_GRADIENTS if micro:
@@ -402,12 +452,12 @@ class AbstractMachine:
                 ended = 2 * num_blocks * (iteration * micro_batches + micro) + section
                 if self.num_block_steps - ended > depth:
                     raise Violation(f"what block {section} swaps lags {self.num_block_steps - ended} steps behind")
-            if buffer.content is not Content.GRADIENTS:
+            if buffer.content not in (Content.GRADIENTS, Content.REDUCED_GRADIENTS):
                 continue
             assert buffer.chunk is not None
             if buffer.chunk in self.persistent:
                 continue
-            _, _, _, iteration, micro = place.value
+            *_, iteration, micro = place.value
             assert isinstance(iteration, int)
             assert isinstance(micro, int)
             first_step = 2 * num_blocks * (iteration * micro_batches + micro)

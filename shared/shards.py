@@ -1,0 +1,109 @@
+"""What one rank's host holds of an offloaded chunk: the whole of it, or one of several equal parts.
+
+[Note: Shards]
+A *region* is a run of neighbouring parameters of a chunk with one element type and one trainability, the alignment
+between them included.  Each region is cut into as many equal shards as there are ranks, of whole elements, and the last
+one is padded.  So every rank steps equally many scalars, a collective moves equal parts, which lie in the chunk's
+buffer in the order of the ranks, and a chunk of fewer elements than ranks has shards of one element.  Parameters begin
+at multiples of 256 bytes: with 2, 4, 8 and up to 64 ranks there is nothing to pad for elements of at most 4 bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .layout import STEP_COUNT_BYTES, Chunk, aligned, master_bytes, moment_bytes
+from .plan import ParallelMode, Plan
+from .workload import DType, Parameter
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """Neighbouring parameters of one chunk that are treated alike; see [Note: Shards]."""
+
+    dtype: DType
+    trainable: bool
+    size_bytes: int
+    """With the alignment after each parameter."""
+
+    def shard_elements(self, num_ranks: int) -> int:
+        """Elements of one rank's shard, padding included."""
+        return -(-(self.size_bytes // self.dtype.item_bytes) // num_ranks)
+
+
+@dataclass(frozen=True, slots=True)
+class HostPart:
+    """What one rank's host holds of an offloaded chunk, and what its optimizer does with it."""
+
+    parameter_bytes: int
+    """What a gather copies to the device."""
+    gathered_bytes: int
+    """The buffer on the device, with the parts of all ranks."""
+    gradient_bytes: int
+    """What an offload copies to the host."""
+    staging_bytes: int
+    """Where that arrives."""
+    reduced_bytes: int
+    """The gradients that ranks add up: all of the chunk's, with what pads the shards."""
+    state_bytes: int
+    num_stepped: int
+    """Scalars that CPU Adam steps."""
+    stepped_bytes: int
+    """Memory traffic of that."""
+
+
+def adam_traffic_bytes(dtype: DType) -> int:
+    """Memory traffic of Adam per scalar: moments and master in and out, its gradient in, a narrow weight out."""
+    master = master_bytes(dtype)
+    state = moment_bytes(dtype) + (master or dtype.item_bytes)
+    return 2 * state + dtype.item_bytes + (dtype.item_bytes if master else 0)
+
+
+def stepped_bytes(chunk: Chunk, parameters: Sequence[Parameter]) -> int:
+    """Memory traffic of Adam on all of a chunk."""
+    members = [parameters[placed.index] for placed in chunk.parameters]
+    return sum(p.num_elements * adam_traffic_bytes(p.dtype) for p in members if p.trainable)
+
+
+def regions(chunk: Chunk, parameters: Sequence[Parameter]) -> list[Region]:
+    """The regions of a chunk, in order."""
+    found: list[Region] = []
+    for placed in chunk.parameters:
+        parameter = parameters[placed.index]
+        size_bytes = aligned(parameter.size_bytes)
+        if found and (found[-1].dtype, found[-1].trainable) == (parameter.dtype, parameter.trainable):
+            size_bytes += found.pop().size_bytes
+        found.append(Region(parameter.dtype, parameter.trainable, size_bytes))
+    return found
+
+
+def host_part(chunk: Chunk, parameters: Sequence[Parameter], plan: Plan) -> HostPart:
+    """What each rank's host holds of ``chunk`` under ``plan``, if the chunk is offloaded."""
+    if plan.parallel is not ParallelMode.SHARDED:
+        return HostPart(
+            parameter_bytes=chunk.size_bytes,
+            gathered_bytes=chunk.size_bytes,
+            gradient_bytes=sum(chunk.gradient_bytes),
+            staging_bytes=chunk.staging_bytes,
+            reduced_bytes=sum(chunk.gradient_bytes),
+            state_bytes=chunk.state_bytes,
+            num_stepped=chunk.num_trainable,
+            stepped_bytes=stepped_bytes(chunk, parameters),
+        )
+    shards = [(region, region.shard_elements(plan.num_ranks)) for region in regions(chunk, parameters)]
+    parameter_bytes = sum(count * region.dtype.item_bytes for region, count in shards)
+    trained = [(region.dtype, count) for region, count in shards if region.trainable]
+    gradient_bytes = sum(count * dtype.item_bytes for dtype, count in trained)
+    return HostPart(
+        parameter_bytes=parameter_bytes,
+        gathered_bytes=plan.num_ranks * parameter_bytes,
+        gradient_bytes=gradient_bytes,
+        staging_bytes=gradient_bytes,
+        reduced_bytes=plan.num_ranks * gradient_bytes,
+        state_bytes=sum(
+            count * (moment_bytes(dtype) + master_bytes(dtype)) + STEP_COUNT_BYTES for dtype, count in trained
+        ),
+        num_stepped=sum(count for _, count in trained),
+        stepped_bytes=sum(count * adam_traffic_bytes(dtype) for dtype, count in trained),
+    )
