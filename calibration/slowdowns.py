@@ -32,7 +32,9 @@ _CUDA_ROWS: Final = 4096
 _CUDA_WIDTH: Final = 2048
 """On an accelerator every piece must take milliseconds: threads that launch short ones wait for each other, which is
 no slowdown of the device."""
-_SETS: Final = tuple(frozenset(lanes) for size in range(1, len(LANES_ALONE) + 1) for lanes in combinations(LANES_ALONE, size))
+_SETS: Final = tuple(
+    frozenset(lanes) for size in range(1, len(LANES_ALONE) + 1) for lanes in combinations(LANES_ALONE, size)
+)
 
 
 def measure_slowdowns(

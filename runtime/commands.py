@@ -38,6 +38,7 @@ from ..shared.progress import progress_bar
 from ..shared.training_options import TrainingOptions
 from ..shared.units import format_bytes, parse_bytes_per_s
 from ..shared.workload import Workload
+from .supported import check_carried_out
 
 if TYPE_CHECKING:
     from torch import nn
@@ -164,6 +165,7 @@ def run_command(
     if not math.isfinite(learning_rate):
         raise ProtwinError(f"--learning-rate {learning_rate} is not finite. Give a rate such as 1e-4.")
     chosen, traced = Plan.load(plan), Workload.load(workload)
+    check_carried_out(chosen)
     described = load_model_configuration(model)
     wants_record = as_json or output is not None or timeline is not None
     if wants_record and steps < MIN_RECORDED_STEPS:

@@ -41,6 +41,7 @@ from .placed_model import PlacedModel
 from .recording import Recorder
 from .snapshot import without_cache
 from .summaries import StepSummary, Summaries, to_stderr
+from .supported import check_carried_out
 from .swapping import SwappedBlock
 from .taken_over import TakenOver, check_model, taken_over
 from .tensors import tensors_in
@@ -64,6 +65,7 @@ class Training:
         loss_scaling: LossScaling | None,
         keep_last_step: bool,
     ) -> None:
+        check_carried_out(plan)
         check_model(model, workload)
         if isinstance(optimizer, torch.optim.Optimizer):
             raise PlanError(

@@ -130,6 +130,7 @@ class _Compiler:
             prefetch_depth=self.plan.prefetch_depth,
             micro_batches=self.plan.micro_batches,
             num_ranks=self.plan.num_ranks,
+            parallel=self.plan.parallel,
         )
 
     # -- what comes to the device ------------------------------------------------------------------------------------

@@ -28,8 +28,8 @@ KIND_COLOURS: Final[dict[TaskKind, str]] = {
     TaskKind.ACTIVATION_FETCH: "teal",
     TaskKind.CPU_ADAM: "gold",
     TaskKind.DEVICE_ADAM: "purple",
-    TaskKind.ALL_GATHER: "lime",
-    TaskKind.REDUCE_SCATTER: "crimson",
+    TaskKind.ALL_GATHER: "olive",
+    TaskKind.REDUCE_SCATTER: "magenta",
     TaskKind.ALL_REDUCE: "navy",
 }
 

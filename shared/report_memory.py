@@ -28,6 +28,8 @@ CONTENT_COLOURS: Final[dict[Content | None, str]] = {
     Content.OUTPUT: "sky",
     Content.INCOMING_GRADIENT: "red",
     Content.RESIDENT: "grey",
+    Content.FLAT_GRADIENTS: "olive",
+    Content.REDUCED_GRADIENTS: "brown",
     None: "gold",
 }
 CURVE_COLOURS: Final = ("blue", "orange")

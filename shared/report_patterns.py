@@ -25,6 +25,9 @@ STROKES: Final[dict[str, str]] = {
     "teal": "M0 2h8M0 6h8",
     "pink": "M2 0v8M6 0v8",
     "brown": "M2 2h4v4h-4z",
+    "olive": "M2 2l4 4M6 2l-4 4",
+    "magenta": "M0 2h8M4 2v6",
+    "navy": "M4 1v2M4 5v2",
     "rest": "M3 4h2",
 }
 """What is drawn upon the plain colour, in a tile of 8 by 8; each is another texture."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Final
 
-from .plan import Plan
+from .plan import ParallelMode, Plan
 from .record import MemoryCurve, Origin, Record
 from .schedule import Content, Lane, Memory, TaskKind
 from .timeline import subject_of
@@ -45,6 +45,8 @@ CONTENT_NAMES: Final[dict[Content | None, str]] = {
     Content.OUTPUT: "block outputs",
     Content.INCOMING_GRADIENT: "incoming gradient",
     Content.RESIDENT: "module buffers and batch",
+    Content.FLAT_GRADIENTS: "gradients, laid flat",
+    Content.REDUCED_GRADIENTS: "shards of gradients",
     None: "transient, running task",
 }
 MEMORY_NAMES: Final[dict[Memory, str]] = {
@@ -107,6 +109,14 @@ def task_name(name: str, kind: TaskKind) -> str:
     return name.replace(str(kind), KIND_NAMES[kind], 1) if name.startswith(str(kind)) else name
 
 
+_PARALLEL_WORDS: Final[dict[ParallelMode, str]] = {
+    ParallelMode.SINGLE: "one rank alone",
+    ParallelMode.DDP: "every rank has all chunks on its device",
+    ParallelMode.REPLICATED: "every rank has all offloaded chunks on its host",
+    ParallelMode.SHARDED: "every rank has an equal part of every offloaded chunk on its host",
+}
+
+
 def knobs(plan: Plan, *, num_blocks: int | None = None) -> tuple[Knob, ...]:
     """The plan's knobs in the order of ``Plan``, each in words."""
     of_blocks = f" of {num_blocks}" if num_blocks else ""
@@ -125,6 +135,9 @@ def knobs(plan: Plan, *, num_blocks: int | None = None) -> tuple[Knob, ...]:
         shown.append(Knob("micro_batches", str(plan.micro_batches), "forwards and backwards per step"))
     if plan.max_gradient_norm is not None:
         shown.append(Knob("max_gradient_norm", f"{plan.max_gradient_norm:g}", "limit of the norm of all gradients"))
+    if plan.num_ranks > 1:
+        shown.append(Knob("parallel", plan.parallel, _PARALLEL_WORDS[plan.parallel]))
+        shown.append(Knob("num_ranks", f"{plan.num_ranks:,}", "devices that train together, each on its own batches"))
     if plan.activation_modes is not None:
         runs = [(mode, len(list(group))) for mode, group in groupby(plan.activation_modes)]
         modes = ", ".join(f"{mode} × {count}" for mode, count in runs)

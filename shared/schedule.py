@@ -14,6 +14,7 @@ from functools import cached_property
 from typing import Final, NewType
 
 from .layout import ChunkId
+from .plan import ParallelMode
 from .workload import BlockId, Phase
 
 TaskId = NewType("TaskId", int)
@@ -37,6 +38,11 @@ class Lane(StrEnum):
 
 LANES_ALONE: Final = (Lane.COMPUTE, Lane.H2D, Lane.D2H, Lane.CPU_OPTIM)
 """The lanes of one rank alone."""
+
+
+def lanes_of(num_ranks: int) -> tuple[Lane, ...]:
+    """The lanes of each of so many ranks."""
+    return LANES_ALONE if num_ranks == 1 else tuple(Lane)
 
 
 class TaskKind(StrEnum):
@@ -203,6 +209,7 @@ class Schedule:
     prefetch_depth: int
     micro_batches: int = 1
     num_ranks: int = 1
+    parallel: ParallelMode = ParallelMode.SINGLE
 
     @cached_property
     def lanes(self) -> dict[Lane, tuple[TaskId, ...]]:

@@ -137,6 +137,7 @@ def check_form(case: Case) -> None:
         ("prefetch_depth", schedule.prefetch_depth, plan.prefetch_depth),
         ("micro_batches", schedule.micro_batches, plan.micro_batches),
         ("num_ranks", schedule.num_ranks, plan.num_ranks),
+        ("parallel", schedule.parallel, plan.parallel),
     ):
         if found != expected:
             reject(f"its {name} is {found}, that of the plan is {expected}")

@@ -26,37 +26,44 @@ from typing import Final, Self
 
 from ..shared.calibration import Calibration
 from ..shared.hardware import Hardware
-from ..shared.schedule import Lane
+from ..shared.schedule import LANES_ALONE, Lane, lanes_of
 from .fair_share import fair_shares
 from .resources import Resource, lane_demands
 
 LaneSet = frozenset[Lane]
 Slowdowns = Mapping[Lane, float]
 
-_SETS: Final[tuple[LaneSet, ...]] = tuple(
-    frozenset(lanes) for size in range(1, len(Lane) + 1) for lanes in combinations(Lane, size)
-)
-"""Every set of lanes, smaller ones first."""
+
+def _sets_of(lanes: tuple[Lane, ...]) -> tuple[LaneSet, ...]:
+    return tuple(frozenset(chosen) for size in range(1, len(lanes) + 1) for chosen in combinations(lanes, size))
+
+
+_SETS: Final = {len(lanes): _sets_of(lanes) for lanes in (LANES_ALONE, tuple(Lane))}
+"""Every set of the lanes of one rank alone, and of several, by their number; smaller sets first."""
 _WHOLE: Final = dict.fromkeys(Resource, 1.0)
 """Demands are shares of a resource."""
 
 
 @dataclass(frozen=True)
 class ContentionModel:
-    """The slowdown of every lane in every set of lanes."""
+    """The slowdown of every lane in every set of lanes: of one rank alone, or of one of several."""
 
     slowdowns: Mapping[LaneSet, Slowdowns]
 
     @classmethod
-    def of(cls, hardware: Hardware, calibration: Calibration | None = None) -> Self:
-        """What is measured of a machine, completed by what its data sheet implies."""
-        measured = {} if calibration is None else _measured(calibration)
-        return cls(_freeze(_complete(measured, hardware) if measured else _from_resources(hardware)))
+    def of(cls, hardware: Hardware, calibration: Calibration | None = None, *, num_ranks: int = 1) -> Self:
+        """What is measured of a machine, completed by what its data sheet implies.
+
+        Raises HardwareError if the machine does not have the ranks.
+        """
+        modelled = _from_resources(hardware, num_ranks)
+        measured = {} if calibration is None else _measured(calibration, frozenset(lanes_of(num_ranks)))
+        return cls(_freeze(_complete(measured, modelled) if measured else modelled))
 
     @classmethod
-    def none(cls) -> Self:
+    def none(cls, *, num_ranks: int = 1) -> Self:
         """Lanes that do not disturb each other."""
-        return cls(_freeze({lanes: dict.fromkeys(lanes, 1.0) for lanes in _SETS}))
+        return cls(_freeze({lanes: dict.fromkeys(lanes, 1.0) for lanes in _SETS[len(lanes_of(num_ranks))]}))
 
     def rates(self, active: LaneSet) -> Slowdowns:
         """Progress per second of each active lane, in (0, 1]."""
@@ -80,18 +87,18 @@ def _freeze(slowdowns: Mapping[LaneSet, dict[Lane, float]]) -> Mapping[LaneSet, 
 # -- from the data sheet ---------------------------------------------------------------------------------------------
 
 
-def _from_resources(hardware: Hardware) -> dict[LaneSet, dict[Lane, float]]:
+def _from_resources(hardware: Hardware, num_ranks: int) -> dict[LaneSet, dict[Lane, float]]:
     """The slowdowns that follow from what lanes draw on (``sim/resources.py``), shared fairly (``sim/fair_share.py``).
 
     Fair sharing can let a lane gain by company: a third lane may hold up the one that it shares with.  The search's
     bounds do not need it, but measured sets never show it beyond their noise, so slowdowns are raised to those of
     smaller sets here as well.
     """
-    demands = lane_demands(hardware)
+    demands = lane_demands(hardware, num_ranks)
     slowdowns: dict[LaneSet, dict[Lane, float]] = {}
-    for lanes in _SETS:
+    for lanes in _SETS[len(demands)]:
         ordered = sorted(lanes)
-        shares = fair_shares([demands.get(lane, {}) for lane in ordered], _WHOLE)
+        shares = fair_shares([demands[lane] for lane in ordered], _WHOLE)
         slowdowns[lanes] = {
             lane: max([1 / share, *(slowdowns[lanes - {other}][lane] for other in ordered if other is not lane)])
             for lane, share in zip(ordered, shares, strict=True)
@@ -102,10 +109,12 @@ def _from_resources(hardware: Hardware) -> dict[LaneSet, dict[Lane, float]]:
 # -- from measurements -----------------------------------------------------------------------------------------------
 
 
-def _measured(calibration: Calibration) -> dict[LaneSet, dict[Lane, float]]:
-    """The measured sets, each raised to its measured subsets where it lies below them."""
+def _measured(calibration: Calibration, among: LaneSet) -> dict[LaneSet, dict[Lane, float]]:
+    """The measured sets of lanes ``among`` these, each raised to its measured subsets where it lies below them."""
     found = {
-        frozenset(entry.lanes): dict(zip(entry.lanes, entry.slowdowns, strict=True)) for entry in calibration.contention
+        frozenset(entry.lanes): dict(zip(entry.lanes, entry.slowdowns, strict=True))
+        for entry in calibration.contention
+        if among.issuperset(entry.lanes)
     }
     return {
         lanes: {lane: max(found[subset][lane] for subset in found if lane in subset <= lanes) for lane in lanes}
@@ -113,15 +122,16 @@ def _measured(calibration: Calibration) -> dict[LaneSet, dict[Lane, float]]:
     }
 
 
-def _complete(measured: dict[LaneSet, dict[Lane, float]], hardware: Hardware) -> dict[LaneSet, dict[Lane, float]]:
+def _complete(
+    measured: dict[LaneSet, dict[Lane, float]], modelled: dict[LaneSet, dict[Lane, float]]
+) -> dict[LaneSet, dict[Lane, float]]:
     """All sets from the measured ones, by the rules of [Note: Sets of lanes]."""
-    modelled = _from_resources(hardware)
     known = dict(measured)
-    for lanes in _SETS:
+    for lanes in modelled:
         if len(lanes) == 2 and lanes not in known:
             known[lanes] = modelled[lanes]
     complete: dict[LaneSet, dict[Lane, float]] = {}
-    for lanes in _SETS:
+    for lanes in modelled:
         complete[lanes] = {}
         for lane in lanes:
             if lanes in measured:

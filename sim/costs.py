@@ -21,9 +21,12 @@ from typing import Final, Self
 from ..shared.calibration import Calibration
 from ..shared.errors import CalibrationError, HardwareError, WorkloadError
 from ..shared.hardware import Device, DeviceKind, Hardware, Host, Link
+from ..shared.rank_share import machine_of_rank
 from ..shared.schedule import Schedule, Task, TaskKind
 from ..shared.workload import DType, Operation, OperationClass, Phase, Workload
+from .collectives import Collective
 from .efficiency import CORE_BYTES_PER_S, CPU_ADAM_FRAC, DISPATCHES_PER_LAUNCH, KERNEL_FIXED_S, efficiency_frac
+from .fabrics import machine_collective
 from .kernels import kernel_s
 
 _MATRIX_CLASSES: Final = frozenset({OperationClass.MATMUL, OperationClass.ATTENTION})
@@ -47,8 +50,15 @@ class CostModel:
     """
 
     hardware: Hardware
+    """The machine of one rank."""
     calibration: Calibration | None = None
     use_measured: bool = field(default=False, kw_only=True)
+    together: Hardware | None = field(default=None, kw_only=True)
+    """The machine of all ranks, if there are several."""
+    _collective_s: dict[tuple[TaskKind, int, int], float] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    """Collectives seen so far."""
     _modelled: dict[int, tuple[Phase, float]] = field(default_factory=dict, init=False, repr=False, compare=False)
     """Phases seen so far by ``id``, since equal blocks share theirs; held here, a phase's id is not used again."""
 
@@ -60,10 +70,14 @@ class CostModel:
             )
 
     @classmethod
-    def of(cls, workload: Workload, hardware: Hardware, calibration: Calibration | None = None) -> Self:
+    def of(
+        cls, workload: Workload, hardware: Hardware, calibration: Calibration | None = None, *, num_ranks: int = 1
+    ) -> Self:
         """The costs of ``workload`` on ``hardware``, by its measured seconds if they were measured there.
 
-        Raises WorkloadError if its blocks carry nothing but seconds of another machine.
+        Of ``num_ranks`` equal ranks, each has its share of the machine (``shared/rank_share.py``).
+        Raises WorkloadError if its blocks carry nothing but seconds of another machine, and HardwareError if it has
+        fewer devices than ranks.
         """
         use_measured = workload.measured_on == hardware.name
         if not use_measured and not any(profile.forward.operations for profile in workload.profiles):
@@ -72,7 +86,10 @@ class CostModel:
                 f"the blocks of {workload.model_name} list no operations and carry {origin}, which say nothing about "
                 f"{hardware.name}. Trace the model again, or measure it on {hardware.name}."
             )
-        return cls(hardware, calibration, use_measured=use_measured)
+        if num_ranks == 1:
+            return cls(hardware, calibration, use_measured=use_measured)
+        own = machine_of_rank(hardware, num_ranks)
+        return cls(own, calibration, use_measured=use_measured, together=hardware)
 
     def durations_s(self, schedule: Schedule) -> tuple[float, ...]:
         """Seconds of every task of ``schedule``, in its order."""
@@ -93,6 +110,8 @@ class CostModel:
                 return self._calibrated(task.stepped_bytes / host_adam_bytes_per_s(self.hardware.host), task.kind)
             case TaskKind.CPU_ADAM | TaskKind.DEVICE_ADAM:
                 return self.adam_s(task.num_stepped, task.stepped_bytes, task.kind)
+            case TaskKind.ALL_GATHER | TaskKind.REDUCE_SCATTER | TaskKind.ALL_REDUCE:
+                return self._calibrated(self.collective_s(task.kind, task.moved_bytes, task.num_ranks), task.kind)
 
     def phase_s(self, phase: Phase, kind: TaskKind) -> float:
         """Seconds of a compute phase that runs as a task of ``kind``; calibrated."""
@@ -107,6 +126,19 @@ class CostModel:
     def copy_s(self, size_bytes: int, link: Link) -> float:
         """Seconds of one copy over an otherwise idle link, before calibration."""
         return copy_time_s(size_bytes, link)
+
+    def collective_s(self, kind: TaskKind, size_bytes: int, num_ranks: int) -> float:
+        """Seconds of a collective of ``num_ranks`` on otherwise idle links, before calibration.
+
+        The fastest way that the links allow (``sim/fabrics.py``); ``size_bytes`` is the whole buffer.
+        """
+        key = (kind, size_bytes, num_ranks)
+        seconds = self._collective_s.get(key)
+        if seconds is None:
+            assert self.together is not None, "several ranks have a machine together"
+            found = machine_collective(Collective(kind.value), size_bytes, self.together, num_ranks)
+            seconds = self._collective_s[key] = found.seconds
+        return seconds
 
     def adam_s(self, num_stepped: int, stepped_bytes: int, kind: TaskKind) -> float:
         """Seconds of an Adam step over ``num_stepped`` scalars that moves ``stepped_bytes``; calibrated.

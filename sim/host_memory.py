@@ -9,7 +9,9 @@ stands in for a device; ``PINNED_RULE`` is the one place that says so.
 [Note: Loading]
 The model is on the host when its chunks take it over, one after another (``runtime/chunks.py``): a chunk's home and the
 places its gradients arrive at are allocated, then its parameters are copied into it, with a float32 master beside where
-they are narrower, and only then the model's own copies go.  Moments come with the first step.
+they are narrower, and only then the model's own copies go.  Moments come with the first
+step.  Ranks of a sharded plan would need all of that each; they are taken to read one chunk after another from files,
+and to keep their shards of it.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from typing import Final
 from ..shared.hardware import DeviceKind, Hardware
 from ..shared.layout import Layout, master_bytes
 from ..shared.memory_accounts import HostMemory, PinnedRule
+from ..shared.plan import ParallelMode
 from ..shared.schedule import Memory, Schedule
 from ..shared.workload import Parameter
 
@@ -99,10 +102,15 @@ def loading_peak_bytes(schedule: Schedule, parameters: Sequence[Parameter], layo
                 homes[buffer.chunk] = homes.get(buffer.chunk, 0) + pinned_size([buffer.size_bytes], PINNED_RULE)
             elif buffer.memory is Memory.DEVICE:
                 persistent.add(buffer.chunk)
-    level = peak = sum(parameter.size_bytes for parameter in parameters)
+    is_sharded = schedule.parallel is ParallelMode.SHARDED
+    level = peak = 0 if is_sharded else sum(parameter.size_bytes for parameter in parameters)
     for chunk in layout.chunks:
         members = [parameters[placed.index] for placed in chunk.parameters]
         masters = sum(p.num_elements * master_bytes(p.dtype) for p in members if p.trainable)
+        whole_bytes = sum(parameter.size_bytes for parameter in members)
+        if is_sharded:
+            level += whole_bytes
+            masters = masters if chunk.id in persistent else -(-masters // schedule.num_ranks)
         level += homes.get(chunk.id, 0)
         if is_on_host or chunk.id not in persistent:
             level += masters
@@ -111,7 +119,7 @@ def loading_peak_bytes(schedule: Schedule, parameters: Sequence[Parameter], layo
         peak = max(peak, level + filling_bytes)
         if chunk.id in persistent:
             level += filling_bytes
-        level -= sum(parameter.size_bytes for parameter in members)
+        level -= whole_bytes
     return peak
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from itertools import count
+from itertools import combinations, count
 from math import inf
 from typing import Final
 
@@ -61,7 +61,6 @@ class LaneProcesses:
         self._schedule = schedule
         self._programs = _programs(schedule, durations_s)
         self._lengths = [len(program) for program in self._programs]
-        self._slowdowns = _slowdowns_by_mask(contention)
         self.starts_s: list[list[float]] = [[] for _ in _LANES]
         self.ends_s: list[list[float]] = [[] for _ in _LANES]
 
@@ -74,6 +73,7 @@ class LaneProcesses:
         self._end_s = [0.0] * len(_LANES)
         self._slowdown = [1.0] * len(_LANES)
         self._busy_lanes = [lane for lane, length in enumerate(self._lengths) if length]
+        self._slowdowns = _slowdowns_by_mask(contention, self._busy_lanes)
         self._awake = len(self._busy_lanes)
         self.num_iterations = 0
         """Iterations that every lane has completed."""
@@ -203,11 +203,16 @@ def _programs(schedule: Schedule, durations_s: Sequence[float]) -> list[list[_St
     return programs
 
 
-def _slowdowns_by_mask(contention: ContentionModel) -> list[tuple[tuple[int, ...], tuple[float, ...]]]:
-    """For every set of lanes, as bits: its members, and the slowdown of every lane (1 for those outside)."""
-    table = []
-    for mask in range(1 << len(_LANES)):
-        members = tuple(lane for lane in range(len(_LANES)) if mask >> lane & 1)
-        rates = contention.rates(frozenset(_LANES[lane] for lane in members))
-        table.append((members, tuple(1 / rates[lane] if lane in rates else 1.0 for lane in _LANES)))
+_Slowdowns = tuple[tuple[int, ...], tuple[float, ...]]
+"""Members of a set of lanes, and the slowdown of every lane (1 for those outside)."""
+
+
+def _slowdowns_by_mask(contention: ContentionModel, busy: Sequence[int]) -> dict[int, _Slowdowns]:
+    """For every set of the lanes that have tasks, as bits."""
+    table: dict[int, _Slowdowns] = {}
+    for size in range(len(busy) + 1):
+        for members in combinations(busy, size):
+            rates = contention.rates(frozenset(_LANES[lane] for lane in members))
+            slowdowns = tuple(1 / rates[lane] if lane in rates else 1.0 for lane in _LANES)
+            table[sum(1 << lane for lane in members)] = members, slowdowns
     return table

@@ -12,7 +12,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Final
 
-from ..shared.hardware import Device
+from ..shared.hardware import Device, DeviceKind, Hardware
 
 _KIB: Final = 2**10
 _MIB: Final = 2**20
@@ -133,6 +133,25 @@ NCCL_LL_BYTES: Final = 8 * 512 * _NCCL_STEPS * 16
 NCCL_LL128_BYTES: Final = 120 * 640 * _NCCL_STEPS * 8
 """Of LL128: elements of a thread, threads, steps, bytes of an element (DEFAULT_LL128_BUFFSIZE)."""
 _NCCL_PAGE_BYTES: Final = 2 * _MIB
+
+
+NCCL_CHANNELS: Final = {"own links": 32, "peers": 4, "host": 2}
+"""Channels of a communicator over links of the devices' own (the most that NCCL takes for them), over PCIe between
+devices that write into each other (4 on eight RTX 5090, github.com/tinygrad/open-gpu-kernel-modules issue 29), and
+through the host's memory (2 on eight RTX 4090, github.com/NVIDIA/nccl-tests issue 307)."""
+
+
+def collective_bytes(hardware: Hardware, num_ranks: int) -> int:
+    """Device memory of what carries collectives between ``num_ranks`` devices of a machine, on each.  Bytes.
+
+    One communicator, outside PyTorch's allocator; nothing for one rank, or where the CPU is the device.
+    """
+    if num_ranks == 1 or hardware.device.kind is DeviceKind.CPU:
+        return 0
+    node = hardware.node
+    if node is None or node.device_link is not None:
+        return nccl_bytes(num_channels=NCCL_CHANNELS["own links"])
+    return nccl_bytes(num_channels=NCCL_CHANNELS["host" if node.through_host_memory else "peers"])
 
 
 def nccl_bytes(*, num_channels: int, num_connections: int = 2) -> int:

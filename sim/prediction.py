@@ -13,7 +13,7 @@ from ..shared.order import HappensBefore
 from ..shared.phase_times import phase_times_s
 from ..shared.plan import Plan
 from ..shared.record import LaneUse, Origin, Record, TaskTiming
-from ..shared.schedule import Schedule, TaskKind
+from ..shared.schedule import LANES_ALONE, Schedule, TaskKind
 from ..shared.workload import Workload
 from .allocator_account import device_reserved
 from .host_memory import host_memory
@@ -34,7 +34,7 @@ def predicted_record(
     *,
     layout: Layout | None = None,
 ) -> Record:
-    """One iteration of ``timing`` in steady state, with its memory.
+    """One iteration of ``timing`` in steady state, with the memory of one rank, whose machine ``hardware`` is.
 
     ``layout`` spares building the one of ``plan`` again.  Seconds count from the start of the iteration's first compute
     task.  Raises WorkloadError if the iteration takes no time.
@@ -57,8 +57,8 @@ def predicted_record(
         plan_id=schedule.plan_id,
         model_name=workload.model_name,
         hardware_name=hardware.name,
-        num_samples=workload.num_samples * plan.micro_batches,
-        num_tokens=workload.num_tokens * plan.micro_batches,
+        num_samples=workload.num_samples * plan.micro_batches * plan.num_ranks,
+        num_tokens=workload.num_tokens * plan.micro_batches * plan.num_ranks,
         iteration_s=timing.iteration_s,
         iteration_noise_frac=calibration.iteration_noise_frac if calibration is not None else 0.0,
         forward_s=forward_s,
@@ -104,4 +104,5 @@ def _lane_uses(schedule: Schedule, tasks: tuple[TaskTiming, ...]) -> tuple[LaneU
             moved_bytes=sum(schedule.tasks[task].moved_bytes for task in program),
         )
         for lane, program in schedule.lanes.items()
+        if program or lane in LANES_ALONE
     )

@@ -12,13 +12,12 @@ from collections.abc import Mapping
 from enum import StrEnum
 from typing import Final
 
-from ..shared.hardware import DeviceKind, Hardware
+from ..shared.hardware import DeviceKind, Hardware, Topology
+from ..shared.rank_share import machine_of_rank
 from ..shared.schedule import Lane
 from .costs import host_adam_bytes_per_s
 from .efficiency import CORE_BYTES_PER_S
-
-COLLECTIVE: Final = "collective"
-"""The lane of collectives, by the value that it has in ``Lane`` where schedules have one."""
+from .fabrics import fabric_levels
 
 
 class Resource(StrEnum):
@@ -27,6 +26,8 @@ class Resource(StrEnum):
     HOST_MEMORY = "host memory"
     LINK = "link"
     """Both directions of a link that is not full duplex."""
+    TO_DEVICE = "link to the device"
+    FROM_DEVICE = "link from the device"
     CORES = "cores"
     DEVICE_MEMORY = "device memory"
     PROCESSORS = "processors"
@@ -55,19 +56,24 @@ _COLLECTIVE_PROCESSORS_FRAC: Final = 20 / 132
 """Processors that collectives occupy: 20 of an H800's 132 (DeepSeek-V3, arXiv 2412.19437, section 3.5.1)."""
 
 
-def lane_demands(hardware: Hardware) -> dict[str, dict[Resource, float]]:
-    """The share of every resource that each lane draws while it runs alone, by the lane's value; none above 1.
+def lane_demands(hardware: Hardware, num_ranks: int = 1) -> dict[Lane, dict[Resource, float]]:
+    """The share of every resource that each lane of one rank draws while it runs alone; none above 1.
 
-    Where the CPU is the device, its memory is the host's, and its cores compute.
+    Where the CPU is the device, its memory is the host's, and its cores compute.  Several ranks have a lane of
+    collectives too, and each draws on its own part of the machine (``shared/rank_share.py``).
+    Raises HardwareError if the machine does not have the ranks.
     """
-    on_cpu = hardware.device.kind is DeviceKind.CPU
-    demands = _on_cpu(hardware) if on_cpu else _beside_a_device(hardware)
-    if not hardware.full_duplex:
+    own = hardware if num_ranks == 1 else machine_of_rank(hardware, num_ranks)
+    demands = _on_cpu(own) if own.device.kind is DeviceKind.CPU else _beside_a_device(own)
+    if not own.full_duplex:
         demands[Lane.H2D][Resource.LINK] = demands[Lane.D2H][Resource.LINK] = 1.0
+    if num_ranks > 1:
+        demands[Lane.COLLECTIVE] = _collective(hardware, own, num_ranks)
+        demands[Lane.H2D][Resource.TO_DEVICE] = demands[Lane.D2H][Resource.FROM_DEVICE] = 1.0
     return {lane: {resource: min(1.0, share) for resource, share in demand.items()} for lane, demand in demands.items()}
 
 
-def _on_cpu(hardware: Hardware) -> dict[str, dict[Resource, float]]:
+def _on_cpu(hardware: Hardware) -> dict[Lane, dict[Resource, float]]:
     """A copy reads the host's memory and writes it; what streams keeps as many cores busy as its rate takes."""
     host = hardware.host
     rates = {
@@ -75,7 +81,7 @@ def _on_cpu(hardware: Hardware) -> dict[str, dict[Resource, float]]:
         Lane.D2H: 2 * hardware.device_to_host.bandwidth_bytes_per_s,
         Lane.CPU_OPTIM: host_adam_bytes_per_s(host),
     }
-    demands: dict[str, dict[Resource, float]] = {
+    demands: dict[Lane, dict[Resource, float]] = {
         lane: {
             Resource.HOST_MEMORY: rate / host.memory_bandwidth_bytes_per_s,
             Resource.CORES: rate / CORE_BYTES_PER_S / host.num_cores,
@@ -88,7 +94,7 @@ def _on_cpu(hardware: Hardware) -> dict[str, dict[Resource, float]]:
     return demands
 
 
-def _beside_a_device(hardware: Hardware) -> dict[str, dict[Resource, float]]:
+def _beside_a_device(hardware: Hardware) -> dict[Lane, dict[Resource, float]]:
     """A copy passes the host's memory once; CPU Adam has the cores to itself.
 
     The device's memory is no matter for copies: of every machine's that is known, both directions together take less
@@ -99,26 +105,45 @@ def _beside_a_device(hardware: Hardware) -> dict[str, dict[Resource, float]]:
         Lane.H2D: hardware.host_to_device.bandwidth_bytes_per_s,
         Lane.D2H: hardware.device_to_host.bandwidth_bytes_per_s,
     }
-    demands: dict[str, dict[Resource, float]] = {
+    demands: dict[Lane, dict[Resource, float]] = {
         lane: {Resource.HOST_MEMORY: rate / host.memory_bandwidth_bytes_per_s} for lane, rate in copies.items()
     }
     demands[Lane.CPU_OPTIM] = {Resource.HOST_MEMORY: host_adam_bytes_per_s(host) / host.memory_bandwidth_bytes_per_s}
     demands[Lane.COMPUTE] = {Resource.DEVICE_MEMORY: _DEVICE_COMPUTE_FRAC, Resource.PROCESSORS: 1.0}
-    demands[COLLECTIVE] = _collective(hardware)
     return demands
 
 
-def _collective(hardware: Hardware) -> dict[Resource, float]:
-    """Collectives at the rate of the devices' own links; through the host where there are none."""
+def _collective(hardware: Hardware, own: Hardware, num_ranks: int) -> dict[Resource, float]:
+    """Collectives at the rate of the devices' own links; through the host, where copies pass too, if there are none.
+
+    ``own``: the part of ``hardware`` that one rank has.
+    """
     node = hardware.node
-    own = None if node is None else node.device_link
-    link = own or hardware.device_to_host
-    passes = _COLLECTIVE_PASSES * link.bandwidth_bytes_per_s
+    levels = fabric_levels(hardware, num_ranks)
+    has_own_links = node is not None and node.device_link is not None and min(num_ranks, node.num_devices) > 1
+    if has_own_links and node is not None and node.topology is Topology.PAIRS and min(num_ranks, node.num_devices) > 2:
+        # Pair by pair through the host: that is what takes the time.
+        has_own_links = False
+        rate = levels[-1 if len(levels) == 1 else 1].ring_bytes_per_s
+    else:
+        rate = levels[0].ring_bytes_per_s
+    passes = _COLLECTIVE_PASSES * rate
+    if own.device.kind is DeviceKind.CPU:
+        return {
+            Resource.HOST_MEMORY: passes / own.host.memory_bandwidth_bytes_per_s,
+            Resource.CORES: passes / CORE_BYTES_PER_S / own.host.num_cores,
+        }
     demand = {
-        Resource.DEVICE_MEMORY: passes / hardware.device.memory_bandwidth_bytes_per_s,
+        Resource.DEVICE_MEMORY: passes / own.device.memory_bandwidth_bytes_per_s,
         Resource.PROCESSORS: _COLLECTIVE_PROCESSORS_FRAC,
     }
-    if own is None and node is not None and node.through_host_memory:
+    if has_own_links:
+        return demand
+    demand[Resource.TO_DEVICE] = rate / own.host_to_device.bandwidth_bytes_per_s
+    demand[Resource.FROM_DEVICE] = rate / own.device_to_host.bandwidth_bytes_per_s
+    if not own.full_duplex:
+        demand[Resource.LINK] = demand[Resource.TO_DEVICE] + demand[Resource.FROM_DEVICE]
+    if node is not None and node.through_host_memory:
         # What a device sends is written there, what it receives is read from there.
-        demand[Resource.HOST_MEMORY] = 2 * link.bandwidth_bytes_per_s / hardware.host.memory_bandwidth_bytes_per_s
+        demand[Resource.HOST_MEMORY] = 2 * rate / own.host.memory_bandwidth_bytes_per_s
     return demand

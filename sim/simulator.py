@@ -36,18 +36,20 @@ def simulate(
 ) -> Record:
     """What one steady-state iteration of ``workload`` under ``plan`` does on ``hardware``.
 
+    Ranks of a plan that has several are equal: each has its share of the machine, all run the same schedule at the same
+    moments, and one of them is simulated, whatever their number (``sim/rank_groups.py`` has unequal ones).
     ``schedule`` and ``layout`` spare compiling and building them again; they must be those of ``plan``.  Seconds that
     the workload carries count where they were measured on this machine, otherwise its operations do.
     Raises PlanError if the plan does not fit the workload, CalibrationError if the calibration belongs to another
-    machine, HardwareError if the machine lacks a figure that the workload needs, and WorkloadError if the workload says
-    nothing of how long it takes on this machine.
+    machine, HardwareError if the machine lacks a figure that the workload needs or a device for a rank, and
+    WorkloadError if the workload says nothing of how long it takes on this machine.
     """
     if schedule is None:
         schedule = compile_schedule(plan, workload, layout)
-    costs = CostModel.of(workload, hardware, calibration)
-    contention = ContentionModel.of(hardware, calibration)
+    costs = CostModel.of(workload, hardware, calibration, num_ranks=plan.num_ranks)
+    contention = ContentionModel.of(hardware, calibration, num_ranks=plan.num_ranks)
     timing = simulate_timing(schedule, costs.durations_s(schedule), contention, num_more_iterations=1)
-    return predicted_record(plan, workload, hardware, calibration, schedule, timing)
+    return predicted_record(plan, workload, costs.hardware, calibration, schedule, timing)
 
 
 def simulate_timing(

@@ -13,7 +13,7 @@ from importlib.resources import files
 from protwin.shared.comparison import Comparison
 from protwin.shared.record import Record, TaskTiming
 from protwin.shared.report import html_report
-from protwin.shared.schedule import Lane, Memory, TaskKind
+from protwin.shared.schedule import LANES_ALONE, Memory, TaskKind
 from tests.shared.laid_out import LaidOut
 
 VOID = {"meta", "wbr"}
@@ -155,7 +155,7 @@ def crowded(record: Record, num_tasks: int) -> Record:
             duration_s=0.4 * pitch_s,
         )
         for number in range(num_tasks)
-        for place, (kind, lane) in enumerate(zip(kinds, Lane, strict=True))
+        for place, (kind, lane) in enumerate(zip(kinds, LANES_ALONE, strict=True))
     )
     device = record.curve(Memory.DEVICE)
     assert device is not None

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from protwin.shared.errors import PlanError
-from protwin.shared.plan import ActivationMode, Plan, place_activation_modes
+from protwin.shared.plan import ActivationMode, ParallelMode, Plan, place_activation_modes
 
 KEEP, CHECKPOINT, SWAP = ActivationMode.KEEP, ActivationMode.CHECKPOINT, ActivationMode.SWAP
 FIELDS: dict[str, Any] = {"workload_id": "w", "chunk_bytes": 4096, "n_persist": 0, "n_buffer": 1}
@@ -119,6 +119,8 @@ def test_the_identity_covers_every_knob() -> None:
         {"activation_modes": (KEEP,)},
         {"micro_batches": 2},
         {"max_gradient_norm": 1.0},
+        {"parallel": ParallelMode.SHARDED},
+        {"num_ranks": 2},
     ]
     assert {name for change in changes for name in change} == set(Plan.model_fields)
     identities = [plan.identity, *(plan.model_copy(update=change).identity for change in changes)]

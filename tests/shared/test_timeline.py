@@ -12,7 +12,7 @@ import pytest
 
 from protwin.shared.errors import ProtwinError
 from protwin.shared.record import Record
-from protwin.shared.schedule import Lane, Memory
+from protwin.shared.schedule import Memory
 from protwin.shared.timeline import chrome_trace, subject_of
 from tests.shared.laid_out import LaidOut, laid_out
 
@@ -53,7 +53,9 @@ def check_names(metadata: list[Trace], label: str, record: Record) -> None:
     assert record.model_name in process_name
     threads = {e["tid"]: e["args"]["name"] for e in metadata if e["name"] == "thread_name"}
     order = {e["tid"]: e["args"]["sort_index"] for e in metadata if e["name"] == "thread_sort_index"}
-    assert [threads[thread] for thread in sorted(threads, key=lambda t: order[t])] == [str(lane) for lane in Lane]
+    assert [threads[thread] for thread in sorted(threads, key=lambda t: order[t])] == [
+        str(lane) for lane in record.lanes_shown
+    ]
 
 
 def thread_of(metadata: list[Trace]) -> dict[str, int]:

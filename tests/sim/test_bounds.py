@@ -13,7 +13,7 @@ from scipy.optimize import linprog
 from protwin.shared.calibration import Calibration, Contention
 from protwin.shared.hardware import Hardware
 from protwin.shared.memory_bound import guaranteed_device_peak
-from protwin.shared.schedule import Lane, Memory
+from protwin.shared.schedule import LANES_ALONE, Lane, Memory
 from protwin.sim import lane_programs, replay
 from protwin.sim.chunk_table import chunk_table
 from protwin.sim.contention import ContentionModel
@@ -26,7 +26,7 @@ from tests.sim.bound_cases import Case, case, cases, hand_made
 from tests.sim.hand_made import Seconds, machine, plan, workload
 from tests.strategies import contentions, hardware, plans
 
-LANES = tuple(Lane)
+LANES = LANES_ALONE
 
 
 # -- memory ----------------------------------------------------------------------------------------------------------

@@ -13,15 +13,15 @@ from protwin.shared.calibration import Calibration, Contention
 from protwin.shared.hardware import DeviceKind, Hardware
 from protwin.shared.machines import machine as known_machine
 from protwin.shared.machines import machine_names
-from protwin.shared.schedule import Lane
+from protwin.shared.schedule import LANES_ALONE, Lane
 from protwin.sim.contention import ContentionModel
 from protwin.sim.fair_share import fair_shares
-from protwin.sim.resources import COLLECTIVE, Resource, lane_demands
+from protwin.sim.resources import Resource, lane_demands
 from tests.sim.hand_made import MACHINE, STEPPED_BYTES, machine
 from tests.strategies import calibrations, hardware
 
-SETS = [frozenset(lanes) for size in range(1, len(Lane) + 1) for lanes in combinations(Lane, size)]
-COMPUTE, H2D, D2H, CPU_OPTIM = Lane
+SETS = [frozenset(lanes) for size in range(1, len(LANES_ALONE) + 1) for lanes in combinations(LANES_ALONE, size)]
+COMPUTE, H2D, D2H, CPU_OPTIM = LANES_ALONE
 
 
 def calibrated(measured: dict[tuple[Lane, ...], tuple[float, ...]]) -> Calibration:
@@ -66,7 +66,7 @@ def test_taking_measurements_as_they_are_would_make_company_helpful() -> None:
 @given(st.data())
 def test_consistent_measurements_are_kept(data: st.DataObject) -> None:
     # Slowdowns that grow with the company are what they are.
-    growth = {lane: data.draw(st.floats(0, 2)) for lane in Lane}
+    growth = {lane: data.draw(st.floats(0, 2)) for lane in LANES_ALONE}
     chosen = data.draw(st.lists(st.sampled_from([lanes for lanes in SETS if len(lanes) > 1]), unique=True))
     measured = {
         tuple(sorted(lanes)): tuple(1 + growth[lane] * (len(lanes) - 1) for lane in sorted(lanes)) for lanes in chosen
@@ -92,7 +92,7 @@ def test_sets_that_were_not_measured_multiply_the_fewest_groups() -> None:
     # Two groups of one: 1.1 * 1.2.
     assert contention.slowdowns[frozenset({COMPUTE, H2D, D2H})][COMPUTE] == pytest.approx(1.1 * 1.2)
     # All four: {h2d, cpu_optim} and {d2h}, 1.8 * 1.2, rather than three groups of one, 1.1 * 1.2 * 1.5 = 1.98.
-    assert contention.slowdowns[frozenset(Lane)][COMPUTE] == pytest.approx(1.8 * 1.2)
+    assert contention.slowdowns[frozenset(LANES_ALONE)][COMPUTE] == pytest.approx(1.8 * 1.2)
 
 
 def test_a_measured_set_bounds_the_unmeasured_ones_within_it() -> None:
@@ -114,7 +114,7 @@ def test_a_roomy_host_with_duplex_links_disturbs_nobody() -> None:
 def test_one_direction_at_a_time() -> None:
     contention = ContentionModel.of(machine(full_duplex=False))
     assert dict(contention.rates(frozenset({H2D, D2H}))) == {H2D: 0.5, D2H: 0.5}
-    assert dict(contention.rates(frozenset(Lane))) == {COMPUTE: 1.0, H2D: 0.5, D2H: 0.5, CPU_OPTIM: 1.0}
+    assert dict(contention.rates(frozenset(LANES_ALONE))) == {COMPUTE: 1.0, H2D: 0.5, D2H: 0.5, CPU_OPTIM: 1.0}
 
 
 def test_copies_and_cpu_adam_share_the_host_memory() -> None:
@@ -125,8 +125,8 @@ def test_copies_and_cpu_adam_share_the_host_memory() -> None:
     demand = (1792 + 256) / 1792
     assert dict(rates(frozenset({H2D, CPU_OPTIM}))) == pytest.approx({H2D: 1 / demand, CPU_OPTIM: 1 / demand})
     all_four = (1792 + 256 + 256) / 1792
-    assert rates(frozenset(Lane))[CPU_OPTIM] == pytest.approx(1 / all_four)
-    assert rates(frozenset(Lane))[COMPUTE] == 1.0  # it runs from the device's own memory
+    assert rates(frozenset(LANES_ALONE))[CPU_OPTIM] == pytest.approx(1 / all_four)
+    assert rates(frozenset(LANES_ALONE))[COMPUTE] == 1.0  # it runs from the device's own memory
 
 
 def test_a_two_core_machine_whose_cpu_is_the_device() -> None:
@@ -195,13 +195,13 @@ def test_cores_are_shared_where_the_cpu_computes() -> None:
 
 def test_collectives_share_the_device_with_compute() -> None:
     h100 = known_machine("h100-80gb-x8")
-    demands = lane_demands(h100)
-    assert demands[COLLECTIVE][Resource.DEVICE_MEMORY] == pytest.approx(3 * 370 / 3350)
-    both = fair_shares([demands[Lane.COMPUTE], demands[COLLECTIVE]], dict.fromkeys(Resource, 1.0))
+    demands = lane_demands(h100, 8)
+    assert demands[Lane.COLLECTIVE][Resource.DEVICE_MEMORY] == pytest.approx(3 * 370 / 3350)
+    both = fair_shares([demands[Lane.COMPUTE], demands[Lane.COLLECTIVE]], dict.fromkeys(Resource, 1.0))
     assert both == pytest.approx((132 / 152, 132 / 152))  # 20 of 132 processors
-    through_memory = lane_demands(known_machine("rtx-4090-x8"))
-    assert Resource.HOST_MEMORY in through_memory[COLLECTIVE]
-    assert Resource.HOST_MEMORY not in demands[COLLECTIVE]
+    through_memory = lane_demands(known_machine("rtx-4090-x8"), 8)
+    assert Resource.HOST_MEMORY in through_memory[Lane.COLLECTIVE]
+    assert Resource.HOST_MEMORY not in demands[Lane.COLLECTIVE]
 
 
 @pytest.mark.parametrize("name", machine_names())

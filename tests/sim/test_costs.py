@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from protwin.shared.calibration import Calibration, Factor
 from protwin.shared.errors import CalibrationError, HardwareError, WorkloadError
 from protwin.shared.hardware import Device, DeviceKind, Hardware, Link, LinkPoint
-from protwin.shared.schedule import Task, TaskId, TaskKind
+from protwin.shared.machines import machine as known_machine
+from protwin.shared.schedule import LANE_OF, Lane, Task, TaskId, TaskKind
 from protwin.shared.workload import DType, Operation, OperationClass, Phase
 from protwin.sim.costs import CostModel, copy_time_s, host_adam_bytes_per_s, matrix_flop_per_s, roofline_s
 from protwin.sim.efficiency import DISPATCHES_PER_LAUNCH, KERNEL_FIXED_S, efficiency_frac
@@ -255,22 +256,28 @@ def test_calibration_multiplies_and_adds_by_kind(kind: TaskKind) -> None:
         TaskKind.GRADIENT_NORM: adam(kind, 0, STEPPED_BYTES),
         TaskKind.CPU_ADAM: adam(kind, 64, STEPPED_BYTES),
         TaskKind.DEVICE_ADAM: adam(kind, 64, STEPPED_BYTES),
+        **{
+            collective: Task(TaskId(0), collective, moved_bytes=512, num_ranks=2)
+            for collective in TaskKind
+            if LANE_OF[collective] is Lane.COLLECTIVE
+        },
     }
+    ranks = known_machine("rtx-3090-x4")
     task = tasks.get(kind, compute(kind, MEASURED))
     calibration = Calibration(
         hardware_name=MACHINE, machine=MACHINE, factors={kind: Factor(value=1.5)}, overhead_s={kind: 0.25}
     )
     for use_measured in (False, True):
-        alone = CostModel(machine(), use_measured=use_measured).task_s(task)
+        alone = CostModel(machine(), use_measured=use_measured, together=ranks).task_s(task)
         assert alone > 0
-        calibrated = CostModel(machine(), calibration, use_measured=use_measured).task_s(task)
+        calibrated = CostModel(machine(), calibration, use_measured=use_measured, together=ranks).task_s(task)
         assert calibrated == pytest.approx(1.5 * alone + 0.25)
         others = Calibration(
             hardware_name=MACHINE,
             machine=MACHINE,
             factors={other: Factor(value=9.0) for other in TaskKind if other is not kind},
         )
-        assert CostModel(machine(), others, use_measured=use_measured).task_s(task) == alone
+        assert CostModel(machine(), others, use_measured=use_measured, together=ranks).task_s(task) == alone
 
 
 def test_both_directions_have_their_own_link() -> None:
