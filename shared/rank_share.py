@@ -39,6 +39,12 @@ def machine_of_rank(hardware: Hardware, num_ranks: int) -> Hardware:
     return alone.model_copy(update={"host": host_share(hardware.host, at_socket), **links})
 
 
+def price_of_ranks(hardware: Hardware, num_ranks: int) -> float | None:
+    """US dollars per hour for so many devices and their shares of the machine; None where no price is known."""
+    price = hardware.price_usd_per_hour
+    return None if price is None else price / hardware.devices_per_node * num_ranks
+
+
 def _most(groups: tuple[int, ...], num_ranks: int) -> int:
     """Ranks in the fullest group, when they fill the groups in order."""
     places = (group for group, size in enumerate(groups) for _ in range(size))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import ClassVar, Self
+from typing import ClassVar, Final, Self
 
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
@@ -11,6 +11,8 @@ from .files import Document, FrozenModel
 from .memory_accounts import DeviceReserved, HostMemory
 from .plan import Plan
 from .schedule import LANES_ALONE, Content, Lane, Memory, TaskKind
+
+_SECONDS_PER_HOUR: Final = 3600
 
 
 class Origin(StrEnum):
@@ -109,6 +111,8 @@ class Record(Document):
     memory: tuple[MemoryCurve, ...]
     guaranteed_peak_device_bytes: NonNegativeInt
     """What no timing of this schedule can exceed."""
+    price_usd_per_hour: PositiveFloat | None = None
+    """Rent of the devices of all ranks with their shares of the machine; None where no price is known."""
     num_gathers: NonNegativeInt
     num_cpu_adam_steps: NonNegativeInt
     device_reserved: DeviceReserved | None = None
@@ -147,6 +151,13 @@ class Record(Document):
     def tokens_per_s(self) -> float:
         """Throughput in steady state, of all ranks together."""
         return self.num_tokens / self.iteration_s
+
+    @property
+    def usd_per_million_tokens(self) -> float | None:
+        """What a million tokens cost; None where no price is known."""
+        if self.price_usd_per_hour is None:
+            return None
+        return self.price_usd_per_hour / _SECONDS_PER_HOUR / self.tokens_per_s * 10**6
 
     @property
     def lanes_shown(self) -> tuple[Lane, ...]:

@@ -97,7 +97,13 @@ def iteration_table(record: Record) -> RenderableType:
     table.add_section()
     spread = f"± {format_share(record.iteration_noise_frac)}" if record.iteration_noise_frac else ""
     add_row(table, "iteration", format_seconds(record.iteration_s), spread, style="bold")
-    add_row(table, "tokens per second", format_number(record.tokens_per_s), "")
+    num_ranks = record.plan.num_ranks
+    of_all = f"{num_ranks:,} ranks" if num_ranks > 1 else ""
+    add_row(table, "tokens per second", format_number(record.tokens_per_s), of_all)
+    if num_ranks > 1:
+        add_row(table, "tokens per second and rank", format_number(record.tokens_per_s / num_ranks), "")
+    if (cost := record.usd_per_million_tokens) is not None:
+        add_row(table, "US dollars a million tokens", f"{cost:.3f}", "")
     return titled("Iteration", table)
 
 

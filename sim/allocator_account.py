@@ -30,20 +30,22 @@ def device_reserved(
     *,
     order: HappensBefore | None = None,
     settings: AllocatorSettings | None = None,
+    beside_bytes: int = 0,
 ) -> DeviceReserved | None:
     """What the allocator holds once it asks the driver for no more; None where the CPU is the device, which has none.
 
     Iterations are replayed from the set-up on ([Note: What a replay knows] in ``sim/allocator_replay.py``), without a
     limit, in either reading of what happens within tasks.  Where the expected one exceeds the device, it is replayed
     once more within it, so that cached segments are given back, and once with expandable segments.  ``order`` spares
-    computing the happens-before relation again; ``settings`` are those of the allocator.
+    computing the happens-before relation again; ``settings`` are those of the allocator; ``beside_bytes`` of the device
+    are taken beside it, by what carries collectives.
     """
     if device.kind is DeviceKind.CPU:
         return None
     program = allocation_program(schedule, order)
     static = static_tensors(schedule, workload.parameters, layout)
     workspaces = matrix_workspaces(device)
-    limit_bytes = device.memory_bytes - outside_allocator_bytes(device)
+    limit_bytes = max(1, device.memory_bytes - outside_allocator_bytes(device) - beside_bytes)
 
     def replayed(
         inside: Inside,

@@ -52,6 +52,7 @@ from ..shared.uncollected import uncollected
 from ..shared.units import format_bytes, parse_bytes
 from ..shared.workload import Workload
 from .hardware_commands import hardware
+from .rank_options import NumRanks, Parallel, rank_device_bytes, rank_host_bytes, unused_devices, with_ranks
 from .search import search as search_plans
 from .search_options import (
     USUAL,
@@ -223,7 +224,7 @@ def search_command(
             answers = what_if(setting, result.prediction.iteration_s, what_ifs(setting), on_progress=on_progress)
             result = result.model_copy(update={"what_if": answers})
             found = result if isinstance(found, SearchResult) else found.model_copy(update={"result": result})
-    _warn_of_memory(result.prediction, machine)
+    _warn_of_memory(result.prediction, rank_host_bytes(machine, result.plan.num_ranks))
     if not is_interrupted:
         if output is not None:
             result.plan.save(output)
@@ -242,6 +243,7 @@ def search_command(
     epilog=examples(
         "protwin simulate --plan plan.json --model gpt2 --hardware rtx-3090 --batch-size 8 --sequence-length 1024",
         "protwin simulate --plan plan.json --model workload.json --hardware machine.toml --output predicted.json",
+        "protwin simulate --plan plan.json --model model.json --hardware h100-80gb-x8 --parallel sharded",
     )
 )
 @uncollected()
@@ -259,6 +261,8 @@ def simulate_command(
     changes: HardwareChanges = None,
     device_budget_bytes: DeviceBudget = None,
     calibration: CalibrationPath = None,
+    num_ranks: NumRanks = None,
+    parallel: Parallel = None,
     timeline: TimelinePath = None,
     output: OutputPath = None,
     report: ReportPath = None,
@@ -268,14 +272,15 @@ def simulate_command(
 ) -> None:
     """Predict time and memory of one plan.
 
-    --output writes the record, which protwin compare lays beside a measured one.
+    --output writes the record, which protwin compare lays beside a measured one.  --parallel and --ranks, in place of
+    the plan's own, ask about several devices of the machine.
     """
     keep_apart(
         {"--output": output, "--timeline": timeline, "--report": report},
         {"--plan": plan, "--model": model, "--hardware": hardware, "--calibration": calibration},
     )
-    chosen = Plan.load(plan)
     machine = _machine(hardware, changes)
+    chosen = with_ranks(Plan.load(plan), machine, num_ranks, parallel)
     _check_budget(device_budget_bytes, machine)
     factors = _calibration(calibration)
     workload = resolve_workload(
@@ -289,13 +294,15 @@ def simulate_command(
     )
     schedule = compile_schedule(chosen, workload)
     record = simulate_plan(chosen, workload, machine, factors, schedule=schedule)
-    budget_bytes = device_budget_bytes or machine.device.usable_bytes
+    budget_bytes = device_budget_bytes or rank_device_bytes(machine, chosen.num_ranks)
+    if (unused := unused_devices(machine, chosen.num_ranks)) is not None:
+        warn(unused)
     if record.guaranteed_peak_device_bytes > budget_bytes:
         warn(
             f"this plan may need {format_bytes(record.guaranteed_peak_device_bytes)} of device memory but the budget "
             f"is {format_bytes(budget_bytes)}."
         )
-    _warn_of_memory(record, machine)
+    _warn_of_memory(record, rank_host_bytes(machine, chosen.num_ranks))
     if output is not None:
         record.save(output)
     if timeline is not None:
@@ -364,11 +371,11 @@ def _simulation_report(record: Record, schedule: Schedule, budget_bytes: int) ->
     )
 
 
-def _warn_of_memory(record: Record, machine: Hardware) -> None:
+def _warn_of_memory(record: Record, host_bytes: int) -> None:
     """Warn of segments or host memory that do not fit although all that the plan allocates does."""
     from ..shared.memory_words import allocator_warning, host_warning
 
-    for message in (allocator_warning(record), host_warning(record, machine.host.memory_bytes)):
+    for message in (allocator_warning(record), host_warning(record, host_bytes)):
         if message is not None:
             warn(message)
 

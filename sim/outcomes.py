@@ -8,6 +8,7 @@ from typing import Final
 
 import numpy as np
 
+from ..shared.rank_share import price_of_ranks
 from ..shared.search_result import Certificate, PlanOutcome, SearchResult
 from .candidates import Candidate
 from .hunt import Hunt, Simulated
@@ -33,6 +34,7 @@ def search_result(
         chosen.schedule,
         chosen.timing,
         layout=problem.layouts[chosen.candidate.layout].grid.layout,
+        price_usd_per_hour=price_of_ranks(problem.hardware, 1),
     )
     peak_bytes = prediction.guaranteed_peak_device_bytes
     assert peak_bytes == chosen.candidate.peak_bytes <= problem.device_budget_bytes, "the compiled plan fits"

@@ -33,10 +33,13 @@ def predicted_record(
     timing: Timing,
     *,
     layout: Layout | None = None,
+    price_usd_per_hour: float | None = None,
+    collective_bytes: int = 0,
 ) -> Record:
     """One iteration of ``timing`` in steady state, with the memory of one rank, whose machine ``hardware`` is.
 
-    ``layout`` spares building the one of ``plan`` again.  Seconds count from the start of the iteration's first compute
+    ``layout`` spares building the one of ``plan`` again; ``price_usd_per_hour``: of the devices of all ranks;
+    ``collective_bytes`` of the device carry collectives.  Seconds count from the start of the iteration's first compute
     task.  Raises WorkloadError if the iteration takes no time.
     """
     if timing.iteration_s <= 0:
@@ -68,10 +71,13 @@ def predicted_record(
         lanes=_lane_uses(schedule, tasks),
         memory=(device_curve, pinned_host_curve(schedule, timing)),
         guaranteed_peak_device_bytes=guaranteed_device_peak(schedule, order).size_bytes,
-        device_reserved=device_reserved(schedule, workload, layout, hardware.device, order=order),
+        device_reserved=device_reserved(
+            schedule, workload, layout, hardware.device, order=order, beside_bytes=collective_bytes
+        ),
         host_memory=host_memory(
             schedule, workload.parameters, layout, hardware, device_peak_bytes=device_curve.peak_bytes
         ),
+        price_usd_per_hour=price_usd_per_hour,
         num_gathers=sum(task.kind is TaskKind.GATHER for task in schedule.tasks),
         num_cpu_adam_steps=sum(task.kind is TaskKind.CPU_ADAM for task in schedule.tasks),
     )

@@ -12,12 +12,14 @@ from ..shared.compile import compile_schedule
 from ..shared.hardware import Hardware
 from ..shared.layout import Layout
 from ..shared.plan import Plan
+from ..shared.rank_share import price_of_ranks
 from ..shared.record import Record
 from ..shared.schedule import Lane, Schedule
 from ..shared.workload import Workload
 from .contention import ContentionModel
 from .costs import CostModel
 from .lanes import LaneProcesses
+from .library_workspaces import collective_bytes
 from .prediction import predicted_record
 from .timing import Seconds, Timing, slowest_period_s, steady_period_s
 
@@ -49,7 +51,16 @@ def simulate(
     costs = CostModel.of(workload, hardware, calibration, num_ranks=plan.num_ranks)
     contention = ContentionModel.of(hardware, calibration, num_ranks=plan.num_ranks)
     timing = simulate_timing(schedule, costs.durations_s(schedule), contention, num_more_iterations=1)
-    return predicted_record(plan, workload, costs.hardware, calibration, schedule, timing)
+    return predicted_record(
+        plan,
+        workload,
+        costs.hardware,
+        calibration,
+        schedule,
+        timing,
+        price_usd_per_hour=price_of_ranks(hardware, plan.num_ranks),
+        collective_bytes=collective_bytes(hardware, plan.num_ranks),
+    )
 
 
 def simulate_timing(

@@ -50,8 +50,8 @@ class Throughput:
     """What lanes get done side by side; V vertices."""
 
     weights: FloatArray
-    """(V, 4) of the lanes of one rank alone, in the order of ``Lane``: for any work (..., 4), ``(work @ weights.T).max(-1)`` is a lower
-    bound of the time that it takes."""
+    """(V, 4) of the lanes of one rank alone, in the order of ``Lane``: for any work (..., 4),
+    ``(work @ weights.T).max(-1)`` is a lower bound of the time that it takes."""
     together: FloatArray
     """(V,) what each adds to that for every second of H2D work that is done while D2H is active."""
     least_ratio: float

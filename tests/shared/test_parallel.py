@@ -219,7 +219,8 @@ def test_the_host_holds_a_share_and_the_device_the_whole() -> None:
     )
     for memory in (Memory.PINNED_HOST, Memory.HOST):
         assert replicated.static_bytes(memory) == alone.static_bytes(memory)
-        assert sharded.static_bytes(memory) == pytest.approx(alone.static_bytes(memory) / 4, rel=0.01)
+        # A shard holds, and its optimizer steps, the alignment between parameters too: 96 bytes of 4 096 here.
+        assert sharded.static_bytes(memory) == pytest.approx(alone.static_bytes(memory) / 4, rel=0.03)
     gathered = {
         name: [b.size_bytes for b in schedule.buffers if b.content is Content.PARAMETERS and not b.is_static]
         for name, schedule in (("alone", alone), ("sharded", sharded))

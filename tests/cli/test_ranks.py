@@ -1,0 +1,90 @@
+"""Commands that ask about several devices."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from protwin.shared.plan import ParallelMode, Plan
+from protwin.shared.record import Record
+from protwin.shared.schedule import Lane
+from tests.cli.conftest import Protwin
+
+SIMULATE = ("simulate", "--plan", "plan.json", "--model", "workload.json")
+
+
+def simulated(protwin: Protwin, *arguments: str) -> Record:
+    result = protwin(*SIMULATE, "--json", *arguments)
+    assert result.returncode == 0, result.stderr
+    return Record.from_mapping(json.loads(result.stdout), origin="standard output")
+
+
+def test_a_mode_takes_all_devices_of_the_machine(protwin_here: Protwin, folder: Path) -> None:
+    record = simulated(protwin_here, "--hardware", "a100-80gb-x8", "--parallel", "sharded")
+    assert (record.plan.parallel, record.plan.num_ranks) == (ParallelMode.SHARDED, 8)
+    alone = simulated(protwin_here, "--hardware", "a100-80gb-x8")
+    assert record.num_tokens == 8 * alone.num_tokens
+    assert record.lane(Lane.COLLECTIVE).num_tasks > 0
+    assert [use.lane for use in alone.lanes] == [Lane.COMPUTE, Lane.H2D, Lane.D2H, Lane.CPU_OPTIM]
+
+
+def test_devices_that_are_not_asked_about_are_named(protwin_here: Protwin, folder: Path) -> None:
+    said = protwin_here(*SIMULATE, "--hardware", "a100-80gb-x8").stderr
+    assert "a100-80gb-x8 has 8 devices and one is used" in said
+    said = protwin_here(*SIMULATE, "--hardware", "a100-80gb-x8", "--parallel", "sharded", "--ranks", "4").stderr
+    assert "8 devices and 4 are used" in said
+    assert "devices" not in protwin_here(*SIMULATE, "--hardware", "a100-80gb-x8", "--parallel", "sharded").stderr
+
+
+def test_tables_timeline_and_report_show_the_ranks(protwin_here: Protwin, folder: Path) -> None:
+    asked = ("--hardware", "a100-80gb-x8", "--parallel", "sharded", "--set", "price_usd_per_hour=16")
+    shown = protwin_here(*SIMULATE, *asked, "--timeline", "timeline.json", "--report", "report.html")
+    assert shown.returncode == 0, shown.stderr
+    for words in ("8 ranks", "tokens per second and rank", "between ranks", "sharded", "US dollars a million tokens"):
+        assert words in shown.stdout
+    threads = [
+        e["args"]["name"]
+        for e in json.loads((folder / "timeline.json").read_text())["traceEvents"]
+        if e["name"] == "thread_name"
+    ]
+    assert "collective" in threads
+    page = (folder / "report.html").read_text()
+    assert "between ranks" in page
+    assert "all-gather" in page
+
+
+def test_the_price_is_that_of_the_devices_in_use(protwin_here: Protwin, folder: Path) -> None:
+    asked = ("--hardware", "a100-80gb-x8", "--set", "price_usd_per_hour=16")
+    assert simulated(protwin_here, *asked).price_usd_per_hour == 2
+    assert simulated(protwin_here, *asked, "--parallel", "sharded").price_usd_per_hour == 16
+    assert simulated(protwin_here, "--hardware", "a100-80gb-x8").price_usd_per_hour is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--ranks", "8"), "8 ranks do nothing together"),
+        (("--ranks", "1", "--parallel", "ddp"), "needs 2 ranks at least"),
+        (("--parallel", "sharded", "--ranks", "9"), "9 ranks do not fit on a100-80gb-x8, which has 8 devices"),
+        (("--parallel", "ddp"), "Set n_persist to"),
+        (("--parallel", "fsdp"), "not one of"),
+        (("--ranks", "0"), "--ranks"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(
+    protwin_here: Protwin, folder: Path, arguments: tuple[str, ...], words: str
+) -> None:
+    result = protwin_here(*SIMULATE, "--hardware", "a100-80gb-x8", *arguments)
+    assert result.returncode == 2
+    assert words in result.stderr
+    assert result.stdout == ""
+
+
+def test_plans_of_several_ranks_are_not_run(protwin_here: Protwin, folder: Path) -> None:
+    plan = Plan.load(folder / "plan.json")
+    plan.model_copy(update={"parallel": ParallelMode.SHARDED, "num_ranks": 2}).save(folder / "plan.json")
+    result = protwin_here("run", "--plan", "plan.json", "--workload", "workload.json", "--model", "gpt2")
+    assert result.returncode == 2
+    assert "num_ranks = 2" in result.stderr
