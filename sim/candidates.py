@@ -131,6 +131,29 @@ class Candidates:
             else:
                 self._add_families(entry)
 
+    def simplest_known(self, limit_s: float, most: int) -> list[Candidate]:
+        """The simplest plans with lower bounds below ``limit_s`` of the residencies that have been looked at.
+
+        At most so many; they leave the queue.
+        """
+        opened = [entry for *_, entry in self._heap if isinstance(entry, _Plans)]
+        near = [
+            (self._problem.layouts[plans.layout].grid.simplicity(plans.row, plan[1], plan[2]), number, plan)
+            for number, plans in enumerate(opened)
+            for plan in plans.left
+            if plan[0] < limit_s
+        ]
+        chosen = sorted(near)[:most]
+        if chosen:
+            for number in {number for _, number, _ in chosen}:
+                taken = {plan for _, other, plan in chosen if other == number}
+                opened[number].left = [plan for plan in opened[number].left if plan not in taken]
+            self._heap = [entry for entry in self._heap if not isinstance(entry[-1], _Plans)]
+            heapify(self._heap)
+            for plans in opened:
+                self._queue(plans)
+        return [self._candidate(opened[number], plan) for _, number, plan in chosen]
+
     def _push(self, bound_s: float, level: int, key: tuple[int, ...], entry: _Entry) -> None:
         heappush(self._heap, (bound_s, level, key, next(self._ticket), entry))
 
@@ -171,6 +194,8 @@ class Candidates:
         is_open = grid.is_distinct(n_swap)[rows][:, :, None]
         fits = is_open & (peaks <= problem.device_budget_bytes)
         self.num_bounded_by_memory += int(np.count_nonzero(is_open & ~fits))
+        may_fit = fits.any(axis=(0, 1))
+        modes, fits = modes[may_fit], fits[:, :, may_fit]
         row, depth = np.nonzero(fits.any(axis=2))
         if not len(row):
             return
@@ -214,8 +239,12 @@ class Candidates:
 
     def _take(self, plans: _Plans) -> Candidate:
         """The next plan of a residency; the others go back into the queue."""
-        bound_s, depth, mode, peak_bytes = plans.left.pop()
+        plan = plans.left.pop()
         self._queue(plans)
+        return self._candidate(plans, plan)
+
+    def _candidate(self, plans: _Plans, plan: tuple[float, int, int, int]) -> Candidate:
+        bound_s, depth, mode, peak_bytes = plan
         simplicity = self._problem.layouts[plans.layout].grid.simplicity(plans.row, depth, mode)
         index = (plans.row, depth, mode)
         return Candidate(plans.layout, index, simplicity, plans.traffic, bound_s, peak_bytes)

@@ -20,9 +20,12 @@ from .timing import Timing
 
 _BATCH: Final = 512
 """Plans replayed at once."""
-_FIRST_RESIDENCIES: Final = 64
-"""The first batch is there to find a good plan early, and ends with the plans of so many residencies: each residency
-costs more than many of its plans."""
+_FIRST_BATCH: Final = 32
+"""Until a good plan is known: with one, few others need to be looked at."""
+_SIMPLEST: Final = 64
+"""Plans that the first batch takes besides, for they may be as good and are simpler."""
+_NEAR_TOLERANCES: Final = 5
+"""Bounds up to so many tolerances above the least are taken for near: times lie above their bounds."""
 
 OnProgress = Callable[[int, int], None]
 
@@ -136,16 +139,13 @@ class Hunt:
 
     def _batch(self, num_replays: int) -> list[Candidate]:
         """The plans to replay next; a cap ends the search only once something was found that fits."""
-        size = _BATCH
+        size = _FIRST_BATCH if self.best is None else _BATCH
         if self.max_replays is not None and (self.best is not None or num_replays < self.max_replays):
             size = max(0, min(size, self.max_replays - num_replays))
-        batch: list[Candidate] = []
-        residencies: set[int] = set()
-        for candidate in islice(self.candidates.below(self.limit_s), size):
-            batch.append(candidate)
-            residencies.add(id(candidate.traffic))
-            if self.best is None and len(residencies) == _FIRST_RESIDENCIES:
-                break
+        batch = list(islice(self.candidates.below(self.limit_s), size))
+        if self.best is None and batch and size == _FIRST_BATCH:
+            near_s = min(self.limit_s, batch[0].bound_s * (1 + _NEAR_TOLERANCES * self.tolerance_frac))
+            batch += self.candidates.simplest_known(near_s, _SIMPLEST)
         return batch
 
     def _replay(self, batch: list[Candidate]) -> None:

@@ -58,6 +58,7 @@ of the plan with the most buffers and the deepest prefetch holds for every plan 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -76,6 +77,25 @@ _BOUND_FRAC: Final = 1 - 1e-5
 _NONE: Final = np.zeros(1)
 
 
+@dataclass(frozen=True)
+class _Stretch:
+    """Work that lies in a stretch of an iteration: of compute (..., K), of the other lanes (...)."""
+
+    compute_s: FloatArray
+    h2d_s: FloatArray
+    d2h_s: FloatArray
+    cpu_s: FloatArray
+    together_s: FloatArray | None = None
+    """Of H2D, what is surely done beside D2H."""
+
+    @property
+    def of_first_cut(self) -> _Stretch:
+        """The same for the first of the cuts (R, J) alone."""
+        together_s = None if self.together_s is None else self.together_s[:, 0]
+        h2d_s, d2h_s, cpu_s = (lane[:, 0] if lane.ndim > 1 else lane for lane in (self.h2d_s, self.d2h_s, self.cpu_s))
+        return _Stretch(self.compute_s[:, 0], h2d_s, d2h_s, cpu_s, together_s)
+
+
 class TimeBounds:
     """Bounds for the plans of one layout.
 
@@ -84,6 +104,7 @@ class TimeBounds:
 
     def __init__(self, table: ChunkTable, compute: ComputeTable, throughput: Throughput) -> None:
         self._weights = throughput.weights
+        self._counts_compute = self._weights[:, 0] > 0
         self._together = throughput.together
         self._overlaps = Overlaps(table, throughput.least_ratio)
         self._sums = WorkSums(table, compute)
@@ -133,14 +154,15 @@ class TimeBounds:
         if micro_batches > 1:
             h2d_s = h2d_s + (2 * micro_batches - 2) * sums.least(n_persist, n_buffer)
         d2h_s = sums.offload_s[n_persist, -1]
-        bound: FloatArray = self._weigh(
-            sums.compute_s[n_persist[:, None], modes],
-            h2d_s + micro_batches * sums.swap_in_s[n_swap],
-            micro_batches * (d2h_s + sums.swap_out_s[n_swap]),
-            sums.cpu_s[n_persist],
-            together_s,
-        ).max(axis=1)
-        return bound
+        return self._least_s(
+            _Stretch(
+                sums.compute_s[n_persist[:, None], modes],
+                h2d_s + micro_batches * sums.swap_in_s[n_swap],
+                micro_batches * (d2h_s + sums.swap_out_s[n_swap]),
+                sums.cpu_s[n_persist],
+                together_s,
+            )
+        )
 
     def _swapping_s(self, n_persist: IntArray, depths: IntArray, modes: IntArray) -> FloatArray | float:
         """(R, K) compute, with the waits for what swaps on its way out and back."""
@@ -167,26 +189,35 @@ class TimeBounds:
         bound: FloatArray = sums.compute_s[n_persist[:, None], modes] + positions.micro_batches * waited_s
         return bound
 
-    def _weigh(
-        self,
-        compute_s: FloatArray,
-        h2d_s: FloatArray,
-        d2h_s: FloatArray,
-        cpu_s: FloatArray,
-        together_s: FloatArray | None = None,
-    ) -> FloatArray:
-        """(..., V, K) weighted work of a stretch: compute (..., K), the other lanes (...).
-
-        ``together_s``: (...) of H2D, what is surely done beside D2H.
-        """
-        others = np.stack(np.broadcast_arrays(h2d_s, d2h_s, cpu_s), axis=-1) @ self._weights[:, 1:].T
-        if together_s is not None:
-            others = others + together_s[..., None] * self._together
-        weighed: FloatArray = self._weights[:, :1] * compute_s[..., None, :] + others[..., None]
+    def _weigh(self, work: _Stretch) -> FloatArray:
+        """(..., V, K) weighted work of a stretch."""
+        weighed: FloatArray = self._weights[:, :1] * work.compute_s[..., None, :] + self._others(work)[..., None]
         return weighed
 
-    def _first_stretch(self, cycle: _Cycle, start: IntArray, step: IntArray) -> tuple[FloatArray, FloatArray]:
-        """Weighted work (R, J, V, K), and the least time (R, J, K), from ``start`` to the backward of every cut.
+    def _least_s(self, work: _Stretch) -> FloatArray:
+        """(..., K) the least time that a stretch takes: the largest of its weighted work.
+
+        Where nothing slows compute, few weights count it, and the others say the same for every choice of modes.
+        """
+        others = self._others(work)
+        least_s = others[..., ~self._counts_compute].max(axis=-1, initial=0.0)[..., None]
+        for vertex in np.flatnonzero(self._counts_compute):
+            weighed = self._weights[vertex, 0] * work.compute_s
+            weighed += others[..., vertex, None]
+            least_s = np.maximum(least_s, weighed)
+        found: FloatArray = least_s
+        return found
+
+    def _others(self, work: _Stretch) -> FloatArray:
+        """(..., V) weighted work of all lanes but compute."""
+        lanes = np.stack(np.broadcast_arrays(work.h2d_s, work.d2h_s, work.cpu_s), axis=-1)
+        others: FloatArray = lanes @ self._weights[:, 1:].T
+        if work.together_s is not None:
+            others = others + work.together_s[..., None] * self._together
+        return others
+
+    def _first_stretch(self, cycle: _Cycle, start: IntArray, step: IntArray) -> tuple[_Stretch, FloatArray]:
+        """The work from ``start`` to the backward of every cut, and the least time (R, J, K) that it takes.
 
         ``start``: compute position; ``step``: gathers from this step on lie in the stretch.
         """
@@ -200,15 +231,15 @@ class TimeBounds:
             h2d_s = h2d_s + cycle.fetches_s(start - 1, cuts)
             d2h_s = d2h_s + cycle.outs_s(start - 1, cuts)
         together_s = rows.together_s(cuts + cycle.depth + 1)
-        whole = self._weigh(rows.compute_s(start, stop), h2d_s, d2h_s, _NONE, together_s)
+        whole = _Stretch(rows.compute_s(start, stop), h2d_s, d2h_s, _NONE, together_s)
         turn = np.maximum(1 + cycle.last_gathered, start)
-        until_turn = self._weigh(rows.compute_s(start, turn), gathers_s, _NONE, _NONE).max(axis=2)
+        until_turn_s = self._least_s(_Stretch(rows.compute_s(start, turn), gathers_s, _NONE, _NONE))
         after = cycle.last_gathered + cycle.depth + 1
         again_s = rows.passes_s(after) + cycle.gathers_again_s(after, cuts)
         if rows.n_swap:
             again_s = again_s + cycle.later_fetches_s(after, cuts)
-        from_turn = self._weigh(rows.compute_s(turn, stop), again_s, awaited_s, _NONE, together_s).max(axis=2)
-        return whole, np.maximum(whole.max(axis=2), until_turn + from_turn)
+        from_turn_s = self._least_s(_Stretch(rows.compute_s(turn, stop), again_s, awaited_s, _NONE, together_s))
+        return whole, np.maximum(self._least_s(whole), until_turn_s + from_turn_s)
 
     def _through_adam(self, cycle: _Cycle) -> FloatArray:
         """(R, K) the way through CPU Adam."""
@@ -216,7 +247,7 @@ class TimeBounds:
         first, first_s = self._first_stretch(cycle, 1 + p, p + cycle.depth + 1)
         adam_s, offload_s = rows.adam_s(p, cuts + 1), rows.offloads_s(p, cuts + 1)
         later_s = rows.gathers_again_s(p, cuts - cycle.depth) + rows.fetches_s(p, cuts - cycle.depth)
-        second = self._weigh(
+        second = _Stretch(
             rows.compute_s(cycle.backward(cuts) + 1, cycle.backward(p) + 1),
             later_s,
             offload_s,
@@ -224,11 +255,11 @@ class TimeBounds:
             rows.together_s(p, cuts + 1),
         )
         serial_s = cycle.shortest_offload_s + adam_s
-        found = (first_s + np.maximum(second.max(axis=2), serial_s[..., None])).max(axis=1)
+        found = (first_s + np.maximum(self._least_s(second), serial_s[..., None])).max(axis=1)
         # The first cut, at the backward of p, leaves the most between the two stretches.
         awaited_s = rows.offloads_s(cuts + cycle.depth + 1)
         floating = np.stack([rows.offloads_s(cuts + 1) - awaited_s, rows.adam_s(cuts + 1)], axis=-1)
-        floated = self._with_floating(first[:, 0], second[:, 0], floating[:, 0])
+        floated = self._with_floating(self._weigh(first.of_first_cut), self._weigh(second.of_first_cut), floating[:, 0])
         bound: FloatArray = np.maximum(found, floated) + cycle.last_gathers_s
         return bound
 
@@ -247,10 +278,10 @@ class TimeBounds:
         gathers_s = rows.passes_s(step) + cycle.gathers_again_s(step, np.zeros_like(block))
         offloads_s = sums.positions.micro_batches * sums.offload_s[rows.row, -1]
         together_s = rows.together_s(np.zeros_like(block))
-        first_s = self._weigh(until_norm_s, gathers_s, offloads_s, _NONE, together_s).max(axis=2)
+        first_s = self._least_s(_Stretch(until_norm_s, gathers_s, offloads_s, _NONE, together_s))
         adam_s = sums.stepped_until_s[cuts + 1] - sums.stepped_until_s[begin]
         gathered_s = sums.stepped_gathered_s[cuts + 1] - sums.stepped_gathered_s[begin]
-        second_s = self._weigh(rows.iteration_s - until_norm_s, gathered_s, _NONE, adam_s).max(axis=2)
+        second_s = self._least_s(_Stretch(rows.iteration_s - until_norm_s, gathered_s, _NONE, adam_s))
         second_s = np.maximum(second_s, (adam_s + sums.stepped_gather_s[cuts])[..., None])
         found_s = first_s + sums.norm_s[rows.row][..., None] + second_s
         bound: FloatArray = np.where(num_stepped[..., None] > 0, found_s, 0.0).max(axis=1)
@@ -268,18 +299,20 @@ class TimeBounds:
         _, first_s = self._first_stretch(cycle, start, least)
         offload_s = rows.offloads_s(least, cuts + 1)
         later_s = rows.gathers_again_s(p, cuts - depth) + rows.fetches_s(p, cuts - depth)
-        second_s = self._weigh(
-            rows.compute_s(cycle.backward(cuts) + 1, stop),
-            later_s,
-            offload_s,
-            _NONE,
-            rows.together_s(least, cuts + 1),
-        ).max(axis=2)
+        second_s = self._least_s(
+            _Stretch(
+                rows.compute_s(cycle.backward(cuts) + 1, stop),
+                later_s,
+                offload_s,
+                _NONE,
+                rows.together_s(least, cuts + 1),
+            )
+        )
         rest_s = rows.iteration_s - rows.compute_s(start, stop)
         own = [np.where(is_block, 0.0, work(p, p + 1)) for work in (rows.offloads_s, rows.adam_s)]
         tail_s = np.where(is_block, 0.0, cycle.last_gathers_s)
         serial_s = np.where(is_block, 0.0, cycle.shortest_offload_s) + own[1] + tail_s
-        third_s = np.maximum(self._weigh(rest_s, tail_s, *own).max(axis=2), serial_s[..., None])
+        third_s = np.maximum(self._least_s(_Stretch(rest_s, tail_s, *own)), serial_s[..., None])
         bound: FloatArray = (first_s + second_s + third_s).max(axis=1)
         if self._rule.limits_norm:
             # CPU Adam steps the chunks of p first there, and not last.

@@ -154,7 +154,7 @@ class WorkRows:
         """Gathers for the passes between the first one and the last one, of those that begin with ``step`` or later."""
         sums = self.sums
         num_passes = 2 * sums.positions.micro_batches - 2
-        before = np.clip(-(-step // sums.num_blocks) - 1, 0, num_passes)
+        before = _within(-(-step // sums.num_blocks) - 1, num_passes)
         seconds: FloatArray = (num_passes - before) * self.least_s
         return seconds
 
@@ -173,8 +173,8 @@ class WorkRows:
     def gathers_again_s(self, first: IntArray, stop: IntArray) -> FloatArray:
         """Gathers in backward of the chunks whose last block is ``first`` or later, and before ``stop``."""
         sums, top = self.sums, self.sums.num_blocks
-        before = sums.again_s[self.row, sums.place_of_block[np.clip(first, 0, top)]]
-        until = sums.again_s[self.row, sums.place_of_block[np.clip(stop, 0, top)]]
+        before = sums.again_s[self.row, sums.place_of_block[_within(first, top)]]
+        until = sums.again_s[self.row, sums.place_of_block[_within(stop, top)]]
         seconds: FloatArray = np.maximum(np.minimum(until, self.again_s) - np.minimum(before, self.again_s), 0.0)
         return seconds
 
@@ -186,14 +186,14 @@ class WorkRows:
         if self.until_together_s is None:
             return None
         top, rows = self.sums.num_blocks, np.arange(len(self.row))[:, None]
-        until = self.until_together_s[rows, np.clip(top if stop is None else stop, 0, top)]
-        seconds: FloatArray = np.maximum(until - self.until_together_s[rows, np.clip(first, 0, top)], 0.0)
+        until = self.until_together_s[rows, _within(top if stop is None else stop, top)]
+        seconds: FloatArray = np.maximum(until - self.until_together_s[rows, _within(first, top)], 0.0)
         return seconds
 
     def _between(self, prefix_s: FloatArray, first: IntArray, stop: IntArray | None) -> FloatArray:
         top = self.sums.num_blocks + 1
-        before: FloatArray = prefix_s[self.row, np.clip(first, 0, top)]
-        until: FloatArray = prefix_s[self.row, np.clip(top if stop is None else stop, 0, top)]
+        before: FloatArray = prefix_s[self.row, _within(first, top)]
+        until: FloatArray = prefix_s[self.row, _within(top if stop is None else stop, top)]
         seconds: FloatArray = np.maximum(until - before, 0.0)
         return seconds
 
@@ -201,8 +201,14 @@ class WorkRows:
 def _range_s(until_s: FloatArray, first: IntArray | int, stop: IntArray | int) -> FloatArray:
     """Seconds of the blocks from ``first`` to before ``stop``."""
     top = len(until_s) - 1
-    seconds: FloatArray = np.maximum(until_s[np.clip(stop, 0, top)] - until_s[np.clip(first, 0, top)], 0.0)
+    seconds: FloatArray = np.maximum(until_s[_within(stop, top)] - until_s[_within(first, top)], 0.0)
     return seconds
+
+
+def _within(places: IntArray | int, top: int) -> IntArray:
+    """``places``, from 0 to ``top``; ``numpy.clip`` takes many times as long for small arrays."""
+    found: IntArray = np.minimum(np.maximum(places, 0), top)
+    return found
 
 
 def _prefix_sums(values: FloatArray) -> FloatArray:
