@@ -86,7 +86,7 @@ def _refuse_values(cls: type, function: Any, types: Any, args: tuple[Any, ...] =
     which = f"parameter {names[0]}" if names else "a parameter"
     raise ScheduleError(
         f"{which} was read ({attribute or name}) while its chunk is not on the device. A plan is being carried out: "
-        f"read weights after close(), or from a checkpoint of training.save(), or keep their chunks persistent "
+        f"read weights from training.state_dict() between two steps, or after close(), or keep their chunks persistent "
         f"(n_persist)."
     )
 

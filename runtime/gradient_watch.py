@@ -5,15 +5,35 @@ Those of offloaded chunks have left by then, so that clipping, unscaling or clea
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..shared.errors import ScheduleError
+from .chunks import DeviceChunk
 from .ledger import MemoryLedger
 from .tensors import tensors_in
+
+
+def refusing_late_gradients(chunks: Iterable[DeviceChunk], has_left: Callable[[int], bool]) -> list[Any]:
+    """Hooks that stop before a gradient that arrives after its chunk's gradients have left (``has_left``) is lost."""
+    handles = []
+    for chunk in chunks:
+        if chunk.is_persistent:
+            continue
+
+        def arrived(parameter: torch.Tensor, chunk_id: int = chunk.chunk.id) -> None:
+            if has_left(chunk_id):
+                raise ScheduleError(
+                    f"a parameter of chunk {chunk_id} got a gradient after backward had left its block: it is used "
+                    f"outside the block too. Name the blocks so that shared parameters lie outside (blocks=...)."
+                )
+
+        for parameter in chunk.trainable:
+            handles.append(parameter.register_post_accumulate_grad_hook(arrived))  # type: ignore[no-untyped-call]
+    return handles
 
 
 class GradientWatch:

@@ -15,17 +15,37 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from ..shared.errors import ScheduleError
 
 
+class StateAccess:
+    """Whether ``state_dict`` may be called: by who reads no values from it."""
+
+    def __init__(self) -> None:
+        self.is_allowed = False
+
+    @contextmanager
+    def allowed(self) -> Iterator[None]:
+        """Within the block it may."""
+        self.is_allowed = True
+        try:
+            yield
+        finally:
+            self.is_allowed = False
+
+
 @contextmanager
-def refusing_access(model: nn.Module) -> Iterator[None]:
+def refusing_access(model: nn.Module) -> Iterator[StateAccess]:
     """Within the block, whatever torch does to all weights at once is refused: saving, loading, converting, moving.
 
     An offloaded parameter has no memory on the device, and torch does not look before it reads.
     """
+    access = StateAccess()
 
     def refuse_state(*_: Any) -> None:
+        if access.is_allowed:
+            return
         raise ScheduleError(
             "state_dict() or load_state_dict() while a plan is being carried out: offloaded chunks are not on the "
-            "device. Call close() first, and carry the plan out again afterwards."
+            "device. Read the weights by training.state_dict(), save them by training.save(). Call close() first, and "
+            "carry the plan out again afterwards, if they are to be changed."
         )
 
     def refuse_change(*_: Any, **__: Any) -> None:
@@ -43,7 +63,7 @@ def refusing_access(model: nn.Module) -> Iterator[None]:
             if "_apply" not in module.__dict__:
                 module.__dict__["_apply"] = refuse_change
                 undo.callback(module.__dict__.pop, "_apply", None)
-        yield
+        yield access
 
 
 # -- other optimizers ------------------------------------------------------------------------------------------------

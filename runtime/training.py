@@ -6,11 +6,11 @@ The model's own forward and backward are the compute tasks, and hooks on its blo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Final, Self
 
 import torch
 from torch import nn
@@ -30,11 +30,14 @@ from .checkpoint_state import CheckpointState, Resumed, Scheduler, configuration
 from .checkpoints import read_checkpoint, write_checkpoint
 from .compute_lane import ComputeLane
 from .devices import TrainingDevice
+from .evaluation import Evaluation
+from .gradient_watch import refusing_late_gradients
 from .guards import OffloadedWeights, refusing_access, refusing_other_optimizers
 from .lane_tasks import LaneTasks
 from .last_step import LastStep
 from .loss_scaling import LossScaling, scaler_for
 from .metering import metering_of
+from .model_state import state_on_host
 from .optimizer import MakeOptimizer, group_options
 from .optimizer_facade import TrainingOptimizer
 from .placed_model import PlacedModel
@@ -46,6 +49,14 @@ from .swapping import SwappedBlock
 from .taken_over import TakenOver, check_model, taken_over
 from .tensors import tensors_in
 from .walk import SectionWalker
+
+_WITHOUT_GRADIENTS: Final = (
+    "forward without gradients while a plan is being carried out: offloaded chunks are not resident. Evaluate within "
+    "'with training.evaluation():', between step() and the next forward, or after close()."
+)
+_WITH_GRADIENTS: Final = (
+    "forward with gradients within evaluation(), where nothing is trained. Leave its block before the next step."
+)
 
 
 class Training:
@@ -85,6 +96,7 @@ class Training:
         self.device = device
         self.model = model
         self._is_closed = False
+        self._is_evaluating = False
         self._resumed_steps = 0
         self._summaries: Summaries | None = None
         self._recorder = Recorder(self.schedule, plan, workload, device)
@@ -134,7 +146,7 @@ class Training:
                 scaler=self.loss_scaler,
             )
             undo.callback(self.__dict__.pop, "_state", None)
-            undo.enter_context(refusing_access(model))
+            self._access = undo.enter_context(refusing_access(model))
             steppers = [stepper.optimizer for stepper, _, _ in self._placed.steppers()]
             undo.enter_context(refusing_other_optimizers(model, [self.optimizer, *steppers]))
             swapping = self._swapped_blocks()
@@ -142,6 +154,7 @@ class Training:
             undo.callback(self._lanes.close)
             self._compute = ComputeLane(self.schedule, self._placed, self._lanes, self._metering, device, swapping)
             modes = plan.modes(workload.num_blocks)
+            self._evaluation = Evaluation(model, blocks, self._placed.chunks, device)
             self._walker = SectionWalker(model, blocks, modes, self._compute, swapping, is_training=True)
             undo.callback(self._walker.remove)
             for handle in self._hooks():
@@ -168,37 +181,17 @@ class Training:
         leave = self.model.register_forward_hook(lambda *_: torch.clear_autocast_cache())
         # Lanes bring parameters back meanwhile: their classes must not be asked ([Note: Parameters that are away]).
         with torch._C.DisableTorchFunctionSubclass():
-            return [enter, leave, *self._guard_gradients()]
-
-    def _guard_gradients(self) -> list[Any]:
-        """Stop before a gradient that arrives after its chunk's gradients have left could be lost."""
-        handles = []
-        for chunk in self._placed.chunks:
-            if chunk.is_persistent:
-                continue
-
-            def arrived(parameter: torch.Tensor, chunk_id: int = chunk.chunk.id) -> None:
-                if self._compute.has_left(chunk_id):
-                    raise ScheduleError(
-                        f"a parameter of chunk {chunk_id} got a gradient after backward had left its block: it is "
-                        f"used outside the block too. Name the blocks so that shared parameters lie outside "
-                        f"(blocks=...)."
-                    )
-
-            for parameter in chunk.trainable:
-                handles.append(parameter.register_post_accumulate_grad_hook(arrived))  # type: ignore[no-untyped-call]
-        return handles
+            return [enter, leave, *refusing_late_gradients(self._placed.chunks, self._compute.has_left)]
 
     # -- training ----------------------------------------------------------------------------------------------------
 
     def _enter_model(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Runs before the walker's hook of the model's forward."""
-        if not torch.is_grad_enabled():
-            raise ScheduleError(
-                "forward without gradients while a plan is being carried out: offloaded chunks are not resident. "
-                "Evaluate after close(), and carry the plan out again."
-            )
+        if torch.is_grad_enabled() == self._is_evaluating:
+            raise ScheduleError(_WITH_GRADIENTS if self._is_evaluating else _WITHOUT_GRADIENTS)
         self._check_usable()
+        if self._is_evaluating:
+            return
         if not self._compute.is_before_forward:
             raise ScheduleError(
                 f"forward began before the last one was complete: the iteration is at "
@@ -307,6 +300,45 @@ class Training:
             raise ScheduleError("the learning rate can change between step() and the next forward alone.")
         self.optimizer.set_learning_rate(learning_rate)
 
+    # -- between two steps -------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def evaluation(self) -> Iterator[None]:
+        """Within the block the model runs forward without gradients, on batches of any shape that memory allows.
+
+        Every block's chunks come to the device when it runs and go after it; nothing else is there besides the
+        persistent ones.  Gradients are off; ``model.eval()`` and ``model.train()`` are the caller's, as in a plain
+        loop.  Steps of the iterations before are completed first, and training goes on as if nothing had been in
+        between, but for what forward itself changes (random states, running statistics in training mode).  Raises
+        ScheduleError between a forward and its step, or within another evaluation.
+        """
+        self._check_between_iterations("the model can be evaluated")
+        if self._is_evaluating:
+            raise ScheduleError("evaluation() within evaluation(). Leave the outer block first.")
+        self._offloaded_weights.check()
+        self.synchronize()
+        with self._compute.changing_state():
+            self._compute.suspend()
+        self._is_evaluating = True
+        try:
+            with torch.no_grad(), self._evaluation.running():
+                yield
+        finally:
+            self._is_evaluating = False
+            if not self._is_closed:
+                with self._compute.changing_state():
+                    self._compute.go_on()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What ``model.state_dict()`` holds, in copies on the host; tied weights are one tensor.
+
+        To be called between step() and the next forward; changes nothing that follows, and needs no device memory.
+        ``load_state_dict`` of another model takes it, and ``save_pretrained(folder, state_dict=...)`` of transformers.
+        """
+        self._check_between_iterations("weights can be read")
+        self.synchronize()
+        return state_on_host(self.model, self._placed, self._access)
+
     # -- saving and resuming -----------------------------------------------------------------------------------------
 
     def save(self, folder: str | Path, *, scheduler: Scheduler | None = None, data_position: Any = None) -> None:
@@ -346,7 +378,7 @@ class Training:
         if not self._compute.is_between_iterations:
             raise ScheduleError(
                 f"{what} between step() and the next forward alone; the iteration is at "
-                f"{self._compute.task_at_hand.name}. Call it after step()."
+                f"{self._compute.task_at_hand.name}. Call it after step(), or after skip_step()."
             )
 
     # -- asking ------------------------------------------------------------------------------------------------------

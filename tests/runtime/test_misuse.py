@@ -121,7 +121,7 @@ def test_backward_twice(case: Case, model: nn.Module, training: Training) -> Non
 
 @pytest.mark.parametrize("switch", [torch.no_grad, torch.inference_mode])
 def test_forward_without_gradients(case: Case, model: nn.Module, training: Training, switch: Any) -> None:
-    with pytest.raises(ScheduleError, match=r"forward without gradients.*Evaluate after close\(\)"), switch():
+    with pytest.raises(ScheduleError, match=r"forward without gradients.*training\.evaluation\(\)"), switch():
         model(**case.batches[1])
     check_goes_on(case, model, training)
 
