@@ -19,7 +19,6 @@ _EMBEDDING: Final = ("embedding", "index_select", "gather", "scatter", "index", 
 _REDUCTION: Final = ("sum", "mean", "softmax", "nll_loss", "amax", "max", "min", "var", "norm", "logsumexp", "argmax")
 _FACTORS: Final = {"mm": 0, "bmm": 0, "mv": 0, "addmm": 1, "baddbmm": 1, "addmv": 1}
 """Where the arguments of products of two factors begin with them."""
-_CAUSAL_PLACE: Final = {"backward": 7, "forward": 4}
 
 
 def describe_operation(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Operation | None:
@@ -92,7 +91,7 @@ def _flops(
     probabilities again), halved under a causal mask; otherwise one per output element.
     """
     if operation_class is OperationClass.ATTENTION:
-        return _attention_flops(name, args, kwargs)
+        return _attention_flops(operator, name, args, kwargs)
     if name == "_grouped_mm":
         return _grouped_flops(args[0], args[1])
     formula = flop_registry.get(operator.overloadpacket)
@@ -124,15 +123,16 @@ def _grouped_flops(first: torch.Tensor, second: torch.Tensor) -> int:
     return 2 * groups * first.shape[-2] * first.shape[-1] * second.shape[-1]
 
 
-def _attention_flops(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+def _attention_flops(operator: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     is_backward = name.endswith("_backward")
     shift = 1 if is_backward else 0
     query, key, value = args[shift], args[shift + 1], args[shift + 2]
     batch_and_heads = prod(query.shape[:-2])
     rows, columns = query.shape[-2], key.shape[-2]
     widths = (3 * query.shape[-1] + 2 * value.shape[-1]) if is_backward else query.shape[-1] + value.shape[-1]
-    place = _CAUSAL_PLACE["backward" if is_backward else "forward"]
-    is_causal = kwargs.get("is_causal", len(args) > place and args[place] is True)
+    # Every kernel has its own order of arguments.
+    named = dict(zip((argument.name for argument in operator._schema.arguments), args, strict=False)) | kwargs
+    is_causal = named.get("is_causal", False)
     return int(2 * batch_and_heads * rows * columns * widths) // (2 if is_causal else 1)
 
 

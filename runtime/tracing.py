@@ -8,12 +8,14 @@ timed without the ledger; fake tensors (a model on the meta device) have no time
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Final
 
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..shared.errors import WorkloadError
+from ..shared.hardware import DeviceKind
 from ..shared.observation import Observation
 from ..shared.plan import ActivationMode
 from ..shared.workload import DType, Workload
@@ -21,6 +23,7 @@ from ..shared.workload_assembly import PhaseKey, TracedModel, TracedShape, assem
 from .batches import Batch, Loss, batch_shapes, batch_tensors, count_samples_and_tokens
 from .blocks import NamedBlock, find_blocks
 from .fake import fake_batch, fake_model, keep_representatives, unpacked_batches
+from .fake_attention import fused_dropout
 from .fake_products import FakeGroupedProducts
 from .identity import device_description, model_hash, software_versions
 from .observing import observe_sections
@@ -40,6 +43,7 @@ def trace(
     blocks: str | Sequence[str] | None = None,
     repeats: int = 5,
     name: str | None = None,
+    device_kind: DeviceKind = DeviceKind.CUDA,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Workload:
     """Trace one training iteration of ``model`` on ``batch``.
@@ -47,13 +51,14 @@ def trace(
     A model with real weights is run and timed (``repeats`` iterations in each activation mode; 0 for none), and is
     left bit for bit as it was.  A model on the meta device is traced with fake tensors: no memory, no times.
     ``loss`` gives the scalar loss from (output, batch) where the model does not; ``blocks`` names the blocks where
-    they are not found.  Raises WorkloadError if the model cannot be traced.
+    they are not found; ``device_kind`` is what a model on the meta device is to train on, where that decides which
+    kernels run (``runtime/fake_attention.py``).  Raises WorkloadError if the model cannot be traced.
     """
     _check_model(model)
     count_samples_and_tokens(batch)
     named = find_blocks(model, blocks)
     if any(parameter.is_meta for parameter in model.parameters()):
-        subject = FakeSubject(model, blocks)
+        subject = FakeSubject(model, blocks, device_kind=device_kind)
         facts = traced_model(model, named, subject.stands_for, name=name, traced_with="fake")
         return assemble(facts, subject.at(batch, loss, on_progress))
     observed, seconds = _observe_real(model, batch, loss, named, repeats, on_progress)
@@ -85,8 +90,15 @@ def traced_model(
 class FakeSubject:
     """A model on the meta device as a trace runs it: fake tensors, and few blocks in place of many equal ones."""
 
-    def __init__(self, model: nn.Module, names: str | Sequence[str] | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        names: str | Sequence[str] | None = None,
+        *,
+        device_kind: DeviceKind = DeviceKind.CUDA,
+    ) -> None:
         self._model = model
+        self._device_kind = device_kind
         self._mode = FakeTensorMode()
         self._twin = fake_model(model, self._mode)
         blocks = find_blocks(self._twin, names)
@@ -104,7 +116,8 @@ class FakeSubject:
         """What one iteration on a batch of this shape does."""
         progress = _Progress(len(TRACED_MODES), on_progress)
         given = fake_batch(batch, self._mode)
-        with self._mode, FakeGroupedProducts(), unpacked_batches(), left_as_found(self._twin):
+        as_on_device = fused_dropout() if self._device_kind is DeviceKind.CUDA else nullcontext()
+        with self._mode, FakeGroupedProducts(), as_on_device, unpacked_batches(), left_as_found(self._twin):
             observed = {
                 mode: observe_sections(self._twin, given, loss, self._blocks, mode, progress.advance, passes=1)
                 for mode in TRACED_MODES

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ..shared.errors import WorkloadError
+from ..shared.hardware import DeviceKind
 from ..shared.training_options import FULL_TRAINING, TrainingOptions
 from ..shared.uncollected import uncollected
 from ..shared.workload import DType, Workload
@@ -33,13 +34,14 @@ def workload_of_configuration(
     sequence_length: int | None,
     dtype: str | None = None,
     options: TrainingOptions = FULL_TRAINING,
+    device_kind: DeviceKind = DeviceKind.CUDA,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Workload:
     """The workload of training the model that a Hugging Face ``config.json`` describes.
 
     ``dtype`` overrides the configuration's; without either, float32.  Batches are unpadded; models of images have no
-    ``sequence_length``.  Raises WorkloadError if transformers is missing, refuses the configuration, or the shape makes
-    no sense for the model.
+    ``sequence_length``.  ``device_kind`` is what it is to train on.  Raises WorkloadError if transformers is missing,
+    refuses the configuration, or the shape makes no sense for the model.
     """
     if batch_size < 1 or (sequence_length or 1) < 1 or batch_size * (sequence_length or 1) > MAX_TOKENS:
         raise WorkloadError(
@@ -50,7 +52,7 @@ def workload_of_configuration(
     given = {BATCH_SIZE: batch_size, SEQUENCE_LENGTH: sequence_length, TARGET_LENGTH: sequence_length}
     check_limits(model, name, given)
     with quiet(), autocast_of(options):
-        return trace(model, batch_of(model, given), name=name, on_progress=on_progress)
+        return trace(model, batch_of(model, given), name=name, device_kind=device_kind, on_progress=on_progress)
 
 
 def configured_model(

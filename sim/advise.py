@@ -141,6 +141,7 @@ def search_machine(request: Request, hardware: Hardware) -> MachineAdvice:
                 dtype=request.dtype,
                 cache=cache_folder(),
                 warn=lambda message: None,
+                device_kind=hardware.device.kind,
             ),
             request.global_batch,
             hardware,

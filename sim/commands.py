@@ -169,6 +169,7 @@ def search_command(
             cache=None if no_cache else cache_folder(),
             warn=warn,
             options=options_of(lora_rank, lora_targets, frozen, autocast),
+            device_kind=machine.device.kind,
         )
 
     found: SearchResult | BatchSearchResult
@@ -291,6 +292,7 @@ def simulate_command(
         cache=None if no_cache else cache_folder(),
         warn=warn,
         options=options_of(lora_rank, lora_targets, frozen, autocast),
+        device_kind=machine.device.kind,
     )
     schedule = compile_schedule(chosen, workload)
     record = simulate_plan(chosen, workload, machine, factors, schedule=schedule)

@@ -28,6 +28,7 @@ from .collectives import Collective
 from .efficiency import CORE_BYTES_PER_S, CPU_ADAM_FRAC, DISPATCHES_PER_LAUNCH, KERNEL_FIXED_S, efficiency_frac
 from .fabrics import machine_collective
 from .kernels import kernel_s
+from .workload_kernels import check_kernels
 
 _MATRIX_CLASSES: Final = frozenset({OperationClass.MATMUL, OperationClass.ATTENTION})
 _WIDER: Final[dict[DType, tuple[DType, ...]]] = {
@@ -76,9 +77,10 @@ class CostModel:
         """The costs of ``workload`` on ``hardware``, by its measured seconds if they were measured there.
 
         Of ``num_ranks`` equal ranks, each has its share of the machine (``shared/rank_share.py``).
-        Raises WorkloadError if its blocks carry nothing but seconds of another machine, and HardwareError if it has
-        fewer devices than ranks.
+        Raises WorkloadError if its blocks carry nothing but seconds of another machine, or were traced with kernels
+        that ``hardware`` does not have, and HardwareError if it has fewer devices than ranks.
         """
+        check_kernels(workload, hardware)
         use_measured = workload.measured_on == hardware.name
         if not use_measured and not any(profile.forward.operations for profile in workload.profiles):
             origin = f"seconds measured on {workload.measured_on}" if workload.measured_on is not None else "no seconds"

@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Final
 
 from ..shared.errors import FileError
 from ..shared.files import Document
+from ..shared.hardware import DeviceKind
 from ..shared.training_options import FULL_TRAINING, TrainingOptions
 from ..shared.workload import Workload
 
@@ -49,6 +50,8 @@ class TraceRequest:
     dtype: str | None
     """Element type of the parameters, instead of the configuration's."""
     options: TrainingOptions = FULL_TRAINING
+    device_kind: DeviceKind = DeviceKind.CUDA
+    """What it is to train on, where that decides which kernels run."""
 
 
 def cache_key(request: TraceRequest) -> str:

@@ -14,12 +14,14 @@ from typing import TYPE_CHECKING, Final
 from ..shared.errors import FileError, WorkloadError
 from ..shared.extensions import extension
 from ..shared.files import read_mapping
+from ..shared.hardware import DeviceKind
 from ..shared.models import ModelConfiguration, known_model, load_model_configuration
 from ..shared.progress import progress_bar
 from ..shared.training_options import FULL_TRAINING, TrainingOptions
 from ..shared.workload import DType, Workload
 from .workload_cache import TraceRequest, cache_key, load_cached, store_cached
 from .workload_check import check_magnitude
+from .workload_kernels import has_fused_dropout
 
 if TYPE_CHECKING:
     from ..shared.workload_family import WorkloadFamily
@@ -37,13 +39,14 @@ def resolve_workload(
     cache: Path | None,
     warn: Warn,
     options: TrainingOptions = FULL_TRAINING,
+    device_kind: DeviceKind = DeviceKind.CUDA,
 ) -> Workload:
     """The workload that ``model`` names: a saved workload's path, a configuration's path, or a catalogue name.
 
     ``cache`` is the folder of traced workloads; None: trace anew and keep nothing.  ``options`` say what of the model
-    is trained.  ``warn`` gets a message if that folder cannot be written, and if a model of the catalogue has to be
-    traced.  Raises ProtwinError if the model is unknown, its file is damaged, or the shape is missing (configurations)
-    or another one (saved workloads).
+    is trained, ``device_kind`` on what, where that decides which kernels run.  ``warn`` gets a message if that folder
+    cannot be written, and if a model of the catalogue has to be traced.  Raises ProtwinError if the model is unknown,
+    its file is damaged, or the shape is missing (configurations) or another one (saved workloads).
     """
     saved = _saved_workload(model)
     if saved is not None:
@@ -63,7 +66,7 @@ def resolve_workload(
             f"{model} is a configuration, which fixes no batch. Say its shape, for example "
             f"--batch-size {batch_size or 1} --sequence-length {sequence_length or 2048}."
         )
-    request = TraceRequest(described.config, described.name, batch_size, sequence_length, dtype, options)
+    request = TraceRequest(described.config, described.name, batch_size, sequence_length, dtype, options, device_kind)
     if known_model(model) is not None:
         found = _shipped(described, request, warn)
         if found is not None:
@@ -129,7 +132,11 @@ def _shipped(described: ModelConfiguration, request: TraceRequest, warn: Warn) -
         warn(f"no workload of {way} of {described.name} in {dtype} comes with protwin, so it is traced, with torch.")
         return None
     try:
-        return family.at(batch_size=request.batch_size, sequence_length=request.sequence_length)
+        found = family.at(batch_size=request.batch_size, sequence_length=request.sequence_length)
+        if request.device_kind is DeviceKind.CPU and has_fused_dropout(found):
+            warn(f"{described.name} has dropout in attention, which runs otherwise on a CPU: it is traced, with torch.")
+            return None
+        return found
     except OutsideFamilyError as error:
         warn(f"{error} It is traced, with torch.")
         return None
@@ -157,6 +164,7 @@ def _trace(request: TraceRequest) -> Workload:
             sequence_length=request.sequence_length,
             dtype=request.dtype,
             options=request.options,
+            device_kind=request.device_kind,
             on_progress=on_progress,
         )
     assert isinstance(traced, Workload)

@@ -13,6 +13,7 @@ from torch import nn
 from protwin.runtime import carry_out, trace
 from protwin.runtime.blocks import find_blocks
 from protwin.shared.errors import ScheduleError, WorkloadError
+from protwin.shared.hardware import DeviceKind
 from protwin.shared.layout import build_layout
 from protwin.shared.plan import Plan
 from protwin.shared.workload import Phase, Workload
@@ -65,7 +66,8 @@ def check_equal(made_up: Workload, real: Workload) -> None:
 def fake(build: Callable[[], nn.Module], batch: dict[str, torch.Tensor]) -> Workload:
     with torch.device("meta"):
         model = build()
-    return trace(model, {name: tensor.to("meta") for name, tensor in batch.items()})
+    # As the CPU runs it, which the real tensors beside it are on.
+    return trace(model, {name: tensor.to("meta") for name, tensor in batch.items()}, device_kind=DeviceKind.CPU)
 
 
 def plain_losses(model: nn.Module, batch: dict[str, torch.Tensor]) -> list[float]:

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from protwin.shared.errors import FileError
+from protwin.shared.hardware import DeviceKind
 from protwin.shared.workload import Workload
 from protwin.sim import workload_cache
 from protwin.sim.workload_cache import TraceRequest, cache_key, load_cached, store_cached
@@ -38,6 +39,7 @@ def test_what_is_kept_reads_back_equal(workload: Workload, tmp_path: Path) -> No
         {"sequence_length": 16},
         {"dtype": "bfloat16"},
         {"name": "other"},
+        {"device_kind": DeviceKind.CPU},
         {"configuration": CONFIGURATION | {"n_layer": 3}},
         {"configuration": CONFIGURATION | {"tie_word_embeddings": False}},
     ],

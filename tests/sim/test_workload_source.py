@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from protwin.shared.errors import CatalogueError, FileError, ProtwinError, WorkloadError
+from protwin.shared.hardware import DeviceKind
 from protwin.shared.plan import Plan
 from protwin.shared.training_options import FULL_TRAINING, LoraOptions, TrainingOptions
 from protwin.shared.workload import DType, Workload
@@ -76,6 +77,7 @@ def test_a_configuration_is_traced_once_for_each_shape(ask: Ask, configuration: 
             "sequence_length": 8,
             "dtype": None,
             "options": FULL_TRAINING,
+            "device_kind": DeviceKind.CUDA,
         }
     ]
     assert ask(configuration) == first
@@ -117,6 +119,18 @@ def test_a_cache_that_cannot_be_written_is_a_warning(
     assert ask(configuration, cache=tmp_path / "file").model_name == "small"
     (warning,) = warnings
     assert warning.startswith("the traced workload is not kept: ")
+
+
+def test_dropout_in_attention_is_traced_for_a_cpu(ask: Ask, tracer: Tracer, warnings: list[str]) -> None:
+    on_gpu = ask("gpt2")
+    assert not warnings
+    assert ask("llama-3.2-1b", device_kind=DeviceKind.CPU).num_blocks == 16
+    assert tracer.asked == []
+    assert not warnings
+    ask("gpt2", device_kind=DeviceKind.CPU)
+    assert tracer.asked[0]["device_kind"] is DeviceKind.CPU
+    assert "dropout in attention" in warnings[0]
+    assert ask("gpt2") == on_gpu, "what was traced for a CPU is not taken for a GPU's"
 
 
 def test_a_name_of_the_catalogue_is_answered_without_a_trace(ask: Ask, tracer: Tracer, warnings: list[str]) -> None:

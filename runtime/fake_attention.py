@@ -1,0 +1,77 @@
+"""Attention with dropout on fake tensors: as a GPU runs it, where the CPU has no kernel for it.
+
+[Note: Dropout in attention]
+torch's fused attention on the CPU knows no dropout: there scaled_dot_product_attention falls apart into products, a
+softmax and a dropout, and autograd saves the probabilities, the mask and what is left of them, for every head a number
+of elements that grows with the square of the sequence.  On CUDA the fused kernels draw the dropout themselves, form it
+again in backward from the state of the generator, and save none of it.  Fake tensors lie on the CPU, so a model that
+is to train on a GPU would be traced as it never runs.  Meanwhile such calls become FlashAttention-2.  CUDA takes the
+memory-efficient kernel for float32 and for heads wider than 256; it saves the same, but for sums of rows that it pads
+to a multiple of 32, which is no polynomial of the length.  Groups of heads that share keys are unknown to it, and fall
+apart on CUDA too.  With a mask (T5's bias of positions is one) calls are left as the CPU has them, in pieces.
+Source: aten/src/ATen/native/transformers/cuda/sdp_utils.cpp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn import functional
+
+_NAME: Final = "scaled_dot_product_attention"
+_FLASH_DTYPES: Final = (torch.float16, torch.bfloat16)
+_FLASH_MAX_WIDTH: Final = 256
+_WIDTH_STEP: Final = 8
+"""FlashAttention-2 takes heads whose width is a multiple of this; others are padded."""
+
+
+@contextmanager
+def fused_dropout() -> Iterator[None]:
+    """Let attention with dropout be what it is on CUDA; see [Note: Dropout in attention].
+
+    Calls without dropout are left to the CPU's fused kernel, which saves the same.
+    """
+    library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+    # Below autocast, and above what autograd sees.  Recomputation within backward meets it as the first forward does.
+    library.impl(_NAME, _attention, "AutogradCPU")  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        library._destroy()  # type: ignore[no-untyped-call]
+
+
+def _attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    width = query.shape[-1]
+    is_flash = query.dtype in _FLASH_DTYPES and width <= _FLASH_MAX_WIDTH
+    has_groups = enable_gqa and query.shape[-3] != key.shape[-3]
+    is_other = not isinstance(query, FakeTensor) or query.dim() != 4  # another thread's, or of no kernel's form
+    if dropout_p == 0 or attn_mask is not None or is_other or (has_groups and not is_flash):
+        plain: torch.Tensor = torch.ops.aten.scaled_dot_product_attention.default.decompose(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+        return plain
+    if is_flash:
+        query, key, value = (_padded(tensor) for tensor in (query, key, value))
+    result: torch.Tensor = torch.ops.aten._scaled_dot_product_flash_attention(
+        query, key, value, dropout_p, is_causal, scale=scale if scale is not None else float(width) ** -0.5
+    )[0]
+    return result if result.shape[-1] == width else result[..., :width]
+
+
+def _padded(tensor: torch.Tensor) -> torch.Tensor:
+    missing = -tensor.shape[-1] % _WIDTH_STEP
+    return functional.pad(tensor, (0, missing)) if missing else tensor
