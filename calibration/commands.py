@@ -57,7 +57,7 @@ def calibrate_command(
     sequence_length: RequiredSequenceLength,
     hardware: HardwareName,
     dtype: DTypeName = None,
-    steps: Annotated[int, typer.Option("--steps", min=2, help="Timed iterations of each plan.")] = 7,
+    steps: Annotated[int, typer.Option("--steps", metavar="N", min=2, help="Timed iterations of each plan.")] = 7,
     seed: Seed = 0,
     workload_output: Annotated[
         Path | None,

@@ -28,6 +28,7 @@ from ..shared.cli_options import (
     examples,
     keep_apart,
     options_of,
+    rate_option,
 )
 from ..shared.cli_output import show
 from ..shared.errors import PlanError, ProtwinError, WorkloadError
@@ -36,7 +37,7 @@ from ..shared.models import load_model_configuration
 from ..shared.plan import Plan
 from ..shared.progress import progress_bar
 from ..shared.training_options import TrainingOptions
-from ..shared.units import format_bytes, parse_bytes_per_s
+from ..shared.units import format_bytes
 from ..shared.workload import Workload
 from .supported import check_carried_out
 
@@ -123,8 +124,10 @@ def run_command(
     lora_rank: LoraRank = None,
     lora_targets: LoraTargets = None,
     frozen: FrozenParts = None,
-    steps: Annotated[int, typer.Option("--steps", min=1, help="Iterations to train.")] = 10,
-    learning_rate: Annotated[float, typer.Option("--learning-rate", min=0.0, help="Rate of AdamW.")] = 1e-4,
+    steps: Annotated[int, typer.Option("--steps", metavar="N", min=1, help="Iterations to train.")] = 10,
+    learning_rate: Annotated[
+        float, typer.Option("--learning-rate", metavar="RATE", min=0.0, help="Rate of AdamW.")
+    ] = 1e-4,
     text: Annotated[
         Path | None,
         typer.Option("--text", metavar="FILE", dir_okay=False, help="Text to train on; by default Python's reference."),
@@ -142,11 +145,11 @@ def run_command(
     device_budget_bytes: DeviceBudget = None,
     host_to_device: Annotated[
         float | None,
-        typer.Option("--host-to-device", parser=parse_bytes_per_s, metavar="RATE", help="Throttle the CPU's link."),
+        typer.Option("--host-to-device", parser=rate_option, metavar="RATE", help="Throttle the CPU's link."),
     ] = None,
     device_to_host: Annotated[
         float | None,
-        typer.Option("--device-to-host", parser=parse_bytes_per_s, metavar="RATE", help="Throttle the CPU's link."),
+        typer.Option("--device-to-host", parser=rate_option, metavar="RATE", help="Throttle the CPU's link."),
     ] = None,
     seed: Seed = 0,
     output: OutputPath = None,

@@ -29,7 +29,7 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
         for parameter in meant:
             parameter.requires_grad_(False)
     if patterns and not any(parameter.requires_grad for _, parameter in named):
-        raise WorkloadError(f"{', '.join(patterns)} freeze every parameter. Leave some to train.")
+        raise WorkloadError(f"freezing {', '.join(patterns)} leaves no parameter to train. Leave some out.")
 
 
 def _is_meant(name: str, pattern: str) -> bool:

@@ -12,7 +12,7 @@ import typer
 
 from .errors import FileError, ProtwinError
 from .training_options import LoraOptions, TrainingOptions
-from .units import parse_bytes
+from .units import parse_bytes, parse_bytes_per_s
 from .workload import DType
 
 
@@ -45,6 +45,13 @@ def writable_json(path: Path | None) -> Path | None:
     return writable(path)
 
 
+def writable_machine(path: Path | None) -> Path | None:
+    """``path``, once it is sure that a machine can be written to it and read again.  Raises FileError."""
+    if path is not None and path.suffix not in (".toml", ".json") and (path.is_file() or not path.exists()):
+        raise FileError(f"{path} says neither TOML nor JSON. Choose a name that ends in .toml or .json.")
+    return writable(path)
+
+
 def keep_apart(outputs: Mapping[str, Path | None], inputs: Mapping[str, str | Path | None]) -> None:
     """Make sure that no output, by option, takes the place of another or of what the command reads.
 
@@ -57,6 +64,22 @@ def keep_apart(outputs: Mapping[str, Path | None], inputs: Mapping[str, str | Pa
         owner = taken.setdefault(os.path.realpath(path), option)
         if owner != option:
             raise FileError(f"{option} {path} would take the place of {owner}, the same file. Name another one.")
+
+
+def size_option(text: str) -> int:
+    """The bytes of an option's value; raises typer.BadParameter, which names the option."""
+    try:
+        return parse_bytes(text)
+    except ProtwinError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+def rate_option(text: str) -> float:
+    """The bytes per second of an option's value; raises typer.BadParameter, which names the option."""
+    try:
+        return parse_bytes_per_s(text)
+    except ProtwinError as error:
+        raise typer.BadParameter(str(error)) from error
 
 
 _AUTOCAST: Final = (DType.BFLOAT16, DType.FLOAT16)
@@ -90,10 +113,12 @@ HardwareName = Annotated[
         "--hardware", metavar="NAME|FILE", help="A machine of the catalogue (protwin hardware list), or its file."
     ),
 ]
-BatchSize = Annotated[int | None, typer.Option("--batch-size", min=1, help="Samples per iteration.")]
-RequiredBatchSize = Annotated[int, typer.Option("--batch-size", min=1, help="Samples per iteration.")]
-RequiredSequenceLength = Annotated[int, typer.Option("--sequence-length", min=1, help="Tokens per sample.")]
-SequenceLength = Annotated[int | None, typer.Option("--sequence-length", min=1, help="Tokens per sample.")]
+BatchSize = Annotated[int | None, typer.Option("--batch-size", metavar="N", min=1, help="Samples per iteration.")]
+RequiredBatchSize = Annotated[int, typer.Option("--batch-size", metavar="N", min=1, help="Samples per iteration.")]
+RequiredSequenceLength = Annotated[
+    int, typer.Option("--sequence-length", metavar="N", min=1, help="Tokens per sample.")
+]
+SequenceLength = Annotated[int | None, typer.Option("--sequence-length", metavar="N", min=1, help="Tokens per sample.")]
 DTypeName = Annotated[
     str | None,
     typer.Option("--dtype", metavar="NAME", help="Element type of parameters, instead of the configuration's."),
@@ -108,13 +133,14 @@ DeviceBudget = Annotated[
     int | None,
     typer.Option(
         "--device-budget",
-        parser=parse_bytes,
+        parser=size_option,
         metavar="SIZE",
         help="Device memory that training may use (10GiB), instead of all that the machine has.",
     ),
 ]
 Seed = Annotated[
-    int, typer.Option("--seed", min=0, max=2**63 - 1, help="Seed of the random weights and of the batches.")
+    int,
+    typer.Option("--seed", metavar="N", min=0, max=2**63 - 1, help="Seed of the random weights and of the batches."),
 ]
 CalibrationPath = Annotated[
     Path | None,

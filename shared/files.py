@@ -74,18 +74,23 @@ class Document(FrozenModel):
         kind = fields.pop("kind", None)
         version = fields.pop("schema_version", None)
         if kind != cls.KIND:
-            found = f"a {kind} file" if isinstance(kind, str) else "no protwin file"
-            raise FileError(f"{origin} is {found}, expected a {cls.KIND} file (its 'kind' must be {cls.KIND!r}).")
+            found = f"{_named(kind)} file" if isinstance(kind, str) else "no protwin file"
+            raise FileError(f"{origin} is {found}, expected {_named(cls.KIND)} file (its 'kind' must be {cls.KIND!r}).")
         if type(version) is not int or version != cls.SCHEMA_VERSION:
             newer = isinstance(version, int) and version > cls.SCHEMA_VERSION
             advice = "Update protwin to read it." if newer else "Write it again with this release."
-            raise FileError(
-                f"{origin} has schema_version {version!r}; this release reads {cls.SCHEMA_VERSION}. {advice}"
-            )
+            stated = "no schema_version" if version is None else f"schema_version {version!r}"
+            raise FileError(f"{origin} has {stated}; this release reads {cls.SCHEMA_VERSION}. {advice}")
         try:
             return cls.model_validate(fields)
         except ValidationError as error:
             raise FileError(f"{origin} is damaged or inconsistent: {describe(error)}") from error
+
+
+def _named(kind: str) -> str:
+    """``"an advice state"`` for ``advice_state``."""
+    words = kind.replace("_", " ")
+    return f"a{'n' if words[:1] in 'aeiou' else ''} {words}"
 
 
 def describe(error: ValidationError) -> str:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 def writable_html(path: Path | None) -> Path | None:
     """``path``, once it is sure that a page can be written to it.  Raises FileError."""
-    if path is not None and path.suffix in (".json", ".toml", ".png"):
+    if path is not None and path.suffix not in (".html", ".htm", "") and (path.is_file() or not path.exists()):
         raise FileError(f"{path} would hold HTML, which its name denies. Choose a name that ends in .html.")
     return writable(path)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
@@ -109,6 +109,11 @@ def _answers(
         futures: list[Future[MachineAdvice]] = [pool.submit(search_one, request, hardware) for hardware in machines]
         for future in as_completed(futures):
             yield future.result()
+    except BrokenExecutor as error:
+        raise ProtwinError(
+            f"one of {min(num_processes, len(machines))} processes that search ended by itself: out of memory, most "
+            f"likely. Ask again with --processes {max(1, num_processes // 2)}, and --state FILE to keep what is known."
+        ) from error
     except BaseException:
         for process in list((pool._processes or {}).values()):
             process.terminate()

@@ -42,7 +42,9 @@ advise = command_app()
 )
 def advise_command(
     model: ModelName,
-    global_batch: Annotated[int, typer.Option("--global-batch", min=1, max=10**9, help="Samples per step.")],
+    global_batch: Annotated[
+        int, typer.Option("--global-batch", metavar="N", min=1, max=10**9, help="Samples per step.")
+    ],
     sequence_length: SequenceLength = None,
     dtype: DTypeName = None,
     hardware: Annotated[
@@ -53,7 +55,8 @@ def advise_command(
     ] = None,
     max_gradient_norm: MaxGradientNorm = None,
     processes: Annotated[
-        int | None, typer.Option("--processes", min=1, max=1024, help="Searches at once: one per core if left out.")
+        int | None,
+        typer.Option("--processes", metavar="N", min=1, max=1024, help="Searches at once: one per core if left out."),
     ] = None,
     state: Annotated[
         Path | None,

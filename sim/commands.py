@@ -33,6 +33,7 @@ from ..shared.cli_options import (
     examples,
     keep_apart,
     options_of,
+    size_option,
     warn,
 )
 from ..shared.cli_output import show
@@ -49,7 +50,7 @@ from ..shared.report_options import PictureFolder, ReportPath, write_report
 from ..shared.schedule import Schedule
 from ..shared.search_result import BatchSearchResult, SearchResult
 from ..shared.uncollected import uncollected
-from ..shared.units import format_bytes, parse_bytes
+from ..shared.units import format_bytes
 from ..shared.workload import Workload
 from .hardware_commands import hardware
 from .rank_options import NumRanks, Parallel, rank_device_bytes, rank_host_bytes, unused_devices, with_ranks
@@ -103,26 +104,38 @@ def search_command(
     calibration: CalibrationPath = None,
     chunk_bytes: Annotated[
         list[int] | None,
-        typer.Option("--chunk-bytes", parser=parse_bytes, metavar="SIZE", help="Allow this chunk size (repeatable)."),
+        typer.Option("--chunk-bytes", parser=size_option, metavar="SIZE", help="Allow this chunk size (repeatable)."),
     ] = None,
     n_persist: Annotated[
         list[int] | None,
         typer.Option(
-            "--n-persist", min=0, max=LARGEST_KNOB, help="Allow this number of persistent chunks (repeatable)."
+            "--n-persist",
+            metavar="N",
+            min=0,
+            max=LARGEST_KNOB,
+            help="Allow this number of persistent chunks (repeatable).",
         ),
     ] = None,
     n_buffer: Annotated[
         list[int] | None,
-        typer.Option("--n-buffer", min=0, max=LARGEST_KNOB, help="Allow this number of buffers (repeatable)."),
+        typer.Option(
+            "--n-buffer", metavar="N", min=0, max=LARGEST_KNOB, help="Allow this number of buffers (repeatable)."
+        ),
     ] = None,
     prefetch_depth: Annotated[
         list[int] | None,
-        typer.Option("--prefetch-depth", min=1, max=LARGEST_KNOB, help="Allow this prefetch depth (repeatable)."),
+        typer.Option(
+            "--prefetch-depth", metavar="N", min=1, max=LARGEST_KNOB, help="Allow this prefetch depth (repeatable)."
+        ),
     ] = None,
     n_checkpoint: Annotated[
         list[int] | None,
         typer.Option(
-            "--n-checkpoint", min=0, max=LARGEST_KNOB, help="Allow this number of checkpointed blocks (repeatable)."
+            "--n-checkpoint",
+            metavar="N",
+            min=0,
+            max=LARGEST_KNOB,
+            help="Allow this number of checkpointed blocks (repeatable).",
         ),
     ] = None,
     n_swap: AllowedSwaps = None,

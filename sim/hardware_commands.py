@@ -8,7 +8,7 @@ from typing import Annotated, Final
 
 import typer
 
-from ..shared.cli_options import HardwareChanges, JsonFlag, changes_of, command_app, examples, writable
+from ..shared.cli_options import HardwareChanges, JsonFlag, changes_of, command_app, examples, writable_machine
 from ..shared.cli_output import show
 from ..shared.extensions import extension
 from ..shared.files import FrozenModel, write_atomically
@@ -39,7 +39,9 @@ hardware.info.help = "List and show known machines, or probe this one."
 
 MachineOutput = Annotated[
     Path | None,
-    typer.Option("--output", "-o", metavar="FILE", callback=writable, help="Write the machine, as TOML or JSON."),
+    typer.Option(
+        "--output", "-o", metavar="FILE", callback=writable_machine, help="Write the machine, as TOML or JSON."
+    ),
 ]
 _LONGEST_PROBE_S: Final = 3600.0
 
@@ -105,7 +107,8 @@ def show_command(
 )
 def probe_command(
     seconds: Annotated[
-        float, typer.Option("--seconds", min=0.1, max=_LONGEST_PROBE_S, help="How long to measure, about.")
+        float,
+        typer.Option("--seconds", metavar="SECONDS", min=0.1, max=_LONGEST_PROBE_S, help="How long to measure, about."),
     ] = 10.0,
     output: MachineOutput = None,
     as_json: JsonFlag = False,

@@ -17,7 +17,11 @@ MOST_RANKS: Final = 10**6
 NumRanks = Annotated[
     int | None,
     typer.Option(
-        "--ranks", min=1, max=MOST_RANKS, help="Devices that train together; all of the machine's with --parallel."
+        "--ranks",
+        metavar="N",
+        min=1,
+        max=MOST_RANKS,
+        help="Devices that train together; all of the machine's with --parallel.",
     ),
 ]
 Parallel = Annotated[

@@ -18,12 +18,18 @@ USUAL: Final = "usual"
 AllowedSwaps = Annotated[
     list[int] | None,
     typer.Option(
-        "--n-swap", min=0, max=LARGEST_KNOB, help="Allow this number of swapped blocks (repeatable); 0 unless given."
+        "--n-swap",
+        metavar="N",
+        min=0,
+        max=LARGEST_KNOB,
+        help="Allow this number of swapped blocks (repeatable); 0 unless given.",
     ),
 ]
 MicroBatches = Annotated[
     int | None,
-    typer.Option("--micro-batches", min=1, max=MOST_MICRO_BATCHES, help="Forwards and backwards per step."),
+    typer.Option(
+        "--micro-batches", metavar="N", min=1, max=MOST_MICRO_BATCHES, help="Forwards and backwards per step."
+    ),
 ]
 MaxGradientNorm = Annotated[
     float | None,
@@ -33,6 +39,7 @@ GlobalBatch = Annotated[
     int | None,
     typer.Option(
         "--global-batch",
+        metavar="N",
         min=1,
         max=10**9,
         help="Samples per step: search the size of the micro-batch too, over all divisors.",

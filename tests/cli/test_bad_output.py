@@ -61,6 +61,9 @@ def test_no_output_takes_the_place_of_another_file(
         (*CALIBRATE, "--workload-output=new.toml"),
         ("compare", "a.json", "b.json", "--timeline=machine.toml/new.json"),
         ("hardware", "probe", "--output=machine.toml/new.toml"),
+        ("hardware", "probe", "--output=machine.yaml"),
+        ("hardware", "show", "rtx-3090", "--output=machine"),
+        (*SIMULATE, "--report=report.txt"),
     ],
     ids=" ".join,
 )
@@ -71,7 +74,7 @@ def test_every_output_is_checked_before_the_work(
     for name in ("plan.json", "workload.json"):
         (folder / name).write_text("damaged")
     message = refusal(protwin_here, folder, arguments)
-    assert "is no folder" in message or "is a folder" in message or "would hold JSON" in message
+    assert "is no folder" in message or "is a folder" in message or "Choose a name that ends in" in message
 
 
 def test_a_device_is_written_to(protwin: Protwin, folder: Path) -> None:

@@ -144,7 +144,7 @@ def test_a_truncated_file_is_refused(kind: type[Document], data: st.DataObject, 
 def test_a_file_of_another_kind_is_refused_by_name(kind: type[Document], data: st.DataObject) -> None:
     other = data.draw(st.sampled_from([k for k in DOCUMENTS if k is not kind]))
     content = json.loads(data.draw(DOCUMENTS[other]).to_json())
-    with pytest.raises(FileError, match=f"a {other.KIND} file, expected a {kind.KIND} file"):
+    with pytest.raises(FileError, match=f"{spoken(other)} file, expected an? {spoken(kind)} file"):
         kind.from_mapping(content, origin="text")
 
 
@@ -194,7 +194,7 @@ FIELDS = {"workload_id": "w", "chunk_bytes": 1, "n_persist": 0, "n_buffer": 0}
         ("{}", "no protwin file"),
         ('{"kind": 3}', "no protwin file"),
         ('{"kind": "recipe"}', "a recipe file, expected a plan file"),
-        ('{"kind": "plan"}', "schema_version None; this release reads 1. Write it again"),
+        ('{"kind": "plan"}', "no schema_version; this release reads 1. Write it again"),
         ('{"kind": "plan", "schema_version": 2}', "schema_version 2; this release reads 1. Update protwin"),
         ('{"kind": "plan", "schema_version": 0}', "Write it again"),
         ('{"kind": "plan", "schema_version": "1"}', "Write it again"),
@@ -408,3 +408,16 @@ def test_places_that_cannot_be_written_are_refused(tmp_path: Path) -> None:
         with pytest.raises(FileError, match="cannot be written"):
             a_plan().save(path)
     assert leftovers(tmp_path) == ["file", "folder"]
+
+
+def spoken(kind: type[Document]) -> str:
+    return kind.KIND.replace("_", " ")
+
+
+def test_kinds_are_named_as_people_speak(tmp_path: Path) -> None:
+    (tmp_path / "state.json").write_text('{"kind": "advice_state", "schema_version": 1}')
+    with pytest.raises(FileError, match="is an advice state file, expected a plan file"):
+        Plan.load(tmp_path / "state.json")
+    (tmp_path / "plan.json").write_text('{"kind": "plan"}')
+    with pytest.raises(FileError, match="has no schema_version; this release reads 1"):
+        Plan.load(tmp_path / "plan.json")

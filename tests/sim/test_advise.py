@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 
 import pytest
 
 from protwin.shared.advice import Advice, MachineAdvice
 from protwin.shared.advice_tables import advice_tables
-from protwin.shared.errors import FileError
+from protwin.shared.errors import FileError, ProtwinError
 from protwin.shared.hardware import Hardware
 from protwin.shared.progress import no_progress
 from protwin.shared.tables import as_text
@@ -63,6 +65,17 @@ def test_machines_are_ranked_by_time_and_by_cost() -> None:
     text = as_text(advice_tables(advice))
     assert "Cheapest: slow" in text
     assert "tiny" in text
+
+
+def killed(request: Request, hardware: Hardware) -> MachineAdvice:
+    """Stands for a search that the system ends, as it does where memory runs out."""
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError
+
+
+def test_a_process_that_is_killed_is_told() -> None:
+    with pytest.raises(ProtwinError, match=r"2 processes that search ended by itself.*--processes 1, and --state FILE"):
+        advise(REQUEST, boxes("a", "b"), search_one=killed, num_processes=2, on_progress=no_progress)
 
 
 def test_an_interrupted_sweep_goes_on_where_it_ended(tmp_path: Path) -> None:
