@@ -11,12 +11,19 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
+    from .rank_groups import RankGroup, simulate_groups
     from .search import SearchResult, search
     from .simulator import simulate
 
-__all__ = ["SearchResult", "search", "simulate"]
+__all__ = ["RankGroup", "SearchResult", "search", "simulate", "simulate_groups"]
 
-_HOME: Final = {"SearchResult": ".search", "search": ".search", "simulate": ".simulator"}
+_HOME: Final = {
+    "RankGroup": ".rank_groups",
+    "SearchResult": ".search",
+    "search": ".search",
+    "simulate": ".simulator",
+    "simulate_groups": ".rank_groups",
+}
 
 
 class _LazyPackage(ModuleType):

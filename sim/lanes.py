@@ -28,12 +28,12 @@ from .contention import ContentionModel
 
 _LANES: Final = tuple(Lane)
 _NEVER: Final = -(2**62)
-_SIMULTANEOUS: Final = 1 + 1e-12
+SIMULTANEOUS: Final = 1 + 1e-12
 """Ends closer than this, as a ratio, are one instant: rounding must not part what the schedule puts side by side."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Stint:
+class Stint:
     """A task as its lane sees it."""
 
     duration_s: float
@@ -42,10 +42,11 @@ class _Stint:
     places in programs]."""
 
 
-class _End(Event):
+class End(Event):
     """The end of a running task, put into the queue once it is known to come next; its value is its time."""
 
     def comes_at(self, time_s: float, delay_s: float) -> None:
+        """Put it into the queue, ``delay_s`` from now, at ``time_s``."""
         self._ok = True
         self._value = time_s
         self.env.schedule(self, delay=delay_s)
@@ -59,7 +60,7 @@ class LaneProcesses:
 
     def __init__(self, schedule: Schedule, durations_s: Sequence[float], contention: ContentionModel) -> None:
         self._schedule = schedule
-        self._programs = _programs(schedule, durations_s)
+        self._programs = programs_of(schedule, durations_s)
         self._lengths = [len(program) for program in self._programs]
         self.starts_s: list[list[float]] = [[] for _ in _LANES]
         self.ends_s: list[list[float]] = [[] for _ in _LANES]
@@ -69,11 +70,11 @@ class LaneProcesses:
         self._waiting: list[list[tuple[int, Event]]] = [[] for _ in _LANES]
         self._running = 0
         """Lanes that hold themselves for a task, as bits."""
-        self._end: list[_End | None] = [None] * len(_LANES)
+        self._end: list[End | None] = [None] * len(_LANES)
         self._end_s = [0.0] * len(_LANES)
         self._slowdown = [1.0] * len(_LANES)
         self._busy_lanes = [lane for lane, length in enumerate(self._lengths) if length]
-        self._slowdowns = _slowdowns_by_mask(contention, self._busy_lanes)
+        self._slowdowns = slowdowns_by_mask(contention, self._busy_lanes)
         self._awake = len(self._busy_lanes)
         self.num_iterations = 0
         """Iterations that every lane has completed."""
@@ -113,7 +114,7 @@ class LaneProcesses:
 
     def _hold(self, lane: int, duration_s: float, now_s: float) -> Event:
         """Fall asleep until the lane's task has made ``duration_s`` of progress."""
-        end = self._end[lane] = _End(self._environment)
+        end = self._end[lane] = End(self._environment)
         self._end_s[lane] = now_s + duration_s
         self._slowdown[lane] = 1.0
         self._running |= 1 << lane
@@ -161,7 +162,7 @@ class LaneProcesses:
                 first_s = end_s[lane]
         delay_s = max(0.0, first_s - now_s)
         for lane in members:
-            if end_s[lane] <= first_s * _SIMULTANEOUS:
+            if end_s[lane] <= first_s * SIMULTANEOUS:
                 end = self._end[lane]
                 assert end is not None
                 end.comes_at(now_s + delay_s, delay_s)
@@ -177,14 +178,14 @@ class LaneProcesses:
         return self._schedule.tasks[program[self._ended[lane] % len(program)]]
 
 
-def _programs(schedule: Schedule, durations_s: Sequence[float]) -> list[list[_Stint]]:
+def programs_of(schedule: Schedule, durations_s: Sequence[float]) -> list[list[Stint]]:
     """The program of every lane.  Waits that an earlier one of the same lane implies are left out."""
     lanes, places = [0] * len(schedule.tasks), [0] * len(schedule.tasks)
     for lane, program in enumerate(schedule.lanes[lane] for lane in _LANES):
         for place, task_id in enumerate(program):
             lanes[task_id], places[task_id] = lane, place
     lengths = [len(schedule.lanes[lane]) for lane in _LANES]
-    programs: list[list[_Stint]] = [[] for _ in _LANES]
+    programs: list[list[Stint]] = [[] for _ in _LANES]
     waited = [[_NEVER] * len(_LANES) for _ in _LANES]
     for task in schedule.tasks:
         lane = lanes[task.id]
@@ -199,17 +200,17 @@ def _programs(schedule: Schedule, durations_s: Sequence[float]) -> list[list[_St
                     waits[other] = max(waits.get(other, place), place)
         for other, place in waits.items():
             seen[other] = place
-        programs[lane].append(_Stint(durations_s[task.id], tuple(sorted(waits.items()))))
+        programs[lane].append(Stint(durations_s[task.id], tuple(sorted(waits.items()))))
     return programs
 
 
-_Slowdowns = tuple[tuple[int, ...], tuple[float, ...]]
+Slowdowns = tuple[tuple[int, ...], tuple[float, ...]]
 """Members of a set of lanes, and the slowdown of every lane (1 for those outside)."""
 
 
-def _slowdowns_by_mask(contention: ContentionModel, busy: Sequence[int]) -> dict[int, _Slowdowns]:
+def slowdowns_by_mask(contention: ContentionModel, busy: Sequence[int]) -> dict[int, Slowdowns]:
     """For every set of the lanes that have tasks, as bits."""
-    table: dict[int, _Slowdowns] = {}
+    table: dict[int, Slowdowns] = {}
     for size in range(len(busy) + 1):
         for members in combinations(busy, size):
             rates = contention.rates(frozenset(_LANES[lane] for lane in members))

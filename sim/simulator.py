@@ -82,18 +82,18 @@ def simulate_timing(
     period_s: float | None = None
     while len(ends_s) < max(MIN_ITERATIONS, max_iterations) and period_s is None:
         lanes.run_iteration()
-        ends_s.append(_by_task(schedule, lanes.ends_s, len(ends_s)))
+        ends_s.append(by_task(schedule, lanes.ends_s, len(ends_s)))
         if len(ends_s) >= MIN_ITERATIONS:
             period_s = steady_period_s(ends_s)
     iteration_s = period_s if period_s is not None else slowest_period_s(ends_s)
     for _ in range(num_more_iterations):
         lanes.run_iteration()
-        ends_s.append(_by_task(schedule, lanes.ends_s, len(ends_s)))
-    starts_s = [_by_task(schedule, lanes.starts_s, iteration) for iteration in range(len(ends_s))]
+        ends_s.append(by_task(schedule, lanes.ends_s, len(ends_s)))
+    starts_s = [by_task(schedule, lanes.starts_s, iteration) for iteration in range(len(ends_s))]
     return Timing(np.stack(starts_s), np.stack(ends_s), iteration_s=iteration_s, is_steady=period_s is not None)
 
 
-def _by_task(schedule: Schedule, times_s: Sequence[Sequence[float]], iteration: int) -> Seconds:
+def by_task(schedule: Schedule, times_s: Sequence[Sequence[float]], iteration: int) -> Seconds:
     """One iteration of what the lanes noted, in the order of the schedule's tasks."""
     by_task = np.empty(len(schedule.tasks))
     for lane, noted_s in zip(Lane, times_s, strict=True):
