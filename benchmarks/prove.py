@@ -7,7 +7,7 @@
 
 Small models, so that there are many cases; everything is checked against plain PyTorch.  ``make prove`` runs it and
 ends with code 1 unless everything was shown; ``ARGS="--only memory --models llama"`` runs a part.  Results are kept in
-benchmarks/results/ with date and machine.
+benchmarks/results/ with date and machine, section by section: what is run later on the same day joins them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
 from rich.console import Console
@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = Console(highlight=False, width=200)
     torch.set_num_threads(1)
     logging.getLogger("transformers").setLevel(logging.ERROR)
-    claims: list[Claim] = []
+    found_by: dict[str, list[Claim]] = {}
     seconds: dict[str, float] = {}
     for name in options.only:
         begin_s = time.perf_counter()
@@ -67,12 +67,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not found:
             found = [Claim(name, "no model of these names", "")]
         show(found, f"{name}, {format_seconds(seconds[name])}, on {machine_name()}", console)
-        claims += found
+        found_by[name] = found
+    claims = [claim for found in found_by.values() for claim in found]
     missed = [claim for claim in claims if not claim.is_shown]
     num_cases = sum(claim.num_cases for claim in claims)
     console.print(f"{len(claims) - len(missed)} of {len(claims)} claims shown, {num_cases} cases")
     if options.keep:
-        console.print(f"kept in {_keep(claims, settings, seconds)}")
+        console.print(f"kept in {_keep(found_by, settings, seconds)}")
     return 1 if missed else 0
 
 
@@ -96,24 +97,38 @@ def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def _keep(claims: Sequence[Claim], settings: Settings, seconds: dict[str, float]) -> Path:
-    """Write the result, with date and machine; gives its path."""
+def _keep(found_by: dict[str, list[Claim]], settings: Settings, seconds: dict[str, float]) -> Path:
+    """Write the result of every section that was run, with date and machine, beside those of that day's other runs."""
     today = datetime.date.today().isoformat()
     path = Path(__file__).parent / "results" / f"proof-{today}.json"
-    content = {
-        "schema_version": 1,
+    here = {
+        "schema_version": 2,
         "date": today,
         "machine": machine_name(),
         "num_cores": num_cores(),
         "software": software_versions(),
-        "load_average_1min": os.getloadavg()[0],
-        "settings": asdict(settings),
-        "section_s": seconds,
-        "is_shown": all(claim.is_shown for claim in claims),
-        "claims": [claim.as_mapping() for claim in claims],
     }
+    sections = _kept_sections(path, here)
+    for name, found in found_by.items():
+        sections[name] = {
+            "seconds": seconds[name],
+            "load_average_1min": os.getloadavg()[0],
+            "settings": asdict(settings),
+            "is_shown": all(claim.is_shown for claim in found),
+            "claims": [claim.as_mapping() for claim in found],
+        }
+    content = {**here, "sections": {name: sections[name] for name in _SECTIONS if name in sections}}
     write_atomically(path, json.dumps(content, indent=1) + "\n")
     return path
+
+
+def _kept_sections(path: Path, here: dict[str, Any]) -> dict[str, Any]:
+    """What earlier runs of the same day, machine and software have kept."""
+    if not path.exists():
+        return {}
+    kept = json.loads(path.read_text())
+    same = all(kept.get(name) == value for name, value in here.items())
+    return dict(kept["sections"]) if same else {}
 
 
 if __name__ == "__main__":

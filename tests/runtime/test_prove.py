@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -57,10 +58,29 @@ def test_what_is_kept_says_so_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     assert prove.main(["--only", "equality", "--keep"]) == 1
     (path,) = (tmp_path / "results").iterdir()
     kept = json.loads(path.read_text())
-    assert kept["is_shown"] is False
     assert kept["machine"]
-    assert kept["claims"][0]["num_cases"] == 2
-    assert kept["claims"][0]["failures"] == ["case 1: AssertionError: it does not hold"]
+    equality = kept["sections"]["equality"]
+    assert equality["is_shown"] is False
+    assert equality["claims"][0]["num_cases"] == 2
+    assert equality["claims"][0]["failures"] == ["case 1: AssertionError: it does not hold"]
+
+
+def test_sections_of_one_day_are_kept_together_unless_the_machine_differs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(prove, "__file__", str(tmp_path / "prove.py"))
+    path = tmp_path / "results" / f"proof-{datetime.date.today().isoformat()}.json"
+
+    def kept(*only: str, machine: str = "here", works: Callable[[], object] = lambda: None) -> dict[str, bool]:
+        monkeypatch.setattr(prove, "machine_name", lambda: machine)
+        monkeypatch.setattr(prove, "_SECTIONS", dict.fromkeys(("equality", "faults"), lambda *_: claims_of(works)))
+        prove.main(["--only", *only, "--keep"])
+        return {name: section["is_shown"] for name, section in json.loads(path.read_text())["sections"].items()}
+
+    assert kept("faults") == {"faults": True}
+    assert kept("equality", works=wrong) == {"equality": False, "faults": True}
+    assert kept("equality") == {"equality": True, "faults": True}
+    assert kept("faults", machine="elsewhere") == {"faults": True}
 
 
 @pytest.mark.parametrize(
