@@ -124,8 +124,8 @@ class TimeBounds:
         """
         sums = self._sums
         n_swap = int(self._n_swap[modes[0]])
-        together_s = None if n_swap else self._overlaps.together_s(n_persist, n_buffer, depths)
-        whole_s = self._whole_s(n_persist, n_buffer, modes, None if together_s is None else together_s[:, -1])
+        together_s = self._overlaps.together_s(n_persist, n_buffer, depths, n_swap)
+        whole_s = self._whole_s(n_persist, n_buffer, modes, together_s[:, -1])
         bound = np.maximum(whole_s, self._swapping_s(n_persist, depths, modes))
         is_cycle = sums.first[n_persist] < sums.num_blocks
         if is_cycle.any():
@@ -135,7 +135,7 @@ class TimeBounds:
                 prefixes[:, None],
                 sums.again(prefixes, buffers)[:, None],
                 sums.least(prefixes, buffers)[:, None],
-                None if together_s is None else together_s[is_cycle],
+                together_s[is_cycle],
                 modes,
                 n_swap,
             )

@@ -119,8 +119,8 @@ class WorkRows:
     """(R, 1) ``WorkSums.again``."""
     least_s: FloatArray
     """(R, 1) ``WorkSums.least``."""
-    until_together_s: FloatArray | None
-    """(R, n + 1) ``Overlaps.together_s``, where there are no swaps."""
+    until_together_s: FloatArray
+    """(R, n + 1) ``Overlaps.together_s``."""
     columns: IntArray
     """(K,) the choices of modes that are asked for, as indices; all with the same ``n_swap``."""
     n_swap: int
@@ -178,13 +178,11 @@ class WorkRows:
         seconds: FloatArray = np.maximum(np.minimum(until, self.again_s) - np.minimum(before, self.again_s), 0.0)
         return seconds
 
-    def together_s(self, first: IntArray, stop: IntArray | None = None) -> FloatArray | None:
+    def together_s(self, first: IntArray, stop: IntArray | None = None) -> FloatArray:
         """Work of H2D that is surely done beside D2H, released by the last backward of blocks from ``first`` on.
 
-        And before ``stop``; None if nothing is known.
+        And before ``stop``.
         """
-        if self.until_together_s is None:
-            return None
         top, rows = self.sums.num_blocks, np.arange(len(self.row))[:, None]
         until = self.until_together_s[rows, _within(top if stop is None else stop, top)]
         seconds: FloatArray = np.maximum(until - self.until_together_s[rows, _within(first, top)], 0.0)
