@@ -4,9 +4,10 @@
 Small chunks make many tasks that follow each other without a gap, and one task of their joint length does the same:
 nothing else can tell the difference as long as no lane waits for an inner end, and every inner task may start as soon
 as the one before it has ended.  The latter holds where a task waits for nothing that its lane has not waited for
-before.  It also holds for CPU Adam of chunks whose gradients leave together, if each copy takes no longer, even at its
-slowest, than the step on the chunk before it: then the copy has always ended in time, since both began when the copy
-before it ended.
+before.  It also holds for CPU Adam of a chunk if its gradients have surely arrived when the chunk before it is stepped.
+Take any chunk v stepped before: that began, at the earliest, when v's gradients had arrived.  From then on compute and
+the copies wait for nothing but each other and the gathers of the steps down to the chunk's block.  If all of that takes
+no longer, even at its slowest and one after the other, than CPU Adam from v on, the copy has ended in time.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ _COLUMN: Final = {
 class LaneProgram:
     """One lane: T tasks per iteration."""
 
+    begins: IntArray
+    """(T,) the first of the tasks that each is fused of."""
     durations_s: FloatArray
     """(T,); empty for COMPUTE, whose seconds depend on more."""
     waits: IntArray
@@ -44,10 +47,10 @@ class LaneProgram:
     tasks of the iterations before, ``NOTHING`` for no wait."""
 
 
-def copy_programs(traffic: Traffic, depth: int, slowest_offload: float) -> tuple[LaneProgram, ...]:
+def copy_programs(traffic: Traffic, depth: int, slowest: FloatArray) -> tuple[LaneProgram, ...]:
     """The programs of all lanes, in their order, with tasks fused.
 
-    ``slowest_offload``: the largest slowdown of the D2H lane.
+    ``slowest``: the largest slowdown of each lane.
     """
     depths = np.array([depth])
     # What nothing waits for is left out: most plans swap nothing and limit no norm.
@@ -79,7 +82,7 @@ def copy_programs(traffic: Traffic, depth: int, slowest_offload: float) -> tuple
         return all_met
 
     cpu_joins = joins(cpu, traffic.cpu_length)
-    cpu_joins |= _steps_in_time(traffic, slowest_offload)
+    cpu_joins |= _steps_in_time(traffic, slowest)
     awaited = [binding(h2d[CPU_OPTIM])]
     if CPU_OPTIM in d2h:
         awaited.append(binding(d2h[CPU_OPTIM]))
@@ -95,39 +98,66 @@ def copy_programs(traffic: Traffic, depth: int, slowest_offload: float) -> tuple
     h2d_joins = joins(h2d, len(traffic.h2d_step))
     _part(h2d_joins, binding(compute[H2D]))
 
-    numbers = {H2D: _numbers(h2d_joins), D2H: _numbers(d2h_joins), CPU_OPTIM: _numbers(cpu_joins)}
     positions = traffic.positions
-    compute_waits = np.full((positions.length, 3), NOTHING)
-    begins = positions.step_begin(np.arange(positions.num_steps))
+    compute_joins = _compute_joins(traffic, [of_step for of_step in compute.values() if len(of_step)], met)
+    awaited = [binding(lane[COMPUTE]) for lane in (h2d, d2h, cpu) if COMPUTE in lane]
+    _part(compute_joins, *awaited)
+    joined_of = {COMPUTE: compute_joins, H2D: h2d_joins, D2H: d2h_joins, CPU_OPTIM: cpu_joins}
+    numbers = {lane: _numbers(joined) for lane, joined in joined_of.items()}
+    step_begins = positions.step_begin(np.arange(positions.num_steps))
+    of_compute = {}
     for other, waits in compute.items():
-        compute_waits[begins, _COLUMN[COMPUTE, other]] = _renumbered(waits, numbers[other])
+        of_compute[other] = np.full(positions.length, NOTHING)
+        of_compute[other][step_begins] = waits
     if norm_wait is not None:
-        compute_waits[-1, _COLUMN[COMPUTE, CPU_OPTIM]] = _renumbered(norm_wait, numbers[CPU_OPTIM])[0]
-    fused = [LaneProgram(np.zeros(0), compute_waits)]
-    for lane, columns, lane_joins, seconds in (
-        (H2D, h2d, h2d_joins, traffic.h2d_s),
-        (D2H, d2h, d2h_joins, traffic.d2h_s),
-        (CPU_OPTIM, cpu, cpu_joins, traffic.cpu_s),
+        of_compute[CPU_OPTIM] = np.full(positions.length, NOTHING)
+        of_compute[CPU_OPTIM][-1] = norm_wait[0]
+    fused = []
+    for lane, columns, seconds in (
+        (COMPUTE, of_compute, None),
+        (H2D, h2d, traffic.h2d_s),
+        (D2H, d2h, traffic.d2h_s),
+        (CPU_OPTIM, cpu, traffic.cpu_s),
     ):
-        begins = np.flatnonzero(~lane_joins)
+        begins = np.flatnonzero(~joined_of[lane])
         kept = np.full((len(begins), 3), NOTHING)
         for other, waits in columns.items():
-            waits = waits[begins]
-            kept[:, _COLUMN[lane, other]] = _renumbered(waits, numbers[other]) if other in numbers else waits
-        fused.append(LaneProgram(np.add.reduceat(seconds, begins) if len(begins) else seconds, kept))
+            kept[:, _COLUMN[lane, other]] = _renumbered(waits[begins], numbers[other])
+        durations_s = np.zeros(0) if seconds is None or not len(begins) else np.add.reduceat(seconds, begins)
+        fused.append(LaneProgram(begins, durations_s, kept))
     return tuple(fused)
 
 
-def _steps_in_time(traffic: Traffic, slowest_offload: float) -> BoolArray:
+def _compute_joins(traffic: Traffic, of_steps: list[IntArray], met: dict[int, BoolArray]) -> BoolArray:
+    """(L,) whether a compute task waits for nothing new; ``of_steps``: (S,) what steps wait for."""
+    positions = traffic.positions
+    joins = np.ones(positions.length, dtype=np.bool_)
+    waits = np.zeros(positions.num_steps, dtype=np.bool_)
+    for of_step in of_steps:
+        waits |= ~met[id(of_step)] & (of_step > NOTHING)
+    joins[positions.step_begin(np.flatnonzero(waits))] = False
+    # Device Adam is what the length of an iteration is read off.
+    joins[[0, -1]] = False
+    return joins
+
+
+def _steps_in_time(traffic: Traffic, slowest: FloatArray) -> BoolArray:
     """(Y,) whether a copy has surely ended when CPU Adam has stepped the chunk before; see [Note: Fused tasks]."""
     residency, rule = traffic.residency, traffic.residency.table.rule
     in_time = np.zeros(traffic.cpu_length, dtype=np.bool_)
-    if not rule.accumulates and not rule.limits_norm:
-        first_block = residency.table.first_block[residency.update_chunk]
-        offload_s, adam_s = (
-            of_chunk[residency.update_chunk] for of_chunk in (residency.table.offload_s, residency.table.cpu_adam_s)
-        )
-        in_time[1:] = (first_block[1:] == first_block[:-1]) & (offload_s[1:] * slowest_offload <= adam_s[:-1])
+    if rule.accumulates or rule.limits_norm or len(traffic.swapped) or len(in_time) < 2:
+        return in_time
+    table, positions, num_blocks = residency.table, traffic.positions, traffic.positions.num_blocks
+    first_block = table.first_block[residency.update_chunk]
+    offload_s, adam_s = (of_chunk[residency.update_chunk] for of_chunk in (table.offload_s, table.cpu_adam_s))
+    blocks = np.arange(num_blocks)
+    at = positions.backward(blocks)
+    compute_s = (traffic.compute.seconds[:, at - 1] + traffic.compute.seconds[:, at]).max(axis=0)
+    gather_s = np.bincount(traffic.h2d_step, traffic.h2d_s, minlength=2 * num_blocks)[2 * num_blocks - 1 - blocks]
+    until_s = np.append(0.0, (slowest[COMPUTE] * compute_s + slowest[H2D] * gather_s).cumsum())
+    copies_s = slowest[D2H] * offload_s.cumsum()
+    ahead_s = adam_s.cumsum() - adam_s + until_s[first_block] - copies_s
+    in_time[1:] = ahead_s[1:] >= np.minimum.accumulate(ahead_s)[:-1]
     return in_time
 
 

@@ -19,7 +19,7 @@ import numpy as np
 from ..shared.schedule import LANES_ALONE
 from .compute_table import ComputeTable, FloatArray
 from .contention import ContentionModel
-from .lane_programs import COMPUTE, D2H, WAITS_FOR, LaneProgram, copy_programs
+from .lane_programs import COMPUTE, WAITS_FOR, LaneProgram, copy_programs
 from .simulator import MIN_ITERATIONS
 from .space import BoolArray, IntArray
 from .traffic import Traffic
@@ -95,8 +95,7 @@ class Replayer:
         key = id(plan.traffic), plan.depth
         known = self._known.get(key)
         if known is None:
-            slowest_offload = float(self._slowdowns[:, D2H].max())
-            known = plan.traffic, copy_programs(plan.traffic, plan.depth, slowest_offload)
+            known = plan.traffic, copy_programs(plan.traffic, plan.depth, self._slowdowns.max(axis=0))
             self._known[key] = known
         return known[1]
 
@@ -131,7 +130,7 @@ class _Lane:
 
 
 class _Builder:
-    """Lays programs end to end; plans share what travels, and rows of the compute table."""
+    """Lays programs end to end; plans share what travels."""
 
     def __init__(self, compute: ComputeTable) -> None:
         self._compute = compute
@@ -139,7 +138,6 @@ class _Builder:
         self._waits: list[IntArray] = []
         self._num_durations = self._num_waits = 0
         self._copies: dict[tuple[int, int], tuple[int, tuple[_Lane, ...]]] = {}
-        self._seconds: dict[tuple[int, float], int] = {}
 
     def lanes(self, plan: ReplayPlan, copies: tuple[LaneProgram, ...]) -> tuple[_Lane, ...]:
         """The programs of a plan, in the order of ``Lane``; ``copies``: ``copy_programs``."""
@@ -157,10 +155,9 @@ class _Builder:
             )
             self._copies[key] = self._add_waits(compute.waits, lengths[WAITS_FOR[COMPUTE]]), lanes
         first_wait, lanes = self._copies[key]
-        row = (plan.mode, plan.traffic.residency.device_adam_s)
-        if row not in self._seconds:
-            self._seconds[row] = self._add_durations(self._compute.iteration_s(*row))
-        return (_Lane(int(lengths[COMPUTE]), self._seconds[row], first_wait), *lanes)
+        seconds = self._compute.iteration_s(plan.mode, plan.traffic.residency.device_adam_s)
+        durations_s = np.add.reduceat(seconds, copies[COMPUTE].begins)
+        return (_Lane(int(lengths[COMPUTE]), self._add_durations(durations_s), first_wait), *lanes)
 
     def programs(self, lanes: Sequence[tuple[_Lane, ...]]) -> _Programs:
         """The programs of the plans with these lanes."""

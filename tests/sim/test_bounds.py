@@ -177,10 +177,29 @@ def test_tasks_are_fused_only_where_nobody_can_tell(monkeypatch: pytest.MonkeyPa
     quick = replace(found, costs=CostModel(machine(offload_s=0.5), use_measured=True))
     quick = case(quick.workload, quick.plan, quick.layout, quick.costs, quick.contention)
     traffic = quick.traffic()
-    fused = lane_programs.copy_programs(traffic, 1, slowest_offload=1.0)
+    fused = lane_programs.copy_programs(traffic, 1, np.ones(4))
     assert len(fused[lane_programs.CPU_OPTIM].durations_s) == 1 < traffic.cpu_length
     assert quick.replayed_s() == pytest.approx(quick.simulated_s())
     # The wrong variant fuses CPU Adam although the next chunk's gradients may still be on their way.
     original = lane_programs.copy_programs
-    monkeypatch.setattr(replay, "copy_programs", lambda traffic, depth, slowest_offload: original(traffic, depth, 0.0))
+    monkeypatch.setattr(replay, "copy_programs", lambda traffic, depth, slowest: original(traffic, depth, 0 * slowest))
     assert found.replayed_s() < found.simulated_s() * (1 - 1e-3)
+
+
+def test_cpu_adam_is_fused_over_blocks_only_where_gradients_surely_arrive_in_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def of_cpu_adam(seconds: float) -> Case:
+        model = workload(num_blocks=4)
+        return hand_made(model, plan(model, n_buffer=4), machine(cpu_adam_s=seconds))
+
+    busy, idle = of_cpu_adam(4.5), of_cpu_adam(2.5)
+    for found, num_tasks in ((busy, 1), (idle, 4)):
+        # From one copy to the next: recomputation, if any, and backward for 3 s, and the copy for 1 s.
+        fused = lane_programs.copy_programs(found.traffic(), 1, np.ones(4))
+        assert len(fused[lane_programs.CPU_OPTIM].durations_s) == num_tasks
+        assert found.replayed_s() == pytest.approx(found.simulated_s())
+    # The wrong variant takes copies and compute for instantaneous.
+    original = lane_programs.copy_programs
+    monkeypatch.setattr(replay, "copy_programs", lambda traffic, depth, slowest: original(traffic, depth, 0 * slowest))
+    assert idle.replayed_s() < idle.simulated_s() * (1 - 1e-3)
