@@ -193,7 +193,7 @@ def test_cpu_adam_is_fused_over_blocks_only_where_gradients_surely_arrive_in_tim
         model = workload(num_blocks=4)
         return hand_made(model, plan(model, n_buffer=4), machine(cpu_adam_s=seconds))
 
-    busy, idle = of_cpu_adam(4.5), of_cpu_adam(2.5)
+    busy, idle = of_cpu_adam(4.5), of_cpu_adam(1.0)
     for found, num_tasks in ((busy, 1), (idle, 4)):
         # From one copy to the next: recomputation, if any, and backward for 3 s, and the copy for 1 s.
         fused = lane_programs.copy_programs(found.traffic(), 1, np.ones(4))
