@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Final, Self
 from pydantic import PositiveInt
 
 from .catalogue_files import model_file_names, read_model_file
-from .errors import CatalogueError
+from .errors import CatalogueError, FileError
 from .files import Document, FrozenModel, read_mapping
 from .model_check import check_model_configuration
 from .model_size import num_parameters_of
@@ -107,6 +107,11 @@ def read_model_configuration(path: str | Path) -> ModelConfiguration:
         path = path / "config.json"
     content = read_mapping(path)
     if "kind" in content and "schema_version" in content:
+        if content["kind"] != ModelConfiguration.KIND:
+            raise FileError(
+                f"{path} is a {content['kind']} file of protwin, and no model configuration. Pass the config.json that "
+                f"lies beside a model's weights on the Hugging Face hub."
+            )
         found = ModelConfiguration.from_mapping(content, origin=str(path))
         check_model_configuration(found.config, origin=str(path))
         return found

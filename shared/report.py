@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
 from html import escape
-from typing import Final
+from typing import Final, ParamSpec
 
 from .comparison import Comparison, signed_error_frac
 from .errors import ProtwinError
@@ -23,35 +24,8 @@ from .search_result import BatchSearchResult, SearchResult
 from .timeline import check_schedule
 from .units import format_bytes, format_number, format_seconds
 
+_Facts = ParamSpec("_Facts")
 _ONE_ITERATION: Final = "One iteration of the steady state. What runs past its end overlaps with the next one."
-
-
-def html_report(
-    *,
-    title: str,
-    predicted: Record,
-    measured: Record | None = None,
-    budget_bytes: int | None = None,
-    losses: Mapping[str, Sequence[float]] | None = None,
-    plain_peak_bytes: int | None = None,
-    comparison: Comparison | None = None,
-    notes: Sequence[str] = (),
-    schedule: Schedule | None = None,
-    search: SearchResult | BatchSearchResult | None = None,
-) -> str:
-    """``report`` as a page of HTML; equal input gives equal bytes."""
-    return report(
-        title=title,
-        predicted=predicted,
-        measured=measured,
-        budget_bytes=budget_bytes,
-        losses=losses,
-        plain_peak_bytes=plain_peak_bytes,
-        comparison=comparison,
-        notes=notes,
-        schedule=schedule,
-        search=search,
-    ).html
 
 
 def report(
@@ -103,6 +77,20 @@ def report(
         cards=_cards(predicted, measured, budget_bytes, plain_peak_bytes, losses, search),
         sections=tuple(section for section in sections if section.content),
     )
+
+
+def _as_html(make: Callable[_Facts, Report]) -> Callable[_Facts, str]:
+    """``make`` as a page of HTML; equal input gives equal bytes."""
+
+    @wraps(make)
+    def html(*args: _Facts.args, **facts: _Facts.kwargs) -> str:
+        return make(*args, **facts).html
+
+    return html
+
+
+html_report = _as_html(report)
+"""``report`` as a page of HTML."""
 
 
 def _memory_figures(

@@ -13,6 +13,8 @@ from rich.measure import Measurement
 from rich.table import Column, Table
 from rich.text import Text
 
+from .report_words import NO_VALUE
+
 _BETWEEN: Final = 3
 """Columns between two columns of a table."""
 _READABLE: Final = 16
@@ -70,8 +72,8 @@ def _least_words(column: Column) -> int:
 class FittingTable:
     """A table that leaves out columns rather than cut figures.
 
-    A column that says the same in every row becomes a line below; then, where the table is still too wide, the
-    ``expendable`` columns go, and the line says so.
+    A column that says the same in every row becomes a line below, or nothing if it is empty; then, where the table is
+    still too wide, the ``expendable`` columns go, and the line says so.
     """
 
     columns: tuple[str, ...]
@@ -95,8 +97,9 @@ class FittingTable:
                 left_out.append(place)
         yield self._table(shown)
         lines = []
-        if alike:
-            lines.append("In all of them: " + ", ".join(f"{self._name(i)} {self.rows[0][i]}" for i in alike) + ".")
+        facts = [f"{self._name(i)} {self.rows[0][i]}" for i in alike if self.rows[0][i] not in ("", NO_VALUE)]
+        if facts:
+            lines.append(f"In all of them: {', '.join(facts)}.")
         if left_out:
             lines.append(f"Left out for want of room: {', '.join(map(self._name, left_out))} (--json has all).")
         if lines:

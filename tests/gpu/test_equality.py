@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
@@ -23,6 +22,8 @@ from tests.gpu.subject import (
     train_plainly,
 )
 from tests.runtime.models import Case, cases
+from tests.runtime.named_inputs import NamedInputBlock
+from tests.runtime.weights_seen import weights_seen
 
 pytestmark = pytest.mark.gpu
 
@@ -79,21 +80,11 @@ def test_every_forward_reads_the_weights_of_the_last_step() -> None:
     plan = plan_of(case, **PLANS["all modes, half persistent"])
     plain = train_plainly(case, on_host=offloaded_names(case, plan))
     model = case.build()
-    seen: dict[str, list[torch.Tensor]] = {}
-
-    def look(name: str, module: nn.Module, _: Any) -> None:
-        for inner, parameter in module.named_parameters():
-            seen.setdefault(f"{name}.{inner}", []).append(parameter.detach().clone())
-
-    handles = [
-        module.register_forward_pre_hook(partial(look, name))
-        for name, module in model.named_modules()
-        if name.startswith("model.layers.") and name.count(".") == 2
-    ]
-    with carry_out(model, plan, case.workload, optimizer=case.make_optimizer, device=make_device()) as training:
+    with (
+        weights_seen(model) as seen,
+        carry_out(model, plan, case.workload, optimizer=case.make_optimizer, device=make_device()) as training,
+    ):
         train(case, plan, training, model)
-    for handle in handles:
-        handle.remove()
     assert len(seen) == sum(parameter.block is not None for parameter in case.workload.parameters)
     for name, values in seen.items():
         # Recomputed blocks are seen twice in an iteration, each time with the weights of their forward.
@@ -102,23 +93,11 @@ def test_every_forward_reads_the_weights_of_the_last_step() -> None:
             assert torch.equal(value.cpu(), plain.weights[place // each][name]), (name, place)
 
 
-class NamedInput(nn.Module):
-    """A block with dropout that is given its tensor by name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(16, 16)
-        self.dropout = nn.Dropout(0.3)
-
-    def forward(self, *, hidden: torch.Tensor) -> torch.Tensor:
-        return hidden + self.dropout(torch.tanh(self.linear(hidden)))
-
-
 class NamedInputs(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.entry = nn.Linear(5, 16)
-        self.layers = nn.ModuleList(NamedInput() for _ in range(3))
+        self.layers = nn.ModuleList(NamedInputBlock() for _ in range(3))
         self.exit = nn.Linear(16, 3)
 
     def forward(self, points: torch.Tensor) -> torch.Tensor:

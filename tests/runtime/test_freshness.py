@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -22,6 +20,7 @@ from protwin.shared.plan import Plan
 from protwin.shared.schedule import Schedule, TaskKind
 from protwin.shared.workload import Workload
 from tests.runtime.models import Case, cases
+from tests.runtime.weights_seen import weights_seen
 
 CHUNK_BYTES = 8_000
 
@@ -47,25 +46,6 @@ def offloading_plan(workload: Workload, *, n_checkpoint: int = 1) -> tuple[Plan,
         n_checkpoint=n_checkpoint,
     )
     return plan, layout
-
-
-@contextmanager
-def weights_seen(model: nn.Module) -> Iterator[dict[str, list[torch.Tensor]]]:
-    """What every block's parameters hold when its forward begins."""
-    seen: dict[str, list[torch.Tensor]] = {}
-
-    def look(name: str, module: nn.Module, _: Any) -> None:
-        for inner, parameter in module.named_parameters():
-            seen.setdefault(f"{name}.{inner}", []).append(parameter.detach().clone())
-
-    handles = [
-        module.register_forward_pre_hook(partial(look, name))
-        for name, module in model.named_modules()
-        if name.startswith("model.layers.") and name.count(".") == 2
-    ]
-    yield seen
-    for handle in handles:
-        handle.remove()
 
 
 def train(case: Case, model: nn.Module, training: Training) -> None:

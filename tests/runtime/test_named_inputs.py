@@ -15,23 +15,13 @@ from protwin.runtime import carry_out, trace
 from protwin.shared.layout import build_layout
 from protwin.shared.plan import Plan
 from tests.runtime.models import SEED, adamw, differences, snapshot
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(16, 16)
-        self.dropout = nn.Dropout(0.3)
-
-    def forward(self, *, hidden: torch.Tensor) -> torch.Tensor:
-        """(n, 16) in and out."""
-        return hidden + self.dropout(torch.tanh(self.linear(hidden)))
+from tests.runtime.named_inputs import NamedInputBlock
 
 
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Block() for _ in range(3))
+        self.layers = nn.ModuleList(NamedInputBlock() for _ in range(3))
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """The loss of (n, 16)."""

@@ -12,50 +12,23 @@ from pydantic import ValidationError
 
 from protwin.shared import verify, verify_order
 from protwin.shared.compile import compile_schedule
-from protwin.shared.errors import PlanError, ScheduleError
+from protwin.shared.errors import PlanError
 from protwin.shared.layout import build_layout
 from protwin.shared.memory_bound import guaranteed_device_peak
-from protwin.shared.order import HappensBefore, Occurrence
 from protwin.shared.plan import ParallelMode, Plan
 from protwin.shared.schedule import Content, Lane, Memory, Schedule, TaskKind
 from protwin.shared.shards import host_part
 from protwin.shared.verify import verify_schedule
 from protwin.shared.workload import DType
 from tests.shared import faults
-from tests.shared.abstract_machine import AbstractMachine, Violation, at_random, holding
+from tests.shared.abstract_machine import AbstractMachine, at_random, holding
 from tests.shared.faults import Fault
 from tests.shared.small_models import chain, parameter, plan, workload
+from tests.shared.verdicts import compiled, guarantees, is_accepted, violation
 from tests.strategies import PlannedWorkload, parallel_workloads
 
 SEEDS = st.integers(0, 2**32 - 1)
 MODES = (ParallelMode.DDP, ParallelMode.REPLICATED, ParallelMode.SHARDED)
-
-
-def compiled(case: PlannedWorkload) -> Schedule:
-    return compile_schedule(case.plan, case.workload, case.layout)
-
-
-def is_accepted(schedule: Schedule, case: PlannedWorkload) -> bool:
-    try:
-        verify_schedule(schedule, case.plan, case.workload, case.layout)
-    except ScheduleError:
-        return False
-    return True
-
-
-def violation(schedule: Schedule, case: PlannedWorkload) -> str | None:
-    """What goes wrong if any one task of the second iteration takes as long as it may."""
-    for task in schedule.tasks:
-        try:
-            AbstractMachine(schedule, case.plan, case.workload, case.layout).run(holding(task.id, iteration=1))
-        except Violation as found:
-            return str(found)
-    return None
-
-
-def guarantees(schedule: Schedule) -> list[tuple[int, ...]]:
-    order = HappensBefore(schedule, 3)
-    return [order.reached(Occurrence(iteration, task.id)) for iteration in range(3) for task in schedule.tasks]
 
 
 def example(mode: ParallelMode = ParallelMode.SHARDED) -> PlannedWorkload:

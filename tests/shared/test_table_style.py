@@ -115,3 +115,9 @@ def test_words_wrap_and_are_never_lost(width: int) -> None:
     text = as_text(table, width=width)
     for word in ["a", "long", "sentence", "about", "what", "it", "is", "that", "this", "row", "says"]:
         assert word in text
+
+
+def test_columns_without_anything_go_without_a_word() -> None:
+    rows = [("a", "1", "–", ""), ("b", "2", "–", "")]
+    text = as_text(FittingTable(("name", ">size", ">price", ">more"), rows))
+    assert text.split() == ["name", "size", "─" * len("name   size"), "a", "1", "b", "2"]
