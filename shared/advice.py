@@ -51,6 +51,13 @@ class Advice(Document):
     """Samples per step."""
     machines: tuple[MachineAdvice, ...]
     """Fastest first."""
+    unanswered: tuple[str, ...] = ()
+    """Machines that were asked about too, but that Ctrl-C left no time for."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every machine that was asked about is ranked."""
+        return not self.unanswered
 
     @property
     def by_cost(self) -> tuple[MachineAdvice, ...]:

@@ -31,7 +31,18 @@ def advice_tables(advice: Advice) -> RenderableType:
     without = [one.hardware_name for one in advice.machines if one.plan is None]
     if without:
         parts += [Text(""), Text(f"Nothing fits, or nothing is known: {', '.join(without)}.  --json says why.")]
+    if not advice.is_complete:
+        parts += [Text(""), Text(interruption_sentence(advice))]
     return Group(*parts)
+
+
+def interruption_sentence(advice: Advice) -> str:
+    """What an interrupted sweep did not get to."""
+    asked = len(advice.machines) + len(advice.unanswered)
+    return (
+        f"interrupted: this is the ranking so far, and it is not complete: {len(advice.machines)} of {asked} machines. "
+        f"Not searched: {', '.join(advice.unanswered)}."
+    )
 
 
 def _cells(one: MachineAdvice) -> tuple[str, ...]:

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
 from dataclasses import dataclass
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from pathlib import Path
+from threading import Thread
 from typing import Final
 
 from ..shared.advice import Advice, AdviceState, MachineAdvice
@@ -20,6 +23,7 @@ from ..shared.errors import FileError, ProtwinError
 from ..shared.hardware import Hardware
 from ..shared.progress import OnProgress
 from .batch_search import search_batches
+from .step_rule import StepRule
 
 _SECONDS_PER_HOUR: Final = 3600
 SearchOne = Callable[["Request", Hardware], MachineAdvice]
@@ -51,29 +55,36 @@ def advise(
     num_processes: int,
     state: Path | None = None,
     on_progress: OnProgress,
+    keep_interrupted: bool = False,
 ) -> Advice:
     """The machines ranked by time, and by cost per token where prices are given.
 
     ``search_one`` runs in other processes (spawned), ``num_processes`` at once.  Every answer is written to ``state``
-    as it comes, and read from there when the same is asked again.  Raises FileError if ``state`` belongs to another
-    request or is damaged, or cannot be written.
+    as it comes, and read from there when the same is asked again.  ``keep_interrupted``: Ctrl-C ends the sweep with the
+    answers so far, if there are any.  Raises FileError if ``state`` belongs to another request or is damaged, or cannot
+    be written, and ProtwinError if a process was ended from outside.
     """
     keys = {hardware.name: machine_key(hardware) for hardware in machines}
     known = _known(request, state)
     found = {hardware.name: known[key] for hardware in machines if (key := keys[hardware.name]) in known}
     missing = [hardware for hardware in machines if hardware.name not in found]
     on_progress(len(found), len(machines))
-    for answer in _answers(request, missing, search_one, num_processes):
-        found[answer.hardware_name] = answer
-        known[keys[answer.hardware_name]] = answer
-        if state is not None:
-            AdviceState(request=request.identity, answers=known).save(state)
-        on_progress(len(found), len(machines))
+    try:
+        for answer in _answers(request, missing, search_one, num_processes):
+            found[answer.hardware_name] = answer
+            known[keys[answer.hardware_name]] = answer
+            if state is not None:
+                AdviceState(request=request.identity, answers=known).save(state)
+            on_progress(len(found), len(machines))
+    except KeyboardInterrupt:
+        if not keep_interrupted or not found:
+            raise
     return Advice(
         model=request.model,
         sequence_length=request.sequence_length,
         global_batch_size=request.global_batch,
         machines=tuple(sorted(found.values(), key=MachineAdvice.rank)),
+        unanswered=tuple(hardware.name for hardware in machines if hardware.name not in found),
     )
 
 
@@ -104,9 +115,10 @@ def _answers(
         for hardware in machines:
             yield search_one(request, hardware)
         return
-    pool = ProcessPoolExecutor(min(num_processes, len(machines)), mp_context=get_context("spawn"), initializer=_ignore)
+    pool = ProcessPoolExecutor(min(num_processes, len(machines)), mp_context=get_context("spawn"), initializer=_begin)
     try:
-        futures: list[Future[MachineAdvice]] = [pool.submit(search_one, request, hardware) for hardware in machines]
+        with _interruptions_held():
+            futures: list[Future[MachineAdvice]] = [pool.submit(search_one, request, hardware) for hardware in machines]
         for future in as_completed(futures):
             yield future.result()
     except BrokenExecutor as error:
@@ -122,11 +134,51 @@ def _answers(
         pool.shutdown(cancel_futures=True)
 
 
-def _ignore() -> None:
-    """Ctrl-C reaches every process of a terminal; the parent ends the others."""
+@contextmanager
+def _interruptions_held() -> Iterator[None]:
+    """Let Ctrl-C wait.  Processes that are started meanwhile never hear it, not even while they begin.
+
+    It reaches every process of a terminal, and the parent ends the others.
+    """
     import signal
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _begin() -> None:
+    """Make a searching process end with its parent.
+
+    A parent that is killed cannot end it, and it would wait for ever for work that never comes.
+    """
+    parent = parent_process()
+    assert parent is not None
+
+    def follow() -> None:
+        parent.join()
+        os._exit(1)
+
+    Thread(target=follow, daemon=True).start()
+
+
+def check_request(request: Request) -> None:
+    """Raise ProtwinError if no machine could answer: the model is unknown, its shape missing, an option impossible."""
+    from ..shared.cli_options import cache_folder
+    from .workload_source import resolve_workload, saved_sizes
+
+    StepRule(max_gradient_norm=request.max_gradient_norm)
+    sizes = saved_sizes(request.model, request.global_batch)
+    resolve_workload(
+        request.model,
+        batch_size=sizes[0] if sizes else 1,
+        sequence_length=request.sequence_length,
+        dtype=request.dtype,
+        cache=cache_folder(),
+        warn=lambda message: None,
+    )
 
 
 def search_machine(request: Request, hardware: Hardware) -> MachineAdvice:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ..shared.advice import Advice
+from ..shared.cli import report_interruption
 from ..shared.cli_options import (
     DTypeName,
     JsonFlag,
@@ -22,11 +25,17 @@ from ..shared.cli_options import (
     writable_json,
 )
 from ..shared.cli_output import show
+from ..shared.errors import HardwareError
+from ..shared.hardware import Hardware
 from ..shared.machines import load_hardware, machine_names
 from ..shared.progress import progress_bar
-from .advise import Request, search_machine
+from ..shared.report_options import PictureFolder, ReportPath, write_report
+from .advise import Request, check_request, search_machine
 from .advise import advise as advise_machines
 from .search_options import MaxGradientNorm
+
+if TYPE_CHECKING:
+    from ..shared.report_page import Report
 
 __all__ = ["advise"]
 
@@ -36,6 +45,7 @@ advise = command_app()
 @advise.command(
     epilog=examples(
         "protwin advise --model llama-3-8b --global-batch 16 --sequence-length 2048",
+        "protwin advise --model llama-3-8b --global-batch 16 --sequence-length 2048 --report advice.html",
         "protwin advise --model llama-3-8b --global-batch 16 --sequence-length 2048 --hardware rtx-4090 "
         "--hardware machine.toml --state advice-state.json --json",
     )
@@ -68,16 +78,21 @@ def advise_command(
         ),
     ] = None,
     output: OutputPath = None,
+    report: ReportPath = None,
+    pictures: PictureFolder = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Rank machines by the time of the best plan for a model on each, and by what a token costs.
 
     Every machine is searched over plans and micro-batch sizes, without having it.  Prices are those of the machines'
-    descriptions (price_usd_per_hour).  Of machines with several devices one device is asked about.
+    descriptions (price_usd_per_hour).  Of machines with several devices one device is asked about.  Ctrl-C ends with
+    the ranking so far.
     """
-    keep_apart({"--output": output, "--state": state}, {"--model": model})
-    machines = {machine.name: machine for machine in map(load_hardware, hardware or machine_names())}
+    named = {f"--hardware {name}": name for name in hardware or ()}
+    keep_apart({"--output": output, "--state": state, "--report": report}, {"--model": model, **named})
+    machines = _machines(hardware or machine_names())
     request = Request(model, sequence_length, dtype, global_batch, max_gradient_norm, _fingerprint(model))
+    check_request(request)
     with progress_bar("searching machines") as on_progress:
         found = advise_machines(
             request,
@@ -86,15 +101,39 @@ def advise_command(
             num_processes=processes or len(os.sched_getaffinity(0)),
             state=state,
             on_progress=on_progress,
+            keep_interrupted=True,
         )
-    if output is not None:
-        found.save(output)
+    if found.is_complete:
+        if output is not None:
+            found.save(output)
+        write_report(report, pictures, lambda: _report(found))
     if as_json:
         typer.echo(found.to_json(), nl=False)
     else:
         from ..shared.advice_tables import advice_tables
 
         show(advice_tables(found))
+    if not found.is_complete:
+        raise typer.Exit(report_interruption())
+
+
+def _machines(names: Iterable[str]) -> dict[str, Hardware]:
+    """The machines by their names.  Raises HardwareError if two that differ are called the same."""
+    found: dict[str, Hardware] = {}
+    for name in names:
+        machine = load_hardware(name)
+        if found.setdefault(machine.name, machine) != machine:
+            raise HardwareError(
+                f"--hardware {name} describes another machine than the one before it, which is called {machine.name} "
+                f"too. Give one of the two another name."
+            )
+    return found
+
+
+def _report(advice: Advice) -> Report:
+    from ..shared.report_advice import advice_report
+
+    return advice_report(advice)
 
 
 def _fingerprint(model: str) -> str:
