@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from .non_finite import NonFiniteGradientError
     from .probe import probe_hardware
     from .summaries import StepSummary
+    from .taken_over import training_of
     from .tracing import trace
     from .tracing_configurations import workload_of_configuration
     from .tracing_families import family_of_configuration
@@ -39,6 +40,7 @@ _HOMES = {
     "freeze": "freezing",
     "probe_hardware": "probe",
     "trace": "tracing",
+    "training_of": "taken_over",
     "workload_of_configuration": "tracing_configurations",
 }
 
@@ -58,6 +60,7 @@ __all__ = [
     "freeze",
     "probe_hardware",
     "trace",
+    "training_of",
     "workload_of_configuration",
 ]
 

@@ -87,7 +87,7 @@ def _refuse_values(cls: type, function: Any, types: Any, args: tuple[Any, ...] =
     raise ScheduleError(
         f"{which} was read ({attribute or name}) while its chunk is not on the device. A plan is being carried out: "
         f"read weights from training.state_dict() between two steps, or after close(), or keep their chunks persistent "
-        f"(n_persist)."
+        f"(n_persist). A training that was lost is what protwin.runtime.training_of(model) gives."
     )
 
 

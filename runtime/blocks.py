@@ -39,11 +39,7 @@ def find_blocks(model: nn.Module, names: str | Sequence[str] | None = None) -> t
     # A short list of small parts (heads, adapters beside the trunk) is no stack of blocks.
     found = [block for block in found if _size(block.module) * 50 >= largest]
     if not found:
-        children = ", ".join(f"{name} ({type(child).__name__})" for name, child in model.named_children()) or "none"
-        raise WorkloadError(
-            f"no blocks found in {type(model).__name__}: no ModuleList or Sequential whose members are alike. "
-            f"Name them with blocks='path.of.the.list' (or a list of paths); the model's children are: {children}."
-        )
+        raise _nothing_found(model)
     return tuple(found)
 
 
@@ -55,6 +51,28 @@ def _is_stack(module: nn.Module) -> bool:
     same = num_classes == 1 or (isinstance(module, nn.ModuleList) and 1 < num_classes < len(children))
     composite = all(any(True for _ in child.children()) for child in children)
     return same and composite and all(_size(child) > 0 for child in children)
+
+
+def _nothing_found(model: nn.Module) -> WorkloadError:
+    lists = [
+        (path, module)
+        for path, module in model.named_modules()
+        if isinstance(module, nn.ModuleList | nn.Sequential) and path and _size(module) > 0
+    ]
+    if lists:
+        largest, module = max(lists, key=lambda found: _size(found[1]))
+        classes = sorted({type(child).__name__ for child in module.children()})
+        why = (
+            f"of its lists of modules, none has members that are alike and made of parts; {largest}, the largest, has "
+            f"members of {', '.join(classes)}. If these run one after the other, name them: blocks='{largest}'"
+        )
+    else:
+        children = ", ".join(f"{name} ({type(child).__name__})" for name, child in model.named_children()) or "none"
+        why = (
+            f"it has no ModuleList or Sequential. Name what runs one after the other: blocks=['path', 'path', ...]; "
+            f"the model's children are: {children}"
+        )
+    return WorkloadError(f"no blocks found in {type(model).__name__}: {why}.")
 
 
 def _size(module: nn.Module) -> int:

@@ -93,6 +93,10 @@ class DeviceChunk:
                     self.targets.append(home if is_narrow else None)
             parameter.data = view
 
+    def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """The parameters with their names."""
+        return [(spec.name, parameter) for spec, parameter in zip(self._specs, self.parameters, strict=True)]
+
     def check_parameters(self) -> None:
         """Raise ScheduleError if a parameter has left the chunk, or was frozen or thawed."""
         own = self._flat.untyped_storage()._cdata

@@ -10,13 +10,30 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 
+from ..shared.errors import ScheduleError
 from ..shared.schedule import Content
 from .blocks import NamedBlock
 from .chunks import DeviceChunk
 from .devices import TrainingDevice
 from .tensors import tensors_in
+from .walk_refusals import refuse_transforms
+
+
+def refuse_other_gradient_mode(*, is_evaluating: bool) -> None:
+    """Raise ScheduleError if the model is called without gradients in training, or with them in evaluation."""
+    if torch.is_grad_enabled() != is_evaluating:
+        return
+    if is_evaluating:
+        raise ScheduleError(
+            "forward with gradients within evaluation(), where nothing is trained. Leave its block first."
+        )
+    raise ScheduleError(
+        "forward without gradients while a plan is being carried out: offloaded chunks are not resident. Evaluate "
+        "within 'with training.evaluation():', between step() and the next forward, or after close()."
+    )
 
 
 class Evaluation:
@@ -51,6 +68,7 @@ class Evaluation:
             self._device.synchronize()
 
     def _enter_model(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        refuse_transforms()
         ledger = self._device.ledger
         if ledger is not None and self._claim_before_bytes is None:
             self._claim_before_bytes = ledger.claim_bytes

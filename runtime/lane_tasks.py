@@ -271,6 +271,15 @@ class LaneTasks:
             for block in self._swapping.values():
                 block.close()
 
+    def let_end(self) -> None:
+        """Let the threads end by themselves, without waiting: for whoever cannot know which thread it is on."""
+        for lane in self._lanes.values():
+            lane.cancel()
+        for mark in list(self._marks.values()):
+            mark.fail(Cancelled("training was dropped"))
+        for lane in self._lanes.values():
+            lane.let_end()
+
     def stop(self) -> None:
         """Let the running tasks end, give up the others, end the threads, and forget every iteration.  Idempotent."""
         for lane in self._lanes.values():

@@ -113,6 +113,10 @@ class WorkerLane:
             self._queue.put(None)
             self._thread.join()
 
+    def let_end(self) -> None:
+        """As ``close``, without waiting."""
+        self._queue.put(None)
+
     def _run(self) -> None:
         torch.set_num_threads(self._device.worker_threads(is_optimizer=self._is_host_work))
         self._device.cut_waits_short(self._is_cancelled)

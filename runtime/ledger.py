@@ -19,7 +19,7 @@ from typing import Any, Final
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
-from ..shared.errors import DeviceOutOfMemoryError
+from ..shared.errors import DeviceOutOfMemoryError, WorkloadError
 from ..shared.schedule import Content
 from ..shared.units import format_bytes
 from .tensors import tensors_in
@@ -181,6 +181,12 @@ class MemoryLedger:
     def watch_result(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Count the storages that an operation made, and those that it gave another size."""
         for tensor in tensors_in(result):
+            if tensor.layout is not torch.strided:
+                raise WorkloadError(
+                    f"{operator} made a sparse tensor ({str(tensor.layout).removeprefix('torch.')}), whose memory "
+                    f"cannot be placed. If it is the gradient of an embedding, make that with sparse=False: values and "
+                    f"results are the same."
+                )
             storage = tensor.untyped_storage()
             known = self._watched.get(storage._cdata)
             if known is not None:

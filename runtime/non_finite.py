@@ -75,6 +75,11 @@ class GradientLooks:
         for _, of in looks:
             of()
 
+    def let_end(self) -> None:
+        """As ``close``, without waiting."""
+        if self._thread is not None:
+            self._thread.shutdown(wait=False)
+
     def close(self) -> None:
         """End the thread.  Idempotent."""
         self._looks.clear()

@@ -6,6 +6,7 @@ Parameters keep their groups, and one without a gradient is left alone, exactly 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -52,10 +53,7 @@ class ChunkOptimizer:
             members.setdefault(options.group_of(parameter), []).append(weight)
         self._groups = tuple(members)
         groups = [{**options.groups[index].options, "params": weights} for index, weights in members.items()]
-        try:
-            self.optimizer = make_optimizer(groups)
-        except ValueError as error:
-            raise PlanError(f"the optimizer refuses its options: {error}. Change them.") from error
+        self.optimizer = _made(make_optimizer, groups)
         options.note(self._groups, self.optimizer)
         self.num_steps = 0
         """Steps that have begun."""
@@ -121,6 +119,37 @@ class ChunkOptimizer:
     def state_tensors(self) -> list[torch.Tensor]:
         """The optimizer's own tensors."""
         return [t for state in self.optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
+
+
+def _made(make_optimizer: MakeOptimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """One chunk's optimizer.  Raises PlanError if there is none, or one that cannot step a chunk by itself."""
+    try:
+        made = make_optimizer(groups)
+    except ValueError as error:
+        raise PlanError(
+            f"the optimizer refuses its options or parameters: {error}. Every chunk has one optimizer for all of its "
+            f"parameters: change the options, or choose an optimizer that steps parameters of every shape."
+        ) from error
+    except TypeError as error:
+        raise PlanError(
+            f"optimizer= could not make an optimizer from a list of parameter groups: {error}. Pass what does, such as "
+            f"functools.partial(torch.optim.AdamW, lr=1e-4, fused=True)."
+        ) from error
+    if not isinstance(made, torch.optim.Optimizer):
+        raise PlanError(
+            f"optimizer= made {type(made).__name__} in the place of a torch.optim.Optimizer. Pass what makes one from "
+            f"a list of parameter groups, such as functools.partial(torch.optim.AdamW, lr=1e-4, fused=True)."
+        )
+    name = type(made).__name__
+    closure = inspect.signature(made.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise PlanError(
+            f"{name} calls the model again within its step, where the schedule expects nothing. Choose an optimizer "
+            f"that steps with the gradients that are there, such as AdamW or SGD."
+        )
+    if isinstance(made, torch.optim.SparseAdam):
+        raise PlanError(f"{name} takes sparse gradients alone, and here all are dense. Choose AdamW or Adam.")
+    return made
 
 
 def group_options(

@@ -245,6 +245,10 @@ class PlacedModel:
         if self.last_step is not None:
             self.last_step.take_back(self._host_optimizers.values(), num_completed=num_completed)
 
+    def named_offloaded(self) -> list[tuple[str, nn.Parameter]]:
+        """The parameters whose home is on the host."""
+        return [named for chunk in self.chunks if not chunk.is_persistent for named in chunk.named_parameters()]
+
     # -- what must not change ----------------------------------------------------------------------------------------
 
     def check_parameters(self) -> None:
@@ -263,6 +267,11 @@ class PlacedModel:
             self._watch.begin(parameter for step in self._device_steps for parameter in step.parameters)
 
     # -- leaving -----------------------------------------------------------------------------------------------------
+
+    def let_end(self) -> None:
+        """Let threads end by themselves, without waiting; the memory goes with whoever holds it."""
+        if self._looks is not None:
+            self._looks.let_end()
 
     def move_out(self) -> None:
         """Give every parameter a tensor of its own again.  No lane may run any more.  Idempotent."""

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..shared.errors import ScheduleError
 from ..shared.observation import SMALLEST_SWAPPED_BYTES
-from ..shared.schedule import Content
+from ..shared.schedule import Content, Schedule
 from .devices import TrainingDevice
 from .tensors import tensors_in
 
@@ -291,6 +291,15 @@ class SwappedBlock:
         """Give the home on the host back too; no copy may be under way.  Idempotent."""
         self.forget()
         self._home = torch.empty(0, dtype=torch.uint8)
+
+
+def swapped_blocks(model: nn.Module, schedule: Schedule, device: TrainingDevice) -> dict[int, SwappedBlock]:
+    """The blocks whose saved activations travel, with room on the host for them."""
+    return {
+        buffer.section: SwappedBlock(model, buffer.section, buffer.size_bytes, device)
+        for buffer in schedule.buffers
+        if buffer.content is Content.SWAPPED and buffer.is_static and isinstance(buffer.section, int)
+    }
 
 
 def _unpack(saved: Any) -> torch.Tensor:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from torch import nn
 
 from ..shared.errors import PlanError, ScheduleError
 from ..shared.workload import Workload
 from .identity import model_hash
+
+if TYPE_CHECKING:
+    from .training import Training
 
 _ATTRIBUTE: Final = "_protwin_training"
 """The attribute of a model that a plan is being carried out on."""
@@ -23,13 +26,30 @@ def check_model(model: nn.Module, workload: Workload) -> None:
             f"the workload was traced from another model ({workload.model_name}): module classes, parameter names, "
             f"shapes, dtypes or requires_grad differ. Trace this model again."
         )
-    if _ATTRIBUTE in model.__dict__:
-        raise PlanError("a plan is being carried out on this model already. Close that training first.")
+    check_untaken(model)
+
+
+def check_untaken(model: nn.Module) -> None:
+    """Raise PlanError if a plan is being carried out on ``model``."""
+    if training_of(model) is not None:
+        raise PlanError(
+            "a plan is being carried out on this model already. Close that training first; if it was lost, "
+            "protwin.runtime.training_of(model).close() does."
+        )
+
+
+def training_of(model: nn.Module) -> Training | None:
+    """The training that a plan is being carried out by on ``model``; None if there is none, or it is closed.
+
+    For whoever has dropped what ``carry_out`` gave: ``training_of(model).close()`` gives ordinary parameters back.
+    """
+    found: Training | None = model.__dict__.get(_ATTRIBUTE)
+    return found
 
 
 @contextmanager
-def taken_over(model: nn.Module) -> Iterator[None]:
-    """Within the block, the model is marked, and refuses to be copied or pickled."""
+def taken_over(model: nn.Module, training: Training) -> Iterator[None]:
+    """Within the block, the model is marked as ``training``'s, and refuses to be copied or pickled."""
 
     def refuse(*_: Any) -> Any:
         raise ScheduleError(
@@ -38,7 +58,7 @@ def taken_over(model: nn.Module) -> Iterator[None]:
             "(training.save())."
         )
 
-    attributes = {_ATTRIBUTE: True, "__deepcopy__": refuse, "__reduce_ex__": refuse}
+    attributes = {_ATTRIBUTE: training, "__deepcopy__": refuse, "__reduce_ex__": refuse}
     before = {name: model.__dict__[name] for name in attributes if name in model.__dict__}
     model.__dict__.update(attributes)
     try:

@@ -24,6 +24,18 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
             yield from tensors_in(getattr(value, field.name, None))
 
 
+def containers_as_they_are(value: Any) -> Any:
+    """``value`` with new lists, dicts and sets in the place of those that it holds; tensors and the like are the same.
+
+    What somebody does to the old containers afterwards does not show in the new ones.
+    """
+    if type(value) is dict:
+        return {key: containers_as_they_are(item) for key, item in value.items()}
+    if type(value) in (list, tuple, set):
+        return type(value)(containers_as_they_are(item) for item in value)
+    return value
+
+
 def storage_bytes(tensors: Iterable[torch.Tensor | None]) -> int:
     """Bytes of the storages of ``tensors``, each storage once."""
     storages = (tensor.untyped_storage() for tensor in tensors if tensor is not None)

@@ -30,6 +30,7 @@ from .observing import observe_sections
 from .parameters import compute_dtype, describe_parameters
 from .snapshot import left_as_found
 from .stopwatch import WARM_UP_ITERATIONS, time_sections
+from .taken_over import check_untaken
 
 TRACED_MODES: Final = (ActivationMode.KEEP, ActivationMode.CHECKPOINT)
 """SWAP computes what KEEP does; how much of it can travel is counted along with it."""
@@ -56,6 +57,7 @@ def trace(
     """
     _check_model(model)
     count_samples_and_tokens(batch)
+    check_untaken(model)
     named = find_blocks(model, blocks)
     if any(parameter.is_meta for parameter in model.parameters()):
         subject = FakeSubject(model, blocks, device_kind=device_kind)

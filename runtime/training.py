@@ -6,11 +6,12 @@ The model's own forward and backward are the compute tasks, and hooks on its blo
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -30,7 +31,7 @@ from .checkpoint_state import CheckpointState, Resumed, Scheduler, configuration
 from .checkpoints import read_checkpoint, write_checkpoint
 from .compute_lane import ComputeLane
 from .devices import TrainingDevice
-from .evaluation import Evaluation
+from .evaluation import Evaluation, refuse_other_gradient_mode
 from .gradient_watch import refusing_late_gradients
 from .guards import OffloadedWeights, refusing_access, refusing_other_optimizers
 from .lane_tasks import LaneTasks
@@ -45,22 +46,18 @@ from .recording import Recorder
 from .snapshot import without_cache
 from .summaries import StepSummary, Summaries, to_stderr
 from .supported import check_carried_out
-from .swapping import SwappedBlock
+from .swapping import swapped_blocks
 from .taken_over import TakenOver, check_model, taken_over
 from .tensors import tensors_in
 from .walk import SectionWalker
-
-_WITHOUT_GRADIENTS: Final = (
-    "forward without gradients while a plan is being carried out: offloaded chunks are not resident. Evaluate within "
-    "'with training.evaluation():', between step() and the next forward, or after close()."
-)
-_WITH_GRADIENTS: Final = (
-    "forward with gradients within evaluation(), where nothing is trained. Leave its block before the next step."
-)
+from .walk_refusals import refuse_transforms
 
 
 class Training:
-    """A model in the hands of a schedule."""
+    """A model in the hands of a schedule.
+
+    It lives as long as the model, whose ``training_of`` it is, until it is closed.
+    """
 
     def __init__(
         self,
@@ -77,6 +74,7 @@ class Training:
         keep_last_step: bool,
     ) -> None:
         check_carried_out(plan)
+        self._is_closed = False
         check_model(model, workload)
         if isinstance(optimizer, torch.optim.Optimizer):
             raise PlanError(
@@ -95,7 +93,6 @@ class Training:
         self.workload = workload
         self.device = device
         self.model = model
-        self._is_closed = False
         self._is_evaluating = False
         self._resumed_steps = 0
         self._summaries: Summaries | None = None
@@ -107,7 +104,7 @@ class Training:
         configuration = configuration_text(model)
         with ExitStack() as undo:
             undo.enter_context(without_cache(model))
-            undo.enter_context(taken_over(model))
+            undo.enter_context(taken_over(model, self))
             undo.enter_context(buffers_on(device.torch_device, model))
             if device.ledger is not None:
                 device.ledger.adopt(model.buffers(), Content.RESIDENT)
@@ -126,7 +123,7 @@ class Training:
             undo.callback(self._placed.move_out)
             self._placed.last_step = LastStep() if keep_last_step else None
             undo.callback(self._take_back)
-            self._offloaded_weights = OffloadedWeights(self._named_offloaded())
+            self._offloaded_weights = OffloadedWeights(self._placed.named_offloaded())
             self._taken_over = TakenOver(model)
             self.optimizer = TrainingOptimizer(
                 options,
@@ -149,7 +146,7 @@ class Training:
             self._access = undo.enter_context(refusing_access(model))
             steppers = [stepper.optimizer for stepper, _, _ in self._placed.steppers()]
             undo.enter_context(refusing_other_optimizers(model, [self.optimizer, *steppers]))
-            swapping = self._swapped_blocks()
+            swapping = swapped_blocks(model, self.schedule, device)
             self._lanes = LaneTasks(self.schedule, self._placed, device, swapping, plan.max_gradient_norm)
             undo.callback(self._lanes.close)
             self._compute = ComputeLane(self.schedule, self._placed, self._lanes, self._metering, device, swapping)
@@ -161,19 +158,6 @@ class Training:
                 undo.callback(handle.remove)
             undo.callback(self._metering.stop)
             self._undo = undo.pop_all()
-
-    def _named_offloaded(self) -> list[tuple[str, nn.Parameter]]:
-        """The parameters whose home is on the host."""
-        at_home = {p for chunk in self._placed.chunks if not chunk.is_persistent for p in chunk.parameters}
-        return [(name, parameter) for name, parameter in self.model.named_parameters() if parameter in at_home]
-
-    def _swapped_blocks(self) -> dict[int, SwappedBlock]:
-        """The blocks whose saved activations travel, with room on the host for them."""
-        return {
-            buffer.section: SwappedBlock(self.model, buffer.section, buffer.size_bytes, self.device)
-            for buffer in self.schedule.buffers
-            if buffer.content is Content.SWAPPED and buffer.is_static and isinstance(buffer.section, int)
-        }
 
     def _hooks(self) -> list[Any]:
         enter = self.model.register_forward_pre_hook(self._enter_model, prepend=True, with_kwargs=True)
@@ -187,8 +171,8 @@ class Training:
 
     def _enter_model(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Runs before the walker's hook of the model's forward."""
-        if torch.is_grad_enabled() == self._is_evaluating:
-            raise ScheduleError(_WITH_GRADIENTS if self._is_evaluating else _WITHOUT_GRADIENTS)
+        refuse_transforms()
+        refuse_other_gradient_mode(is_evaluating=self._is_evaluating)
         self._check_usable()
         if self._is_evaluating:
             return
@@ -490,6 +474,19 @@ class Training:
         compute: ComputeLane | None = self.__dict__.get("_compute")
         if compute is not None:
             self._placed.take_back_steps(num_completed=compute.iteration)
+
+    def __del__(self) -> None:
+        # The collector may come by on any thread, a lane's among them, and the model goes too: nothing to give back.
+        if not self._is_closed and "_undo" in self.__dict__:
+            self._is_closed = True
+            self._lanes.let_end()
+            self._placed.let_end()
+            warnings.warn(
+                f"a training of {type(self.model).__name__} was dropped with its model and without close(); steps "
+                f"since the latest checkpoint are lost. Use it as a context manager, or call close().",
+                ResourceWarning,
+                stacklevel=2,
+            )
 
     def __enter__(self) -> Self:
         return self

@@ -30,7 +30,18 @@ from ..shared.workload import BlockId
 from .block_state import BlockState
 from .blocks import NamedBlock
 from .recomputation import Recomputation
-from .tensors import tensors_in
+from .tensors import containers_as_they_are, tensors_in
+from .walk_refusals import (
+    by_the_back_door,
+    earlier_graph,
+    gradients_within_forward,
+    missing_block,
+    other_block,
+    refuse_second_graph,
+    refuse_transforms,
+    second_backward,
+    unreached_block,
+)
 
 
 class SectionListener(Protocol):
@@ -93,6 +104,7 @@ class SectionWalker:
 
     def remove(self) -> None:
         """Take every hook and wrapper off; afterwards the model is as it was.  Idempotent."""
+        self.forget()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -112,6 +124,7 @@ class SectionWalker:
     # -- forward -----------------------------------------------------------------------------------------------------
 
     def _enter_model(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        refuse_transforms()
         self._is_active = torch.is_grad_enabled()
         if not self._is_active:
             return
@@ -133,10 +146,7 @@ class SectionWalker:
                 return
             if block != self._next_block:
                 expected = self._names[self._next_block] if self._next_block < len(self._names) else "no further block"
-                raise ScheduleError(
-                    f"the model runs block {self._names[block]} where the schedule expects {expected}. "
-                    f"Every block must run once per forward, in order; name other blocks with blocks=..."
-                )
+                raise other_block(self._names[block], expected)
             self._next_block += 1
             self._listener.begin(TaskKind.FORWARD, block)
             if block == 0:
@@ -164,10 +174,7 @@ class SectionWalker:
             return
         self._is_active = False
         if self._next_block != len(self._names):
-            raise ScheduleError(
-                f"the model's forward ended before block {self._names[self._next_block]}, which the schedule expects. "
-                f"Every block must run once per forward; name other blocks with blocks=..."
-            )
+            raise missing_block(self._names[self._next_block])
         self._announce_at(output, TaskKind.BACKWARD, Part.EPILOGUE)
 
     # -- backward ----------------------------------------------------------------------------------------------------
@@ -183,11 +190,10 @@ class SectionWalker:
     def _reached(self, forward: int, kind: TaskKind, section: Section) -> None:
         """Backward has reached a tensor of the forward of that number."""
         if forward != self._forward:
-            raise ScheduleError(
-                "backward runs through the graph of an earlier forward, whose iteration has ended or was given up: its "
-                "chunks have been released and its gradients have left. Call backward() once after every forward, "
-                "before the next one."
-            )
+            raise earlier_graph()
+        if self._is_active:
+            raise gradients_within_forward()
+        refuse_second_graph()
         self._advance(kind, section)
 
     def _first_backward_kind(self, block: int) -> TaskKind:
@@ -205,10 +211,7 @@ class SectionWalker:
     def _advance(self, kind: TaskKind, section: Section) -> None:
         """Announce everything of the backward program up to and including (kind, section), once."""
         if self._is_backward_over:
-            raise ScheduleError(
-                "backward runs for the second time in one iteration, but chunks have been released and gradients have "
-                "left. Add the losses up and call backward() once."
-            )
+            raise second_backward()
         if self._backward_place is None:
             self._backward_place = 0
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
@@ -217,10 +220,9 @@ class SectionWalker:
             announced, of = self._program[self._backward_place]
             is_here = self._backward_place == place
             if not is_here and announced is not TaskKind.BACKWARD and self._has_backward[_index(of)]:
-                raise ScheduleError(
-                    f"backward reached {section} before block {self._names[_index(of)]}, which the schedule expects "
-                    f"first."
-                )
+                name = self._names[_index(of)]
+                at = f"block {self._names[section]}" if isinstance(section, int) else f"the {section}"
+                raise by_the_back_door(name) if of == section else unreached_block(name, at)
             self._backward_place += 1
             self._listener.begin(announced, of)
 
@@ -244,11 +246,20 @@ class SectionWalker:
             if not torch.is_grad_enabled():
                 return original(*args, **kwargs)
             named = tensor_only_by_name(args, kwargs)
-            if named is None:
-                return checkpoint(original, *args, use_reentrant=False, context_fn=contexts, **kwargs)
-            return checkpoint(
-                lambda _, *a, **k: original(*a, **k), named, *args, use_reentrant=False, context_fn=contexts, **kwargs
-            )
+            given = containers_as_they_are((args, kwargs))
+            is_first = True
+
+            def run(_: Any, *args: Any, **kwargs: Any) -> Any:
+                nonlocal is_first
+                if not is_first and self._is_active:
+                    raise gradients_within_forward()
+                if not is_first:
+                    # A list that the block appends to would be appended to twice: it starts from what it was.
+                    args, kwargs = containers_as_they_are(given)
+                is_first = False
+                return original(*args, **kwargs)
+
+            return checkpoint(run, named, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
         module.forward = forward
 

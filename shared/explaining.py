@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from .compile import compile_schedule
-from .layout import Chunk, ChunkId, Layout, build_layout
+from .layout import Chunk, ChunkId, Layout, build_layout, master_bytes
 from .memory_bound import guaranteed_device_peak
 from .plan import ActivationMode, Plan
 from .report_words import NO_VALUE, format_share, knobs
@@ -151,7 +151,7 @@ def explain(schedule: Schedule, plan: Plan, workload: Workload, layout: Layout) 
         Text(""),
         _chunk_table(found),
         Text(""),
-        *(Text(f"- {sentence}") for sentence in _summary(found, schedule, plan)),
+        *(Text(f"- {sentence}") for sentence in _summary(found, schedule, plan, workload)),
     ]
     return as_text(Group(*parts), width=120)
 
@@ -195,7 +195,7 @@ def _chunk_table(found: Account) -> Table:
     return table
 
 
-def _summary(found: Account, schedule: Schedule, plan: Plan) -> list[str]:
+def _summary(found: Account, schedule: Schedule, plan: Plan, workload: Workload) -> list[str]:
     values = ", ".join(f"{knob.name} = {knob.value}" for knob in knobs(plan, num_blocks=schedule.num_blocks))
     persistent = [chunk for chunk in found.chunks if chunk.is_persistent]
     offloaded = [chunk for chunk in found.chunks if not chunk.is_persistent]
@@ -219,6 +219,14 @@ def _summary(found: Account, schedule: Schedule, plan: Plan) -> list[str]:
         sentences.append(f"Host memory: {format_bytes(pinned_bytes)} pinned, {format_bytes(other_bytes)} besides.")
     sentences.append(_activation_sentence(found, schedule, plan))
     sentences.append(_stepping_sentence(found, plan))
+    narrow = [parameter for parameter in workload.parameters if parameter.trainable and master_bytes(parameter.dtype)]
+    if narrow:
+        dtypes = " and ".join(sorted({parameter.dtype for parameter in narrow}))
+        sentences.append(
+            f"Precision: {sum(parameter.num_elements for parameter in narrow):,} parameters in {dtypes} are stepped as "
+            f"float32 masters and rounded after every step; a plain loop that steps them in {dtypes} comes to other "
+            f"weights."
+        )
     return sentences
 
 

@@ -96,6 +96,19 @@ def test_the_text_of_a_plan_by_hand() -> None:
         assert sentence in unwrapped
 
 
+def test_parameters_that_have_masters_are_told() -> None:
+    parameters = [
+        parameter("layers.0.weight", 1_000, 0, dtype="bfloat16"),
+        parameter("layers.1.weight", 1_000, 1, dtype="bfloat16", trainable=False),
+        parameter("layers.1.scale", 10, 1),
+    ]
+    small = workload(parameters, 2)
+    text = " ".join(explain_plan(plan(small, n_buffer=2), small).split())
+    assert "Precision: 1,000 parameters in bfloat16 are stepped as float32 masters and rounded after every step" in text
+    wide = chain(2)
+    assert "Precision" not in explain_plan(plan(wide, n_buffer=2), wide)
+
+
 def test_what_nobody_steps() -> None:
     frozen = chain(2, frozen=(0, 1))
     found = account_of(plan(frozen, n_buffer=2), frozen)
