@@ -22,7 +22,7 @@ from ..shared.cli_options import (
     keep_apart,
     writable_json,
 )
-from ..shared.cli_output import show
+from ..shared.cli_output import give, show
 from ..shared.comparison import compare_records
 from ..shared.compile import compile_schedule
 from ..shared.files import write_atomically
@@ -93,12 +93,7 @@ def calibrate_command(
         )
     if workload_output is not None:
         workload.save(workload_output)
-    if output is not None:
-        factors.save(output)
-    if as_json:
-        typer.echo(factors.to_json(), nl=False)
-    else:
-        show(calibration_tables(factors))
+    give(factors, output, as_json=as_json, tables=lambda: calibration_tables(factors))
 
 
 @compare.command(epilog=examples("protwin compare predicted.json measured.json --timeline timeline.json"))

@@ -30,7 +30,7 @@ from ..shared.cli_options import (
     options_of,
     rate_option,
 )
-from ..shared.cli_output import show
+from ..shared.cli_output import give, show
 from ..shared.errors import PlanError, ProtwinError, WorkloadError
 from ..shared.files import write_atomically
 from ..shared.models import load_model_configuration
@@ -98,14 +98,9 @@ def trace_command(
                 options=options,
                 on_progress=on_progress,
             )
-    if output is not None:
-        workload.save(output)
-    if as_json:
-        typer.echo(workload.to_json(), nl=False)
-    else:
-        from ..shared.workload_tables import workload_tables
+    from ..shared.workload_tables import workload_tables
 
-        show(workload_tables(workload))
+    give(workload, output, as_json=as_json, tables=lambda: workload_tables(workload))
 
 
 @run.command(

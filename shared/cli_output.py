@@ -6,7 +6,22 @@ import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
     from rich.console import RenderableType
+
+    from .files import Document
+
+
+def give(found: Document, output: Path | None, *, as_json: bool, tables: Callable[[], RenderableType]) -> None:
+    """Write what a command found to ``output``, if that is asked for, and print it: as JSON, or as ``tables``."""
+    if output is not None:
+        found.save(output)
+    if as_json:
+        sys.stdout.write(found.to_json())
+    else:
+        show(tables())
 
 
 def show(tables: RenderableType) -> None:

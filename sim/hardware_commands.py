@@ -48,7 +48,10 @@ _LONGEST_PROBE_S: Final = 3600.0
 
 @hardware.command(name="list", epilog=examples("protwin hardware list", "protwin hardware list --json"))
 def list_command(as_json: JsonFlag = False) -> None:
-    """List the machines of the catalogue with their main figures: those with one device, then those with several."""
+    """List the machines of the catalogue.
+
+    Their main figures: first those with one device, then those with several.
+    """
     if as_json:
         names = (*machine_names(), *cluster_names())
         typer.echo(json.dumps([_parts_of(machine(name)) for name in names], indent=1))
@@ -63,7 +66,10 @@ def list_command(as_json: JsonFlag = False) -> None:
 
 @hardware.command(name="parts", epilog=examples("protwin hardware parts", "protwin hardware parts --json"))
 def parts_command(as_json: JsonFlag = False) -> None:
-    """List the hosts, links, nodes and networks that a machine can be given with --set."""
+    """List the parts that --set can exchange.
+
+    Hosts, links, nodes and networks, each by the name that it goes by.
+    """
     if as_json:
         parts: dict[str, list[FrozenModel]] = {
             "hosts": [host_part(name) for name in host_names()],
@@ -113,8 +119,9 @@ def probe_command(
     output: MachineOutput = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Measure this machine: its memory, its links, its arithmetic and its CPU Adam.
+    """Measure this machine.
 
+    Its memory, its links, its arithmetic and its CPU Adam, with all cores but one, as training has them.
     --output writes the machine, as TOML to edit if the name ends so.
     """
     probe = extension("protwin.probes", "torch")
