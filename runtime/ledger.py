@@ -95,6 +95,11 @@ class MemoryLedger:
             self.claim_bytes = size_bytes
             self._changed()
 
+    def counted_bytes(self, storage: torch.UntypedStorage) -> int:
+        """Bytes that a storage counts for beside named allocations; 0 if it is not known."""
+        known = self._watched.get(storage._cdata)
+        return known.size_bytes if known is not None else 0
+
     # -- named allocations -------------------------------------------------------------------------------------------
 
     def allocate(self, size_bytes: int, name: str, content: Content | None = None) -> None:

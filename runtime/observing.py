@@ -10,12 +10,13 @@ from torch import nn
 
 from ..shared.errors import WorkloadError
 from ..shared.observation import Observation
+from ..shared.observed_inputs import Gone, PhaseKey
 from ..shared.plan import ActivationMode
 from ..shared.schedule import Section, TaskKind
 from ..shared.workload import BlockId
-from ..shared.workload_assembly import PhaseKey as PhaseKey
 from .batches import Batch, Loss, batch_tensors, loss_of
 from .blocks import NamedBlock
+from .given_tensors import GivenTensor, GivenTensors
 from .ledger import MemoryLedger
 from .operations import observe_call
 from .swapping import SwappableTally
@@ -35,6 +36,8 @@ class _Observer:
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.sections: dict[PhaseKey, Observation] = {}
         self._current: Observation | None = None
+        self._key: PhaseKey | None = None
+        """Of ``_current``."""
         self._next: PhaseKey | None = None
         self._with_gradient: set[int] = set()
         self._handles: list[Any] = [
@@ -43,6 +46,11 @@ class _Observer:
         ]
         ledger.before_operation = self._settle
         ledger.on_operation = self._operation
+
+    def place(self) -> Gone | None:
+        """Where the model is; what goes now goes there."""
+        key, current = self._key, self._current
+        return None if key is None or current is None else Gone(*key, after=len(current.levels))
 
     def begin(self, kind: TaskKind, section: Section) -> None:
         self._settle()
@@ -72,6 +80,7 @@ class _Observer:
         key, self._next = self._next, None
         if key is not None:
             self._end()
+            self._key = key
             self._current = self.sections[key] = Observation(self._ledger.watched_bytes)
             self._current.gradient_bytes = -self._gradient_bytes()
 
@@ -117,21 +126,24 @@ def observe_sections(
     on_iteration: Callable[[], None],
     *,
     passes: int,
-) -> dict[PhaseKey, Observation]:
-    """Metered iterations with every block in ``mode``; the last one counts.
+) -> tuple[dict[PhaseKey, Observation], list[GivenTensor]]:
+    """Metered iterations with every block in ``mode``; the last one counts.  Also what the blocks were given.
 
     Real tensors take two, since the first may fill caches that the model keeps.
     """
     ledger = MemoryLedger()
-    ledger.adopt([*model.parameters(), *model.buffers(), *batch_tensors(batch).values()])
+    lasting = [*model.parameters(), *model.buffers(), *batch_tensors(batch).values()]
+    ledger.adopt(lasting)
     observer = _Observer(ledger, model)
     tallies = {index: SwappableTally(model) for index in range(len(blocks)) if mode is ActivationMode.KEEP}
     modes = [ActivationMode.SWAP if index in tallies else mode for index in range(len(blocks))]
     walker = SectionWalker(model, blocks, modes, observer, tallies)
     outputs = _OutputSizes(blocks)
+    given = GivenTensors([block.module for block in blocks], ledger, lasting, observer.place)
     try:
         for _ in range(passes):
             observer.restart()
+            given.restart()
             with ledger.metering():
                 value = loss_of(model, batch, loss)
                 value.backward()  # type: ignore[no-untyped-call]
@@ -139,7 +151,9 @@ def observe_sections(
             for parameter in model.parameters():
                 parameter.grad = None
             on_iteration()
+        found = given.found
     finally:
+        given.remove()
         walker.remove()
         observer.remove()
         outputs.remove()
@@ -150,7 +164,7 @@ def observe_sections(
         observation.output_bytes = size_bytes
         if index in tallies:
             observation.saved_bytes = tallies[index].sizes_bytes
-    return observer.sections
+    return observer.sections, found
 
 
 class _OutputSizes:

@@ -11,11 +11,11 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from ..shared.observed_inputs import PhaseKey
 from ..shared.plan import ActivationMode
 from ..shared.schedule import Section, TaskKind
 from .batches import Batch, Loss, loss_of
 from .blocks import NamedBlock
-from .observing import PhaseKey
 from .walk import SectionWalker
 
 WARM_UP_ITERATIONS: Final = 2

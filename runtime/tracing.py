@@ -17,14 +17,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ..shared.errors import WorkloadError
 from ..shared.hardware import DeviceKind
 from ..shared.observation import Observation
+from ..shared.observed_inputs import PhaseKey
 from ..shared.plan import ActivationMode
 from ..shared.workload import DType, Workload
-from ..shared.workload_assembly import PhaseKey, TracedModel, TracedShape, assemble
+from ..shared.workload_assembly import TracedModel, TracedShape, assemble
 from .batches import Batch, Loss, batch_shapes, batch_tensors, count_samples_and_tokens
 from .blocks import NamedBlock, find_blocks
 from .fake import fake_batch, fake_model, keep_representatives, unpacked_batches
 from .fake_attention import fused_dropout
 from .fake_products import FakeGroupedProducts
+from .given_tensors import GivenTensor, shared_inputs
 from .identity import device_description, model_hash, software_versions
 from .observing import observe_sections
 from .parameters import compute_dtype, describe_parameters
@@ -34,6 +36,7 @@ from .taken_over import check_untaken
 
 TRACED_MODES: Final = (ActivationMode.KEEP, ActivationMode.CHECKPOINT)
 """SWAP computes what KEEP does; how much of it can travel is counted along with it."""
+_Seen = dict[ActivationMode, tuple[dict[PhaseKey, Observation], list[GivenTensor]]]
 
 
 def trace(
@@ -63,10 +66,10 @@ def trace(
         subject = FakeSubject(model, blocks, device_kind=device_kind)
         facts = traced_model(model, named, subject.stands_for, name=name, traced_with="fake")
         return assemble(facts, subject.at(batch, loss, on_progress))
-    observed, seconds = _observe_real(model, batch, loss, named, repeats, on_progress)
+    seen, seconds = _observe_real(model, batch, loss, named, repeats, on_progress)
     return assemble(
         traced_model(model, named, range(len(named)), name=name, traced_with="real"),
-        _traced_shape(model, batch, observed),
+        _traced_shape(model, batch, seen, range(len(named))),
         seconds=seconds,
         measured_on=device_description(next(model.parameters()).device) if repeats > 0 else None,
     )
@@ -120,11 +123,11 @@ class FakeSubject:
         given = fake_batch(batch, self._mode)
         as_on_device = fused_dropout() if self._device_kind is DeviceKind.CUDA else nullcontext()
         with self._mode, FakeGroupedProducts(), as_on_device, unpacked_batches(), left_as_found(self._twin):
-            observed = {
+            seen = {
                 mode: observe_sections(self._twin, given, loss, self._blocks, mode, progress.advance, passes=1)
                 for mode in TRACED_MODES
             }
-        return _traced_shape(self._model, batch, observed)
+        return _traced_shape(self._model, batch, seen, self.stands_for)
 
 
 def _observe_real(
@@ -134,29 +137,28 @@ def _observe_real(
     blocks: Sequence[NamedBlock],
     repeats: int,
     on_progress: Callable[[int, int], None] | None,
-) -> tuple[dict[ActivationMode, dict[PhaseKey, Observation]], dict[ActivationMode, dict[PhaseKey, float]]]:
+) -> tuple[_Seen, dict[ActivationMode, dict[PhaseKey, float]]]:
     progress = _Progress(len(TRACED_MODES) * (2 + (repeats + WARM_UP_ITERATIONS if repeats else 0)), on_progress)
     with left_as_found(model):
-        observed = {
+        seen = {
             mode: observe_sections(model, batch, loss, blocks, mode, progress.advance, passes=2)
             for mode in TRACED_MODES
         }
         seconds: dict[ActivationMode, dict[PhaseKey, float]] = {}
         if repeats > 0:
             seconds = time_sections(model, batch, loss, blocks, TRACED_MODES, repeats, progress.advance)
-    return observed, seconds
+    return seen, seconds
 
 
-def _traced_shape(
-    model: nn.Module, batch: Batch, observed: dict[ActivationMode, dict[PhaseKey, Observation]]
-) -> TracedShape:
+def _traced_shape(model: nn.Module, batch: Batch, seen: _Seen, stands_for: Sequence[int]) -> TracedShape:
     num_samples, num_tokens = count_samples_and_tokens(batch)
     return TracedShape(
         batch_shapes=batch_shapes(batch),
         num_samples=num_samples,
         num_tokens=num_tokens,
         resident_bytes=_resident_bytes(model, batch),
-        observed=observed,
+        observed={mode: sections for mode, (sections, _) in seen.items()},
+        shared_inputs=shared_inputs(seen[ActivationMode.KEEP][1], seen[ActivationMode.CHECKPOINT][1], stands_for),
     )
 
 

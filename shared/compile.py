@@ -43,6 +43,9 @@ the INCOMING_GRADIENT buffer; ``compile_activations`` keeps these books.
 
 In a later micro-batch, a section whose gradients all stay on the device has its phase's other curve
 (``Phase.adding``).  Where some of a block's chunks are offloaded and others are not, its curve is an upper bound.
+
+Inputs that several sections share go with the one that needs them last, which depends on the modes of all blocks
+(``shared_inputs``).
 """
 
 from __future__ import annotations
@@ -58,6 +61,7 @@ from .plan import ActivationMode, ParallelMode, Plan
 from .program import Program
 from .schedule import BufferId, Content, Memory, Part, Schedule, TaskId, TaskKind
 from .shards import stepped_bytes
+from .shared_inputs import SharedBytes
 from .workload import BlockId, Phase, Workload, check_plan
 
 __all__ = ["check_plan", "compile_schedule", "stepped_bytes"]
@@ -103,6 +107,7 @@ class _Compiler:
         self.swaps = Swaps(self.program, plan, workload, self.modes)
         self.coming: list[_Coming] = []
         """What comes to the device for each step, as far as it has been added."""
+        self.shared = SharedBytes(workload.shared_inputs, self.modes)
 
     def run(self) -> Schedule:
         for micro_batch in range(self.plan.micro_batches):
@@ -188,7 +193,7 @@ class _Compiler:
             wait += self.updates.gone_before(step)
         profile = self.workload.profile_of(block)
         mode = self.modes[block]
-        phase = profile.forward_in(mode)
+        phase = profile.forward_in(mode).with_shared(held_bytes=self.shared.held_after(block))
         self.activations.run_phase(phase)
         reads = (*self.gathers.parameters(block, step=step), self.activations.input_of(block))
         swapped: list[BufferId] = []
@@ -223,7 +228,8 @@ class _Compiler:
         """Forward and backward of the part after the last block; they follow each other."""
         parameters = self.gathers.unowned_parameters()
         last = self.activations.output_of(BlockId(self.num_blocks - 1))
-        forward, backward = self.workload.epilogue_forward, self.workload.epilogue_backward
+        forward = self.workload.epilogue_forward.with_shared(held_bytes=self.shared.held_after(None))
+        backward = self.workload.epilogue_backward
         self.activations.run_phase(forward)
         saved = self.activations.save(Part.EPILOGUE, forward.net_bytes)
         self.program.task(
@@ -262,7 +268,7 @@ class _Compiler:
                 phase=profile.recompute,
             )
             wait = ()
-        phase = profile.backward_in(self.modes[block])
+        phase = profile.backward_in(self.modes[block]).with_shared(freed_bytes=self.shared.freed_by(block))
         saved, handed = self.activations.saved_by(block), self.activations.incoming
         assert handed is not None
         # The first block's input is the prologue's output, which the prologue's backward needs.

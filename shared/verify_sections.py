@@ -7,6 +7,7 @@ is there.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -117,7 +118,26 @@ class _Walk:
         self.sections: list[Section] = [Part.PROLOGUE, *self.blocks, Part.EPILOGUE]
         self.micro_batch = 0
         self.level_bytes = 0
+        self.held, self.freed = self._shared_inputs()
         self.alive: dict[Name, int] = {}
+
+    def _shared_inputs(self) -> tuple[Counter[Section], Counter[Section]]:
+        """Shared bytes that the forward of a section does not let go of, and those that go with its backward.
+
+        Found from behind, as backward goes: what a later block holds stays as long as an earlier one holds it too.
+        """
+        held: Counter[Section] = Counter()
+        freed: Counter[Section] = Counter()
+        for shared in self.case.workload.shared_inputs:
+            goes_with: Section | None = None
+            for block in reversed(self.blocks):
+                is_checkpointed = self._mode(block) is ActivationMode.CHECKPOINT
+                if block in (shared.checkpointed_by if is_checkpointed else shared.kept_by):
+                    goes_with = block
+            if goes_with is not None:
+                held[Part.EPILOGUE if shared.let_go_by is None else BlockId(shared.let_go_by)] += shared.size_bytes
+                freed[goes_with] += shared.size_bytes
+        return held, freed
 
     def entries(self) -> Iterator[_Expected]:
         for micro_batch in range(self.case.plan.micro_batches):
@@ -164,11 +184,11 @@ class _Walk:
             phase = workload.prologue_forward
             makes = {output: max(0, phase.net_bytes)}
         elif section is Part.EPILOGUE:
-            phase = workload.epilogue_forward
+            phase = workload.epilogue_forward.with_shared(held_bytes=self.held[section])
             makes = {saved: max(0, phase.net_bytes)}
         else:
             profile = workload.profile_of(section)
-            phase = profile.forward_in(self._mode(section))
+            phase = profile.forward_in(self._mode(section)).with_shared(held_bytes=self.held[section])
             if self._mode(section) is ActivationMode.CHECKPOINT:
                 makes = {output: max(profile.output_bytes, phase.net_bytes)}
             else:
@@ -199,6 +219,7 @@ class _Walk:
             drops = set(consumed)
         else:
             phase = workload.profile_of(section).backward_in(self._mode(section))
+            phase = phase.with_shared(freed_bytes=self.freed[section])
             gradients, own_bytes = self._gradients(section)
             consumed = saved | self._input(section) | self._swapped(section).keys()
             # The first block's input is the prologue's output, which the prologue's own backward drops.

@@ -19,6 +19,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, model
 from .errors import PlanError
 from .files import Document, FrozenModel
 from .plan import ActivationMode, Plan
+from .shared_inputs import SharedInput
 
 BlockId = NewType("BlockId", int)
 
@@ -129,6 +130,30 @@ class Phase(FrozenModel):
             measured_s=self.measured_s,
         )
 
+    def with_shared(self, *, held_bytes: int = 0, freed_bytes: int = 0) -> Phase:
+        """The phase where it does not let go of ``held_bytes`` of shared inputs, or does of ``freed_bytes``.
+
+        The first are there all the time; the last go at its end.  See [Note: Shared inputs] in ``shared_inputs.py``.
+        """
+        if not held_bytes and not freed_bytes:
+            return self
+        key = (held_bytes, freed_bytes)
+        if key not in self._with_shared:
+            self._with_shared[key] = Phase(
+                operations=self.operations,
+                net_bytes=self.net_bytes + held_bytes - freed_bytes,
+                gradient_bytes=self.gradient_bytes,
+                curve=tuple((end, level + held_bytes) for end, level in self.curve),
+                adding_curve=tuple((end, level + held_bytes) for end, level in self.adding_curve),
+                measured_s=self.measured_s,
+            )
+        return self._with_shared[key]
+
+    @cached_property
+    def _with_shared(self) -> dict[tuple[int, int], Phase]:
+        """Each made once: costs know phases by their identity."""
+        return {}
+
     @cached_property
     def peak_bytes(self) -> int:
         """Highest level within the phase above the level at its start, both of its ends included; at least 0."""
@@ -236,6 +261,9 @@ class Workload(Document):
     epilogue_forward: Phase
     epilogue_backward: Phase
     prologue_backward: Phase
+    shared_inputs: tuple[SharedInput, ...] = ()
+    """Tensors whose life depends on the activation modes of several blocks.  Phases count them as if no block held them
+    for its backward."""
     resident_bytes: Bytes = 0
     """Device bytes alive all the time besides parameters, gradients and optimizer state: module buffers, the batch."""
     traced_with: str
@@ -251,6 +279,10 @@ class Workload(Document):
         for block in self.blocks:
             if block.profile >= len(self.profiles):
                 raise ValueError(f"block {block.name} names profile {block.profile} of {len(self.profiles)}")
+        for shared in self.shared_inputs:
+            named = max((*shared.kept_by, *shared.checkpointed_by, shared.let_go_by or 0))
+            if named >= len(self.blocks):
+                raise ValueError(f"a shared input names block {named} of {len(self.blocks)}")
         names: set[str] = set()
         for parameter in self.parameters:
             if parameter.block is not None and parameter.block >= len(self.blocks):

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Final
 
 from .observation import Observation
+from .observed_inputs import ObservedInput, PhaseKey, unshared
 from .plan import ActivationMode
 from .schedule import Part, Section, TaskKind
 from .workload import Block, BlockId, BlockProfile, DType, Parameter, Phase, Workload
 
-PhaseKey = tuple[TaskKind, Section]
 Seconds = Mapping[ActivationMode, Mapping[PhaseKey, float]]
 _PHASES: Final = ("forward", "backward", "checkpoint_forward", "recompute", "checkpoint_backward")
 
@@ -40,6 +40,7 @@ class TracedShape:
     num_tokens: int
     resident_bytes: int
     observed: Mapping[ActivationMode, Mapping[PhaseKey, Observation]]
+    shared_inputs: tuple[ObservedInput, ...] = ()
 
 
 def assemble(
@@ -50,7 +51,7 @@ def assemble(
     Raises pydantic's ValidationError if a figure exceeds what a workload holds.
     """
     num_observed = 1 + max(model.stands_for)
-    assembly = _Assembly(num_observed, shape.observed, seconds or {})
+    assembly = _Assembly(num_observed, unshared(shape.observed, shape.shared_inputs), seconds or {})
     profiles, profile_of_observed = assembly.profiles()
     profile_of = [profile_of_observed[observed] for observed in model.stands_for]
     return Workload(
@@ -67,6 +68,7 @@ def assemble(
         epilogue_forward=assembly.outer_phase(TaskKind.FORWARD, Part.EPILOGUE),
         epilogue_backward=assembly.outer_phase(TaskKind.BACKWARD, Part.EPILOGUE),
         prologue_backward=assembly.outer_phase(TaskKind.BACKWARD, Part.PROLOGUE),
+        shared_inputs=tuple(given.shared_input(model.stands_for) for given in shape.shared_inputs),
         resident_bytes=shape.resident_bytes,
         traced_with=model.traced_with,
         measured_on=measured_on,
@@ -100,10 +102,10 @@ class _Assembly:
         )
 
     def outer_phase(self, kind: TaskKind, section: Part) -> Phase:
-        """A phase outside the blocks, for any mixture of activation modes.
+        """A phase outside the blocks.
 
-        What the blocks were given (masks, positions, the first block's input) ends with the forward if no block saves
-        it, and with the backward of the checkpointed blocks otherwise; the phase that frees less holds for all.
+        Once shared inputs are counted alike it depends on no mode; where a difference remains, the phase that frees
+        less holds for all mixtures.
         """
         keep, again = (self.phase(mode, kind, section) for mode in (ActivationMode.KEEP, ActivationMode.CHECKPOINT))
         larger = max(keep, again, key=lambda phase: (phase.net_bytes, phase.peak_bytes))

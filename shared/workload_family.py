@@ -25,10 +25,11 @@ from pydantic import PositiveInt, ValidationError, model_validator
 from .errors import WorkloadError
 from .files import Document, FrozenModel
 from .observation import Observation, OperatorCall
+from .observed_inputs import Gone, ObservedInput, PhaseKey
 from .plan import ActivationMode
 from .schedule import Part, Section, TaskKind
 from .workload import BlockId, DType, Operation, OperationClass, Parameter, Workload
-from .workload_assembly import PhaseKey, TracedModel, TracedShape, assemble
+from .workload_assembly import TracedModel, TracedShape, assemble
 
 BATCH_SIZE: Final = "batch_size"
 SEQUENCE_LENGTH: Final = "sequence_length"
@@ -84,6 +85,27 @@ class FamilyPlace(FrozenModel):
     """Index into the piece's ``sections``."""
 
 
+class FamilyGone(FrozenModel):
+    """``Gone``."""
+
+    kind: TaskKind
+    section: int | Part
+    after: int
+
+    def as_observed(self) -> Gone:
+        """It as a trace sees it."""
+        return Gone(self.kind, self.section if isinstance(self.section, Part) else BlockId(self.section), self.after)
+
+
+class FamilySharedInput(FrozenModel):
+    """``ObservedInput`` with a polynomial in place of its size."""
+
+    size: Number
+    blocks: tuple[int, ...]
+    kept: FamilyGone
+    checkpointed: FamilyGone
+
+
 class FamilyPiece(FrozenModel):
     """A range of shapes in which a model does the same things."""
 
@@ -100,6 +122,7 @@ class FamilyPiece(FrozenModel):
     calls: tuple[FamilyCall, ...]
     sections: tuple[FamilySection, ...]
     places: tuple[FamilyPlace, ...]
+    shared_inputs: tuple[FamilySharedInput, ...] = ()
     batch: dict[str, tuple[Number, ...]]
     """Shape of every tensor of the batch."""
     num_samples: Number
@@ -113,6 +136,7 @@ class FamilyPiece(FrozenModel):
     @model_validator(mode="after")
     def _is_consistent(self) -> Self:
         numbers = [self.num_samples, self.num_tokens, self.resident, *(n for dims in self.batch.values() for n in dims)]
+        numbers += (given.size for given in self.shared_inputs)
         for call in self.calls:
             numbers += (call.flops, *(n for _, n in call.reads), *call.writes, *call.shape)
         for section in self.sections:
@@ -153,6 +177,10 @@ class FamilyPiece(FrozenModel):
             num_tokens=numbers[self.num_tokens],
             resident_bytes=numbers[self.resident],
             observed=observed,
+            shared_inputs=tuple(
+                ObservedInput(numbers[i.size], i.blocks, i.kept.as_observed(), i.checkpointed.as_observed())
+                for i in self.shared_inputs
+            ),
         )
 
     def _numbers(self, values: tuple[int, ...]) -> list[int]:

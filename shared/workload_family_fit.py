@@ -21,9 +21,10 @@ from typing import Any
 
 from .errors import WorkloadError
 from .observation import Observation, OperatorCall
+from .observed_inputs import Gone, ObservedInput, PhaseKey
 from .plan import ActivationMode
-from .workload_assembly import PhaseKey, TracedShape
-from .workload_family import FamilyCall, FamilyPiece, FamilyPlace, FamilySection
+from .workload_assembly import TracedShape
+from .workload_family import FamilyCall, FamilyGone, FamilyPiece, FamilyPlace, FamilySection, FamilySharedInput
 
 Shape = tuple[int, ...]
 """Values of the family's variables."""
@@ -107,6 +108,7 @@ class _Sheet:
             sheet._add(value, name)
         batch = [(n, tuple(sheet._add(d, f"dim of {n}") for d in dims)) for n, dims in traced.batch_shapes.items()]
         sheet.structure.append(tuple(batch))
+        sheet.structure.append(tuple(sheet._shared_input(given) for given in traced.shared_inputs))
         for mode, sections in traced.observed.items():
             for key, observation in sections.items():
                 sheet._observation(mode, key, observation)
@@ -116,6 +118,10 @@ class _Sheet:
         self.numbers.append(value)
         self.labels.append(label)
         return len(self.numbers) - 1
+
+    def _shared_input(self, given: ObservedInput) -> tuple[Any, ...]:
+        label = f"bytes of what blocks {list(given.blocks)} are given"
+        return (self._add(given.size_bytes, label), given.blocks, given.kept, given.checkpointed)
 
     def _observation(self, mode: ActivationMode, key: PhaseKey, observation: Observation) -> None:
         kind, section = key
@@ -265,7 +271,7 @@ def _piece(sheet: _Sheet, numbers: Sequence[int], **rest: Any) -> FamilyPiece:
     calls: dict[FamilyCall, int] = {}
     sections: dict[FamilySection, int] = {}
     places: list[FamilyPlace] = []
-    batch, *observations = sheet.structure
+    batch, shared_inputs, *observations = sheet.structure
     for (mode, kind, section), (made, steps, adding, outer, saved) in zip(
         observations[::2], observations[1::2], strict=True
     ):
@@ -296,9 +302,17 @@ def _piece(sheet: _Sheet, numbers: Sequence[int], **rest: Any) -> FamilyPiece:
         calls=tuple(calls),
         sections=tuple(sections),
         places=tuple(places),
+        shared_inputs=tuple(
+            FamilySharedInput(size=numbers[size], blocks=blocks, kept=_gone(kept), checkpointed=_gone(checkpointed))
+            for size, blocks, kept, checkpointed in shared_inputs
+        ),
         batch={name: tuple(numbers[dim] for dim in dims) for name, dims in batch},
         num_samples=numbers[0],
         num_tokens=numbers[1],
         resident=numbers[2],
         **rest,
     )
+
+
+def _gone(gone: Gone) -> FamilyGone:
+    return FamilyGone(kind=gone.kind, section=gone.section, after=gone.after)

@@ -74,19 +74,24 @@ class _Books:
     def __init__(self, workload: Workload, modes: ModeRows) -> None:
         self.workload = workload
         self.is_checkpoint = modes.is_checkpoint
+        self.held_after, self.freed_by = _shared_bytes(workload, modes.is_checkpoint)
         profiles = self.profiles = [workload.profile_of(block) for block in range(workload.num_blocks)]
         output_bytes = np.array([profile.output_bytes for profile in profiles])
         forward_bytes = np.array([profile.forward.net_bytes for profile in profiles])
         checkpointed_bytes = np.array([profile.checkpoint_forward.net_bytes for profile in profiles])
         swappable_bytes = np.array([profile.swappable_bytes for profile in profiles])
         is_checkpoint = self.is_checkpoint
-        self.outputs: IntArray = np.where(is_checkpoint, np.maximum(output_bytes, checkpointed_bytes), output_bytes)
         self.swapped: IntArray = np.where(modes.is_swap, swappable_bytes, 0)
-        kept = np.maximum(forward_bytes - output_bytes - self.swapped, 0)
-        self.saved: IntArray = np.where(is_checkpoint, 0, kept)
-        self.forward: IntArray = np.where(is_checkpoint, checkpointed_bytes, forward_bytes)
+        self.forward: IntArray = np.where(is_checkpoint, checkpointed_bytes, forward_bytes) + self.held_after[:, :-1]
+        self.saved: IntArray = np.where(is_checkpoint, 0, np.maximum(self.forward - output_bytes - self.swapped, 0))
+        self.outputs: IntArray = np.where(is_checkpoint, np.maximum(output_bytes, self.forward), output_bytes)
         recompute_bytes = np.array([profile.recompute.net_bytes for profile in profiles])
         self.recomputed: IntArray = np.where(is_checkpoint, recompute_bytes, 0)
+
+    @property
+    def epilogue_forward(self) -> IntArray:
+        """(K,) bytes that the epilogue's forward leaves."""
+        return self.workload.epilogue_forward.net_bytes + self.held_after[:, -1]
 
     def micro_batch(
         self, level: IntArray, left: IntArray, *, is_later: bool
@@ -102,11 +107,11 @@ class _Books:
         alive[:, 1] = handed_on[:, 0]
         alive[:, 2 : num_blocks + 2] = handed_on + (self.outputs + self.saved).cumsum(axis=1)
         # ``held``: outputs and saved activations that backward has yet to consume, and what earlier micro-batches left.
-        forward, backward = workload.epilogue_forward, workload.epilogue_backward
+        forward_bytes, backward = self.epilogue_forward, workload.epilogue_backward
         before_epilogue = alive[:, num_blocks + 1]
-        alive[:, num_blocks + 2] = before_epilogue + max(0, forward.net_bytes)
+        alive[:, num_blocks + 2] = before_epilogue + np.maximum(0, forward_bytes)
         level = level + workload.prologue_forward.net_bytes + self.forward.sum(axis=1)
-        level = level + forward.net_bytes + backward.net_bytes - _added(backward, is_later)
+        level = level + forward_bytes + backward.net_bytes - _added(backward, is_later)
         held = before_epilogue - self.outputs[:, -1]
         swapped = self.swapped.sum(axis=1)
 
@@ -114,7 +119,8 @@ class _Books:
             self.is_checkpoint,
             [p.checkpoint_backward.net_bytes for p in self.profiles],
             [p.backward.net_bytes for p in self.profiles],
-        ) - self._gradient_bytes(is_later)
+        )
+        left_behind = left_behind - self.freed_by - self._gradient_bytes(is_later)
         levels = _with_start(level, self.recomputed + left_behind)
         consumed = self.saved.copy()
         consumed[:, 1:] += self.outputs[:, :-1]
@@ -146,27 +152,54 @@ class _Books:
         """(K, W) the tasks' own peaks; ``is_adding``: where all gradients are added to those of another one."""
         workload, num_blocks = self.workload, self.workload.num_blocks
 
-        def by_mode(keep: list[Phase], checkpoint: list[Phase]) -> IntArray:
-            found: IntArray = np.where(
-                self.is_checkpoint,
-                [_peak_bytes(phase, is_adding) for phase in checkpoint],
-                [_peak_bytes(phase, is_adding) for phase in keep],
-            )
+        def by_mode(
+            keep: list[Phase], checkpoint: list[Phase], held: IntArray | int, freed: IntArray | int
+        ) -> IntArray:
+            kept, again = ([phase.adding if is_adding else phase for phase in phases] for phases in (keep, checkpoint))
+            level = np.where(self.is_checkpoint, [p.net_bytes for p in again], [p.net_bytes for p in kept])
+            within = np.where(self.is_checkpoint, [_highest(p) for p in again], [_highest(p) for p in kept])
+            found: IntArray = np.maximum(0, np.maximum(level + held - freed, within + held))
             return found
 
         peaks = np.zeros((len(self.is_checkpoint), 3 * num_blocks + 4), dtype=np.int64)
         peaks[:, 0] = workload.prologue_forward.peak_bytes
         peaks[:, 1 : num_blocks + 1] = by_mode(
-            [p.forward for p in self.profiles], [p.checkpoint_forward for p in self.profiles]
+            [p.forward for p in self.profiles],
+            [p.checkpoint_forward for p in self.profiles],
+            self.held_after[:, :-1],
+            0,
         )
-        peaks[:, num_blocks + 1] = workload.epilogue_forward.peak_bytes
+        epilogue_bytes = np.maximum(self.epilogue_forward, _highest(workload.epilogue_forward) + self.held_after[:, -1])
+        peaks[:, num_blocks + 1] = np.maximum(0, epilogue_bytes)
         peaks[:, num_blocks + 2] = _peak_bytes(workload.epilogue_backward, is_adding)
         recompute = np.where(self.is_checkpoint, [p.recompute.peak_bytes for p in self.profiles], NO_TASK_BYTES)
-        backward = by_mode([p.backward for p in self.profiles], [p.checkpoint_backward for p in self.profiles])
+        backward = by_mode(
+            [p.backward for p in self.profiles], [p.checkpoint_backward for p in self.profiles], 0, self.freed_by
+        )
         peaks[:, num_blocks + 3 : -1 : 2] = recompute[:, ::-1]
         peaks[:, num_blocks + 4 : -1 : 2] = backward[:, ::-1]
         peaks[:, -1] = _peak_bytes(workload.prologue_backward, is_adding)
         return peaks
+
+
+def _shared_bytes(workload: Workload, is_checkpoint: BoolArray) -> tuple[IntArray, IntArray]:
+    """Shared inputs ([Note: Shared inputs] in ``shared/shared_inputs.py``), by where they go.
+
+    (K, n + 1) bytes that the forward of each block, the last column of the epilogue, does not let go of since a block
+    holds them; (K, n) bytes that go with each block's backward.
+    """
+    num_rows, num_blocks = is_checkpoint.shape
+    held_after = np.zeros((num_rows, num_blocks + 1), dtype=np.int64)
+    freed_by = np.zeros((num_rows, num_blocks), dtype=np.int64)
+    for shared in workload.shared_inputs:
+        holds = np.zeros((2, num_blocks), dtype=np.bool_)
+        holds[0, list(shared.kept_by)] = True
+        holds[1, list(shared.checkpointed_by)] = True
+        holding = np.where(is_checkpoint, holds[1], holds[0])
+        rows = np.flatnonzero(holding.any(axis=1))
+        held_after[rows, num_blocks if shared.let_go_by is None else shared.let_go_by] += shared.size_bytes
+        freed_by[rows, holding[rows].argmax(axis=1)] += shared.size_bytes
+    return held_after, freed_by
 
 
 def _with_start(start: IntArray, changes: IntArray) -> IntArray:
@@ -180,3 +213,8 @@ def _added(phase: Phase, is_later: bool) -> int:
 
 def _peak_bytes(phase: Phase, is_adding: bool) -> int:
     return phase.adding.peak_bytes if is_adding else phase.peak_bytes
+
+
+def _highest(phase: Phase) -> int:
+    """The highest level of a phase's curve; below every other where it has none."""
+    return max((level for _, level in phase.curve), default=NO_TASK_BYTES)

@@ -20,6 +20,7 @@ def check_magnitude(workload: Workload) -> None:
     """Raise WorkloadError if parameters and activations together, or the arithmetic, exceed what any machine does."""
     total_bytes = workload.resident_bytes + sum(parameter.size_bytes for parameter in workload.parameters)
     total_bytes += sum(workload.profile_of(block).output_bytes for block in range(workload.num_blocks))
+    total_bytes += sum(shared.size_bytes for shared in workload.shared_inputs)
     flops = 0
     for phase in _phases(workload):
         moved_bytes = sum(operation.bytes_moved * operation.count for operation in phase.operations)

@@ -20,6 +20,7 @@ from protwin.shared.memory_accounts import DeviceReserved, HostMemory, PinnedRul
 from protwin.shared.plan import ActivationMode, ParallelMode, Plan
 from protwin.shared.record import Holding, LaneUse, MemoryCurve, Origin, Record, TaskTiming
 from protwin.shared.schedule import LANE_OF, Content, Lane, Memory, TaskKind
+from protwin.shared.shared_inputs import SharedInput
 from protwin.shared.workload import (
     Block,
     BlockProfile,
@@ -150,6 +151,19 @@ def _block_kinds(draw: DrawFn, dtypes: SearchStrategy[DType], min_parameters: in
 
 
 @st.composite
+def _shared_inputs(draw: DrawFn, num_blocks: int) -> SharedInput:
+    """A mask or the like, held by any blocks."""
+    blocks = st.integers(0, num_blocks - 1)
+    holders = st.sets(blocks).map(sorted).map(tuple)
+    return SharedInput(
+        size_bytes=draw(st.integers(1, 3_000)),
+        let_go_by=draw(st.none() | blocks),
+        kept_by=draw(holders),
+        checkpointed_by=draw(holders),
+    )
+
+
+@st.composite
 def workloads(draw: DrawFn, max_blocks: int = 6, measured: bool | None = True, min_parameters: int = 1) -> Workload:
     """Workloads of one to ``max_blocks`` blocks of several kinds, with unowned parameters anywhere.
 
@@ -192,6 +206,7 @@ def workloads(draw: DrawFn, max_blocks: int = 6, measured: bool | None = True, m
         epilogue_forward=draw(phases(loss_bytes, measured)),
         epilogue_backward=draw(phases(head_gradient_bytes - loss_bytes, measured, head_gradient_bytes)),
         prologue_backward=draw(phases(embedding_gradient_bytes - embedded_bytes, measured, embedding_gradient_bytes)),
+        shared_inputs=tuple(draw(st.lists(_shared_inputs(num_blocks), max_size=3))),
         resident_bytes=draw(_SIZES),
         traced_with="real",
         measured_on="random machine" if measured else None,
