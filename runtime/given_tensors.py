@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..shared.observed_inputs import Gone, ObservedInput
+from ..shared.observed_inputs import ObservedInput, PhaseKey
 from .ledger import MemoryLedger
 from .tensors import tensors_in
 
@@ -21,7 +21,7 @@ class GivenTensor:
 
     size_bytes: int
     blocks: list[int] = field(default_factory=list)
-    gone: Gone | None = None
+    gone: PhaseKey | None = None
     """Where it went; None for what outlives the iteration."""
 
 
@@ -36,7 +36,7 @@ class GivenTensors:
         modules: Sequence[nn.Module],
         ledger: MemoryLedger,
         lasting: Sequence[torch.Tensor],
-        place: Callable[[], Gone | None],
+        place: Callable[[], PhaseKey | None],
     ) -> None:
         self.found: list[GivenTensor] = []
         """Of the latest iteration, in the order in which they were given first."""

@@ -10,7 +10,7 @@ from torch import nn
 
 from ..shared.errors import WorkloadError
 from ..shared.observation import Observation
-from ..shared.observed_inputs import Gone, PhaseKey
+from ..shared.observed_inputs import PhaseKey
 from ..shared.plan import ActivationMode
 from ..shared.schedule import Section, TaskKind
 from ..shared.workload import BlockId
@@ -47,10 +47,9 @@ class _Observer:
         ledger.before_operation = self._settle
         ledger.on_operation = self._operation
 
-    def place(self) -> Gone | None:
+    def place(self) -> PhaseKey | None:
         """Where the model is; what goes now goes there."""
-        key, current = self._key, self._current
-        return None if key is None or current is None else Gone(*key, after=len(current.levels))
+        return self._key if self._current is not None else None
 
     def begin(self, kind: TaskKind, section: Section) -> None:
         self._settle()

@@ -193,24 +193,22 @@ class _Compiler:
             wait += self.updates.gone_before(step)
         profile = self.workload.profile_of(block)
         mode = self.modes[block]
-        phase = profile.forward_in(mode).with_shared(held_bytes=self.shared.held_after(block))
+        phase = profile.forward_in(mode).with_shared(held_bytes=self.shared.let_go_later[block])
         self.activations.run_phase(phase)
         reads = (*self.gathers.parameters(block, step=step), self.activations.input_of(block))
         swapped: list[BufferId] = []
         if mode is not ActivationMode.CHECKPOINT:
             swapped = self.swaps.save(block) if mode is ActivationMode.SWAP else []
+            swapped_bytes = sum(self.program.buffers[buffer].size_bytes for buffer in swapped)
+            # What a forward frees that was there before, its input if nobody saves that, is taken off its output.
             made = [
-                self.activations.make_output(block, profile.output_bytes),
-                self.activations.save(
-                    block,
-                    phase.net_bytes - profile.output_bytes,
-                    swapped_bytes=sum(self.program.buffers[buffer].size_bytes for buffer in swapped),
-                ),
+                self.activations.make_output(block, min(profile.output_bytes, phase.net_bytes - swapped_bytes)),
+                self.activations.save(block, phase.net_bytes - profile.output_bytes, swapped_bytes=swapped_bytes),
                 *swapped,
             ]
         else:
             # Whatever a checkpointed forward leaves beside its output (the random generator's state) goes with it.
-            made = [self.activations.make_output(block, max(profile.output_bytes, phase.net_bytes))]
+            made = [self.activations.make_output(block, phase.net_bytes)]
         task = self.program.task(
             TaskKind.FORWARD,
             section=block,
@@ -228,7 +226,7 @@ class _Compiler:
         """Forward and backward of the part after the last block; they follow each other."""
         parameters = self.gathers.unowned_parameters()
         last = self.activations.output_of(BlockId(self.num_blocks - 1))
-        forward = self.workload.epilogue_forward.with_shared(held_bytes=self.shared.held_after(None))
+        forward = self.workload.epilogue_forward.with_shared(held_bytes=self.shared.let_go_later[None])
         backward = self.workload.epilogue_backward
         self.activations.run_phase(forward)
         saved = self.activations.save(Part.EPILOGUE, forward.net_bytes)
@@ -268,7 +266,9 @@ class _Compiler:
                 phase=profile.recompute,
             )
             wait = ()
-        phase = profile.backward_in(self.modes[block]).with_shared(freed_bytes=self.shared.freed_by(block))
+        phase = profile.backward_in(self.modes[block]).with_shared(
+            held_bytes=self.shared.freed_later[block], freed_bytes=self.shared.freed_now[block]
+        )
         saved, handed = self.activations.saved_by(block), self.activations.incoming
         assert handed is not None
         # The first block's input is the prologue's output, which the prologue's backward needs.

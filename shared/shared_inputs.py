@@ -5,12 +5,14 @@ The model's own forward holds such a tensor until a part of it returns: the whol
 It lives on if a block holds it for its backward: because autograd saves it there (mode KEEP, and SWAP, since only what
 a block makes itself travels), or because the block is checkpointed and will be given it once more.  Then it goes with
 the last backward that needs it, which is that of the first block that holds it.  So no phase by itself says where it
-goes: that depends on the modes of all blocks.  Phases are reckoned as if nobody held it.  The forward that lets it go
-counts it off; ``Phase.with_shared`` puts it back where a block holds it, and counts it off in that block's backward.
+goes: that depends on the modes of all blocks.  Phases count it off in a forward, as if nobody held it, and in those
+backwards that were seen to free it.  ``Phase.with_shared`` puts it back where it lives on, and counts it off in the
+backward that it goes with.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Annotated
 
@@ -30,6 +32,14 @@ class SharedInput(FrozenModel):
     """Blocks that hold it for their backward in mode KEEP or SWAP."""
     checkpointed_by: tuple[NonNegativeInt, ...] = ()
     """Blocks that hold it in mode CHECKPOINT."""
+    freed_in_kept: tuple[NonNegativeInt, ...] = ()
+    """Blocks whose backward in mode KEEP or SWAP counts it off."""
+    freed_in_checkpointed: tuple[NonNegativeInt, ...] = ()
+    """Blocks whose backward in mode CHECKPOINT counts it off."""
+
+    def is_counted_off_by(self, block: int, mode: ActivationMode) -> bool:
+        """Whether the phase of a block's backward lets it go."""
+        return block in (self.freed_in_checkpointed if mode is ActivationMode.CHECKPOINT else self.freed_in_kept)
 
     def last_holder(self, modes: Sequence[ActivationMode]) -> int | None:
         """The block whose backward lets it go: the first that holds it; None where none does."""
@@ -42,18 +52,18 @@ class SharedBytes:
     """What shared inputs change in the phases of one choice of activation modes."""
 
     def __init__(self, inputs: Sequence[SharedInput], modes: Sequence[ActivationMode]) -> None:
-        self._held: dict[int | None, int] = {}
-        self._freed: dict[int, int] = {}
+        self.let_go_later: Counter[int | None] = Counter()
+        """By block, None for the epilogue: bytes that its forward would let go of if no block held them."""
+        self.freed_later: Counter[int] = Counter()
+        """By block: bytes that its backward counts off although they stay."""
+        self.freed_now: Counter[int] = Counter()
+        """By block: bytes that go with its backward although that does not count them off."""
         for shared in inputs:
             holder = shared.last_holder(modes)
             if holder is not None:
-                self._held[shared.let_go_by] = self._held.get(shared.let_go_by, 0) + shared.size_bytes
-                self._freed[holder] = self._freed.get(holder, 0) + shared.size_bytes
-
-    def held_after(self, block: int | None) -> int:
-        """Bytes that the forward of ``block`` (None: of the epilogue) would let go of if no block held them."""
-        return self._held.get(block, 0)
-
-    def freed_by(self, block: int) -> int:
-        """Bytes that go with the backward of ``block``."""
-        return self._freed.get(block, 0)
+                self.let_go_later[shared.let_go_by] += shared.size_bytes
+                if not shared.is_counted_off_by(holder, modes[holder]):
+                    self.freed_now[holder] += shared.size_bytes
+            for block in {*shared.freed_in_kept, *shared.freed_in_checkpointed} - {holder}:
+                if shared.is_counted_off_by(block, modes[block]):
+                    self.freed_later[block] += shared.size_bytes

@@ -118,26 +118,32 @@ class _Walk:
         self.sections: list[Section] = [Part.PROLOGUE, *self.blocks, Part.EPILOGUE]
         self.micro_batch = 0
         self.level_bytes = 0
-        self.held, self.freed = self._shared_inputs()
+        self.held, self.kept, self.freed = self._shared_inputs()
         self.alive: dict[Name, int] = {}
 
-    def _shared_inputs(self) -> tuple[Counter[Section], Counter[Section]]:
-        """Shared bytes that the forward of a section does not let go of, and those that go with its backward.
+    def _shared_inputs(self) -> tuple[Counter[Section], Counter[Section], Counter[Section]]:
+        """Shared bytes: that a section's forward does not let go of, that its backward does not, and that it does.
 
         Found from behind, as backward goes: what a later block holds stays as long as an earlier one holds it too.
         """
         held: Counter[Section] = Counter()
+        kept: Counter[Section] = Counter()
         freed: Counter[Section] = Counter()
         for shared in self.case.workload.shared_inputs:
             goes_with: Section | None = None
+            counted: set[Section] = set()
             for block in reversed(self.blocks):
                 is_checkpointed = self._mode(block) is ActivationMode.CHECKPOINT
                 if block in (shared.checkpointed_by if is_checkpointed else shared.kept_by):
                     goes_with = block
-            if goes_with is not None:
+                if block in (shared.freed_in_checkpointed if is_checkpointed else shared.freed_in_kept):
+                    counted.add(block)
+            goes = set() if goes_with is None else {goes_with}
+            if goes:
                 held[Part.EPILOGUE if shared.let_go_by is None else BlockId(shared.let_go_by)] += shared.size_bytes
-                freed[goes_with] += shared.size_bytes
-        return held, freed
+            kept.update(dict.fromkeys(counted - goes, shared.size_bytes))
+            freed.update(dict.fromkeys(goes - counted, shared.size_bytes))
+        return held, kept, freed
 
     def entries(self) -> Iterator[_Expected]:
         for micro_batch in range(self.case.plan.micro_batches):
@@ -190,11 +196,12 @@ class _Walk:
             profile = workload.profile_of(section)
             phase = profile.forward_in(self._mode(section)).with_shared(held_bytes=self.held[section])
             if self._mode(section) is ActivationMode.CHECKPOINT:
-                makes = {output: max(profile.output_bytes, phase.net_bytes)}
+                makes = {output: max(0, phase.net_bytes)}
             else:
                 swapped = self._swapped(section)
-                saved_bytes = phase.net_bytes - profile.output_bytes - sum(swapped.values())
-                makes = {output: profile.output_bytes, saved: max(0, saved_bytes)} | swapped
+                left_bytes = max(0, phase.net_bytes - sum(swapped.values()))
+                output_bytes = min(profile.output_bytes, left_bytes)
+                makes = {output: output_bytes, saved: left_bytes - output_bytes} | swapped
         return self._expect(TaskKind.FORWARD, section, phase, self._parameters(section) | self._input(section), makes)
 
     def _recompute(self, section: Section) -> _Expected:
@@ -219,7 +226,7 @@ class _Walk:
             drops = set(consumed)
         else:
             phase = workload.profile_of(section).backward_in(self._mode(section))
-            phase = phase.with_shared(freed_bytes=self.freed[section])
+            phase = phase.with_shared(held_bytes=self.kept[section], freed_bytes=self.freed[section])
             gradients, own_bytes = self._gradients(section)
             consumed = saved | self._input(section) | self._swapped(section).keys()
             # The first block's input is the prologue's output, which the prologue's own backward drops.

@@ -25,9 +25,9 @@ from pydantic import PositiveInt, ValidationError, model_validator
 from .errors import WorkloadError
 from .files import Document, FrozenModel
 from .observation import Observation, OperatorCall
-from .observed_inputs import Gone, ObservedInput, PhaseKey
+from .observed_inputs import ObservedInput, PhaseKey
 from .plan import ActivationMode
-from .schedule import Part, Section, TaskKind
+from .schedule import Part, TaskKind
 from .workload import BlockId, DType, Operation, OperationClass, Parameter, Workload
 from .workload_assembly import TracedModel, TracedShape, assemble
 
@@ -85,25 +85,13 @@ class FamilyPlace(FrozenModel):
     """Index into the piece's ``sections``."""
 
 
-class FamilyGone(FrozenModel):
-    """``Gone``."""
-
-    kind: TaskKind
-    section: int | Part
-    after: int
-
-    def as_observed(self) -> Gone:
-        """It as a trace sees it."""
-        return Gone(self.kind, self.section if isinstance(self.section, Part) else BlockId(self.section), self.after)
-
-
 class FamilySharedInput(FrozenModel):
     """``ObservedInput`` with a polynomial in place of its size."""
 
     size: Number
     blocks: tuple[int, ...]
-    kept: FamilyGone
-    checkpointed: FamilyGone
+    kept: tuple[TaskKind, int | Part]
+    checkpointed: tuple[TaskKind, int | Part]
 
 
 class FamilyPiece(FrozenModel):
@@ -169,8 +157,7 @@ class FamilyPiece(FrozenModel):
         seen = [_section_at(section, operations, numbers) for section in self.sections]
         observed: dict[ActivationMode, dict[PhaseKey, Observation]] = {}
         for place in self.places:
-            section: Section = place.section if isinstance(place.section, Part) else BlockId(place.section)
-            observed.setdefault(place.mode, {})[place.kind, section] = seen[place.seen]
+            observed.setdefault(place.mode, {})[_phase_key((place.kind, place.section))] = seen[place.seen]
         return TracedShape(
             batch_shapes={name: tuple(numbers[dim] for dim in dims) for name, dims in self.batch.items()},
             num_samples=numbers[self.num_samples],
@@ -178,8 +165,8 @@ class FamilyPiece(FrozenModel):
             resident_bytes=numbers[self.resident],
             observed=observed,
             shared_inputs=tuple(
-                ObservedInput(numbers[i.size], i.blocks, i.kept.as_observed(), i.checkpointed.as_observed())
-                for i in self.shared_inputs
+                ObservedInput(numbers[given.size], given.blocks, _phase_key(given.kept), _phase_key(given.checkpointed))
+                for given in self.shared_inputs
             ),
         )
 
@@ -194,6 +181,11 @@ class FamilyPiece(FrozenModel):
             return sums
         assert not any(total % self.denominator for total in sums), "a polynomial of counts is no whole number"
         return [total // self.denominator for total in sums]
+
+
+def _phase_key(place: tuple[TaskKind, int | Part]) -> PhaseKey:
+    kind, section = place
+    return kind, section if isinstance(section, Part) else BlockId(section)
 
 
 def _call_at(call: FamilyCall, numbers: list[int]) -> OperatorCall:

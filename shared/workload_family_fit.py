@@ -21,10 +21,10 @@ from typing import Any
 
 from .errors import WorkloadError
 from .observation import Observation, OperatorCall
-from .observed_inputs import Gone, ObservedInput, PhaseKey
+from .observed_inputs import ObservedInput, PhaseKey
 from .plan import ActivationMode
 from .workload_assembly import TracedShape
-from .workload_family import FamilyCall, FamilyGone, FamilyPiece, FamilyPlace, FamilySection, FamilySharedInput
+from .workload_family import FamilyCall, FamilyPiece, FamilyPlace, FamilySection, FamilySharedInput
 
 Shape = tuple[int, ...]
 """Values of the family's variables."""
@@ -108,10 +108,10 @@ class _Sheet:
             sheet._add(value, name)
         batch = [(n, tuple(sheet._add(d, f"dim of {n}") for d in dims)) for n, dims in traced.batch_shapes.items()]
         sheet.structure.append(tuple(batch))
-        sheet.structure.append(tuple(sheet._shared_input(given) for given in traced.shared_inputs))
         for mode, sections in traced.observed.items():
             for key, observation in sections.items():
                 sheet._observation(mode, key, observation)
+        sheet.structure.append(tuple(sheet._shared_input(given) for given in traced.shared_inputs))
         return sheet
 
     def _add(self, value: int, label: str) -> int:
@@ -271,7 +271,7 @@ def _piece(sheet: _Sheet, numbers: Sequence[int], **rest: Any) -> FamilyPiece:
     calls: dict[FamilyCall, int] = {}
     sections: dict[FamilySection, int] = {}
     places: list[FamilyPlace] = []
-    batch, shared_inputs, *observations = sheet.structure
+    batch, *observations, shared_inputs = sheet.structure
     for (mode, kind, section), (made, steps, adding, outer, saved) in zip(
         observations[::2], observations[1::2], strict=True
     ):
@@ -303,7 +303,7 @@ def _piece(sheet: _Sheet, numbers: Sequence[int], **rest: Any) -> FamilyPiece:
         sections=tuple(sections),
         places=tuple(places),
         shared_inputs=tuple(
-            FamilySharedInput(size=numbers[size], blocks=blocks, kept=_gone(kept), checkpointed=_gone(checkpointed))
+            FamilySharedInput(size=numbers[size], blocks=blocks, kept=kept, checkpointed=checkpointed)
             for size, blocks, kept, checkpointed in shared_inputs
         ),
         batch={name: tuple(numbers[dim] for dim in dims) for name, dims in batch},
@@ -312,7 +312,3 @@ def _piece(sheet: _Sheet, numbers: Sequence[int], **rest: Any) -> FamilyPiece:
         resident=numbers[2],
         **rest,
     )
-
-
-def _gone(gone: Gone) -> FamilyGone:
-    return FamilyGone(kind=gone.kind, section=gone.section, after=gone.after)

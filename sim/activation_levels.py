@@ -74,7 +74,7 @@ class _Books:
     def __init__(self, workload: Workload, modes: ModeRows) -> None:
         self.workload = workload
         self.is_checkpoint = modes.is_checkpoint
-        self.held_after, self.freed_by = _shared_bytes(workload, modes.is_checkpoint)
+        self.let_go_later, self.freed_later, self.freed_now = _shared_bytes(workload, modes.is_checkpoint)
         profiles = self.profiles = [workload.profile_of(block) for block in range(workload.num_blocks)]
         output_bytes = np.array([profile.output_bytes for profile in profiles])
         forward_bytes = np.array([profile.forward.net_bytes for profile in profiles])
@@ -82,16 +82,17 @@ class _Books:
         swappable_bytes = np.array([profile.swappable_bytes for profile in profiles])
         is_checkpoint = self.is_checkpoint
         self.swapped: IntArray = np.where(modes.is_swap, swappable_bytes, 0)
-        self.forward: IntArray = np.where(is_checkpoint, checkpointed_bytes, forward_bytes) + self.held_after[:, :-1]
-        self.saved: IntArray = np.where(is_checkpoint, 0, np.maximum(self.forward - output_bytes - self.swapped, 0))
-        self.outputs: IntArray = np.where(is_checkpoint, np.maximum(output_bytes, self.forward), output_bytes)
+        self.forward: IntArray = np.where(is_checkpoint, checkpointed_bytes, forward_bytes) + self.let_go_later[:, :-1]
+        left_bytes = np.maximum(self.forward - self.swapped, 0)
+        self.outputs: IntArray = np.where(is_checkpoint, left_bytes, np.minimum(output_bytes, left_bytes))
+        self.saved: IntArray = left_bytes - self.outputs
         recompute_bytes = np.array([profile.recompute.net_bytes for profile in profiles])
         self.recomputed: IntArray = np.where(is_checkpoint, recompute_bytes, 0)
 
     @property
     def epilogue_forward(self) -> IntArray:
         """(K,) bytes that the epilogue's forward leaves."""
-        return self.workload.epilogue_forward.net_bytes + self.held_after[:, -1]
+        return self.workload.epilogue_forward.net_bytes + self.let_go_later[:, -1]
 
     def micro_batch(
         self, level: IntArray, left: IntArray, *, is_later: bool
@@ -120,7 +121,7 @@ class _Books:
             [p.checkpoint_backward.net_bytes for p in self.profiles],
             [p.backward.net_bytes for p in self.profiles],
         )
-        left_behind = left_behind - self.freed_by - self._gradient_bytes(is_later)
+        left_behind = left_behind + self.freed_later - self.freed_now - self._gradient_bytes(is_later)
         levels = _with_start(level, self.recomputed + left_behind)
         consumed = self.saved.copy()
         consumed[:, 1:] += self.outputs[:, :-1]
@@ -153,7 +154,7 @@ class _Books:
         workload, num_blocks = self.workload, self.workload.num_blocks
 
         def by_mode(
-            keep: list[Phase], checkpoint: list[Phase], held: IntArray | int, freed: IntArray | int
+            keep: list[Phase], checkpoint: list[Phase], *, held: IntArray | int = 0, freed: IntArray | int = 0
         ) -> IntArray:
             kept, again = ([phase.adding if is_adding else phase for phase in phases] for phases in (keep, checkpoint))
             level = np.where(self.is_checkpoint, [p.net_bytes for p in again], [p.net_bytes for p in kept])
@@ -166,15 +167,19 @@ class _Books:
         peaks[:, 1 : num_blocks + 1] = by_mode(
             [p.forward for p in self.profiles],
             [p.checkpoint_forward for p in self.profiles],
-            self.held_after[:, :-1],
-            0,
+            held=self.let_go_later[:, :-1],
         )
-        epilogue_bytes = np.maximum(self.epilogue_forward, _highest(workload.epilogue_forward) + self.held_after[:, -1])
+        epilogue_bytes = np.maximum(
+            self.epilogue_forward, _highest(workload.epilogue_forward) + self.let_go_later[:, -1]
+        )
         peaks[:, num_blocks + 1] = np.maximum(0, epilogue_bytes)
         peaks[:, num_blocks + 2] = _peak_bytes(workload.epilogue_backward, is_adding)
         recompute = np.where(self.is_checkpoint, [p.recompute.peak_bytes for p in self.profiles], NO_TASK_BYTES)
         backward = by_mode(
-            [p.backward for p in self.profiles], [p.checkpoint_backward for p in self.profiles], 0, self.freed_by
+            [p.backward for p in self.profiles],
+            [p.checkpoint_backward for p in self.profiles],
+            held=self.freed_later,
+            freed=self.freed_now,
         )
         peaks[:, num_blocks + 3 : -1 : 2] = recompute[:, ::-1]
         peaks[:, num_blocks + 4 : -1 : 2] = backward[:, ::-1]
@@ -182,24 +187,31 @@ class _Books:
         return peaks
 
 
-def _shared_bytes(workload: Workload, is_checkpoint: BoolArray) -> tuple[IntArray, IntArray]:
+def _shared_bytes(workload: Workload, is_checkpoint: BoolArray) -> tuple[IntArray, IntArray, IntArray]:
     """Shared inputs ([Note: Shared inputs] in ``shared/shared_inputs.py``), by where they go.
 
     (K, n + 1) bytes that the forward of each block, the last column of the epilogue, does not let go of since a block
-    holds them; (K, n) bytes that go with each block's backward.
+    holds them; (K, n) bytes that each block's backward counts off although they stay; (K, n) those that go with it
+    although it does not count them off.
     """
     num_rows, num_blocks = is_checkpoint.shape
-    held_after = np.zeros((num_rows, num_blocks + 1), dtype=np.int64)
-    freed_by = np.zeros((num_rows, num_blocks), dtype=np.int64)
+    let_go_later = np.zeros((num_rows, num_blocks + 1), dtype=np.int64)
+    freed_later, freed_now = (np.zeros((num_rows, num_blocks), dtype=np.int64) for _ in range(2))
     for shared in workload.shared_inputs:
-        holds = np.zeros((2, num_blocks), dtype=np.bool_)
-        holds[0, list(shared.kept_by)] = True
-        holds[1, list(shared.checkpointed_by)] = True
-        holding = np.where(is_checkpoint, holds[1], holds[0])
-        rows = np.flatnonzero(holding.any(axis=1))
-        held_after[rows, num_blocks if shared.let_go_by is None else shared.let_go_by] += shared.size_bytes
-        freed_by[rows, holding[rows].argmax(axis=1)] += shared.size_bytes
-    return held_after, freed_by
+        of_mode = np.zeros((4, num_blocks), dtype=np.bool_)
+        for row, blocks in enumerate(
+            (shared.kept_by, shared.checkpointed_by, shared.freed_in_kept, shared.freed_in_checkpointed)
+        ):
+            of_mode[row, list(blocks)] = True
+        holds = np.where(is_checkpoint, of_mode[1], of_mode[0])
+        counts = np.where(is_checkpoint, of_mode[3], of_mode[2])
+        rows = np.flatnonzero(holds.any(axis=1))
+        goes = np.zeros_like(holds)
+        goes[rows, holds[rows].argmax(axis=1)] = True
+        let_go_later[rows, num_blocks if shared.let_go_by is None else shared.let_go_by] += shared.size_bytes
+        freed_later += (counts & ~goes) * shared.size_bytes
+        freed_now += (goes & ~counts) * shared.size_bytes
+    return let_go_later, freed_later, freed_now
 
 
 def _with_start(start: IntArray, changes: IntArray) -> IntArray:

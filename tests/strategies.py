@@ -160,6 +160,8 @@ def _shared_inputs(draw: DrawFn, num_blocks: int) -> SharedInput:
         let_go_by=draw(st.none() | blocks),
         kept_by=draw(holders),
         checkpointed_by=draw(holders),
+        freed_in_kept=draw(holders),
+        freed_in_checkpointed=draw(holders),
     )
 
 

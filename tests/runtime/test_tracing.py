@@ -14,8 +14,13 @@ from torch.nn import functional
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from protwin.runtime import trace
+from protwin.runtime.tracing import TRACED_MODES
+from protwin.shared.compile import compile_schedule
 from protwin.shared.errors import ProtwinError, WorkloadError
-from protwin.shared.workload import DType, Operation, OperationClass, Phase, Workload
+from protwin.shared.layout import build_layout
+from protwin.shared.plan import ActivationMode, Plan
+from protwin.shared.schedule import Part, Section, TaskKind
+from protwin.shared.workload import BlockId, DType, Operation, OperationClass, Phase, Workload
 from tests.runtime.models import cases, gpt2, hand_written, llama, point_batches, snapshot, token_batches
 
 # -- left as found ---------------------------------------------------------------------------------------------------
@@ -222,6 +227,20 @@ def linear() -> Workload:
     return trace(LinearStack(WIDTH, 3), torch.ones(ROWS, 3), repeats=0)
 
 
+def all_in(workload: Workload, mode: ActivationMode) -> dict[tuple[TaskKind, Section | None], Phase]:
+    """Every phase of an iteration whose blocks are all in ``mode``."""
+    layout = build_layout(workload.parameters, num_blocks=workload.num_blocks, chunk_bytes=2**20)
+    plan = Plan(
+        workload_id=workload.identity,
+        chunk_bytes=2**20,
+        n_persist=len(layout.chunks),
+        n_buffer=0,
+        n_checkpoint=workload.num_blocks if mode is ActivationMode.CHECKPOINT else 0,
+    )
+    tasks = compile_schedule(plan, workload).tasks
+    return {(task.kind, task.section): task.phase for task in tasks if task.phase is not None}
+
+
 def test_bytes_of_a_linear_block(linear: Workload) -> None:
     """Its matrix product is dropped once relu has made the output, which relu's backward keeps.
 
@@ -243,16 +262,16 @@ def test_bytes_of_a_linear_blocks_backward(linear: Workload) -> None:
     Relu's backward makes a gradient beside the one that it is given, which goes, and the output with it; then come
     those of weight and input.  The first block's input goes too: nobody but this block kept it.
     """
-    profile = linear.profile_of(1)
-    assert profile.backward.net_bytes == WEIGHT + HIDDEN - 2 * HIDDEN
-    assert profile.backward.peak_bytes == WEIGHT
-    assert linear.profile_of(0).backward.net_bytes == WEIGHT + HIDDEN - 3 * HIDDEN
+    keep = all_in(linear, ActivationMode.KEEP)
+    assert keep[TaskKind.BACKWARD, BlockId(1)].net_bytes == WEIGHT + HIDDEN - 2 * HIDDEN
+    assert keep[TaskKind.BACKWARD, BlockId(1)].peak_bytes == WEIGHT
+    assert keep[TaskKind.BACKWARD, BlockId(0)].net_bytes == WEIGHT + HIDDEN - 3 * HIDDEN
 
 
 def test_bytes_outside_the_blocks(linear: Workload) -> None:
     assert linear.resident_bytes == ROWS * 3 * 4
     assert linear.prologue_forward.net_bytes == HIDDEN
-    assert linear.epilogue_forward.net_bytes == LOSS
+    assert all_in(linear, ActivationMode.KEEP)[TaskKind.FORWARD, Part.EPILOGUE].net_bytes == LOSS
     assert linear.num_samples == ROWS
     assert [parameter.size_bytes for parameter in linear.parameters] == [WIDTH * 3 * 4, WEIGHT, WEIGHT, WEIGHT]
     assert [parameter.block for parameter in linear.parameters] == [None, 0, 1, 2]
@@ -260,18 +279,8 @@ def test_bytes_outside_the_blocks(linear: Workload) -> None:
 
 def test_the_whole_iteration_adds_up(linear: Workload) -> None:
     """At the end of backward nothing is left but the gradients and the loss, with its own gradient."""
-    blocks = [linear.profile_of(index) for index in range(3)]
-    outer = (
-        linear.prologue_forward,
-        linear.epilogue_forward,
-        linear.epilogue_backward,
-        linear.prologue_backward,
-    )
     gradients = 3 * WEIGHT + WIDTH * 3 * 4
-    kept = sum(p.net_bytes for p in outer) + sum(b.forward.net_bytes + b.backward.net_bytes for b in blocks)
-    again = sum(p.net_bytes for p in outer) + sum(
-        b.checkpoint_forward.net_bytes + b.recompute.net_bytes + b.checkpoint_backward.net_bytes for b in blocks
-    )
+    kept, again = (sum(phase.net_bytes for phase in all_in(linear, mode).values()) for mode in TRACED_MODES)
     assert kept == gradients + LOSS
     # A checkpointed last block does not keep its output, which the phase outside takes to be kept.
     assert again == gradients + LOSS + HIDDEN
