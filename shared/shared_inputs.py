@@ -37,6 +37,12 @@ class SharedInput(FrozenModel):
     freed_in_checkpointed: tuple[NonNegativeInt, ...] = ()
     """Blocks whose backward in mode CHECKPOINT counts it off."""
 
+    @property
+    def blocks(self) -> set[int]:
+        """All blocks that it names."""
+        held = {*self.kept_by, *self.checkpointed_by, *self.freed_in_kept, *self.freed_in_checkpointed}
+        return held if self.let_go_by is None else held | {self.let_go_by}
+
     def is_counted_off_by(self, block: int, mode: ActivationMode) -> bool:
         """Whether the phase of a block's backward lets it go."""
         return block in (self.freed_in_checkpointed if mode is ActivationMode.CHECKPOINT else self.freed_in_kept)

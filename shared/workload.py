@@ -280,7 +280,7 @@ class Workload(Document):
             if block.profile >= len(self.profiles):
                 raise ValueError(f"block {block.name} names profile {block.profile} of {len(self.profiles)}")
         for shared in self.shared_inputs:
-            named = max((*shared.kept_by, *shared.checkpointed_by, shared.let_go_by or 0))
+            named = max(shared.blocks, default=0)
             if named >= len(self.blocks):
                 raise ValueError(f"a shared input names block {named} of {len(self.blocks)}")
         names: set[str] = set()

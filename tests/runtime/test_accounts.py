@@ -9,11 +9,13 @@ import pytest
 
 from protwin.shared.compile import compile_schedule
 from protwin.shared.schedule import Content, Schedule
+from protwin.shared.shared_inputs import SharedInput
 from tests.runtime.accounts import BAR, MIXTURES, RESIDENCIES, error_frac, measured_peak_bytes, plan_of
 from tests.runtime.eager_lanes import eager_peak
-from tests.runtime.models import cases
+from tests.runtime.families import family_cases
+from tests.runtime.models import Case, cases
 
-NAMES = ("llama, groups", "gpt2 with dropout, tied", "hand-written, frozen tail")
+NAMES = ("llama, groups", "gpt2 with dropout, tied", "hand-written, frozen tail", "llama in bfloat16")
 
 
 @lru_cache
@@ -40,3 +42,46 @@ def test_an_account_that_leaves_something_out_is_noticed(content: Content) -> No
         buffers = tuple(replace(b, size_bytes=0) if b.content is content else b for b in schedule.buffers)
         errors.append(error_frac(measured_bytes, eager_peak(replace(schedule, buffers=buffers))))
     assert max(abs(error) for error in errors) > BAR
+
+
+# -- shared inputs ---------------------------------------------------------------------------------------------------
+
+EXACT = 1e-4
+
+
+def error_with(name: str, mixture: str, shared_inputs: tuple[SharedInput, ...]) -> float:
+    """Of the account if these were the shared inputs."""
+    case = subject(name)
+    plan = plan_of(case, mixture, "offloaded")
+    workload = case.workload.model_copy(update={"shared_inputs": shared_inputs})
+    return error_frac(peak_of(name, mixture), eager_peak(compile_schedule(plan, workload)))
+
+
+def subject(name: str) -> Case:
+    return cases()[name] if name in cases() else family_cases()[name]
+
+
+@lru_cache
+def peak_of(name: str, mixture: str) -> int:
+    case = subject(name)
+    return measured_peak_bytes(case, plan_of(case, mixture, "offloaded"))
+
+
+@pytest.mark.parametrize("mixture", MIXTURES)
+@pytest.mark.parametrize("name", ["llama in bfloat16", "gemma2", "t5"])
+def test_what_sections_share_goes_with_the_last_that_needs_it(name: str, mixture: str) -> None:
+    """The embedded input of a narrow model, masks of two kinds, biases of an encoder and of a decoder."""
+    shared = subject(name).workload.shared_inputs
+    assert shared
+    assert abs(error_with(name, mixture, shared)) <= EXACT
+
+
+@pytest.mark.parametrize("name", ["llama in bfloat16", "gemma2", "t5"])
+def test_one_answer_for_all_mixtures_is_noticed(name: str) -> None:
+    """Wrong variants: shared inputs that no block holds, and ones that the first block holds in any mode."""
+    shared = subject(name).workload.shared_inputs
+    held = tuple(
+        s.model_copy(update={"kept_by": (0,), "checkpointed_by": (0,), "freed_in_checkpointed": (0,)}) for s in shared
+    )
+    assert max(error_with(name, mixture, ()) for mixture in MIXTURES) > BAR
+    assert min(error_with(name, mixture, held) for mixture in MIXTURES) < -BAR
