@@ -42,7 +42,7 @@ def carry_out(
     the weights and the optimizer's state of offloaded chunks take.
 
     Schedulers of ``torch.optim.lr_scheduler`` take ``optimizer`` of the result.  Use the result as a context manager,
-    or call ``close``: the model then has ordinary parameters again.
+    or call ``close``: the model then has ordinary parameters again.  ``training_of(model)`` finds one that was lost.
     Raises PlanError if plan, workload and model do not belong together, the device's out-of-memory error if the
     persistent chunks alone exceed it.
     """

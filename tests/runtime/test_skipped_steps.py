@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,8 +31,8 @@ from tests.runtime.models import Batch, Case, cases, differences
 from tests.runtime.skipping import Fault, Point, Trained, by_plan, plainly
 from tests.runtime.test_life_cycle import check_ordinary, ordinary_facts, plan_for
 from tests.runtime.test_memory import guaranteed_bytes
+from tests.runtime.test_running_out import KINDS_ALONE, small_case
 from tests.runtime.test_running_out import everything as everything_small
-from tests.runtime.test_running_out import small_case
 from tests.runtime.watchdog import ends_in_time
 
 PHASES = ("forward", "recompute", "backward", "before backward", "after backward")
@@ -211,7 +212,7 @@ def failing_once(training: Training, task: Task, iteration: int) -> Iterator[Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [kind for kind in TaskKind if kind is not TaskKind.DEVICE_ADAM])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS_ALONE if kind is not TaskKind.DEVICE_ADAM])
 def test_a_lack_of_memory_at_any_task_is_survived(kind: TaskKind) -> None:
     """On its lane, or on the compute thread; the last task of every kind."""
     case = small_case()
@@ -312,6 +313,31 @@ def test_losses_that_were_scaled_do_not_count(case: Case) -> None:
         assert training.loss_scaler is not None
         assert training.loss_scaler.num_good_steps == len(case.batches)
     assert differences(model, case.plain_with(2, 1.0).weights[-1]) == []
+
+
+def test_checkpoints_and_evaluations_between_steps_that_are_given_up(case: Case, tmp_path: Path) -> None:
+    """Under another plan afterwards; the step that counts is the loop's."""
+    model, other = case.build(), case.build()
+    with ends_in_time(), start(case, model, keep_last_step=True) as training:
+        for batch in case.batches[:2]:
+            case.loss(model, batch).backward()
+            training.skip_step()
+            with training.evaluation():
+                model(**batch)
+            run_step(case, model, training, [batch])
+        case.loss(model, case.batches[2]).backward()
+        training.skip_step()
+        training.save(tmp_path / "checkpoint")
+        state = training.state_dict()
+    assert [name for name, value in case.plain.weights[2].items() if not torch.equal(value, state[name])] == []
+    with ends_in_time(), start(case, other, plan_for(case.workload, n_persist=5)) as training:
+        case.loss(other, case.batches[3])
+        training.skip_step()
+        assert training.resume(tmp_path / "checkpoint").step == 2
+        for batch in case.batches[2:]:
+            run_step(case, other, training, [batch])
+        assert training.num_steps == len(case.batches)
+    assert differences(other, case.plain.weights[-1]) == []
 
 
 # -- where it is not possible ----------------------------------------------------------------------------------------
