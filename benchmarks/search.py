@@ -1,21 +1,27 @@
-"""Speed of the search: seconds from a workload to the certified plan, warm, and what else could have been done.
+"""Speed of the search: seconds from a workload to the certified plan, warm, on one core, and what else could be done.
 
-For each case one row: the plans in the space, how many were replayed and simulated, and the seconds of the search on
-one core.  Beside them two other ways to the same answer, each measured on a sample of the same space and extrapolated
-to all of its plans that no memory bound excludes: (a) brute force, which compiles and simulates every plan; (b) a
-vectorised evaluation, which replays every plan by the simulator's rules, many at once.
+For each case one row: the plans in the space, how many were replayed and simulated, and the seconds of the search,
+of the processor and by the clock (they differ where others use the machine).  Beside them two other ways to the same
+answer, each measured on a sample of the same space and extrapolated to all of its plans that no memory bound excludes:
+(a) brute force, which compiles and simulates every plan; (b) a vectorised evaluation, which replays every plan by the
+simulator's rules, many at once.  ``--shell`` times whole commands, from the shell to their last line.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import gc
+import json
+import os
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import islice
+from pathlib import Path
 
 import numpy as np
 from rich.console import Console
@@ -24,6 +30,7 @@ from rich.table import Table
 from protwin.runtime.identity import machine_name
 from protwin.shared.compile import compile_schedule
 from protwin.shared.errors import InfeasibleError
+from protwin.shared.files import write_atomically
 from protwin.shared.machines import load_hardware
 from protwin.shared.memory_bound import guaranteed_device_peak
 from protwin.shared.search_result import SearchResult
@@ -34,13 +41,17 @@ from protwin.sim.contention import ContentionModel
 from protwin.sim.costs import CostModel
 from protwin.sim.replay import Replayer, ReplayPlan
 from protwin.sim.search import search
-from protwin.sim.search_problem import search_problem
-from protwin.sim.simulator import MIN_ITERATIONS, simulate_timing
+from protwin.sim.search_problem import SearchProblem, search_problem
+from protwin.sim.simulator import simulate_timing
+from protwin.sim.space import SearchSpace
+from protwin.sim.step_rule import StepRule
 from protwin.sim.workload_source import resolve_workload
 
 ROOMY_HOST_BYTES = 16 * 2**40
 """The largest models need more host memory than the machines of the catalogue have: the search is timed all the same,
 and the row says so."""
+_NUM_SAMPLED = 256
+"""Plans of the space, those with the best bounds, that the other ways are measured on."""
 
 
 @dataclass(frozen=True)
@@ -52,21 +63,93 @@ class Case:
     batch_size: int
     sequence_length: int
     host_budget_bytes: int | None = None
+    max_gradient_norm: float | None = None
+    swaps: bool = False
 
     @property
     def title(self) -> str:
         """``model on machine, batch x sequence``."""
-        roomy = ", 16 TiB of host memory" if self.host_budget_bytes is not None else ""
-        return f"{self.model} on {self.machine}, {self.batch_size} x {self.sequence_length}{roomy}"
+        extras = (
+            (self.host_budget_bytes is not None, ", 16 TiB of host memory"),
+            (self.max_gradient_norm is not None, ", norm limited"),
+            (self.swaps, ", swaps"),
+        )
+        extra = "".join(text for is_so, text in extras if is_so)
+        return f"{self.model} on {self.machine}, {self.batch_size} x {self.sequence_length}{extra}"
+
+    @property
+    def space(self) -> SearchSpace | None:
+        """With every number of swapped blocks, or the usual one."""
+        return SearchSpace(n_swap=None) if self.swaps else None
+
+    def problem(self, workload: Workload) -> SearchProblem:
+        """What the search starts from."""
+        return search_problem(
+            workload,
+            load_hardware(self.machine),
+            host_budget_bytes=self.host_budget_bytes,
+            space=self.space,
+            rule=StepRule(max_gradient_norm=self.max_gradient_norm),
+        )
+
+    def search(self, workload: Workload) -> SearchResult:
+        """What is timed."""
+        return search(
+            workload,
+            load_hardware(self.machine),
+            host_budget_bytes=self.host_budget_bytes,
+            space=self.space,
+            max_gradient_norm=self.max_gradient_norm,
+        )
 
 
 CASES = (
     Case("llama-2-7b", "rtx-3090", 1, 2048),
     Case("llama-3-8b", "rtx-3090", 1, 2048),
+    Case("llama-3-8b", "rtx-3090", 1, 2048, max_gradient_norm=1.0),
+    Case("llama-3-8b", "rtx-3090", 1, 2048, swaps=True),
     Case("llama-2-13b", "a100-80gb", 4, 4096),
     Case("llama-3-70b", "h100-80gb", 1, 4096, ROOMY_HOST_BYTES),
-    Case("llama-3.1-405b", "h100-80gb", 1, 4096, ROOMY_HOST_BYTES),
+    Case("llama-3-70b", "h100-80gb", 1, 4096, ROOMY_HOST_BYTES, max_gradient_norm=1.0),
+    Case("llama-3.1-405b", "h200-141gb", 1, 4096, ROOMY_HOST_BYTES),
 )
+SHELL_CASES = (Case("llama-3-8b", "rtx-3090", 1, 2048), Case("llama-2-7b", "rtx-3090", 1, 2048))
+
+
+@dataclass(frozen=True)
+class Row:
+    """What was measured of a case."""
+
+    case: str
+    num_plans: int
+    num_may_fit: int
+    """Plans that no memory bound excludes."""
+    num_below_limit: int
+    """Plans whose bound alone does not exclude them."""
+    num_simulated: int
+    search_cpu_s: float
+    """Median."""
+    search_clock_s: float
+    """Median."""
+    fastest_cpu_s: float
+    gap_frac: float
+    simulated_events_per_s: float
+    """Ends of tasks."""
+    brute_force_s: float
+    """Extrapolated from ``num_compiled`` plans."""
+    num_compiled: int
+    all_replayed_s: float
+    """Extrapolated from ``num_replayed`` plans."""
+    num_replayed: int
+
+
+@dataclass(frozen=True)
+class ShellRow:
+    """A command, from the shell to its last line; medians."""
+
+    command: str
+    cpu_s: float
+    clock_s: float
 
 
 def main() -> None:
@@ -74,26 +157,64 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=5, help="searches per case (5)")
     parser.add_argument("--sample", type=int, default=12, help="plans that brute force is measured on (12)")
-    parser.add_argument("--only", default="", help="cases whose model's name contains this")
+    parser.add_argument("--only", default="", help="cases whose title contains this")
+    parser.add_argument("--shell", action=argparse.BooleanOptionalAction, default=True, help="time commands, too")
+    parser.add_argument("--keep", action="store_true", help="keep the result in benchmarks/results/")
     options = parser.parse_args()
     console = Console(highlight=False, width=200)
-    table = Table(title=f"search on {machine_name()}, median of {options.repeats}", title_justify="left")
+    rows: list[Row] = []
+    for case in CASES:
+        if options.only in case.title:
+            try:
+                rows.append(_row(case, options.repeats, options.sample))
+            except InfeasibleError as error:
+                console.print(f"{case.title}: {error}")
+    console.print(_table(rows, options.repeats))
+    shell_rows = [_shell_row(case, options.repeats) for case in SHELL_CASES] if options.shell else []
+    for row in shell_rows:
+        console.print(f"{row.command}: {row.cpu_s:.2f} s of the processor, {row.clock_s:.2f} s by the clock")
+    load = os.getloadavg()[0]
+    console.print(f"{load:.1f} processes were running on average.")
+    if options.keep:
+        today = datetime.date.today().isoformat()
+        path = Path(__file__).parent / "results" / f"search-{today}.json"
+        kept = {
+            "machine": machine_name(),
+            "load_average": load,
+            "repeats": options.repeats,
+            "searches": [asdict(row) for row in rows],
+            "commands": [asdict(row) for row in shell_rows],
+        }
+        write_atomically(path, json.dumps(kept, indent=1) + "\n")
+        console.print(f"kept in {path}")
+
+
+def _table(rows: list[Row], repeats: int) -> Table:
+    table = Table(title=f"search on {machine_name()}, median of {repeats}", title_justify="left")
     table.add_column("case")
     for heading in (
-        *("plans", "may fit", "looked at", "simulated", "search", "fastest", "gap", "events per s"),
+        *("plans", "may fit", "below limit", "simulated", "search (cpu)", "(clock)", "gap", "events per s"),
         *("brute force, extrapolated", "all replayed, extrapolated"),
     ):
         table.add_column(heading, justify="right")
-    for case in CASES:
-        if options.only in case.model:
-            try:
-                table.add_row(*_row(case, options.repeats, options.sample))
-            except InfeasibleError as error:
-                console.print(f"{case.title}: {error}")
-    console.print(table)
+    for row in rows:
+        ways = (f"{format_seconds(s)} ({s / row.search_cpu_s:,.0f} x)" for s in (row.brute_force_s, row.all_replayed_s))
+        table.add_row(
+            row.case,
+            f"{row.num_plans:,}",
+            f"{row.num_may_fit:,}",
+            f"{row.num_below_limit:,}",
+            str(row.num_simulated),
+            format_seconds(row.search_cpu_s),
+            format_seconds(row.search_clock_s),
+            f"{row.gap_frac:.2%}",
+            f"{row.simulated_events_per_s:,.0f}",
+            *ways,
+        )
+    return table
 
 
-def _row(case: Case, repeats: int, sample: int) -> tuple[str, ...]:
+def _row(case: Case, repeats: int, sample: int) -> Row:
     workload = resolve_workload(
         case.model,
         batch_size=case.batch_size,
@@ -102,32 +223,38 @@ def _row(case: Case, repeats: int, sample: int) -> tuple[str, ...]:
         cache=None,
         warn=lambda message: print(f"warning: {message}", file=sys.stderr),
     )
-    hardware = load_hardware(case.machine)
-    times_s = []
+    times: list[tuple[float, float]] = []
     result: SearchResult | None = None
     gc.disable()
     for _ in range(repeats + 1):
-        start_s = time.process_time()
-        result = search(workload, hardware, host_budget_bytes=case.host_budget_bytes)
-        times_s.append(time.process_time() - start_s)
+        start = time.process_time(), time.perf_counter()
+        result = case.search(workload)
+        times.append((time.process_time() - start[0], time.perf_counter() - start[1]))
     gc.enable()
     assert result is not None
-    times_s = times_s[1:]
+    cpu_s, clock_s = zip(*times[1:], strict=True)
     certificate = result.certificate
-    num_left = certificate.num_candidates - certificate.num_bounded_by_memory
-    brute_s, replay_s, num_replayed = _other_ways(case, workload, sample)
-    return (
-        case.title,
-        f"{certificate.num_candidates:,}",
-        f"{num_left:,}",
-        str(num_replayed),
-        str(certificate.num_simulated),
-        format_seconds(statistics.median(times_s)),
-        format_seconds(min(times_s)),
-        f"{result.gap_frac:.2%}",
-        f"{_events_per_s(case, workload, result):,.0f}",
-        f"{format_seconds(brute_s * num_left)} ({brute_s * num_left / statistics.median(times_s):,.0f} x)",
-        f"{format_seconds(replay_s * num_left)} ({replay_s * num_left / statistics.median(times_s):,.0f} x)",
+    problem = case.problem(workload)
+    limit_s = certificate.best_iteration_s * (1 - certificate.tolerance_frac)
+    through = Candidates(problem)
+    num_below = sum(1 for _ in islice(through.below(limit_s), 100_000))
+    num_left = certificate.num_candidates - through.num_bounded_by_memory
+    brute_s, num_compiled, replay_s, num_replayed = _other_ways(problem, workload, sample)
+    return Row(
+        case=case.title,
+        num_plans=certificate.num_candidates,
+        num_may_fit=num_left,
+        num_below_limit=num_below,
+        num_simulated=certificate.num_simulated,
+        search_cpu_s=statistics.median(cpu_s),
+        search_clock_s=statistics.median(clock_s),
+        fastest_cpu_s=min(cpu_s),
+        gap_frac=result.gap_frac,
+        simulated_events_per_s=_events_per_s(case, workload, result),
+        brute_force_s=brute_s * num_left,
+        num_compiled=num_compiled,
+        all_replayed_s=replay_s * num_left,
+        num_replayed=num_replayed,
     )
 
 
@@ -142,18 +269,14 @@ def _events_per_s(case: Case, workload: Workload, result: SearchResult) -> float
     return timing.num_iterations * len(schedule.tasks) / seconds
 
 
-def _other_ways(case: Case, workload: Workload, sample: int) -> tuple[float, float, int]:
-    """Seconds per plan of brute force and of replaying, over the best-bounded plans; and how many must be looked at."""
-    hardware = load_hardware(case.machine)
-    problem = search_problem(workload, hardware, host_budget_bytes=case.host_budget_bytes)
-    best = search(workload, hardware, host_budget_bytes=case.host_budget_bytes).certificate
-    limit_s = best.best_iteration_s * (1 - best.tolerance_frac)
-    looked_at = list(islice(Candidates(problem).below(limit_s), 100_000))
-    candidates = list(islice(Candidates(problem).below(np.inf), 256))
+def _other_ways(problem: SearchProblem, workload: Workload, sample: int) -> tuple[float, int, float, int]:
+    """Seconds per plan of brute force, and of how many plans; seconds per plan of replaying, and of how many."""
+    candidates = list(islice(Candidates(problem).below(np.inf), _NUM_SAMPLED))
+    compiled = candidates[:: max(1, len(candidates) // sample)]
     depths = problem.layouts[0].grid.prefetch_depth.tolist()
 
     def simulate_all() -> None:
-        for one in candidates[:: max(1, len(candidates) // sample)]:
+        for one in compiled:
             plan = problem.plan(one.layout, *one.index)
             schedule = compile_schedule(plan, workload, problem.layouts[one.layout].grid.layout)
             guaranteed_device_peak(schedule)
@@ -163,9 +286,27 @@ def _other_ways(case: Case, workload: Workload, sample: int) -> tuple[float, flo
         plans = [ReplayPlan(one.traffic, depths[one.index[1]], one.index[2]) for one in candidates]
         Replayer(problem.compute, problem.contention).periods_s(plans)
 
-    assert MIN_ITERATIONS > 1
-    num_simulated = len(candidates[:: max(1, len(candidates) // sample)])
-    return _seconds(simulate_all) / num_simulated, _seconds(replay_all) / len(candidates), len(looked_at)
+    return (
+        *(_seconds(simulate_all) / len(compiled), len(compiled)),
+        *(_seconds(replay_all) / len(candidates), len(candidates)),
+    )
+
+
+def _shell_row(case: Case, repeats: int) -> ShellRow:
+    arguments = ["search", "--model", case.model, "--hardware", case.machine]
+    arguments += ["--batch-size", str(case.batch_size), "--sequence-length", str(case.sequence_length)]
+    program = Path(sys.executable).parent / "protwin"
+    # As an installed package, whose byte code is there.
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    times: list[tuple[float, float]] = []
+    for _ in range(repeats + 1):
+        before, start_s = os.times(), time.perf_counter()
+        subprocess.run([program, *arguments], check=True, capture_output=True, env=environment)
+        after = os.times()
+        cpu_s = after.children_user - before.children_user + after.children_system - before.children_system
+        times.append((cpu_s, time.perf_counter() - start_s))
+    cpu_s, clock_s = (statistics.median(column) for column in zip(*times[1:], strict=True))
+    return ShellRow(" ".join(["protwin", *arguments]), cpu_s, clock_s)
 
 
 def _seconds(work: Callable[[], object]) -> float:
