@@ -64,8 +64,8 @@ _NonNegative = Annotated[
 class SearchSpace(FrozenModel):
     """What each knob may be: None for everything sensible, one value, or several.
 
-    By default no block swaps: with swaps there are five times as many plans, whose bounds lie close together, and a
-    search takes many times as long.
+    By default no block swaps: with swaps there are three times as many plans, whose bounds lie close together, and a
+    search takes a few times as long.
     """
 
     chunk_bytes: _Sizes | None = None
