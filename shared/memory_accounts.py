@@ -31,8 +31,11 @@ class DeviceReserved(FrozenModel):
     """How often the replay had to give cached segments back for want of memory, until it was settled; None if even
     then it ran out of memory."""
     expandable_bytes: NonNegativeInt | None = None
-    """``expected_bytes`` with expandable segments; computed where these might help, since without them cached segments
-    must go back."""
+    """``expected_bytes`` with expandable segments, without a limit; computed where these might help, since without them
+    cached segments must go back."""
+    expandable_retries: NonNegativeInt | None = None
+    """``num_retries`` with expandable segments, which give memory back by pages; None if memory ran out even so, and
+    where ``expandable_bytes`` is None."""
     num_iterations: PositiveInt
     """Iterations that were replayed."""
     is_settled: bool
@@ -42,6 +45,11 @@ class DeviceReserved(FrozenModel):
     def fits(self) -> bool:
         """Whether the replay stays within the limit, cached segments given back where need be."""
         return self.num_retries is not None
+
+    @property
+    def needs_expandable(self) -> bool:
+        """Whether the replay stays within the limit with expandable segments alone."""
+        return not self.fits and self.expandable_retries is not None
 
     @model_validator(mode="after")
     def _ascends(self) -> Self:

@@ -64,18 +64,21 @@ def allocator_warning(record: Record) -> str | None:
     if reserved is None or reserved.num_retries == 0:
         return None
     held = f"{format_bytes(reserved.expected_bytes)} in segments but can have {format_bytes(reserved.limit_bytes)}"
-    happens = "it will give cached segments back, and wait" if reserved.fits else "this plan may run out of memory"
-    return f"the device's allocator is expected to want {held}: {happens}. {_advice(reserved)}"
+    wants = f"the device's allocator is expected to want {held}"
+    if reserved.fits:
+        return f"{wants}: it will give cached segments back, and wait. {_advice(reserved)}"
+    if reserved.needs_expandable:
+        return f"{wants}: this plan runs out of memory with the allocator's own settings. {_advice(reserved)}"
+    return f"{wants}: this plan may run out of memory, with expandable segments too. Lower --device-budget."
 
 
 def _advice(reserved: DeviceReserved) -> str:
-    expandable_bytes = reserved.expandable_bytes
-    if expandable_bytes is None or expandable_bytes > reserved.limit_bytes:
+    if reserved.expandable_bytes is None or reserved.expandable_retries is None:
         return "Lower --device-budget."
-    return (
-        f"Set PYTORCH_ALLOC_CONF=expandable_segments:True, with which {format_bytes(expandable_bytes)} are expected, "
-        f"or lower --device-budget."
-    )
+    enough = f"{format_bytes(reserved.expandable_bytes)} are expected"
+    if reserved.expandable_retries:
+        enough = "free pages go back in time"
+    return f"Set PYTORCH_ALLOC_CONF=expandable_segments:True, with which {enough}, or lower --device-budget."
 
 
 def host_warning(record: Record, memory_bytes: int) -> str | None:

@@ -36,7 +36,8 @@ def device_reserved(
 
     Iterations are replayed from the set-up on ([Note: What a replay knows] in ``sim/allocator_replay.py``), without a
     limit, in either reading of what happens within tasks.  Where the expected one exceeds the device, it is replayed
-    once more within it, so that cached segments are given back, and once with expandable segments.  ``order`` spares
+    once more within it, so that cached segments are given back, and with expandable segments, without a limit and, if
+    that is needed, within it.  ``order`` spares
     computing the happens-before relation again; ``settings`` are those of the allocator; ``beside_bytes`` of the device
     are taken beside it, by what carries collectives.
     """
@@ -57,16 +58,22 @@ def device_reserved(
         allocator = CachingAllocator(settings, limit_bytes=within)
         return replay(program, static, allocator, workspaces=workspaces, inside=inside, max_iterations=max_iterations)
 
+    def retries(settings: AllocatorSettings | None) -> int | None:
+        """How often free memory must go back for the replay to stay within the device; None if it cannot."""
+        try:
+            return replayed(Inside.LATEST_FIRST, within=limit_bytes, settings=settings).num_retries
+        except AllocatorFullError:
+            return None
+
     expected = replayed(Inside.LATEST_FIRST)
     coarse = replayed(Inside.AT_ONCE, max_iterations=_COARSE_ITERATIONS)
     num_retries: int | None = 0
     expandable_bytes: int | None = None
+    expandable_retries: int | None = None
     if expected.peak_reserved_bytes > limit_bytes:
-        try:
-            num_retries = replayed(Inside.LATEST_FIRST, within=limit_bytes).num_retries
-        except AllocatorFullError:
-            num_retries = None
+        num_retries = retries(settings)
         expandable_bytes = replayed(Inside.LATEST_FIRST, settings=_EXPANDABLE).peak_reserved_bytes
+        expandable_retries = retries(_EXPANDABLE) if expandable_bytes > limit_bytes else 0
     return DeviceReserved(
         at_least_bytes=-(-expected.peak_allocated_bytes // SEGMENT_ROUNDING_BYTES) * SEGMENT_ROUNDING_BYTES,
         expected_bytes=expected.peak_reserved_bytes,
@@ -76,6 +83,7 @@ def device_reserved(
         limit_bytes=limit_bytes,
         num_retries=num_retries,
         expandable_bytes=expandable_bytes,
+        expandable_retries=expandable_retries,
         num_iterations=expected.num_iterations,
         is_settled=expected.is_settled,
     )

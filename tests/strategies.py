@@ -387,6 +387,7 @@ def device_reserves(draw: DrawFn) -> DeviceReserved:
         limit_bytes=draw(st.integers(1, 2**40)),
         num_retries=draw(st.none() | st.integers(0, 9)),
         expandable_bytes=draw(st.none() | _SIZES),
+        expandable_retries=draw(st.none() | st.integers(0, 9)),
         num_iterations=draw(st.integers(1, 9)),
         is_settled=draw(st.booleans()),
     )

@@ -54,7 +54,7 @@ def test_segments_that_do_not_fit_are_told(protwin: Protwin, arguments: list[str
     card.model_copy(update={"device": device}).save(tmp_path / "small.json")
     result = protwin("simulate", *arguments[:-1], tmp_path / "small.json")
     assert result.returncode == 0, result.stderr
-    assert "this plan may run out of memory. Lower --device-budget." in result.stderr
+    assert "this plan may run out of memory, with expandable segments too. Lower --device-budget." in result.stderr
     assert "but can have 20 MiB" in result.stderr
 
 

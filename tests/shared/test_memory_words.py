@@ -19,7 +19,9 @@ def record_with(reserved: DeviceReserved | None = None, host: HostMemory | None 
     return record.model_copy(update={"device_reserved": reserved, "host_memory": host})
 
 
-def reserved(num_retries: int | None, expandable_bytes: int | None) -> DeviceReserved:
+def reserved(
+    num_retries: int | None, expandable_bytes: int | None, expandable_retries: int | None = None
+) -> DeviceReserved:
     return DeviceReserved(
         at_least_bytes=22 * GIB,
         expected_bytes=24 * GIB,
@@ -29,26 +31,33 @@ def reserved(num_retries: int | None, expandable_bytes: int | None) -> DeviceRes
         limit_bytes=23 * GIB,
         num_retries=num_retries,
         expandable_bytes=expandable_bytes,
+        expandable_retries=expandable_retries,
         num_iterations=3,
         is_settled=True,
     )
 
 
 @pytest.mark.parametrize(
-    ("num_retries", "expandable_bytes", "words"),
+    ("num_retries", "expandable_bytes", "expandable_retries", "words"),
     [
-        (None, 22 * GIB, ("may run out of memory", "expandable_segments:True, with which 22 GiB are expected")),
-        (4, 22 * GIB, ("give cached segments back", "expandable_segments:True")),
-        (None, 24 * GIB, ("may run out of memory", "Lower --device-budget")),
+        (None, 22 * GIB, 0, ("runs out of memory with the allocator's own", "True, with which 22 GiB are expected")),
+        (None, 24 * GIB, 3, ("runs out of memory with the allocator's own", "True, with which free pages go back")),
+        (4, 22 * GIB, 0, ("give cached segments back", "expandable_segments:True")),
+        (None, 24 * GIB, None, ("may run out of memory, with expandable segments too", "Lower --device-budget")),
+        (4, 24 * GIB, None, ("give cached segments back", "Lower --device-budget")),
     ],
 )
-def test_segments_that_do_not_fit(num_retries: int | None, expandable_bytes: int, words: tuple[str, ...]) -> None:
-    message = allocator_warning(record_with(reserved(num_retries, expandable_bytes)))
+def test_segments_that_do_not_fit(
+    num_retries: int | None, expandable_bytes: int, expandable_retries: int | None, words: tuple[str, ...]
+) -> None:
+    found = reserved(num_retries, expandable_bytes, expandable_retries)
+    message = allocator_warning(record_with(found))
     assert message is not None
     assert "24 GiB in segments but can have 23 GiB" in message
     for part in words:
         assert part in message
-    assert ("expandable" in message) == (expandable_bytes <= 23 * GIB)
+    assert ("expandable_segments:True" in message) == (expandable_retries is not None)
+    assert found.needs_expandable == (num_retries is None and expandable_retries is not None)
 
 
 def test_without_need_nothing_is_said() -> None:

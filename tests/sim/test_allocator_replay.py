@@ -23,6 +23,8 @@ from protwin.sim.allocator_replay import Inside, replay
 from protwin.sim.allocator_rules import AllocatorSettings
 from protwin.sim.allocator_tensors import static_tensors
 from protwin.sim.library_workspaces import matrix_workspaces, nccl_bytes, outside_allocator_bytes
+from protwin.sim.search import search
+from protwin.sim.workload_source import resolve_family
 from tests.sim.hand_made import machine, phase, plan, workload
 from tests.strategies import PlannedWorkload, planned_workloads
 
@@ -254,9 +256,31 @@ def test_what_a_device_cannot_hold_is_said() -> None:
     assert tight.expandable_bytes is None
     assert tighter.expandable_bytes is not None
     assert ample.at_least_bytes <= tighter.expandable_bytes + 2 * MIB
+    assert tight.expandable_retries is None
+    assert tighter.expandable_retries == 0 or tighter.expandable_bytes > tighter.limit_bytes
     hopeless = account(ample.outside_bytes + ample.at_least_bytes - 2 * MIB)
     assert hopeless.num_retries is None
     assert not hopeless.fits
+    half = account(ample.outside_bytes + ample.at_least_bytes // 2)
+    assert half.expandable_retries is None
+    assert not half.needs_expandable
+
+
+def test_a_plan_that_fills_its_device_needs_expandable_segments() -> None:
+    """Llama 3 8B on a card of 24 GB: without a limit more than there is, within it pages go back in time.
+
+    A wrong reading of the former, as the least that expandable segments need, would call the plan hopeless.
+    """
+    family = resolve_family("llama-3-8b")
+    assert family is not None
+    found = search(family.at(batch_size=1, sequence_length=2048), catalogue_machine("rtx-3090"), max_replays=400)
+    reserved = found.prediction.device_reserved
+    assert reserved is not None
+    assert reserved.expandable_bytes is not None
+    assert reserved.expandable_bytes > reserved.limit_bytes
+    assert reserved.expandable_retries
+    assert not reserved.fits
+    assert reserved.needs_expandable
 
 
 def test_within_the_limit_nothing_is_reserved_beyond_it() -> None:
