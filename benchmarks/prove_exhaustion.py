@@ -7,7 +7,7 @@ from typing import Any, Final
 from protwin.shared.compile import compile_schedule
 from protwin.shared.plan import Plan
 from protwin.shared.progress import OnProgress
-from protwin.shared.schedule import Lane, Task, TaskKind
+from protwin.shared.schedule import Lane, Task
 from tests.runtime.models import cases
 from tests.runtime.resuming import mixed, offloaded
 from tests.runtime.running_out import Ending, run_out
@@ -50,20 +50,16 @@ def _claim(name: str, runs: list[tuple[Task, int, bool]], endings: list[Ending],
     claim = Claim("exhaustion", name, f"out of memory at any task: the cause is told, nothing hangs, {left}")
     raised = [ending for ending in endings if ending.has_raised]
     claim.num_cases = len(raised)
-    # What CPU Adam still owed when step() had returned cannot be made up for, nor device Adam be undone.
-    is_owed = [ending.has_raised and task.kind is TaskKind.CPU_ADAM for (task, _, _), ending in _pairs(runs, endings)]
     claim.figures = {
         "at a task's start": sum(not at_allocation for _, _, at_allocation in runs),
         "at its first allocation": sum(ending.has_raised for (_, _, at), ending in _pairs(runs, endings) if at),
         "all weights of one step": sum(ending.is_one_step for ending in raised),
     }
-    claim.figures["others, in CPU Adam itself" if keep_last_step else "others, ahead by CPU Adam"] = sum(
-        not ending.is_one_step for ending in raised
-    )
-    for ((task, iteration, _), ending), was_owed in zip(_pairs(runs, endings), is_owed, strict=True):
+    claim.figures["of several steps"] = sum(not ending.is_one_step for ending in raised)
+    for (task, iteration, _), ending in _pairs(runs, endings):
         where = f"{task.name} of iteration {iteration}"
         claim.failures += [f"{where}: {fault}" for fault in ending.faults]
-        if keep_last_step and not ending.is_one_step and not was_owed:
+        if keep_last_step and not ending.is_one_step:
             claim.failures.append(f"{where}: the weights are of several steps")
     return claim
 

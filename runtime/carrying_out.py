@@ -39,7 +39,7 @@ def carry_out(
     ``loss_scaling``, for float16, makes ``training.scale(loss).backward()`` the backward; the plan must limit the norm.
     ``keep_last_step``: what CPU Adam overwrites is kept until the iteration is complete, so that every iteration can be
     given up (``skip_step``), and ``close`` gives the weights of the last complete one; for as much more host memory as
-    the weights and the optimizer's state of offloaded chunks take.
+    the weights and the optimizer's state of offloaded chunks take, and a step on the device that waits for CPU Adam.
 
     Schedulers of ``torch.optim.lr_scheduler`` take ``optimizer`` of the result.  Use the result as a context manager,
     or call ``close``: the model then has ordinary parameters again.  ``training_of(model)`` finds one that was lost.

@@ -263,6 +263,10 @@ class ComputeLane:
                 where = f" {section}" if section is not None else ""
                 raise ScheduleError(f"the model begins {kind}{where} where the schedule expects {task.name}.")
             self._lanes.check()
+            if kind is TaskKind.DEVICE_ADAM and self._placed.last_step is not None:
+                # What is stepped on the device cannot be taken back, so nothing may be left that could still fail.
+                self._lanes.wait_for_steps(self.iteration)
+                self._lanes.check()
             self._wait(task)
             self._lanes.let_go(task, self.iteration)
             if kind is TaskKind.BACKWARD and isinstance(section, int) and section in self._swapping:

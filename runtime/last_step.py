@@ -5,7 +5,8 @@ CPU Adam steps a chunk as soon as its last gradients have arrived, long before t
 is, because memory ran out or somebody pressed Ctrl-C, these chunks are one step ahead of all others, and the model
 belongs to no step.  So, where that is wanted, what a chunk and its optimizer's state held before their latest step is
 kept on the host and given back.  That takes as much host memory again as the weights and the optimizer's state of
-offloaded chunks, and a copy of both before each of their steps.
+offloaded chunks, and a copy of both before each of their steps.  What the device steps in the end is not kept: it
+waits until every chunk on the host has been stepped, after which nothing of the iteration can fail any more.
 """
 
 from __future__ import annotations

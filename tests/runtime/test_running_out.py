@@ -81,3 +81,15 @@ def test_the_last_step_is_kept_if_that_is_wanted() -> None:
     assert (ahead.faults, kept.faults) == ((), ())
     assert kept.is_one_step
     assert not ahead.is_one_step
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [TaskKind.CPU_ADAM, TaskKind.GRADIENT_OFFLOAD])
+def test_what_fails_behind_backward_fails_before_the_device_steps(kind: TaskKind) -> None:
+    """What the device has stepped cannot be taken back; a step that waited for nothing would leave several steps."""
+    case = small_case()
+    plan = everything(case).model_copy(update={"max_gradient_norm": None})
+    task = next(t for t in reversed(tasks_of(plan, case)) if t.kind is kind)
+    kept = run_out(case, plan, task.id, ITERATION, keep_last_step=True)
+    assert kept.faults == ()
+    assert kept.is_one_step
