@@ -50,7 +50,7 @@ bench-fidelity: $(STAMP) ## Predicted against measured time and memory, over pla
 	$(BIN)/python benchmarks/fidelity.py
 
 .PHONY: bench-search
-bench-search: $(STAMP) ## Seconds from a model's name to its plan
+bench-search: $(STAMP) ## Seconds of searches, beside brute force and a vectorised evaluation of all plans
 	$(BIN)/python benchmarks/search.py
 
 .PHONY: bench-overhead

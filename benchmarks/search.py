@@ -4,7 +4,8 @@ For each case one row: the plans in the space, how many were replayed and simula
 of the processor and by the clock (they differ where others use the machine).  Beside them two other ways to the same
 answer, each measured on a sample of the same space and extrapolated to all of its plans that no memory bound excludes:
 (a) brute force, which compiles and simulates every plan; (b) a vectorised evaluation, which replays every plan by the
-simulator's rules, many at once.  ``--shell`` times whole commands, from the shell to their last line.
+simulator's rules, many at once (without the time to lay out what travels, which many plans share).  ``--shell`` times
+whole commands, from the shell to their last line.
 """
 
 from __future__ import annotations
