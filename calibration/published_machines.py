@@ -6,6 +6,9 @@ of the host's memory bandwidth at most.  GeForce boards have no access to each o
 ring goes through the host's memory too: the sender writes it there, the receiver reads it.  A ring's all-gather of S
 bytes over N ranks brings (N - 1) / N of S to each rank in N - 1 hops, its all-reduce twice that
 (``sim/collectives.py``).  A sharded rank fetches its own Nth from the host before.
+
+Plans of several ranks are simulated as such.  The search knows one rank alone: it is asked about a rank whose links are
+as slow as those of one of four, and the plan that it finds is then simulated on four.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from ..shared.hardware import Device, Hardware, Link
-from ..shared.machine_parts import host_part, link_part
+from ..shared.machine_parts import host_part, link_part, node_part
 from ..shared.machines import machine
 from ..sim.collectives import Algorithm, Collective, Fabric, Shape, collective_time
 from ..sim.costs import copy_time_s
@@ -60,10 +63,17 @@ def four_rank_machine() -> Range:
     two channels of DDR4, cores and boards at their base clocks.
     """
     return Range(
-        favourable=_machine("rtx-3090", "workstation-96", "pcie3-x16"),
-        likely=_machine("rtx-3090", "xeon-20", "pcie3-x16", dispatch=OLDER_DISPATCH),
-        unfavourable=_machine("rtx-3090", "desktop-16", "pcie3-x16", at_base_clock=True, dispatch=SLOW_DISPATCH),
+        favourable=_with_four(_machine("rtx-3090", "workstation-96", "pcie3-x16")),
+        likely=_with_four(_machine("rtx-3090", "xeon-20", "pcie3-x16", dispatch=OLDER_DISPATCH)),
+        unfavourable=_with_four(
+            _machine("rtx-3090", "desktop-16", "pcie3-x16", at_base_clock=True, dispatch=SLOW_DISPATCH)
+        ),
     )
+
+
+def _with_four(hardware: Hardware) -> Hardware:
+    """Four boards in slots of their own that reach each other through the host's memory."""
+    return hardware.model_copy(update={"node": node_part("pcie4-4")})
 
 
 def one_rank_machine() -> Range:

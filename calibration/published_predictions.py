@@ -6,13 +6,13 @@ Every prediction is a range: what a run leaves open is given its favourable, its
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from ..shared.errors import InfeasibleError
 from ..shared.hardware import Hardware
 from ..shared.layout import build_layout
-from ..shared.plan import Plan
+from ..shared.plan import ParallelMode, Plan
 from ..shared.record import Record
 from ..shared.workload import Workload
 from ..sim.search import search
@@ -22,7 +22,6 @@ from .published_adam import adam_predictions
 from .published_largest import largest_predictions
 from .published_machines import (
     Range,
-    all_reduce_s,
     four_rank_machine,
     one_rank_machine,
     replicated_rank,
@@ -85,18 +84,18 @@ def _small_llama() -> list[Prediction]:
     found = _all_on_device("R1", scenarios) + _data_parallel("R1", scenarios)
     found += _offloaded(
         REPLICATED,
+        ParallelMode.REPLICATED,
         scenarios,
         replicated_rank,
         _reducing_each_s,
-        1,
         "all ranks copy at once through the host's memory, and reduce the gradient of each adapter by itself",
     )
     return found + _offloaded(
         SHARDED,
+        ParallelMode.SHARDED,
         scenarios,
         sharded_rank,
         _reducing_chunks_s,
-        NUM_RANKS,
         "a rank's own share comes from the host, the rest by a ring through the host's memory; gradients are reduced "
         "by whole chunks, frozen parts included",
     )
@@ -104,20 +103,22 @@ def _small_llama() -> list[Prediction]:
 
 def _offloaded(
     case: str,
+    mode: ParallelMode,
     scenarios: Sequence[_Scenario],
     rank: Callable[[Hardware, int], Hardware],
     reducing_s: Callable[[Plan, _Scenario], float],
-    num_shards: int,
     how: str,
 ) -> list[Prediction]:
     """The best plan under the budget, and the plan that the run's own memory figures point to.
 
-    ``reducing_s``: what the ranks' reductions take, on the stream of compute, so that nothing hides them.
+    ``reducing_s``: what the run's own way of reducing takes, on the stream of compute, so that nothing hides it.
     """
     best = [
-        search(s.workload, rank(s.hardware, NUM_RANKS), device_budget_bytes=BUDGET_BYTES).prediction for s in scenarios
+        _simulated(search(s.workload, rank(s.hardware, NUM_RANKS), device_budget_bytes=BUDGET_BYTES).plan, s, mode)
+        for s in scenarios
     ]
-    matching = [_simulated(plan_of_figures(case, s, num_shards), s, rank) for s in scenarios]
+    num_shards = NUM_RANKS if mode is ParallelMode.SHARDED else 1
+    matching = [_simulated(plan_of_figures(case, s, num_shards), s, mode) for s in scenarios]
     best_s, matching_s = (
         [reducing_s(record.plan, scenario) for record, scenario in zip(records, scenarios, strict=True)]
         for records in (best, matching)
@@ -126,10 +127,10 @@ def _offloaded(
     return [
         _seconds("R1", case, best, best_s, how=f"the best plan under 4 GiB; {how}"),
         _peaks("R1", case, best, how="the best plan under 4 GiB"),
-        _pinned(case, best, num_shards, how="the best plan under 4 GiB"),
+        _pinned(case, best, how="the best plan under 4 GiB"),
         _seconds("R1", case, matching, matching_s, how=plans, variant=MATCHING),
         _peaks("R1", case, matching, how=plans, variant=MATCHING, is_given=True),
-        _pinned(case, matching, num_shards, how=plans, variant=MATCHING, is_given=True),
+        _pinned(case, matching, how=plans, variant=MATCHING, is_given=True),
     ]
 
 
@@ -153,8 +154,10 @@ def _reducing_chunks_s(plan: Plan, scenario: _Scenario) -> float:
     )
 
 
-def _simulated(plan: Plan, scenario: _Scenario, rank: Callable[[Hardware, int], Hardware]) -> Record:
-    return simulate(plan, scenario.workload, rank(scenario.hardware, NUM_RANKS))
+def _simulated(plan: Plan, scenario: _Scenario, mode: ParallelMode) -> Record:
+    """One of four ranks that carry out ``plan`` in ``mode``."""
+    together = plan.model_copy(update={"parallel": mode, "num_ranks": NUM_RANKS})
+    return simulate(together, scenario.workload, scenario.hardware)
 
 
 def plan_of_figures(case: str, scenario: _Scenario, num_shards: int) -> Plan:
@@ -219,20 +222,17 @@ def _all_on_device(row: str, scenarios: Sequence[_Scenario]) -> list[Prediction]
 
 
 def _data_parallel(row: str, scenarios: Sequence[_Scenario]) -> list[Prediction]:
-    """As on one device; each gradient is divided by itself, and nothing hides the ring's all-reduce after backward."""
-    seconds: list[float] = []
-    peaks: list[Record] = []
-    for scenario in scenarios:
-        workload = scenario.workload
-        gradient_bytes = sum(_gradient_sizes(workload))
-        record = simulate(plan_on_device(workload), with_divisions(workload), scenario.hardware)
-        seconds.append(record.iteration_s + all_reduce_s(gradient_bytes, scenario.hardware, NUM_RANKS))
-        peaks.append(record)
-    how = "as on one device, a division of every gradient, a ring's all-reduce after backward, and what it reduces"
-    found = [Prediction.of(row, DATA_PARALLEL, Quantity.ITERATION, seconds, how=how)]
+    """As on one device; each gradient is divided by itself, and all are reduced from a bucket that stays."""
+    workload = scenarios[0].workload
+    records = [
+        _simulated(plan_on_device(s.workload), replace(s, workload=with_divisions(s.workload)), ParallelMode.DDP)
+        for s in scenarios
+    ]
+    how = "as on one device, a division of every gradient, all-reduces through the host's memory, and their bucket"
+    found = [_seconds(row, DATA_PARALLEL, records, how=how)]
     if measured(row, DATA_PARALLEL, Quantity.DEVICE_PEAK):
-        more_bytes = [gradient_bytes + idle_bytes for idle_bytes in idle_buffer_bytes(workload)]
-        found.append(_peaks(row, DATA_PARALLEL, peaks, how=how, more_bytes=more_bytes))
+        more_bytes = [sum(_gradient_sizes(workload)) + idle_bytes for idle_bytes in idle_buffer_bytes(workload)]
+        found.append(_peaks(row, DATA_PARALLEL, records, how=how, more_bytes=more_bytes))
     return found
 
 
@@ -305,9 +305,7 @@ def _peaks(
     )
 
 
-def _pinned(
-    case: str, records: Sequence[Record], num_shards: int, *, how: str, variant: str = "", is_given: bool = False
-) -> Prediction:
-    """Of one rank; a sharded rank pins its share."""
-    sizes = [max(1.0, record.peak_pinned_bytes / num_shards) for record in records]
+def _pinned(case: str, records: Sequence[Record], *, how: str, variant: str = "", is_given: bool = False) -> Prediction:
+    """Of one rank."""
+    sizes = [max(1.0, record.peak_pinned_bytes) for record in records]
     return Prediction.of("R1", case, Quantity.PINNED, sizes, how=how, variant=variant, is_given=is_given)
