@@ -15,10 +15,11 @@ from typing import Final
 import torch
 from torch import nn
 
+from ..shared.widening import WIDENED_SCALARS
 from .optimizer import ChunkOptimizer, MakeOptimizer
 from .step_options import StepOptions
 
-PIECE_SCALARS: Final = 2**20
+PIECE_SCALARS: Final = WIDENED_SCALARS
 """Scalars whose gradients are widened at once."""
 _ELEMENTWISE: Final = (
     torch.optim.Adadelta,

@@ -11,7 +11,8 @@ from .plan import ParallelMode, Plan
 from .program import Program
 from .schedule import BufferId, Content, Memory, Part, TaskId, TaskKind
 from .shards import stepped_bytes
-from .workload import BlockId, Parameter
+from .widening import device_adam_peak_bytes
+from .workload import BlockId, Parameter, Phase
 
 NORM_BYTES: Final = 8
 """What ranks add up of the norm: the sum of squares as a float64."""
@@ -224,8 +225,10 @@ class Updates:
             *(self.homes.parameters[chunk.id] for chunk in chunks),
             *(self.homes.state[chunk.id] for chunk in chunks),
         )
+        widened_bytes = device_adam_peak_bytes(chunks, self.parameters)
         self.program.task(
             TaskKind.DEVICE_ADAM,
+            phase=Phase(curve=((1.0, widened_bytes),)) if widened_bytes else None,
             after=(*self._norm, *self._all_reduced),
             frees=(*left_over, *gradients),
             reads=(*left_over, *gradients, *stepped),

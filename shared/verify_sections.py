@@ -15,6 +15,7 @@ from .layout import ChunkId
 from .plan import ActivationMode
 from .schedule import Buffer, BufferId, Content, Lane, Memory, Part, Section, Task, TaskKind
 from .verify_case import Case, reject
+from .widening import WIDENED_SCALARS
 from .workload import BlockId, Phase
 
 Name = tuple[Content, ChunkId | None, Section | None, int]
@@ -287,4 +288,18 @@ class _Walk:
         }
         for block in self.blocks:
             drops |= {name for name in self._gradients(block)[0] if name[1] in trainable}
-        return _Expected(TaskKind.DEVICE_ADAM, None, 0, None, updates | drops, updates=updates, drops=drops)
+        phase = self._widening(trainable)
+        return _Expected(TaskKind.DEVICE_ADAM, None, 0, phase, updates | drops, updates=updates, drops=drops)
+
+    def _widening(self, stepped: set[ChunkId]) -> Phase | None:
+        """Device Adam's curve: one narrow gradient after another in float32, when the wide ones have gone."""
+        chunks = (chunk for chunk in self.case.layout.chunks if chunk.id in stepped)
+        places = (placed.index for chunk in chunks for placed in chunk.parameters)
+        found = [p for p in (self.case.workload.parameters[place] for place in places) if p.trainable]
+        level = -sum(p.size_bytes for p in found if p.dtype.item_bytes >= 4)
+        highest = 0
+        for parameter in found:
+            if parameter.dtype.item_bytes < 4:
+                highest = max(highest, level + 4 * min(parameter.num_elements, WIDENED_SCALARS))
+                level -= parameter.size_bytes
+        return Phase(curve=((1.0, highest),)) if highest else None

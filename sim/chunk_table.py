@@ -12,6 +12,7 @@ import numpy as np
 from ..shared.layout import Layout
 from ..shared.schedule import Task, TaskId, TaskKind
 from ..shared.shards import stepped_bytes
+from ..shared.widening import narrow_peak_bytes, wide_gradient_bytes
 from ..shared.workload import Workload
 from .compute_table import FloatArray, Positions
 from .costs import CostModel
@@ -52,6 +53,12 @@ class ChunkTable:
     """(C,) scalars that the optimizer steps."""
     stepped_bytes: IntArray
     """(C,) memory traffic of stepping it, the scaling of its gradients included where their norm is limited."""
+    narrow_peak_bytes: IntArray
+    """(C,) the most that device Adam of its narrow parameters adds; see [Note: Steps of device Adam]."""
+    narrow_bytes: IntArray
+    """(C,) their gradients."""
+    wide_bytes: IntArray
+    """(C,) the gradients of its other parameters."""
     gradient_chunk: IntArray
     """(E,) chunk of each gradient buffer."""
     gradient_block: IntArray
@@ -90,6 +97,22 @@ class ChunkTable:
         return self.offloaded_sum(self.state_bytes)[n_persist]
 
     @cached_property
+    def device_adam_bytes(self) -> IntArray:
+        """(C + 1,) the most that device Adam adds to the level at its start, for every ``n_persist``.
+
+        Of the chunks before ``n_persist`` all are stepped, of the others those that no block owns.
+        """
+        unowned_bytes = np.where(self.is_owned, 0, self.narrow_bytes)
+        early = self.narrow_peak_bytes - (self.narrow_bytes.cumsum() - self.narrow_bytes)
+        late = np.where(self.is_owned, 0, self.narrow_peak_bytes - (unowned_bytes.cumsum() - unowned_bytes))
+        most_early = np.append(0, np.maximum.accumulate(early))
+        most_late = np.append(np.maximum.accumulate(late[::-1])[::-1], 0)
+        owned_bytes = np.append(0, (self.narrow_bytes - unowned_bytes).cumsum())
+        wide_bytes = self.wide_bytes.sum() - self.offloaded_sum(self.wide_bytes)
+        most: IntArray = np.maximum(0, np.maximum(most_early, most_late - owned_bytes) - wide_bytes)
+        return most
+
+    @cached_property
     def device_adam_s(self) -> FloatArray:
         """(C + 1,) seconds of stepping the persistent chunks, for every ``n_persist``."""
         stepped = self.num_stepped.sum() - self.offloaded_sum(self.num_stepped)
@@ -126,6 +149,7 @@ def chunk_table(workload: Workload, layout: Layout, costs: CostModel, rule: Step
         for chunk, scaled in zip(chunks, scaled_bytes, strict=True)
     ]
     stepped = [chunk for chunk in chunks if chunk.blocks and chunk.is_trainable]
+    narrow = [narrow_peak_bytes(chunk, workload.parameters) for chunk in chunks]
     gradients = [
         (chunk.id, block, size_bytes)
         for chunk in chunks
@@ -159,6 +183,9 @@ def chunk_table(workload: Workload, layout: Layout, costs: CostModel, rule: Step
         ),
         num_stepped=_integers(num_stepped),
         stepped_bytes=_integers(moved),
+        narrow_peak_bytes=_integers(peak for peak, _ in narrow),
+        narrow_bytes=_integers(dropped for _, dropped in narrow),
+        wide_bytes=_integers(wide_gradient_bytes(chunk, workload.parameters) for chunk in chunks),
         gradient_chunk=_integers(chunk for chunk, _, _ in gradients),
         gradient_block=_integers(block for _, block, _ in gradients),
         gradient_bytes=_integers(size_bytes for _, _, size_bytes in gradients),

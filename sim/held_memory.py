@@ -19,7 +19,8 @@ def guaranteed_peaks(traffic: Traffic, depths: IntArray, modes: IntArray, reside
     levels, positions = traffic.compute.levels, traffic.positions
     adds = adding_positions(traffic.compute, traffic.residency)
     shape = (len(depths), positions.micro_batches, positions.micro_length)
-    at_end = np.maximum(running[:, -1], pausing[:, -1])
+    widened_bytes = traffic.residency.table.device_adam_bytes[traffic.residency.n_persist]
+    at_end = np.maximum(running[:, -1] + widened_bytes, pausing[:, -1])
     peaks: IntArray = at_end[:, None] + levels.end_bytes[modes]
     running, pausing = running[:, :-1].reshape(shape), pausing[:, :-1].reshape(shape)
     for kind in range(levels.alive_bytes.shape[1]):

@@ -6,14 +6,16 @@ from dataclasses import replace
 from functools import lru_cache
 
 import pytest
+import torch
 
 from protwin.shared.compile import compile_schedule
-from protwin.shared.schedule import Content, Schedule
+from protwin.shared.memory_bound import guaranteed_device_peak
+from protwin.shared.schedule import Content, Schedule, TaskKind
 from protwin.shared.shared_inputs import SharedInput
 from tests.runtime.accounts import BAR, MIXTURES, RESIDENCIES, error_frac, measured_peak_bytes, plan_of
 from tests.runtime.eager_lanes import eager_peak
 from tests.runtime.families import family_cases
-from tests.runtime.models import Case, cases
+from tests.runtime.models import Case, cases, llama, token_batches
 
 NAMES = ("llama, groups", "gpt2 with dropout, tied", "hand-written, frozen tail", "llama in bfloat16")
 
@@ -85,3 +87,21 @@ def test_one_answer_for_all_mixtures_is_noticed(name: str) -> None:
     )
     assert max(error_with(name, mixture, ()) for mixture in MIXTURES) > BAR
     assert min(error_with(name, mixture, held) for mixture in MIXTURES) < -BAR
+
+
+# -- device Adam -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("residency", ["persistent", "offloaded"])
+def test_device_adam_holds_one_gradient_in_float32(residency: str) -> None:
+    """Of an embedding so large that this is the peak; the wrong variant knows nothing of it."""
+    case = Case(lambda: llama(vocab_size=4096).to(torch.bfloat16), token_batches(batch=1, length=4))
+    plan = plan_of(case, "checkpointed", residency)
+    schedule = compile_schedule(plan, case.workload)
+    measured_bytes = measured_peak_bytes(case, plan)
+    assert abs(error_frac(measured_bytes, eager_peak(schedule))) <= EXACT
+    assert measured_bytes <= guaranteed_device_peak(schedule).size_bytes
+    tasks = (replace(task, phase=None) if task.kind is TaskKind.DEVICE_ADAM else task for task in schedule.tasks)
+    narrow = replace(schedule, tasks=tuple(tasks))
+    assert error_frac(measured_bytes, eager_peak(narrow)) > BAR
+    assert measured_bytes > guaranteed_device_peak(narrow).size_bytes
