@@ -6,6 +6,7 @@ import gc
 import random
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
@@ -403,7 +404,7 @@ def test_an_earlier_step_that_failed_is_not_given_up(case: Case, monkeypatch: py
         step_on_host(placed, chunk, present, **scale)
 
     monkeypatch.setattr(PlacedModel, "step_on_host", step)
-    with ends_in_time(), start(case, model, keep_last_step=True) as training:
+    with ends_in_time(), start(case, model) as training:
         for batch in case.batches[:2]:
             run_step(case, model, training, [batch])
         may_fail.set()
@@ -414,6 +415,28 @@ def test_an_earlier_step_that_failed_is_not_given_up(case: Case, monkeypatch: py
         for attempt in (training.skip_step, training.step):
             with pytest.raises(ScheduleError, match=r"(cannot go on|has failed).*Close it\.$"):
                 attempt()
+
+
+def test_no_earlier_step_can_fail_where_the_last_one_is_kept(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step on the device waits for CPU Adam; what fails there fails in ``step()`` and can be given up."""
+    model, failures = case.build(), iter((True,))
+    step_on_host = PlacedModel.step_on_host
+
+    def step(placed: PlacedModel, chunk: DeviceChunk, present: Sequence[bool], **scale: Any) -> None:
+        if placed._host_optimizers[chunk.chunk.id].num_steps == 1 and next(failures, False):
+            time.sleep(0.2)
+            raise CpuOutOfMemoryError("out of memory, as was wished")
+        step_on_host(placed, chunk, present, **scale)
+
+    monkeypatch.setattr(PlacedModel, "step_on_host", step)
+    with ends_in_time(), start(case, model, keep_last_step=True) as training:
+        run_step(case, model, training, [case.batches[0]])
+        with pytest.raises(CpuOutOfMemoryError):
+            run_step(case, model, training, [case.batches[1]])
+        training.skip_step()
+        for batch in case.batches[1:]:
+            run_step(case, model, training, [batch])
+    assert differences(model, case.plain.weights[-1]) == []
 
 
 def test_nothing_to_give_up(case: Case) -> None:
