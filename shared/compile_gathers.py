@@ -33,7 +33,11 @@ def allocate_homes(
     program: Program, plan: Plan, parameters_of: Sequence[Parameter], layout: Layout, persistent: frozenset[ChunkId]
 ) -> Homes:
     """Add the static buffers of all chunks."""
-    parts = {c.id: host_part(c, parameters_of, plan) for c in layout.chunks if c.id not in persistent}
+    parts = {
+        c.id: host_part(c, parameters_of, plan.parallel, plan.num_ranks)
+        for c in layout.chunks
+        if c.id not in persistent
+    }
     parameters: dict[ChunkId, BufferId] = {}
     state: dict[ChunkId, BufferId] = {}
     staging: dict[ChunkId, BufferId] = {}

@@ -7,7 +7,7 @@ from typing import ClassVar, Self
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from .files import Document, FrozenModel
-from .plan import Plan
+from .plan import ParallelMode, Plan
 from .record import Record
 
 
@@ -51,7 +51,11 @@ class Certificate(FrozenModel):
     best_unsimulated_bound_s: NonNegativeFloat | None
     """No decided plan that fits and was not simulated has a shorter iteration; None if all of these were simulated."""
     tolerance_frac: NonNegativeFloat
-    """Plans that are slower than the fastest by less count as equals, of which the simplest is chosen."""
+    """No plan that was left out is faster than the fastest one by more.  Plans that are slower than the fastest by less
+    count as equals, of which the simplest is chosen, unless ``near_frac`` says otherwise."""
+    near_frac: NonNegativeFloat | None = None
+    """Of the simulated plans that are slower than the fastest by less than this, the simplest is chosen: where a search
+    ended early, and ``tolerance_frac`` is what it reached."""
 
     @property
     def is_certified(self) -> bool:
@@ -91,6 +95,20 @@ class WhatIf(FrozenModel):
     """Why nothing fits."""
 
 
+class ModeChoice(FrozenModel):
+    """What became of one parallel mode."""
+
+    parallel: ParallelMode
+    num_candidates: NonNegativeInt
+    num_simulated: NonNegativeInt
+    best_iteration_s: PositiveFloat | None
+    """The shortest iteration of its simulated plans; None where none was simulated: none fits, or none can win."""
+    shortest_possible_s: NonNegativeFloat | None
+    """No plan of this mode that fits has a shorter iteration; None where none fits, or where nothing is proven."""
+    reason: str = ""
+    """Why it has no plan, or none that fits."""
+
+
 class SearchResult(Document):
     """The outcome of one search."""
 
@@ -112,6 +130,8 @@ class SearchResult(Document):
     """
     what_if: tuple[WhatIf, ...] = ()
     """What other machines would change, if that was asked."""
+    modes: tuple[ModeChoice, ...] = ()
+    """Of several ranks: every parallel mode that was allowed."""
 
     @property
     def gap_frac(self) -> float:

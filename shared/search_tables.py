@@ -38,6 +38,8 @@ def search_tables(result: SearchResult) -> RenderableType:
         Text(budget_sentence(result)),
         Text(certificate_sentence(result)),
     ]
+    if result.modes:
+        parts += [Text(""), _mode_table(result)]
     if result.alternatives:
         parts += [Text(""), _outcome_table("Plans close to it", result.alternatives, result)]
     if len(result.pareto) > 1:
@@ -62,6 +64,24 @@ def batch_tables(found: BatchSearchResult) -> RenderableType:
         )
     title = f"Micro-batches of a global batch of {found.global_batch_size:,}"
     return Group(search_tables(found.result), Text(""), titled(title, table))
+
+
+def _mode_table(result: SearchResult) -> RenderableType:
+    """What became of every parallel mode; the chosen one is marked."""
+    table = plain_table("mode", ">best\niteration", ">at least", ">plans", ">simulated", "")
+    for mode in result.modes:
+        is_chosen = mode.parallel is result.plan.parallel
+        add_row(
+            table,
+            mode.parallel,
+            NO_VALUE if mode.best_iteration_s is None else format_seconds(mode.best_iteration_s),
+            NO_VALUE if mode.shortest_possible_s is None else format_seconds(mode.shortest_possible_s),
+            f"{mode.num_candidates:,}",
+            str(mode.num_simulated),
+            "◀ chosen" if is_chosen else "does not fit" if mode.reason else "",
+            style="bold" if is_chosen else "",
+        )
+    return titled(f"What {result.plan.num_ranks:,} ranks do together", table)
 
 
 def _spread(front: Sequence[PlanOutcome]) -> list[PlanOutcome]:
@@ -114,7 +134,10 @@ def _proof(result: SearchResult) -> str:
     sentence = f"No plan of the space {how_much_faster(result.gap_frac)}."
     tolerance_frac = result.certificate.tolerance_frac
     if any(outcome.iteration_s < result.prediction.iteration_s for outcome in (*result.alternatives, *result.pareto)):
-        sentence += f" Of the plans within {format_share(tolerance_frac)} of the fastest, this is the simplest."
+        near_frac, which = result.certificate.near_frac, "plans"
+        if near_frac is not None:
+            tolerance_frac, which = near_frac, "simulated plans"
+        sentence += f" Of the {which} within {format_share(tolerance_frac)} of the fastest, this is the simplest."
     return sentence
 
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .layout import STEP_COUNT_BYTES, Chunk, aligned, master_bytes, moment_bytes
-from .plan import ParallelMode, Plan
+from .plan import ParallelMode
 from .workload import DType, Parameter
 
 
@@ -78,9 +78,9 @@ def regions(chunk: Chunk, parameters: Sequence[Parameter]) -> list[Region]:
     return found
 
 
-def host_part(chunk: Chunk, parameters: Sequence[Parameter], plan: Plan) -> HostPart:
-    """What each rank's host holds of ``chunk`` under ``plan``, if the chunk is offloaded."""
-    if plan.parallel is not ParallelMode.SHARDED:
+def host_part(chunk: Chunk, parameters: Sequence[Parameter], parallel: ParallelMode, num_ranks: int) -> HostPart:
+    """What each of so many ranks' hosts holds of ``chunk``, if it is offloaded."""
+    if parallel is not ParallelMode.SHARDED:
         return HostPart(
             parameter_bytes=chunk.size_bytes,
             gathered_bytes=chunk.size_bytes,
@@ -91,16 +91,16 @@ def host_part(chunk: Chunk, parameters: Sequence[Parameter], plan: Plan) -> Host
             num_stepped=chunk.num_trainable,
             stepped_bytes=stepped_bytes(chunk, parameters),
         )
-    shards = [(region, region.shard_elements(plan.num_ranks)) for region in regions(chunk, parameters)]
+    shards = [(region, region.shard_elements(num_ranks)) for region in regions(chunk, parameters)]
     parameter_bytes = sum(count * region.dtype.item_bytes for region, count in shards)
     trained = [(region.dtype, count) for region, count in shards if region.trainable]
     gradient_bytes = sum(count * dtype.item_bytes for dtype, count in trained)
     return HostPart(
         parameter_bytes=parameter_bytes,
-        gathered_bytes=plan.num_ranks * parameter_bytes,
+        gathered_bytes=num_ranks * parameter_bytes,
         gradient_bytes=gradient_bytes,
         staging_bytes=gradient_bytes,
-        reduced_bytes=plan.num_ranks * gradient_bytes,
+        reduced_bytes=num_ranks * gradient_bytes,
         state_bytes=sum(
             count * (moment_bytes(dtype) + master_bytes(dtype)) + STEP_COUNT_BYTES for dtype, count in trained
         ),

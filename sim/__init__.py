@@ -12,15 +12,17 @@ from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from .rank_groups import RankGroup, simulate_groups
+    from .rank_search import search_ranks
     from .search import SearchResult, search
     from .simulator import simulate
 
-__all__ = ["RankGroup", "SearchResult", "search", "simulate", "simulate_groups"]
+__all__ = ["RankGroup", "SearchResult", "search", "search_ranks", "simulate", "simulate_groups"]
 
 _HOME: Final = {
     "RankGroup": ".rank_groups",
     "SearchResult": ".search",
     "search": ".search",
+    "search_ranks": ".rank_search",
     "simulate": ".simulator",
     "simulate_groups": ".rank_groups",
 }

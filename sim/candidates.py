@@ -216,7 +216,14 @@ class Candidates:
             problem.compute,
             int(layout.grid.modes.n_swap[found.modes[0]]),
         )
-        peaks = guaranteed_peaks(traffic, layout.grid.prefetch_depth, found.modes, problem.workload.resident_bytes)
+        if problem.rule.is_sharded:
+            # Collectives decide when gradients have gone: the exact peak is that of the compiled plan.
+            n_buffer = layout.grid.n_buffer[[found.row]]
+            peaks = layout.memory.peak_bytes(
+                traffic.residency.n_persist, n_buffer, layout.grid.prefetch_depth, found.modes
+            )[0]
+        else:
+            peaks = guaranteed_peaks(traffic, layout.grid.prefetch_depth, found.modes, problem.workload.resident_bytes)
         is_open = np.isfinite(found.bound_s)
         fits = is_open & (peaks <= problem.device_budget_bytes)
         self.num_bounded_by_memory += int(np.count_nonzero(is_open & ~fits))

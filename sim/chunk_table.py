@@ -9,9 +9,9 @@ from typing import Final
 
 import numpy as np
 
-from ..shared.layout import Layout
+from ..shared.layout import Chunk, Layout
 from ..shared.schedule import Task, TaskId, TaskKind
-from ..shared.shards import stepped_bytes
+from ..shared.shards import host_part, stepped_bytes
 from ..shared.widening import narrow_peak_bytes, wide_gradient_bytes
 from ..shared.workload import Workload
 from .compute_table import FloatArray, Positions
@@ -37,6 +37,12 @@ class ChunkTable:
     """(C,) optimizer state."""
     staging_bytes: IntArray
     """(C,) host buffer of its gradients."""
+    host_parameter_bytes: IntArray
+    """(C,) what a rank's host has of it, if it is offloaded."""
+    host_state_bytes: IntArray
+    """(C,) and of its optimizer state."""
+    offload_bytes: IntArray
+    """(C,) bytes of gradients that are sent to a rank's host."""
     first_block: IntArray
     """(C,) the first block that owns it; the number of blocks where none does."""
     last_block: IntArray
@@ -50,9 +56,9 @@ class ChunkTable:
     accumulate_s: FloatArray
     """(C,) adding gradients of a later micro-batch up; 0 where nothing is stepped."""
     num_stepped: IntArray
-    """(C,) scalars that the optimizer steps."""
+    """(C,) scalars that the optimizer steps where the chunk is persistent."""
     stepped_bytes: IntArray
-    """(C,) memory traffic of stepping it, the scaling of its gradients included where their norm is limited."""
+    """(C,) memory traffic of stepping all of it, the scaling of its gradients included where their norm is limited."""
     narrow_peak_bytes: IntArray
     """(C,) the most that device Adam of its narrow parameters adds; see [Note: Steps of device Adam]."""
     narrow_bytes: IntArray
@@ -90,11 +96,11 @@ class ChunkTable:
     def pinned_host_bytes(self, n_persist: IntArray) -> IntArray:
         """(R,) of offloaded chunks: parameters and the buffers that receive gradients."""
         num_buffers = 2 if self.rule.accumulates else 1
-        return self.offloaded_sum(self.size_bytes + num_buffers * self.staging_bytes)[n_persist]
+        return self.offloaded_sum(self.host_parameter_bytes + num_buffers * self.staging_bytes)[n_persist]
 
     def host_bytes(self, n_persist: IntArray) -> IntArray:
         """(R,) host memory that is not pinned: optimizer state of offloaded chunks."""
-        return self.offloaded_sum(self.state_bytes)[n_persist]
+        return self.offloaded_sum(self.host_state_bytes)[n_persist]
 
     @cached_property
     def device_adam_bytes(self) -> IntArray:
@@ -129,11 +135,6 @@ class ChunkTable:
         price = cache(lambda size: self.costs.task_s(Task(TaskId(0), TaskKind.GRADIENT_NORM, stepped_bytes=size)))
         return np.array([price(size) for size in read_bytes.tolist()])
 
-    @cached_property
-    def offload_bytes(self) -> IntArray:
-        """(C,) bytes of gradients."""
-        return _integers(sum(chunk.gradient_bytes) for chunk in self.layout.chunks)
-
     def offloaded_sum(self, values: IntArray) -> IntArray:
         """(C + 1,) the sum of ``values`` (C,) over offloaded chunks, for every ``n_persist``."""
         return np.append(np.where(self.is_owned, values, 0)[::-1].cumsum()[::-1], 0)
@@ -142,12 +143,15 @@ class ChunkTable:
 def chunk_table(workload: Workload, layout: Layout, costs: CostModel, rule: StepRule = _NO_RULE) -> ChunkTable:
     """Tabulate ``layout``."""
     chunks = layout.chunks
-    gradient_bytes = [sum(chunk.gradient_bytes) for chunk in chunks]
-    scaled_bytes = gradient_bytes if rule.limits_norm else [0] * len(chunks)
-    moved = [
-        stepped_bytes(chunk, workload.parameters) + 2 * scaled
-        for chunk, scaled in zip(chunks, scaled_bytes, strict=True)
-    ]
+    parts = [host_part(chunk, workload.parameters, rule.parallel, rule.num_ranks) for chunk in chunks]
+    gradient_bytes = [part.gradient_bytes for part in parts]
+    num_scalings = 2 if rule.limits_norm else 0
+    moved = [part.stepped_bytes + num_scalings * part.gradient_bytes for part in parts]
+    whole = moved
+    if rule.is_sharded:
+        whole = [
+            stepped_bytes(chunk, workload.parameters) + num_scalings * sum(chunk.gradient_bytes) for chunk in chunks
+        ]
     stepped = [chunk for chunk in chunks if chunk.blocks and chunk.is_trainable]
     narrow = [narrow_peak_bytes(chunk, workload.parameters) for chunk in chunks]
     gradients = [
@@ -164,25 +168,28 @@ def chunk_table(workload: Workload, layout: Layout, costs: CostModel, rule: Step
         return np.array([price(*pair) for pair in zip(moved_bytes, num_stepped, strict=True)], dtype=np.float64)
 
     none = [0] * len(chunks)
-    num_stepped = [chunk.num_trainable for chunk in chunks]
+    num_stepped = [part.num_stepped for part in parts]
     is_stepped = np.array([bool(chunk.blocks) and chunk.is_trainable for chunk in chunks], dtype=np.bool_)
     return ChunkTable(
         layout=layout,
         is_owned=np.array([bool(chunk.blocks) for chunk in chunks], dtype=np.bool_),
         is_stepped=is_stepped,
         size_bytes=_integers(chunk.size_bytes for chunk in chunks),
-        state_bytes=_integers(chunk.state_bytes if chunk.is_trainable else 0 for chunk in chunks),
-        staging_bytes=_integers(chunk.staging_bytes if chunk.is_trainable else 0 for chunk in chunks),
+        state_bytes=_of_trainable(chunks, (chunk.state_bytes for chunk in chunks)),
+        staging_bytes=_of_trainable(chunks, (part.staging_bytes for part in parts)),
+        host_parameter_bytes=_integers(part.parameter_bytes for part in parts),
+        host_state_bytes=_of_trainable(chunks, (part.state_bytes for part in parts)),
+        offload_bytes=_integers(gradient_bytes),
         first_block=_integers(chunk.blocks[0] if chunk.blocks else layout.num_blocks for chunk in chunks),
         last_block=_integers(chunk.blocks[-1] if chunk.blocks else layout.num_blocks for chunk in chunks),
-        gather_s=seconds(TaskKind.GATHER, [chunk.size_bytes for chunk in chunks], none),
+        gather_s=seconds(TaskKind.GATHER, [part.parameter_bytes for part in parts], none),
         offload_s=np.where(is_stepped, seconds(TaskKind.GRADIENT_OFFLOAD, gradient_bytes, none), 0.0),
         cpu_adam_s=np.where(is_stepped, seconds(TaskKind.CPU_ADAM, moved, num_stepped), 0.0),
         accumulate_s=np.where(
             is_stepped, seconds(TaskKind.GRADIENT_ACCUMULATE, [3 * size for size in gradient_bytes], none), 0.0
         ),
-        num_stepped=_integers(num_stepped),
-        stepped_bytes=_integers(moved),
+        num_stepped=_integers(chunk.num_trainable for chunk in chunks),
+        stepped_bytes=_integers(whole),
         narrow_peak_bytes=_integers(peak for peak, _ in narrow),
         narrow_bytes=_integers(dropped for _, dropped in narrow),
         wide_bytes=_integers(wide_gradient_bytes(chunk, workload.parameters) for chunk in chunks),
@@ -200,6 +207,10 @@ def _chunk_task(kind: TaskKind, moved: int, stepped: int) -> Task:
     if kind in (TaskKind.GATHER, TaskKind.GRADIENT_OFFLOAD):
         return Task(TaskId(0), kind, moved_bytes=moved)
     return Task(TaskId(0), kind, num_stepped=stepped, stepped_bytes=moved)
+
+
+def _of_trainable(chunks: Iterable[Chunk], values: Iterable[int]) -> IntArray:
+    return _integers(value if chunk.is_trainable else 0 for chunk, value in zip(chunks, values, strict=True))
 
 
 def _integers(values: Iterable[int]) -> IntArray:

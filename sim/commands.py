@@ -53,7 +53,16 @@ from ..shared.uncollected import uncollected
 from ..shared.units import format_bytes
 from ..shared.workload import Workload
 from .hardware_commands import hardware
-from .rank_options import NumRanks, Parallel, rank_device_bytes, rank_host_bytes, unused_devices, with_ranks
+from .rank_memory import rank_device_bytes, rank_host_bytes
+from .rank_options import (
+    MOST_SIMULATIONS,
+    AllowedModes,
+    NumRanks,
+    Parallel,
+    ranks_to_search,
+    unused_devices,
+    with_ranks,
+)
 from .search import search as search_plans
 from .search_options import (
     USUAL,
@@ -86,6 +95,7 @@ simulate = command_app()
         "protwin search --model llama-3-8b --hardware rtx-3090 --batch-size 1 --sequence-length 2048",
         "protwin search --model workload.json --hardware machine.toml --device-budget 10GiB --output plan.json",
         "protwin search --model gpt2 --hardware rtx-3090 --batch-size 8 --sequence-length 512 --what-if rtx-4090",
+        "protwin search --model llama-3-8b --hardware h100-80gb-x8 --batch-size 1 --sequence-length 2048 --ranks 8",
     ),
 )
 @uncollected()
@@ -142,6 +152,8 @@ def search_command(
     micro_batches: MicroBatches = None,
     max_gradient_norm: MaxGradientNorm = None,
     global_batch: GlobalBatch = None,
+    num_ranks: NumRanks = None,
+    parallel: AllowedModes = None,
     questions: WhatIfQuestions = None,
     output: OutputPath = None,
     report: ReportPath = None,
@@ -162,6 +174,11 @@ def search_command(
     machine = _machine(hardware, changes)
     _check_budget(device_budget_bytes, machine)
     factors = _calibration(calibration)
+    ranks = ranks_to_search(
+        machine, num_ranks, parallel or (), {"--global-batch": global_batch is not None, "--what-if": bool(questions)}
+    )
+    if (unused := unused_devices(machine, ranks)) is not None:
+        warn(unused)
     what_ifs = _what_ifs(questions, machine, factors)
     allowed = {
         "chunk_bytes": chunk_bytes,
@@ -187,7 +204,25 @@ def search_command(
 
     found: SearchResult | BatchSearchResult
     with progress_bar("searching") as on_progress:
-        if global_batch is None:
+        if ranks > 1:
+            from .rank_search import MODES, search_ranks
+
+            workload = workload_at(batch_size)
+            result = found = search_ranks(
+                workload,
+                machine,
+                factors,
+                num_ranks=ranks,
+                parallel=parallel or MODES,
+                device_budget_bytes=device_budget_bytes,
+                space=space,
+                micro_batches=micro_batches or 1,
+                max_gradient_norm=max_gradient_norm,
+                max_simulations=MOST_SIMULATIONS,
+                on_progress=on_progress,
+                keep_interrupted=True,
+            )
+        elif global_batch is None:
             workload = workload_at(batch_size)
             if what_ifs is not None:
                 from .what_if import Setting

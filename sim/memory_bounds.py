@@ -71,7 +71,9 @@ class MemoryBounds:
         for kind, part in enumerate(self._parts):
             is_later = kind > 0
             earlier_bytes = stay_bytes if is_later else 0
-            gradients = self._gradient_bytes(offloaded, depths, is_later)
+            # Sharded, gradients are scattered as soon as collectives allow, and may lag no step behind.
+            lags = np.zeros_like(depths) if table.rule.is_sharded else depths
+            gradients = self._gradient_bytes(offloaded, lags, is_later)
             during_forward = (held[:, None, :] + part.forward[modes]).max(axis=2) + earlier_bytes
             during_backward = held[:, None, None, :] + (gradients[:, None, :] + part.backward[modes])
             ends = np.maximum(part.begin[modes] + earlier_bytes, part.end[modes] + stay_bytes)

@@ -12,6 +12,7 @@ from ..shared.rank_share import price_of_ranks
 from ..shared.search_result import Certificate, PlanOutcome, SearchResult
 from .candidates import Candidate
 from .hunt import Hunt, Simulated
+from .library_workspaces import collective_bytes
 from .prediction import predicted_record
 
 _NUM_ALTERNATIVES: Final = 4
@@ -34,7 +35,8 @@ def search_result(
         chosen.schedule,
         chosen.timing,
         layout=problem.layouts[chosen.candidate.layout].grid.layout,
-        price_usd_per_hour=price_of_ranks(problem.hardware, 1),
+        price_usd_per_hour=price_of_ranks(problem.together, problem.rule.num_ranks),
+        collective_bytes=collective_bytes(problem.together, problem.rule.num_ranks),
     )
     peak_bytes = prediction.guaranteed_peak_device_bytes
     assert peak_bytes == chosen.candidate.peak_bytes <= problem.device_budget_bytes, "the compiled plan fits"
@@ -61,11 +63,14 @@ def certify(hunts: Sequence[Hunt], *, is_interrupted: bool = False) -> Certifica
     bounds_s: list[float] = []
     for hunt in hunts:
         num_left = hunt.problem.num_candidates - hunt.num_decided
-        bounds_s += [found.bound_s for found in hunt.replayed]
+        # Those that may still win were left where the search ended early.
+        closed_s = [found.bound_s for found in hunt.replayed if found.bound_s >= hunt.limit_s]
+        num_open = len(hunt.replayed) - len(closed_s)
+        bounds_s += closed_s
         next_bound_s = hunt.candidates.next_bound_s
         is_complete = not is_interrupted and next_bound_s >= hunt.limit_s
-        num_bounded_by_time += len(hunt.replayed) + (num_left if is_complete else 0)
-        num_undecided += 0 if is_complete else num_left
+        num_bounded_by_time += len(closed_s) + (num_left if is_complete else 0)
+        num_undecided += num_open + (0 if is_complete else num_left)
         if is_complete and np.isfinite(next_bound_s):
             bounds_s.append(next_bound_s)
     return Certificate(
@@ -73,12 +78,13 @@ def certify(hunts: Sequence[Hunt], *, is_interrupted: bool = False) -> Certifica
         num_bounded_by_memory=sum(hunt.candidates.num_bounded_by_memory for hunt in hunts),
         num_bounded_by_time=num_bounded_by_time,
         num_simulated=sum(len(hunt.simulated) for hunt in hunts),
-        num_infeasible_simulated=0,
+        num_infeasible_simulated=sum(hunt.num_infeasible for hunt in hunts),
         num_undecided=num_undecided,
         is_interrupted=is_interrupted,
         best_iteration_s=best_s,
         best_unsimulated_bound_s=min(bounds_s, default=None),
         tolerance_frac=hunts[0].tolerance_frac,
+        near_frac=hunts[0].near_frac,
     )
 
 

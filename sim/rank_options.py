@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Final
 
 import typer
@@ -9,8 +10,7 @@ import typer
 from ..shared.errors import PlanError
 from ..shared.hardware import Hardware
 from ..shared.plan import ParallelMode, Plan
-from ..shared.rank_share import machine_of_rank
-from .library_workspaces import collective_bytes
+from .step_rule import check_ranks
 
 MOST_RANKS: Final = 10**6
 
@@ -28,6 +28,12 @@ Parallel = Annotated[
     ParallelMode | None,
     typer.Option("--parallel", help="What they do together."),
 ]
+AllowedModes = Annotated[
+    list[ParallelMode] | None,
+    typer.Option("--parallel", help="Allow this way of training together (repeatable); all unless given."),
+]
+MOST_SIMULATIONS: Final = 200
+"""Plans of each mode that a search over several ranks simulates on the command line."""
 
 
 def with_ranks(plan: Plan, hardware: Hardware, num_ranks: int | None, parallel: ParallelMode | None) -> Plan:
@@ -46,22 +52,24 @@ def with_ranks(plan: Plan, hardware: Hardware, num_ranks: int | None, parallel: 
     return plan.model_copy(update={"num_ranks": num_ranks, "parallel": parallel})
 
 
-def check_ranks(num_ranks: int, parallel: ParallelMode) -> None:
-    """Raise PlanError unless so many ranks can be in this mode."""
-    if parallel is ParallelMode.SINGLE and num_ranks > 1:
-        raise PlanError(f"{num_ranks} ranks do nothing together. Choose --parallel ddp, replicated or sharded.")
-    if parallel is not ParallelMode.SINGLE and num_ranks == 1:
-        raise PlanError(f"--parallel {parallel} needs 2 ranks at least. Choose a machine with several devices.")
+def ranks_to_search(
+    hardware: Hardware, num_ranks: int | None, parallel: Sequence[ParallelMode], conflicting: Mapping[str, bool]
+) -> int:
+    """Ranks that a search asks about: as many as are named, all devices if only modes are, else one.
 
-
-def rank_device_bytes(hardware: Hardware, num_ranks: int) -> int:
-    """Device memory that each rank has for training, less what carries collectives (``library_workspaces``)."""
-    return max(1, hardware.device.usable_bytes - collective_bytes(hardware, num_ranks))
-
-
-def rank_host_bytes(hardware: Hardware, num_ranks: int) -> int:
-    """Host memory that each rank has: its share of a socket's.  Raises HardwareError as ``machine_of_rank`` does."""
-    return hardware.host.memory_bytes if num_ranks == 1 else machine_of_rank(hardware, num_ranks).host.memory_bytes
+    Raises PlanError if the modes do not go with them, or an option does not that asks about one rank alone.
+    """
+    if num_ranks is None:
+        num_ranks = hardware.num_devices if any(mode is not ParallelMode.SINGLE for mode in parallel) else 1
+    for mode in parallel:
+        check_ranks(num_ranks, mode)
+    for option, is_given in conflicting.items():
+        if is_given and num_ranks > 1:
+            raise PlanError(
+                f"{option} asks about one rank, but --ranks is {num_ranks}. Leave one of the two out; each rank trains "
+                f"on --micro-batches of --batch-size."
+            )
+    return num_ranks
 
 
 def unused_devices(hardware: Hardware, num_ranks: int) -> str | None:

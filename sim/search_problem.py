@@ -11,6 +11,7 @@ from ..shared.calibration import Calibration
 from ..shared.errors import PlanError
 from ..shared.hardware import DeviceKind, Hardware
 from ..shared.plan import Plan
+from ..shared.rank_share import machine_of_rank
 from ..shared.workload import Workload
 from .chunk_table import ChunkTable, chunk_table
 from .compute_table import ComputeTable, compute_table
@@ -18,6 +19,8 @@ from .contention import ContentionModel
 from .costs import CostModel
 from .host_memory import default_reserve_bytes, shares_of_one_memory
 from .memory_bounds import MemoryBounds
+from .rank_bounds import RankBounds
+from .rank_memory import rank_device_bytes
 from .space import IntArray, LayoutGrid, SearchSpace, enumerate_space
 from .step_rule import StepRule
 from .throughput import Throughput
@@ -55,6 +58,9 @@ class SearchProblem:
 
     workload: Workload
     hardware: Hardware
+    """Of one rank."""
+    together: Hardware
+    """Of all ranks."""
     calibration: Calibration | None
     device_budget_bytes: int
     host_budget_bytes: int
@@ -98,28 +104,37 @@ def search_problem(
     host_budget_bytes: int | None = None,
     space: SearchSpace | None = None,
     rule: StepRule | None = None,
+    is_offloading: bool | None = None,
 ) -> SearchProblem:
-    """Lay out the space and tabulate its costs.  Arguments and errors as of ``search``."""
+    """Lay out the space and tabulate its costs.  Arguments and errors as of ``search``.
+
+    ``is_offloading``: as of ``enumerate_space``.
+    """
     check_magnitude(workload)
     rule = rule or StepRule()
+    together, num_ranks = hardware, rule.num_ranks
+    if num_ranks > 1:
+        hardware = machine_of_rank(together, num_ranks)
     is_shared = hardware.device.kind is DeviceKind.CPU and device_budget_bytes is None and host_budget_bytes is None
     is_host_budget_given = host_budget_bytes is not None
     if device_budget_bytes is None:
-        device_budget_bytes = hardware.device.usable_bytes
+        device_budget_bytes = rank_device_bytes(together, num_ranks)
     if host_budget_bytes is None:
         host_budget_bytes = default_host_budget_bytes(hardware, device_budget_bytes)
     for name, budget, least in (("device", device_budget_bytes, 1), ("host", host_budget_bytes, 0)):
         if budget < least:
             raise PlanError(f"{name}_budget_bytes is {budget}; it must be at least {least}. Give the bytes to fill.")
-    costs = CostModel(hardware, calibration, use_measured=workload.measured_on == hardware.name)
-    contention = ContentionModel.of(hardware, calibration)
-    grids = enumerate_space(workload, space, rule)
+    use_measured = workload.measured_on == hardware.name
+    costs = CostModel(hardware, calibration, use_measured=use_measured, together=together)
+    contention = ContentionModel.of(together, calibration, num_ranks=num_ranks)
+    grids = enumerate_space(workload, space, rule, is_offloading=is_offloading)
     compute = compute_table(workload, grids[0].modes, costs, rule)
     throughput = Throughput.of(contention)
     tables = [chunk_table(workload, grid.layout, costs, rule) for grid in grids]
     problem = SearchProblem(
         workload=workload,
         hardware=hardware,
+        together=together,
         calibration=calibration,
         device_budget_bytes=device_budget_bytes,
         host_budget_bytes=host_budget_bytes,
@@ -133,7 +148,9 @@ def search_problem(
             LayoutProblem(
                 grid,
                 table,
-                TimeBounds(table, compute, throughput),
+                TimeBounds(table, compute, throughput)
+                if num_ranks == 1
+                else RankBounds(table, compute, throughput, contention),
                 MemoryBounds(table, compute, workload.resident_bytes),
             )
             for grid, table in zip(grids, tables, strict=True)

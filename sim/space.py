@@ -155,6 +155,8 @@ class LayoutGrid:
             n_checkpoint=int(self.modes.n_checkpoint[mode]),
             micro_batches=self.rule.micro_batches,
             max_gradient_norm=self.rule.max_gradient_norm,
+            parallel=self.rule.parallel,
+            num_ranks=self.rule.num_ranks,
         )
 
     def simplicity(self, residency: int, depth: int, mode: int) -> tuple[int, ...]:
@@ -174,12 +176,17 @@ class LayoutGrid:
 
 
 def enumerate_space(
-    workload: Workload, space: SearchSpace | None = None, rule: StepRule | None = None
+    workload: Workload,
+    space: SearchSpace | None = None,
+    rule: StepRule | None = None,
+    *,
+    is_offloading: bool | None = None,
 ) -> tuple[LayoutGrid, ...]:
     """Every distinct plan of ``space`` under ``rule``, grouped by layout; smallest chunks first.
 
     Two plans are the same if they have the same layout, persistent chunks, buffers in use, modes and, where a chunk
-    is offloaded or a block swaps, prefetch depth.  Raises PlanError if no plan is left.
+    is offloaded or a block swaps, prefetch depth.  ``is_offloading`` leaves only plans that offload chunks, or only
+    plans that do not.  Raises PlanError if no plan is left.
     """
     space, rule = space or SearchSpace(), rule or StepRule()
     modes = _mode_rows(workload, space)
@@ -188,7 +195,8 @@ def enumerate_space(
     residencies: list[tuple[Layout, _Residencies]] = []
     largest_has_persistent = False
     for layout in reversed(layouts):
-        found = _residencies(layout, space, without_offload=not largest_has_persistent)
+        without_offload = not largest_has_persistent and is_offloading is not True
+        found = _residencies(layout, space, with_offload=is_offloading is not False, without_offload=without_offload)
         largest_has_persistent |= bool((found.num_offloaded == 0).any())
         residencies.append((layout, found))
     grids = tuple(
@@ -205,7 +213,7 @@ def enumerate_space(
         if len(found.n_persist)
     )
     if not grids:
-        raise _empty_space(layouts, space)
+        raise _empty_space(layouts, space, is_offloading)
     return grids
 
 
@@ -313,9 +321,13 @@ class _Residencies:
     num_offloaded: IntArray
 
 
-def _residencies(layout: Layout, space: SearchSpace, *, without_offload: bool) -> _Residencies:
-    """What the space leaves of a layout's residencies.  ``without_offload``: whether all persistent, too."""
-    prefixes = [prefix for prefix in _persistent_prefixes(layout, space.n_persist) if prefix[2] > 0 or without_offload]
+def _residencies(layout: Layout, space: SearchSpace, *, with_offload: bool, without_offload: bool) -> _Residencies:
+    """What the space leaves of a layout's residencies: those that offload chunks, those that do not, or both."""
+    prefixes = [
+        prefix
+        for prefix in _persistent_prefixes(layout, space.n_persist)
+        if (with_offload if prefix[2] > 0 else without_offload)
+    ]
     counts = [_buffer_counts(fewest, num_offloaded, space.n_buffer) for _, fewest, num_offloaded in prefixes]
     sizes = [len(of_prefix) for of_prefix in counts]
     return _Residencies(
@@ -360,7 +372,10 @@ def _buffer_counts(fewest: int, num_offloaded: int, wanted: Iterable[int] | None
     return [*counts, num_offloaded]
 
 
-def _empty_space(layouts: Sequence[Layout], space: SearchSpace) -> PlanError:
+def _empty_space(layouts: Sequence[Layout], space: SearchSpace, is_offloading: bool | None) -> PlanError:
+    if is_offloading is not None:
+        kept = "offloads no chunk" if is_offloading else "keeps every chunk on the device"
+        return PlanError(f"the space holds no plan of this mode: none {kept} or has the buffers for it. Allow more.")
     most_chunks = max(len(layout.chunks) for layout in layouts)
     if space.n_persist is not None and min(space.n_persist) > most_chunks:
         return PlanError(

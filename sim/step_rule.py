@@ -7,9 +7,18 @@ from math import isfinite
 from typing import Final
 
 from ..shared.errors import PlanError
+from ..shared.plan import ParallelMode
 
 MOST_MICRO_BATCHES: Final = 4096
 """An iteration of more has millions of tasks."""
+
+
+def check_ranks(num_ranks: int, parallel: ParallelMode) -> None:
+    """Raise PlanError unless so many ranks can be in this mode."""
+    if parallel is ParallelMode.SINGLE and num_ranks > 1:
+        raise PlanError(f"{num_ranks} ranks do nothing together. Choose --parallel ddp, replicated or sharded.")
+    if parallel is not ParallelMode.SINGLE and num_ranks == 1:
+        raise PlanError(f"--parallel {parallel} needs 2 ranks at least. Choose a machine with several devices.")
 
 
 @dataclass(frozen=True)
@@ -23,6 +32,9 @@ class StepRule:
     """Forwards and backwards per step."""
     max_gradient_norm: float | None = None
     """Limit of the norm of all gradients; None for no limit."""
+    parallel: ParallelMode = ParallelMode.SINGLE
+    """What ranks do together."""
+    num_ranks: int = 1
 
     def __post_init__(self) -> None:
         if not 1 <= self.micro_batches <= MOST_MICRO_BATCHES:
@@ -31,6 +43,13 @@ class StepRule:
             )
         if self.max_gradient_norm is not None and not (self.max_gradient_norm > 0 and isfinite(self.max_gradient_norm)):
             raise PlanError(f"max_gradient_norm is {self.max_gradient_norm}; it must be above 0, and finite.")
+
+        check_ranks(self.num_ranks, self.parallel)
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether each host has a part of every offloaded chunk."""
+        return self.parallel is ParallelMode.SHARDED
 
     @property
     def limits_norm(self) -> bool:

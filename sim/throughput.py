@@ -26,6 +26,7 @@ the same steps give sum_l w[l] * work[l] + u * t <= length of the stretch.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Final, Self
@@ -60,31 +61,47 @@ class Throughput:
     @classmethod
     def of(cls, contention: ContentionModel) -> Self:
         """The best weights of a machine; see [Note: Throughput bound]."""
-        rates = _rates(contention)
+        rates = _rates(contention, _LANES)
         weights = _vertices(rates)
         both = rates[(rates[:, _H2D] > 0) & (rates[:, _D2H] > 0)]
         together = ((1 - weights @ both.T) / both[:, _H2D]).min(axis=1)
         return cls(weights, np.maximum(together * (1 - _SLACK), 0.0), float((both[:, _H2D] / both[:, _D2H]).min()))
 
 
-def _rates(contention: ContentionModel) -> FloatArray:
-    """(15, 4) progress per second of every lane in every set of lanes."""
-    sets = [lanes for size in range(1, len(_LANES) + 1) for lanes in combinations(range(len(_LANES)), size)]
-    rates = np.zeros((len(sets), len(_LANES)))
+def weights_with_collectives(contention: ContentionModel) -> FloatArray:
+    """(V, 5) weights of all lanes of one of several ranks, in the order of ``Lane``: the best of four lanes at a time.
+
+    No lane is faster in company, so weights that hold without a lane hold beside it; the vertices of all five lanes
+    together are a hundred times as many.
+    """
+    lanes = tuple(Lane)
+    found = []
+    for left_out in LANES_ALONE:
+        among = [lane for lane in lanes if lane is not left_out]
+        found.append(np.insert(_vertices(_rates(contention, among)), lanes.index(left_out), 0.0, axis=1))
+    return _undominated(_distinct(np.concatenate(found)))
+
+
+def _rates(contention: ContentionModel, among: Sequence[Lane]) -> FloatArray:
+    """(sets, lanes) progress per second of every lane in every set of lanes."""
+    num_lanes = len(among)
+    sets = [lanes for size in range(1, num_lanes + 1) for lanes in combinations(range(num_lanes), size)]
+    rates = np.zeros((len(sets), num_lanes))
     for row, lanes in enumerate(sets):
-        active = contention.rates(frozenset(_LANES[lane] for lane in lanes))
+        active = contention.rates(frozenset(among[lane] for lane in lanes))
         for lane in lanes:
-            rates[row, lane] = active[_LANES[lane]]
+            rates[row, lane] = active[among[lane]]
     return rates
 
 
 def _vertices(rates: FloatArray) -> FloatArray:
-    """(V, 4) the vertices of the polytope of all weights."""
+    """(V, lanes) the vertices of the polytope of all weights."""
+    num_lanes = rates.shape[1]
     # A set whose rates another one matches or exceeds adds nothing, since weights are never negative.
     rates = _undominated(_distinct(rates))
-    left = np.concatenate([rates, -np.eye(len(_LANES))])
-    right = np.concatenate([np.ones(len(rates)), np.zeros(len(_LANES))])
-    picks = np.array(list(combinations(range(len(left)), len(_LANES))))
+    left = np.concatenate([rates, -np.eye(num_lanes)])
+    right = np.concatenate([np.ones(len(rates)), np.zeros(num_lanes)])
+    picks = np.array(list(combinations(range(len(left)), num_lanes)))
     matrices = left[picks]
     is_regular = np.abs(np.linalg.det(matrices)) > _SLACK
     solutions = np.linalg.solve(matrices[is_regular], right[picks[is_regular]][..., None])[..., 0]

@@ -125,6 +125,9 @@ class TimeBounds:
         sums = self._sums
         n_swap = int(self._n_swap[modes[0]])
         together_s = self._overlaps.together_s(n_persist, n_buffer, depths, n_swap)
+        if self._rule.num_ranks > 1:
+            # Their gradients leave after they were reduced, and not when their backward ends.
+            together_s = np.zeros_like(together_s)
         whole_s = self._whole_s(n_persist, n_buffer, modes, together_s[:, -1])
         bound = np.maximum(whole_s, self._swapping_s(n_persist, depths, modes))
         is_cycle = sums.first[n_persist] < sums.num_blocks

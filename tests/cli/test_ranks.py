@@ -10,6 +10,7 @@ import pytest
 from protwin.shared.plan import ParallelMode, Plan
 from protwin.shared.record import Record
 from protwin.shared.schedule import Lane
+from protwin.shared.search_result import SearchResult
 from tests.cli.conftest import Protwin
 
 SIMULATE = ("simulate", "--plan", "plan.json", "--model", "workload.json")
@@ -88,3 +89,55 @@ def test_plans_of_several_ranks_are_not_run(protwin_here: Protwin, folder: Path)
     result = protwin_here("run", "--plan", "plan.json", "--workload", "workload.json", "--model", "gpt2")
     assert result.returncode == 2
     assert "num_ranks = 2" in result.stderr
+
+
+# -- search ----------------------------------------------------------------------------------------------------------
+
+SEARCH = ("search", "--model", "workload.json", "--hardware", "a100-80gb-x8")
+
+
+def test_a_search_compares_the_modes_and_says_which(protwin_here: Protwin, folder: Path) -> None:
+    found = protwin_here(*SEARCH, "--ranks", "8", "--device-budget", "1GiB", "--output", "found.json")
+    assert found.returncode == 0, found.stderr
+    for words in ("What 8 ranks do together", "ddp", "does not fit", "replicated", "◀ chosen", "8 ranks"):
+        assert words in found.stdout
+    plan = Plan.load(folder / "found.json")
+    assert (plan.parallel, plan.num_ranks) == (ParallelMode.SHARDED, 8)
+    simulated = protwin_here("simulate", "--plan", "found.json", *SEARCH[1:], "--json")
+    record = Record.from_mapping(json.loads(simulated.stdout), origin="standard output")
+    assert "more than" in found.stdout
+    assert record.plan == plan
+    assert record.guaranteed_peak_device_bytes <= 2**30
+
+
+def test_a_mode_may_be_named(protwin_here: Protwin, folder: Path) -> None:
+    found = protwin_here(*SEARCH, "--parallel", "replicated", "--json")
+    assert found.returncode == 0, found.stderr
+    result = SearchResult.from_mapping(json.loads(found.stdout), origin="standard output")
+    assert (result.plan.parallel, result.plan.num_ranks) == (ParallelMode.REPLICATED, 8)
+    assert [mode.parallel for mode in result.modes] == [ParallelMode.REPLICATED]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--ranks", "1", "--parallel", "ddp"), "needs 2 ranks at least"),
+        (("--ranks", "8", "--parallel", "single"), "8 ranks do nothing together"),
+        (("--ranks", "9"), "9 ranks do not fit"),
+        (("--ranks", "8", "--global-batch", "8"), "--global-batch asks about one rank"),
+        (("--ranks", "8", "--what-if"), "--what-if asks about one rank"),
+        (("--ranks", "8", "--device-budget", "1MiB"), "in mode sharded on each of 8 ranks"),
+    ],
+)
+def test_a_search_that_makes_no_sense_is_refused(
+    protwin_here: Protwin, folder: Path, arguments: tuple[str, ...], words: str
+) -> None:
+    result = protwin_here(*SEARCH, *arguments)
+    assert result.returncode == 2
+    assert words in result.stderr
+
+
+def test_a_search_for_one_rank_names_the_devices_that_it_leaves_alone(protwin_here: Protwin, folder: Path) -> None:
+    found = protwin_here(*SEARCH)
+    assert found.returncode == 0
+    assert "a100-80gb-x8 has 8 devices and one is used" in found.stderr

@@ -169,9 +169,8 @@ def test_only_a_norm_of_shards_is_added_up() -> None:
 @settings(max_examples=60)
 def test_shards_hold_every_element_once_and_little_more(case: PlannedWorkload, num_ranks: int) -> None:
     """Oracle: every element of a chunk, dealt out one by one."""
-    knobs = case.plan.model_copy(update={"parallel": ParallelMode.SHARDED, "num_ranks": num_ranks})
     for chunk in case.layout.chunks:
-        part = host_part(chunk, case.workload.parameters, knobs)
+        part = host_part(chunk, case.workload.parameters, ParallelMode.SHARDED, num_ranks)
         members = [case.workload.parameters[placed.index] for placed in chunk.parameters]
         assert part.gathered_bytes == num_ranks * part.parameter_bytes >= chunk.size_bytes
         assert part.gathered_bytes - chunk.size_bytes < num_ranks * sum(p.dtype.item_bytes for p in members)

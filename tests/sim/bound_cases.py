@@ -100,7 +100,7 @@ class Case:
 
 
 def case(model: Workload, chosen: Plan, layout: Layout, costs: CostModel, contention: ContentionModel) -> Case:
-    rule = StepRule(chosen.micro_batches, chosen.max_gradient_norm)
+    rule = StepRule(chosen.micro_batches, chosen.max_gradient_norm, chosen.parallel, chosen.num_ranks)
     pairs = [(s, c) for s in range(model.num_blocks + 1) for c in range(model.num_blocks + 1 - s)]
     modes = ModeRows(model.num_blocks, *(np.array(column) for column in zip(*pairs, strict=True)))
     compute = compute_table(model, modes, costs, rule)

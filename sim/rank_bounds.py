@@ -1,0 +1,150 @@
+"""Lower bounds of the iteration time of one of several equal ranks.
+
+[Note: Bounds with collectives]
+The schedule of a rank has the tasks of one rank alone and their waits, some of them through a collective, and more
+tasks.  Other lanes are never faster in the company of collectives.  So the bounds of one rank alone, with what a rank
+copies and steps, hold (``sim/time_bounds.py``); those of copies that are released at once do not.  Collectives add:
+
+*All of them.*  Their lane does all of its work in every period; the weights of four lanes at a time, collectives
+among them ([Note: Throughput bound] in ``sim/throughput.py``), turn the work of a period into a time.
+
+*The last ones.*  Where some gradients stay, device Adam waits for their reduction, and the next iteration's compute for
+device Adam.  In the lane's order these come last.  So from the start of compute there is the compute up to the last
+backward of a block, then all reductions of chunks that end with it or with earlier blocks, then device Adam.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Final
+
+import numpy as np
+
+from ..shared.schedule import TaskKind
+from .chunk_table import ChunkTable
+from .compute_table import ComputeTable, FloatArray
+from .contention import ContentionModel
+from .space import IntArray
+from .throughput import Throughput, weights_with_collectives
+from .time_bounds import TimeBounds
+from .traffic import Traffic
+
+_BOUND_FRAC: Final = 1 - 1e-5
+"""Covers what the simulator tolerates as periodic, and rounding."""
+NORM_BYTES: Final = 8
+
+
+class RankBounds(TimeBounds):
+    """Bounds for the plans of one layout.  Shapes: R plans, K choices of activation modes, C chunks, n blocks."""
+
+    def __init__(
+        self, table: ChunkTable, compute: ComputeTable, throughput: Throughput, contention: ContentionModel
+    ) -> None:
+        super().__init__(table, compute, throughput)
+        self._table = table
+        weights = weights_with_collectives(contention)
+        self._of_compute, self._of_others = weights[:, 0], weights[:, 1:]
+        rule, layout = table.rule, table.layout
+        num_ranks = rule.num_ranks
+
+        @cache
+        def seconds(kind: TaskKind, size_bytes: int) -> float:
+            return table.costs.collective_s(kind, size_bytes, num_ranks)
+
+        whole = [sum(chunk.gradient_bytes) for chunk in layout.chunks]
+        stay = [
+            seconds(TaskKind.ALL_REDUCE, size) if chunk.is_trainable else 0.0
+            for chunk, size in zip(layout.chunks, whole, strict=True)
+        ]
+        leave = stay
+        gather = [0.0] * len(layout.chunks)
+        if rule.is_sharded:
+            kind = TaskKind.REDUCE_SCATTER
+            leave = [
+                seconds(kind, num_ranks * size) if chunk.is_trainable else 0.0
+                for chunk, size in zip(layout.chunks, table.offload_bytes.tolist(), strict=True)
+            ]
+            sizes = table.host_parameter_bytes.tolist()
+            gather = [seconds(TaskKind.ALL_GATHER, num_ranks * size) for size in sizes]
+        self.gather_s: FloatArray = np.array(gather)
+        """(C,) each all-gather."""
+        is_owned = table.is_owned
+        self._stay_s = np.where(is_owned, np.array(stay), 0.0)
+        self._leave_s = np.where(is_owned, np.array(leave), 0.0)
+        outer_bytes = sum(size for size, owned in zip(whole, is_owned.tolist(), strict=True) if not owned)
+        self._outer_s = seconds(TaskKind.ALL_REDUCE, outer_bytes) if outer_bytes else 0.0
+        self._norm_s = seconds(TaskKind.ALL_REDUCE, NORM_BYTES) if rule.is_sharded and rule.limits_norm else 0.0
+        offloaded = table.is_offloaded(np.arange(len(layout.chunks) + 1))
+        self._offloaded = offloaded
+        micro_batches = rule.micro_batches
+        is_stepped = table.is_stepped
+        reduced_s = np.where(offloaded, micro_batches * self._leave_s, self._stay_s) * is_stepped
+        has_sharded_norm = (offloaded & is_stepped).any(axis=1)
+        self.reduced_s: FloatArray = reduced_s.sum(axis=1) + self._outer_s + self._norm_s * has_sharded_norm
+        """(C + 1,) all reductions of an iteration, by ``n_persist``."""
+        self._fewest_s: FloatArray = self.reduced_s + (offloaded * self.gather_s).sum(axis=1)
+        """(C + 1,) with one all-gather of every offloaded chunk."""
+        self._tail_s = self._tails()
+
+    def whole_s(self, n_persist: IntArray, n_buffer: IntArray, depths: IntArray, modes: IntArray) -> FloatArray:
+        """(R, K) the bounds of the whole period and of swapping alone."""
+        alone_s = super().whole_s(n_persist, n_buffer, depths, modes)
+        return np.maximum(alone_s, self._joint_s(n_persist, self._least_work(n_persist, n_buffer, modes), modes))
+
+    def iteration_s(self, n_persist: IntArray, n_buffer: IntArray, depths: IntArray, modes: IntArray) -> FloatArray:
+        """(R, K) bounds of the plans with these knobs; see [Note: Bounds with collectives]."""
+        alone_s = super().iteration_s(n_persist, n_buffer, depths, modes)
+        return np.maximum(alone_s, self._joint_s(n_persist, self._least_work(n_persist, n_buffer, modes), modes))
+
+    def plan_s(self, traffic: Traffic, mode: int) -> float:
+        """The bound of one plan by the work that its lanes really have."""
+        residency = traffic.residency
+        n_persist = np.array([residency.n_persist])
+        collective_s = self.reduced_s[n_persist[0]] + self.gather_s[residency.gather_chunk].sum()
+        work = np.array([[traffic.h2d_s.sum(), traffic.d2h_s.sum(), traffic.cpu_s.sum(), collective_s]])
+        return float(self._joint_s(n_persist, work, np.array([mode]))[0, 0])
+
+    def _least_work(self, n_persist: IntArray, n_buffer: IntArray, modes: IntArray) -> FloatArray:
+        """(R, 4) seconds of every lane but compute in a period, at least."""
+        sums, micro_batches = self._sums, self._sums.positions.micro_batches
+        n_swap = int(self._n_swap[modes[0]])
+        h2d_s = sums.gather_s[n_persist, -1] + sums.again(n_persist, n_buffer) + micro_batches * sums.swap_in_s[n_swap]
+        if micro_batches > 1:
+            h2d_s = h2d_s + (2 * micro_batches - 2) * sums.least(n_persist, n_buffer)
+        d2h_s = micro_batches * (sums.offload_s[n_persist, -1] + sums.swap_out_s[n_swap])
+        return np.stack([h2d_s, d2h_s, sums.cpu_s[n_persist], self._fewest_s[n_persist]], axis=1)
+
+    def _joint_s(self, n_persist: IntArray, others: FloatArray, modes: IntArray) -> FloatArray:
+        """(R, K) the bounds of all lanes together, ``others`` (R, 4) being the work beside compute, and of the last."""
+        compute_s = self._sums.compute_s[n_persist[:, None], modes]
+        bound = self._last_s(n_persist, modes)
+        weighed = others @ self._of_others.T
+        for vertex, of_compute in enumerate(self._of_compute.tolist()):
+            bound = np.maximum(bound, of_compute * compute_s + weighed[:, vertex, None])
+        found: FloatArray = bound * _BOUND_FRAC
+        return found
+
+    def _tails(self) -> FloatArray:
+        """(C + 1, n) reductions in the last micro-batch of chunks whose first block is each one or an earlier one."""
+        table, num_blocks = self._table, self._table.layout.num_blocks
+        seconds = np.where(self._offloaded, self._leave_s, self._stay_s) * table.is_stepped
+        is_until = table.first_block[:, None] <= np.arange(num_blocks)
+        tails: FloatArray = seconds @ is_until + self._outer_s
+        # Without gradients that stay, nothing of the iteration waits for the lane's last task.
+        first = np.where(table.is_stepped, table.first_block, num_blocks)
+        first_staying = np.where(self._offloaded, num_blocks, first).min(axis=1, initial=num_blocks)
+        first_leaving = np.where(self._offloaded, first, num_blocks).min(axis=1, initial=num_blocks)
+        is_last = (first_staying < num_blocks) & (first_staying <= first_leaving)
+        found: FloatArray = np.where(is_last[:, None], tails, 0.0) if self._outer_s == 0 else tails
+        return found
+
+    def _last_s(self, n_persist: IntArray, modes: IntArray) -> FloatArray:
+        """(R, K) compute up to a block's last backward, the reductions from there on, and device Adam."""
+        sums, positions = self._sums, self._sums.positions
+        until_s = sums.until_s[:, modes]
+        before_s = (positions.micro_batches - 1) * until_s[-1]
+        ends = positions.backward(np.arange(sums.num_blocks)) + 1
+        compute_s = before_s + until_s[ends]
+        whole_s: FloatArray = (self._tail_s[n_persist][:, :, None] + compute_s).max(axis=1)
+        adam_s: FloatArray = self._table.device_adam_s[n_persist]
+        return whole_s + adam_s[:, None]

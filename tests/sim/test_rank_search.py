@@ -1,0 +1,274 @@
+"""The search over several ranks: bounds below the simulator, the best plan of brute force, and a true certificate."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import product
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from hypothesis.strategies import DrawFn
+
+from protwin.shared.compile import compile_schedule
+from protwin.shared.errors import InfeasibleError, PlanError
+from protwin.shared.hardware import Hardware, Link, Node, Topology
+from protwin.shared.layout import build_layout
+from protwin.shared.machines import machine as known_machine
+from protwin.shared.memory_bound import guaranteed_device_peak
+from protwin.shared.plan import ParallelMode, Plan
+from protwin.shared.schedule import Lane, Memory
+from protwin.shared.search_result import SearchResult
+from protwin.shared.workload import Workload
+from protwin.sim.contention import ContentionModel
+from protwin.sim.costs import CostModel
+from protwin.sim.memory_bounds import MemoryBounds
+from protwin.sim.rank_bounds import RankBounds
+from protwin.sim.rank_search import MODES, search_ranks
+from protwin.sim.simulator import simulate, simulate_timing
+from protwin.sim.space import SearchSpace
+from protwin.sim.throughput import Throughput
+from tests.cli.saved import decoder
+from tests.sim.bound_cases import Case, case
+from tests.strategies import hardware, parallel_workloads, workloads
+
+RANKS = 4
+
+
+@st.composite
+def nodes(draw: DrawFn) -> Hardware:
+    """Any machine, with four devices that reach each other over links of their own or through the host."""
+    box = draw(hardware())
+    topology = draw(st.sampled_from((Topology.SWITCH, Topology.MESH, Topology.RING, Topology.HOST)))
+    link = Link(name="between", latency_s=draw(st.floats(0, 1e-3)), bandwidth_bytes_per_s=draw(st.floats(1e6, 1e12)))
+    node = Node(
+        name="random node",
+        num_devices=RANKS,
+        sockets=draw(st.sampled_from(((4,), (2, 2)))),
+        pcie_roots=draw(st.sampled_from(((2, 2), (1, 1, 1, 1)))),
+        root_bandwidth_bytes_per_s=draw(st.none() | st.floats(1e6, 1e12)),
+        topology=topology,
+        device_link=None if topology is Topology.HOST else link,
+        through_host_memory=draw(st.booleans()),
+    )
+    host = box.host.model_copy(update={"num_cores": max(RANKS, box.host.num_cores)})
+    return box.model_copy(update={"node": node, "host": host})
+
+
+@st.composite
+def ranked_cases(draw: DrawFn) -> Case:
+    """Plans of four ranks on such machines, with the tables that bounds read."""
+    planned = draw(parallel_workloads(max_blocks=5, measured=None))
+    update = {"activation_modes": None, "num_ranks": RANKS}
+    if planned.plan.activation_modes is not None:
+        update |= {"n_swap": 0, "n_checkpoint": 0}
+    chosen = planned.plan.model_copy(update=update)
+    box = draw(nodes())
+    use_measured = draw(st.booleans())
+    own = CostModel.of(planned.workload.model_copy(update={"measured_on": box.name}), box, num_ranks=RANKS)
+    costs = CostModel(own.hardware, use_measured=use_measured, together=box)
+    contention = draw(
+        st.sampled_from([ContentionModel.of(box, num_ranks=RANKS), ContentionModel.none(num_ranks=RANKS)])
+    )
+    return case(planned.workload, chosen, planned.layout, costs, contention)
+
+
+def bounds_of(found: Case) -> RankBounds:
+    return RankBounds(found.chunks, found.compute, Throughput.of(found.contention), found.contention)
+
+
+# -- bounds ----------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=80)
+@given(ranked_cases())
+def test_no_bound_of_time_exceeds_the_simulator(found: Case) -> None:
+    simulated_s = found.simulated_s()
+    bounds = bounds_of(found)
+    knobs = [np.array([knob]) for knob in (found.plan.n_persist, found.plan.n_buffer, found.plan.prefetch_depth)]
+    for bound_s in (
+        bounds.whole_s(*knobs, found.mode)[0, 0],
+        bounds.iteration_s(*knobs, found.mode)[0, 0],
+        bounds.plan_s(found.traffic(), int(found.mode[0])),
+    ):
+        assert bound_s <= simulated_s
+
+
+@settings(max_examples=30)
+@given(ranked_cases())
+def test_no_bound_of_memory_exceeds_the_peak_and_that_of_whole_chunks_is_exact(found: Case) -> None:
+    peak_bytes = guaranteed_device_peak(found.schedule).size_bytes
+    bounds = MemoryBounds(found.chunks, found.compute, found.workload.resident_bytes)
+    knobs = (np.array([found.plan.n_buffer]), np.array([found.plan.prefetch_depth]))
+    assert bounds.peak_bytes(found.plan.n_persist, *knobs, found.mode)[0, 0, 0] <= peak_bytes
+    if found.plan.parallel is not ParallelMode.SHARDED:
+        assert found.exact_peak_bytes() == peak_bytes
+
+
+@settings(max_examples=30)
+@given(ranked_cases())
+def test_tables_hold_what_the_schedule_holds(found: Case) -> None:
+    schedule, n_persist = found.schedule, np.array([found.plan.n_persist])
+    swapped_bytes = found.compute.swapped_bytes[found.plan.n_swap]
+    assert found.chunks.pinned_host_bytes(n_persist)[0] + swapped_bytes == schedule.static_bytes(Memory.PINNED_HOST)
+    assert found.chunks.host_bytes(n_persist)[0] == schedule.static_bytes(Memory.HOST)
+    durations_s = found.costs.durations_s(schedule)
+    busy_s = {lane: sum(durations_s[task] for task in program) for lane, program in schedule.lanes.items()}
+    traffic = found.traffic()
+    for lane, seconds in ((Lane.H2D, traffic.h2d_s), (Lane.D2H, traffic.d2h_s), (Lane.CPU_OPTIM, traffic.cpu_s)):
+        assert seconds.sum() == pytest.approx(busy_s[lane])
+    bounds = bounds_of(found)
+    collective_s = bounds.reduced_s[found.plan.n_persist] + bounds.gather_s[traffic.residency.gather_chunk].sum()
+    assert collective_s == pytest.approx(busy_s[Lane.COLLECTIVE])
+
+
+# -- brute force -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Small:
+    """A small space of every mode, and all of its plans simulated: (mode, seconds, device bytes, host bytes)."""
+
+    workload: Workload
+    hardware: Hardware
+    space: SearchSpace
+    outcomes: tuple[tuple[ParallelMode, float, int, int], ...]
+    knobs: dict[str, object]
+
+    def search(self, device_budget_bytes: int, **options: object) -> SearchResult:
+        return search_ranks(
+            self.workload,
+            self.hardware,
+            num_ranks=RANKS,
+            device_budget_bytes=device_budget_bytes,
+            host_budget_bytes=max(host for _, _, _, host in self.outcomes),
+            space=self.space,
+            **(self.knobs | options),  # type: ignore[arg-type]
+        )
+
+
+@st.composite
+def small_spaces(draw: DrawFn) -> Small:
+    model = draw(workloads(max_blocks=3))
+    box = draw(nodes()).model_copy(update={"name": model.measured_on})
+    space = SearchSpace(
+        chunk_bytes=tuple(draw(st.sets(st.sampled_from((512, 2048, 100_000)), min_size=1, max_size=2))),
+        n_persist=tuple({0, draw(st.integers(0, 4)), 1000 if draw(st.booleans()) else 0}),
+        n_buffer=tuple({1000, draw(st.integers(0, 4))}),
+        prefetch_depth=tuple(draw(st.sets(st.integers(1, 3), min_size=1, max_size=2))),
+        n_checkpoint=tuple({0, draw(st.integers(0, model.num_blocks))}),
+    )
+    most = max(
+        len(build_layout(model.parameters, num_blocks=model.num_blocks, chunk_bytes=size).chunks)
+        for size in space.chunk_bytes or ()
+    )
+    space = space.model_copy(update={"n_persist": tuple(sorted({min(value, most) for value in space.n_persist or ()}))})
+    step = {"micro_batches": draw(st.sampled_from((1, 1, 2))), "max_gradient_norm": draw(st.sampled_from((None, 1.0)))}
+    outcomes = []
+    costs = CostModel.of(model, box, num_ranks=RANKS)
+    contention = ContentionModel.of(box, num_ranks=RANKS)
+    assert space.chunk_bytes
+    assert space.n_persist
+    assert space.n_buffer
+    assert space.n_checkpoint
+    for size in space.chunk_bytes:
+        layout = build_layout(model.parameters, num_blocks=model.num_blocks, chunk_bytes=size)
+        knobs = product(MODES, space.n_persist, space.n_buffer, space.prefetch_depth, space.n_checkpoint)
+        for mode, n_persist, n_buffer, depth, n_checkpoint in knobs:
+            if n_persist > len(layout.chunks) or n_buffer < layout.min_buffers(n_persist):
+                continue
+            is_whole = len(layout.persistent(n_persist)) == len(layout.chunks)
+            if is_whole != (mode is ParallelMode.DDP):
+                continue
+            chosen = Plan(
+                workload_id=model.identity,
+                chunk_bytes=size,
+                n_persist=len(layout.chunks) if is_whole else n_persist,
+                n_buffer=n_buffer,
+                prefetch_depth=depth,
+                n_checkpoint=n_checkpoint,
+                parallel=mode,
+                num_ranks=RANKS,
+                **step,
+            )
+            schedule = compile_schedule(chosen, model, layout)
+            timing = simulate_timing(schedule, costs.durations_s(schedule), contention)
+            host_bytes = schedule.static_bytes(Memory.PINNED_HOST) + schedule.static_bytes(Memory.HOST)
+            outcomes.append((mode, timing.iteration_s, guaranteed_device_peak(schedule).size_bytes, host_bytes))
+    assume(outcomes)
+    return Small(model, box, space, tuple(outcomes), step)
+
+
+@settings(max_examples=30)
+@given(small_spaces(), st.floats(0, 1))
+def test_the_search_finds_what_brute_force_finds(found: Small, share: float) -> None:
+    peaks = sorted({device for _, _, device, _ in found.outcomes})
+    budget_bytes = peaks[round(share * (len(peaks) - 1))]
+    best_s = min(seconds for _, seconds, device, _ in found.outcomes if device <= budget_bytes)
+    assume(best_s > 0)
+    result = found.search(budget_bytes, tolerance_frac=0.0)
+    assert result.prediction.iteration_s == best_s
+    assert result.certificate.is_certified
+    assert result.certificate.num_infeasible_simulated >= 0
+    assert result.prediction.guaranteed_peak_device_bytes <= budget_bytes
+    for choice in result.modes:
+        times_s = [s for mode, s, device, _ in found.outcomes if mode is choice.parallel and device <= budget_bytes]
+        if choice.shortest_possible_s is not None and times_s:
+            assert choice.shortest_possible_s <= min(times_s)
+        if choice.best_iteration_s is not None:
+            assert choice.best_iteration_s >= min(times_s)
+
+
+# -- a machine -------------------------------------------------------------------------------------------------------
+
+
+def test_the_answer_says_what_became_of_every_mode() -> None:
+    model, box = decoder(), known_machine("a100-80gb-x8")
+    roomy = search_ranks(model, box, num_ranks=8, max_simulations=20)
+    assert tuple(choice.parallel for choice in roomy.modes) == MODES
+    best_s = {choice.parallel: choice.best_iteration_s for choice in roomy.modes}
+    known_s = [seconds for seconds in best_s.values() if seconds is not None]
+    assert roomy.prediction.iteration_s <= min(known_s) * 1.005
+    assert roomy.plan.parallel in best_s
+    tight = search_ranks(model, box, num_ranks=8, max_simulations=20, device_budget_bytes=2**30)
+    assert tight.plan.parallel is ParallelMode.SHARDED
+    ddp = tight.modes[0]
+    assert (ddp.parallel, ddp.best_iteration_s, ddp.shortest_possible_s) == (ParallelMode.DDP, None, None)
+    assert "device memory but the budget is 1 GiB" in ddp.reason
+    for result in (roomy, tight):
+        again = simulate(result.plan, model, box)
+        assert again.iteration_s == pytest.approx(result.prediction.iteration_s)
+        assert again.num_tokens == 8 * model.num_tokens
+        assert result.prediction.guaranteed_peak_device_bytes <= result.device_budget_bytes
+
+
+def test_a_search_that_ends_early_says_how_far_it_came() -> None:
+    model, box = decoder(), known_machine("a100-80gb-x8")
+    quick, thorough = (
+        search_ranks(
+            model, box, num_ranks=8, parallel=[ParallelMode.SHARDED], device_budget_bytes=2**30, max_simulations=most
+        )
+        for most in (3, 60)
+    )
+    assert quick.certificate.tolerance_frac >= thorough.certificate.tolerance_frac >= 0.005
+    assert quick.certificate.is_certified
+    assert quick.certificate.shortest_possible_s <= thorough.prediction.iteration_s
+    assert thorough.prediction.iteration_s <= quick.prediction.iteration_s * 1.005
+
+
+def test_one_mode_alone_has_the_plans_that_offload_nothing_too() -> None:
+    model, box = decoder(), known_machine("a100-80gb-x8")
+    result = search_ranks(model, box, num_ranks=8, parallel=[ParallelMode.REPLICATED], max_simulations=20)
+    assert result.plan.parallel is ParallelMode.REPLICATED
+    assert result.prediction.num_gathers == 0
+
+
+def test_what_fits_nowhere_is_told() -> None:
+    model, box = decoder(), known_machine("a100-80gb-x8")
+    with pytest.raises(InfeasibleError, match=r"in mode sharded on each of 8 ranks, nor in ddp or replicated: no"):
+        search_ranks(model, box, num_ranks=8, device_budget_bytes=2**20)
+    with pytest.raises(PlanError, match="no plan of this mode"):
+        search_ranks(
+            model, box, num_ranks=8, parallel=[ParallelMode.DDP], space=SearchSpace(n_persist=(0,), chunk_bytes=2**25)
+        )
