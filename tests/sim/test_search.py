@@ -166,9 +166,13 @@ def _orders(
     random = np.random.default_rng(0)
 
     def enumerate_in_disorder(
-        model: Workload, space: SearchSpace | None = None, rule: StepRule | None = None
+        model: Workload,
+        space: SearchSpace | None = None,
+        rule: StepRule | None = None,
+        *,
+        is_offloading: bool | None = None,
     ) -> tuple[LayoutGrid, ...]:
-        grids = enumerate_space(model, space, rule)
+        grids = enumerate_space(model, space, rule, is_offloading=is_offloading)
         return tuple(_shuffled(grids[place], random) for place in random.permutation(len(grids)))
 
     monkeypatch.setattr(search_problem, "enumerate_space", enumerate_in_disorder)
