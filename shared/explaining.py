@@ -13,9 +13,9 @@ from rich.text import Text
 from .compile import compile_schedule
 from .layout import Chunk, ChunkId, Layout, build_layout, master_bytes
 from .memory_bound import guaranteed_device_peak
-from .plan import ActivationMode, Plan
+from .plan import ActivationMode, ParallelMode, Plan
 from .report_words import NO_VALUE, format_share, knobs
-from .schedule import Buffer, Content, Memory, Part, Schedule, Section, TaskKind
+from .schedule import Buffer, Content, Lane, Memory, Part, Schedule, Section, TaskKind
 from .table_style import add_row, plain_table
 from .tables import as_text
 from .units import format_bytes
@@ -214,6 +214,14 @@ def _summary(found: Account, schedule: Schedule, plan: Plan, workload: Workload)
             f"({_total(c.gathered_bytes for c in offloaded)}) into {_count(schedule.num_slots, 'buffer')}; "
             f"{_total(c.gradient_bytes for c in offloaded)} of gradients go to the host."
         )
+    if plan.num_ranks > 1:
+        sent_bytes = _total(task.moved_bytes for task in schedule.tasks if task.lane is Lane.COLLECTIVE)
+        words = {
+            ParallelMode.DDP: "every device has all chunks",
+            ParallelMode.REPLICATED: "every host has all of the offloaded chunks",
+            ParallelMode.SHARDED: f"every host has 1/{plan.num_ranks:,} of the offloaded chunks",
+        }[plan.parallel]
+        sentences.append(f"Ranks: {plan.num_ranks:,} train together; {words}; {sent_bytes} pass between them.")
     pinned_bytes, other_bytes = (schedule.static_bytes(memory) for memory in (Memory.PINNED_HOST, Memory.HOST))
     if pinned_bytes or other_bytes:
         sentences.append(f"Host memory: {format_bytes(pinned_bytes)} pinned, {format_bytes(other_bytes)} besides.")
