@@ -77,4 +77,4 @@ def unused_devices(hardware: Hardware, num_ranks: int) -> str | None:
     if num_ranks >= hardware.num_devices:
         return None
     number = "one is used" if num_ranks == 1 else f"{num_ranks} are used"
-    return f"{hardware.name} has {hardware.num_devices} devices and {number}. --parallel without --ranks asks about all."
+    return f"{hardware.name} has {hardware.num_devices} devices and {number}. Without --ranks, --parallel takes all."
