@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from .layout import STEP_COUNT_BYTES, Chunk, aligned, master_bytes, moment_bytes
 from .plan import ParallelMode
@@ -53,6 +54,7 @@ class HostPart:
     """Memory traffic of that."""
 
 
+@cache
 def adam_traffic_bytes(dtype: DType) -> int:
     """Memory traffic of Adam per scalar: moments and master in and out, its gradient in, a narrow weight out."""
     master = master_bytes(dtype)
@@ -62,8 +64,12 @@ def adam_traffic_bytes(dtype: DType) -> int:
 
 def stepped_bytes(chunk: Chunk, parameters: Sequence[Parameter]) -> int:
     """Memory traffic of Adam on all of a chunk."""
-    members = [parameters[placed.index] for placed in chunk.parameters]
-    return sum(p.num_elements * adam_traffic_bytes(p.dtype) for p in members if p.trainable)
+    total = 0
+    for placed in chunk.parameters:
+        parameter = parameters[placed.index]
+        if parameter.trainable:
+            total += parameter.num_elements * adam_traffic_bytes(parameter.dtype)
+    return total
 
 
 def regions(chunk: Chunk, parameters: Sequence[Parameter]) -> list[Region]:

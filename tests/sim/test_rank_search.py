@@ -272,3 +272,22 @@ def test_what_fits_nowhere_is_told() -> None:
         search_ranks(
             model, box, num_ranks=8, parallel=[ParallelMode.DDP], space=SearchSpace(n_persist=(0,), chunk_bytes=2**25)
         )
+
+
+def test_ctrl_c_gives_the_best_plan_so_far_and_says_that_it_is_not_certified() -> None:
+    model, box = decoder(), known_machine("a100-80gb-x8")
+    calls = 0
+
+    def stop(done: int, total: int) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 5:
+            raise KeyboardInterrupt
+
+    result = search_ranks(model, box, num_ranks=8, keep_interrupted=True, on_progress=stop)
+    assert result.certificate.is_interrupted
+    assert not result.certificate.is_certified
+    assert result.certificate.num_undecided > 0
+    calls = 0
+    with pytest.raises(KeyboardInterrupt):
+        search_ranks(model, box, num_ranks=8, on_progress=stop)
