@@ -73,8 +73,8 @@ class Training:
         loss_scaling: LossScaling | None,
         keep_last_step: bool,
     ) -> None:
-        check_carried_out(plan)
         self._is_closed = False
+        check_carried_out(plan)
         check_model(model, workload)
         if isinstance(optimizer, torch.optim.Optimizer):
             raise PlanError(
