@@ -275,7 +275,7 @@ class _Compiler:
         drops = (saved, before) if block > 0 else (saved,)
         gradients, added, gradient_bytes = self.updates.make_gradients(block)
         incoming = self.activations.hand_over(
-            block, phase, drops=drops, gradient_bytes=max(gradient_bytes, self._added_bytes(phase))
+            block, phase, drops=drops, gradient_bytes=self._own_gradient_bytes(phase, gradient_bytes)
         )
         end = self.program.task(
             TaskKind.BACKWARD,
@@ -290,6 +290,16 @@ class _Compiler:
         self.program.end_step(end if recompute is None else recompute, end)
         self.updates.end_backward(block, step=step)
         self._send_ahead(step)
+
+    def _own_gradient_bytes(self, phase: Phase, buffers_bytes: int) -> int:
+        """Gradients among what a block's backward leaves that have buffers of their own, or were added to others.
+
+        Parameters that nothing uses have room in ``buffers_bytes`` but no gradient; a phase that does not say how much
+        it leaves of gradients leaves all.
+        """
+        if not phase.gradient_bytes:
+            return buffers_bytes
+        return phase.gradient_bytes if self.program.micro_batch else min(buffers_bytes, phase.gradient_bytes)
 
     def _added_bytes(self, phase: Phase) -> int:
         """Gradients that a backward adds to those of earlier micro-batches, where its phase left new ones."""

@@ -229,6 +229,8 @@ class _Walk:
             phase = workload.profile_of(section).backward_in(self._mode(section))
             phase = phase.with_shared(held_bytes=self.kept[section], freed_bytes=self.freed[section])
             gradients, own_bytes = self._gradients(section)
+            # Of parameters that nothing uses there is room for gradients, but there are none.
+            own_bytes = min(own_bytes, phase.gradient_bytes or own_bytes)
             consumed = saved | self._input(section) | self._swapped(section).keys()
             # The first block's input is the prologue's output, which the prologue's own backward drops.
             drops = consumed - {output}
@@ -239,7 +241,7 @@ class _Walk:
         carried_out = phase
         if self.micro_batch:
             # Gradients are there already: what the phase would leave of them is added to these.
-            own_bytes = max(own_bytes, phase.gradient_bytes)
+            own_bytes = phase.gradient_bytes or own_bytes
             carried_out = phase if gradients else phase.adding
         self.level_bytes += phase.net_bytes - own_bytes
         for name in drops:

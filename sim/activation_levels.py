@@ -142,12 +142,13 @@ class _Books:
         for parameter in self.workload.parameters:
             if parameter.block is not None and parameter.trainable:
                 sizes[parameter.block] += parameter.size_bytes
-        added = np.where(
+        stated = np.where(
             self.is_checkpoint,
-            [_added(p.checkpoint_backward, is_later) for p in self.profiles],
-            [_added(p.backward, is_later) for p in self.profiles],
+            [p.checkpoint_backward.gradient_bytes for p in self.profiles],
+            [p.backward.gradient_bytes for p in self.profiles],
         )
-        return np.maximum(sizes, added)
+        left: IntArray = np.where(stated == 0, sizes, stated if is_later else np.minimum(sizes, stated))
+        return left
 
     def peak_bytes(self, *, is_adding: bool) -> IntArray:
         """(K, W) the tasks' own peaks; ``is_adding``: where all gradients are added to those of another one."""

@@ -105,3 +105,24 @@ def test_device_adam_holds_one_gradient_in_float32(residency: str) -> None:
     narrow = replace(schedule, tasks=tuple(tasks))
     assert error_frac(measured_bytes, eager_peak(narrow)) > BAR
     assert measured_bytes > guaranteed_device_peak(narrow).size_bytes
+
+
+# -- gradients -------------------------------------------------------------------------------------------------------
+
+
+def test_parameters_that_nothing_uses_leave_no_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is room for their gradients; the wrong variant takes it for gradients that have left the level."""
+    case = cases()["hand-written, unused parameters"]
+    plans = {mixture: plan_of(case, mixture, "offloaded", micro_batches=2) for mixture in MIXTURES}
+    measured = {mixture: measured_peak_bytes(case, plan) for mixture, plan in plans.items()}
+
+    def worst_error() -> float:
+        accounted = {mixture: eager_peak(compile_schedule(plan, case.workload)) for mixture, plan in plans.items()}
+        return max(error_frac(measured[mixture], accounted[mixture]) for mixture in MIXTURES)
+
+    assert worst_error() < 1e-3
+    monkeypatch.setattr(
+        "protwin.shared.compile._Compiler._own_gradient_bytes",
+        lambda compiler, phase, buffers_bytes: max(buffers_bytes, compiler._added_bytes(phase)),
+    )
+    assert worst_error() > 2e-3
