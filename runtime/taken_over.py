@@ -11,6 +11,7 @@ from torch import nn
 from ..shared.errors import PlanError, ScheduleError
 from ..shared.workload import Workload
 from .identity import model_hash
+from .memory_overlaps import overlap_of
 
 if TYPE_CHECKING:
     from .training import Training
@@ -20,12 +21,15 @@ _ATTRIBUTE: Final = "_protwin_training"
 
 
 def check_model(model: nn.Module, workload: Workload) -> None:
-    """Raise PlanError unless ``workload`` is of ``model`` and nobody else has taken it over."""
+    """Raise PlanError unless ``workload`` is of ``model``, free to be taken over, with memory for each parameter."""
     if model_hash(model) != workload.model_hash:
         raise PlanError(
             f"the workload was traced from another model ({workload.model_name}): module classes, parameter names, "
             f"shapes, dtypes or requires_grad differ. Trace this model again."
         )
+    overlap = overlap_of(model)
+    if overlap is not None:
+        raise PlanError(overlap)
     check_untaken(model)
 
 

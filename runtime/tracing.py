@@ -28,6 +28,7 @@ from .fake_attention import fused_dropout
 from .fake_products import FakeGroupedProducts
 from .given_tensors import GivenTensor, shared_inputs
 from .identity import device_description, model_hash, software_versions
+from .memory_overlaps import overlap_of
 from .observing import observe_sections
 from .parameters import compute_dtype, describe_parameters
 from .snapshot import left_as_found
@@ -174,6 +175,9 @@ def _check_model(model: nn.Module) -> None:
     unknown = {str(p.dtype) for p in model.parameters()} - {f"torch.{dtype}" for dtype in DType}
     if unknown:
         raise WorkloadError(f"parameters of dtype {', '.join(sorted(unknown))} are not supported.")
+    overlap = overlap_of(model)
+    if overlap is not None:
+        raise WorkloadError(overlap)
 
 
 class _Progress:
