@@ -22,6 +22,7 @@ from ..shared.advice import Advice, AdviceState, MachineAdvice
 from ..shared.errors import FileError, ProtwinError
 from ..shared.hardware import Hardware
 from ..shared.progress import OnProgress
+from ..shared.rank_share import price_of_ranks
 from .batch_search import search_batches
 from .step_rule import StepRule
 
@@ -189,6 +190,7 @@ def search_machine(request: Request, hardware: Hardware) -> MachineAdvice:
     from ..shared.cli_options import cache_folder
     from .workload_source import resolve_workload, saved_sizes
 
+    price = price_of_ranks(hardware, 1)
     try:
         found = search_batches(
             lambda size: resolve_workload(
@@ -206,8 +208,8 @@ def search_machine(request: Request, hardware: Hardware) -> MachineAdvice:
             max_gradient_norm=request.max_gradient_norm,
         )
     except ProtwinError as error:
-        return MachineAdvice(hardware_name=hardware.name, price_usd_per_hour=device_price(hardware), reason=str(error))
-    prediction, price = found.result.prediction, device_price(hardware)
+        return MachineAdvice(hardware_name=hardware.name, price_usd_per_hour=price, reason=str(error))
+    prediction = found.result.prediction
     tokens_per_s = prediction.num_tokens / prediction.iteration_s
     return MachineAdvice(
         hardware_name=hardware.name,
@@ -222,9 +224,3 @@ def search_machine(request: Request, hardware: Hardware) -> MachineAdvice:
         is_certified=found.result.certificate.is_certified,
         gap_frac=found.result.gap_frac,
     )
-
-
-def device_price(hardware: Hardware) -> float | None:
-    """US dollars per hour for one device and its share of the machine; None where no price is known."""
-    price = hardware.price_usd_per_hour
-    return None if price is None else price / hardware.num_devices

@@ -14,6 +14,7 @@ from protwin.runtime import CpuDevice, Training, carry_out
 from protwin.runtime.blocks import find_blocks
 from protwin.shared.plan import Plan
 from tests.runtime.models import SEED, Batch, Case, Masters, snapshot
+from tests.runtime.test_life_cycle import plan_for
 
 
 class Fault(Exception):
@@ -166,3 +167,15 @@ def by_plan(
             training.step()
         random = torch.get_rng_state()
     return Trained(losses, snapshot(model), num_skipped, random)
+
+
+def run_step(case: Case, model: nn.Module, training: Training, batches: Sequence[Batch]) -> None:
+    for batch in batches:
+        case.loss(model, batch).backward()
+    training.step()
+
+
+def start(case: Case, model: nn.Module, plan: Plan | None = None, **settings: Any) -> Training:
+    return carry_out(
+        model, plan or plan_for(case.workload), case.workload, **({"optimizer": case.make_optimizer} | settings)
+    )

@@ -15,7 +15,8 @@ from protwin.shared.plan import ActivationMode, Plan
 from protwin.shared.schedule import Content, Lane, Memory, Part, Schedule, Task, TaskKind
 from protwin.shared.verify import verify_schedule
 from protwin.shared.workload import DType, Workload
-from tests.shared.abstract_machine import AbstractMachine, at_random, preferring
+from tests.shared.abstract_machine import AbstractMachine
+from tests.shared.adversaries import at_random, preferring
 from tests.shared.small_models import OUTPUT_BYTES, SAVED_BYTES, chain, parameter, plan, workload
 from tests.strategies import plans, workloads
 

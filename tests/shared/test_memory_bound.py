@@ -16,7 +16,8 @@ from protwin.shared.memory_bound import guaranteed_device_peak
 from protwin.shared.plan import Plan
 from protwin.shared.schedule import Lane, Memory, Schedule, TaskKind
 from protwin.shared.workload import Workload
-from tests.shared.abstract_machine import AbstractMachine, Adversary, Violation, at_random, holding, preferring
+from tests.shared.abstract_machine import AbstractMachine, Adversary, Violation
+from tests.shared.adversaries import at_random, holding, preferring
 from tests.shared.small_models import OUTPUT_BYTES, SAVED_BYTES, chain, parameter, plan, workload
 from tests.strategies import PlannedWorkload, planned_workloads
 

@@ -22,7 +22,8 @@ from protwin.shared.shards import host_part
 from protwin.shared.verify import verify_schedule
 from protwin.shared.workload import DType
 from tests.shared import faults
-from tests.shared.abstract_machine import AbstractMachine, at_random, holding
+from tests.shared.abstract_machine import AbstractMachine
+from tests.shared.adversaries import at_random, holding
 from tests.shared.faults import Fault
 from tests.shared.small_models import chain, parameter, plan, workload
 from tests.shared.verdicts import compiled, guarantees, is_accepted, violation

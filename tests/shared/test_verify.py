@@ -22,7 +22,8 @@ from protwin.shared.memory_bound import guaranteed_device_peak
 from protwin.shared.schedule import LANE_OF, Lane, Memory, Schedule, TaskId, TaskKind
 from protwin.shared.verify import verify_schedule
 from tests.shared import faults
-from tests.shared.abstract_machine import AbstractMachine, at_random, holding
+from tests.shared.abstract_machine import AbstractMachine
+from tests.shared.adversaries import at_random, holding
 from tests.shared.faults import Fault
 from tests.shared.small_models import chain, parameter, plan, workload
 from tests.shared.verdicts import compiled, guarantees, is_accepted, violation

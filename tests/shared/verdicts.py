@@ -7,7 +7,8 @@ from protwin.shared.errors import ScheduleError
 from protwin.shared.order import HappensBefore, Occurrence
 from protwin.shared.schedule import Schedule
 from protwin.shared.verify import verify_schedule
-from tests.shared.abstract_machine import AbstractMachine, Violation, holding
+from tests.shared.abstract_machine import AbstractMachine, Violation
+from tests.shared.adversaries import holding
 from tests.strategies import PlannedWorkload
 
 

@@ -14,7 +14,7 @@ from protwin.shared.errors import FileError, ProtwinError
 from protwin.shared.hardware import Hardware
 from protwin.shared.progress import no_progress
 from protwin.shared.tables import as_text
-from protwin.sim.advise import Request, advise, device_price, search_machine
+from protwin.sim.advise import Request, advise, search_machine
 from tests.sim.hand_made import machine, workload
 
 REQUEST = Request("model", 8, None, 4, None, "fingerprint")
@@ -112,7 +112,7 @@ def test_a_machine_is_searched_over_the_sizes_of_the_micro_batch(tmp_path: Path)
     assert found.plan is not None
     assert found.plan.micro_batches == 2
     assert found.is_certified
-    assert device_price(box) == 2.0
+    assert found.price_usd_per_hour == 2.0
     assert found.usd_per_million_tokens == pytest.approx(2.0 / 3600 * 1e6 * found.iteration_s / 4)  # type: ignore[operator]
     refused = search_machine(Request(str(tmp_path / "absent.json"), None, None, 2, None, ""), box)
     assert refused.plan is None
