@@ -6,7 +6,8 @@ by side; adding what it received takes m / reduce_bytes_per_s more.  The formula
 Purkayastha, van de Geijn, "Collective communication: theory, practice, and experience", doi 10.1002/cpe.1206, and of
 Patarasuk, Yuan, doi 10.1016/j.jpdc.2008.09.002, for rings; of ``sim/double_tree.py`` for trees.  Where a switch or a
 mesh lets a rank have messages to several others under way at once (DIRECT, ONE_SHOT, IN_SWITCH), their latencies pass
-side by side and their bytes share the rank's links.
+side by side and their bytes share the rank's links.  Over a network of nodes NCCL gathers, scatters and reduces by
+rings and trees alone ("Demystifying NCCL", arXiv 2507.04786), so that latency grows with the nodes.
 
 [Note: Size of a collective]
 ``size_bytes`` is the whole buffer: what every rank ends up with (ALL_GATHER, ALL_REDUCE, BROADCAST), what every rank
@@ -57,6 +58,8 @@ class Shape(StrEnum):
     RING = "ring"
     MESH = "mesh"
     SWITCH = "switch"
+    NETWORK = "network"
+    """Everybody reaches everybody, message by message: a rank does not write to all others at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +208,7 @@ def _best_packets(extra_steps: float, whole_s: float, latency_s: float, most: in
 
 def _direct_s(collective: Collective, size_bytes: int, fabric: Fabric) -> float | None:
     """One message to each of the others, all under way together; a broadcast is scattered and then gathered."""
-    if fabric.shape is Shape.RING:
+    if fabric.shape is Shape.RING or (fabric.shape is Shape.NETWORK and collective is not Collective.ALL_TO_ALL):
         return None
     part_bytes = size_bytes / fabric.num_ranks
     others = fabric.num_ranks - 1
@@ -223,7 +226,7 @@ def _direct_s(collective: Collective, size_bytes: int, fabric: Fabric) -> float 
 
 
 def _one_shot_s(collective: Collective, size_bytes: int, fabric: Fabric) -> float | None:
-    if collective is not Collective.ALL_REDUCE or fabric.shape is Shape.RING:
+    if collective is not Collective.ALL_REDUCE or fabric.shape in (Shape.RING, Shape.NETWORK):
         return None
     others_bytes = (fabric.num_ranks - 1) * size_bytes
     return fabric.latency_s + others_bytes / fabric.total_bytes_per_s + others_bytes / fabric.reduce_bytes_per_s

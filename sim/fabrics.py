@@ -107,7 +107,7 @@ def _network_fabric(hardware: Hardware, num_nodes: int, *, sharing: int) -> Fabr
     together = network.adapters_per_node * network.link.bandwidth_bytes_per_s
     # Ranks that outnumber the adapters share them; an adapter that no rank has to itself serves the others.
     bandwidth = together / sharing
-    return Fabric(num_nodes, network.link.latency_s, bandwidth)
+    return Fabric(num_nodes, network.link.latency_s, bandwidth, Shape.NETWORK)
 
 
 def _node_levels(hardware: Hardware, num_ranks: int) -> tuple[Fabric, ...]:

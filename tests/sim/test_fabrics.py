@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import inf
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from protwin.shared.errors import HardwareError, PlanError
 from protwin.shared.hardware import Hardware
 from protwin.shared.machines import cluster_names, machine, override_hardware
-from protwin.sim.collectives import Algorithm, Collective, Shape
+from protwin.sim.collectives import Algorithm, Collective, Shape, hierarchical_s
 from protwin.sim.fabrics import CALL_OVERHEAD_S, fabric_levels, flat_fabric, machine_collective
 
 GIB = 2**30
@@ -107,8 +108,19 @@ def test_nodes_share_their_adapters() -> None:
 def test_a_network_alone_joins_machines_of_one_device() -> None:
     four = override_hardware(machine("rtx-4090"), {"network": "ethernet-25g", "network.num_nodes": "4"})
     (only,) = fabric_levels(four, 4)
-    assert (only.num_ranks, only.bandwidth_bytes_per_s, only.shape) == (4, 2.94e9, Shape.SWITCH)
+    assert (only.num_ranks, only.bandwidth_bytes_per_s, only.shape) == (4, 2.94e9, Shape.NETWORK)
     assert machine_collective(Collective.BROADCAST, GIB, four, 4).seconds >= GIB / 2.94e9
+
+
+@pytest.mark.parametrize("collective", [Collective.ALL_GATHER, Collective.REDUCE_SCATTER])
+def test_latency_grows_with_the_nodes(collective: Collective) -> None:
+    """By rings; the wrong variant, a switch between nodes, sends to thousands of them in one turn."""
+    levels = fabric_levels(with_nodes("h100-80gb-x8", 1_000), 8_000)
+    latency_s = 999 * levels[-1].latency_s
+    assert hierarchical_s(collective, 10**6, levels) >= latency_s
+    assert hierarchical_s(collective, 10**6, (*levels[:-1], replace(levels[-1], shape=Shape.SWITCH))) < latency_s / 100
+    # A sum may go through trees.
+    assert hierarchical_s(Collective.ALL_REDUCE, 10**6, levels) < latency_s
 
 
 @pytest.mark.parametrize("name", cluster_names())
