@@ -17,7 +17,7 @@ from protwin.shared.plan import Plan
 from protwin.shared.progress import OnProgress
 from protwin.shared.units import format_bytes
 from tests.runtime.accounts import BAR, MIXTURES, RESIDENCIES, error_frac, measured_peak_bytes, plan_of
-from tests.runtime.eager_lanes import eager_peak
+from tests.runtime.eager_lanes import eager_peak, settle
 from tests.runtime.growth import growth_over
 from tests.runtime.models import SEED, Case, cases
 from tests.runtime.resuming import kept, mixed, offloaded, start
@@ -85,7 +85,9 @@ def _prove_growth(what: str, name: str, base: Any, knobs: dict[str, Any], settin
             for _ in range(plan.micro_batches):
                 case.loss(model, next(batches)).backward()
             training.step()
+            # Moments are alike when lanes have done what they can: gathers for the next iteration are under way.
             training.synchronize()
+            settle(training)
 
         found = growth_over(steps, do_step, device, warm_up=_WARM_UP)
         after = found.after
