@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from protwin.runtime import CpuDevice, recording
+from tests.runtime.eager_lanes import settle
 from tests.runtime.growth import FLOOR_BYTES, Growth, Held, growth_over, tenths
 from tests.runtime.models import cases
 from tests.runtime.resuming import kept, mixed, start
@@ -34,6 +35,7 @@ def growth(plan_of: Any, also: Callable[[Any], object] = lambda _: None, **knobs
                 case.loss(model, next(batches)).backward()
             training.step()
             training.synchronize()
+            settle(training)
             also(training)
 
         return growth_over(30, do_step, device, warm_up=25)
