@@ -18,7 +18,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils.checkpoint import checkpoint
 
 from protwin.runtime.configurations import build_model, quiet
-from protwin.runtime.fake import _use_unmasked_attention
+from protwin.runtime.fake import plain_batches
 from protwin.runtime.tracing_configurations import workload_of_configuration
 from protwin.shared.layout import build_layout
 from protwin.shared.machines import machine
@@ -99,10 +99,9 @@ def predict_ours(case: Case) -> Peak:
 def measure_theirs(case: Case) -> Peak:
     """MemTracker's peak over the steps of the model as it trains, on fake tensors; see [Note: Masks]."""
     described = model_configuration(case.model)
-    with quiet(), FakeTensorMode():
+    with quiet(), FakeTensorMode(), plain_batches():
         model = build_model(described.config, case.model, getattr(torch, case.dtype), device="cpu")
         model.train()
-        _use_unmasked_attention(model)
         if case.is_checkpointed:
             for block in model.model.layers:
                 _checkpoint(block)

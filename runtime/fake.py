@@ -3,9 +3,10 @@
 [Note: Attention masks of fake models]
 transformers leaves the attention mask out, and takes the fused causal kernel, once it has looked at the mask's values
 and found no padding.  Fake tensors have no values to look at, so it would build a full mask and trace another kernel
-than the one that trains.  The copy that is traced uses transformers' own scaled-dot-product attention under another
-name, for which masks are made only where values would not spare them: beyond a sliding window.  Nor is it left to take
-a row of the batch for several sequences packed together, as it does where it cannot look.
+than the one that trains.  While a fake model runs, transformers' masks for scaled-dot-product attention are made as
+if no mask of padding had been given: where values would not spare them, beyond a sliding window say, they still are.
+Nor is it left to take a row of the batch for several sequences packed together, as it does where it cannot look.  The
+name of the attention stays "sdpa", which many models compare literally.
 
 [Note: Representatives]
 What a block does depends on what it is, on whether anything before it is trained, and on its neighbours, which keep or
@@ -23,12 +24,12 @@ from typing import Any, Final
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from .batches import Batch
 from .blocks import NamedBlock
 
-_UNMASKED_ATTENTION: Final = "protwin_unmasked_sdpa"
+_FUSED_ATTENTION: Final = "sdpa"
 _FIND_PACKED: Final = "find_packed_sequence_indices"
 _LONGEST_PERIOD: Final = 8
 """Blocks after which a pattern of unequal ones may repeat."""
@@ -37,7 +38,6 @@ _LONGEST_PERIOD: Final = 8
 def fake_model(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
     """A copy of a model on the meta device whose parameters and buffers are fake tensors on the CPU."""
     twin = copy.deepcopy(model)
-    _use_unmasked_attention(twin)
     made: dict[int, Any] = {}
     with mode:
         # By hand, since nn.Module's own way of replacing tensors would untie tied parameters.
@@ -70,37 +70,39 @@ def fake_batch(batch: Batch, mode: FakeTensorMode) -> Batch:
     return [fake(value) for value in batch]
 
 
-def _use_unmasked_attention(model: nn.Module) -> None:
-    if getattr(getattr(model, "config", None), "_attn_implementation", None) != "sdpa":
+@contextmanager
+def plain_batches() -> Iterator[None]:
+    """Let transformers find one sequence without padding in every row of a batch whose values it cannot look at.
+
+    [Note: Attention masks of fake models]
+    """
+    masking = sys.modules.get("transformers.masking_utils")
+    if masking is None:
+        yield
         return
-    from transformers import AttentionInterface
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-    from transformers.masking_utils import AttentionMaskInterface
-
-    AttentionInterface.register(_UNMASKED_ATTENTION, sdpa_attention_forward)
-    AttentionMaskInterface.register(_UNMASKED_ATTENTION, _mask_beyond_window)
-    configs = {id(c): c for c in (getattr(module, "config", None) for module in model.modules()) if c is not None}
-    for config in configs.values():
-        if getattr(config, "_attn_implementation", None) == "sdpa":
-            config._attn_implementation = _UNMASKED_ATTENTION
-
-
-def _mask_beyond_window(*args: Any, **kwargs: Any) -> Any:
-    """The mask that transformers makes of an unpadded batch: none, unless the sequence reaches beyond the window."""
-    from transformers.masking_utils import sdpa_mask
-
-    window = kwargs.get("local_size")
-    if window is None or kwargs["kv_length"] < window:
-        return None
-    return sdpa_mask(*args, **(kwargs | {"attention_mask": None}))
+    with _unpadded(masking), _unpacked(masking):
+        yield
 
 
 @contextmanager
-def unpacked_batches() -> Iterator[None]:
-    """Let transformers find one sequence in every row of a batch whose values it cannot look at."""
-    masking = sys.modules.get("transformers.masking_utils")
+def _unpadded(masking: Any) -> Iterator[None]:
+    interface = masking.AttentionMaskInterface
+    make = interface()[_FUSED_ATTENTION]
+
+    def make_unpadded(*args: Any, attention_mask: torch.Tensor | None = None, **kwargs: Any) -> Any:
+        return make(*args, attention_mask=None if isinstance(attention_mask, FakeTensor) else attention_mask, **kwargs)
+
+    interface.register(_FUSED_ATTENTION, make_unpadded)
+    try:
+        yield
+    finally:
+        interface.register(_FUSED_ATTENTION, make)
+
+
+@contextmanager
+def _unpacked(masking: Any) -> Iterator[None]:
     find = getattr(masking, _FIND_PACKED, None)
-    if masking is None or find is None:
+    if find is None:
         yield
         return
 

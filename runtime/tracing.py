@@ -23,7 +23,7 @@ from ..shared.workload import DType, Workload
 from ..shared.workload_assembly import TracedModel, TracedShape, assemble
 from .batches import Batch, Loss, batch_shapes, batch_tensors, count_samples_and_tokens
 from .blocks import NamedBlock, find_blocks
-from .fake import fake_batch, fake_model, keep_representatives, unpacked_batches
+from .fake import fake_batch, fake_model, keep_representatives, plain_batches
 from .fake_attention import fused_dropout
 from .fake_products import FakeGroupedProducts
 from .given_tensors import GivenTensor, shared_inputs
@@ -53,8 +53,10 @@ def trace(
 ) -> Workload:
     """Trace one training iteration of ``model`` on ``batch``.
 
-    A model with real weights is run and timed (``repeats`` iterations in each activation mode; 0 for none), and is
-    left bit for bit as it was.  A model on the meta device is traced with fake tensors: no memory, no times.
+    A model with real weights is run and timed (``repeats`` iterations in each activation mode; 0 for none).  Its
+    gradients, buffers, settings and the random states are then bit for bit what they were; parameters and Python
+    attributes that its own forward writes are not put back.  A model on the meta device is traced with fake tensors:
+    no memory, no times.
     ``loss`` gives the scalar loss from (output, batch) where the model does not; ``blocks`` names the blocks where
     they are not found; ``device_kind`` is what a model on the meta device is to train on, where that decides which
     kernels run (``runtime/fake_attention.py``).  Raises WorkloadError if the model cannot be traced.
@@ -123,7 +125,7 @@ class FakeSubject:
         progress = _Progress(len(TRACED_MODES), on_progress)
         given = fake_batch(batch, self._mode)
         as_on_device = fused_dropout() if self._device_kind is DeviceKind.CUDA else nullcontext()
-        with self._mode, FakeGroupedProducts(), as_on_device, unpacked_batches(), left_as_found(self._twin):
+        with self._mode, FakeGroupedProducts(), as_on_device, plain_batches(), left_as_found(self._twin):
             seen = {
                 mode: observe_sections(self._twin, given, loss, self._blocks, mode, progress.advance, passes=1)
                 for mode in TRACED_MODES

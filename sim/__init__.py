@@ -15,12 +15,14 @@ if TYPE_CHECKING:
     from .rank_search import search_ranks
     from .search import SearchResult, search
     from .simulator import simulate
+    from .space import SearchSpace
 
-__all__ = ["RankGroup", "SearchResult", "search", "search_ranks", "simulate", "simulate_groups"]
+__all__ = ["RankGroup", "SearchResult", "SearchSpace", "search", "search_ranks", "simulate", "simulate_groups"]
 
 _HOME: Final = {
     "RankGroup": ".rank_groups",
     "SearchResult": ".search",
+    "SearchSpace": ".space",
     "search": ".search",
     "search_ranks": ".rank_search",
     "simulate": ".simulator",

@@ -76,3 +76,13 @@ def test_collections_go_on_after_work_without_them() -> None:
         "assert not gc.isenabled()\n"
     )
     subprocess.run([sys.executable, "-c", code], timeout=60, check=True)
+
+
+def test_every_exported_name_is_found_without_torch() -> None:
+    code = (
+        "import sys, protwin.sim as sim\n"
+        "assert sim.SearchSpace(n_swap=None).n_swap is None\n"
+        "assert all(callable(getattr(sim, name)) for name in sim.__all__)\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], timeout=120, check=True)
