@@ -273,7 +273,7 @@ def test_a_plan_that_fills_its_device_needs_expandable_segments() -> None:
     """
     family = resolve_family("llama-3-8b")
     assert family is not None
-    found = search(family.at(batch_size=1, sequence_length=2048), catalogue_machine("rtx-3090"), max_replays=400)
+    found = search(family.at(batch_size=1, sequence_length=2048), catalogue_machine("rtx-4090"), max_replays=400)
     reserved = found.prediction.device_reserved
     assert reserved is not None
     assert reserved.expandable_bytes is not None
