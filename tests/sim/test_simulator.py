@@ -379,7 +379,8 @@ def test_importing_the_package_loads_nothing() -> None:
 
 def test_exported_names() -> None:
     names = run_python("import protwin.sim; print(protwin.sim.__all__)")
-    assert names.strip() == "['RankGroup', 'SearchResult', 'SearchSpace', 'search', 'search_ranks', 'simulate', 'simulate_groups']"
+    expected = ["RankGroup", "SearchResult", "SearchSpace", "search", "search_ranks", "simulate", "simulate_groups"]
+    assert names.strip() == str(expected)
     shadowed = "import protwin.sim.search, protwin.sim; print(callable(protwin.sim.search))"
     assert run_python(shadowed).strip() == "True"
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
