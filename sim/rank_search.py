@@ -10,7 +10,7 @@ there is no replay of many at once, whose lanes know nothing of collectives.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
@@ -92,6 +92,57 @@ class RankHunt(Hunt):
             self.best = found
 
 
+@dataclass(frozen=True)
+class RankSetting:
+    """What is asked about several equal ranks, whatever they train on."""
+
+    hardware: Hardware
+    """Of all ranks."""
+    calibration: Calibration | None
+    num_ranks: int
+    modes: tuple[ParallelMode, ...]
+    device_budget_bytes: int | None = None
+    """Of one rank, like the host's."""
+    host_budget_bytes: int | None = None
+    space: SearchSpace | None = None
+    max_gradient_norm: float | None = None
+    tolerance_frac: float = 0.005
+
+    def hunts(
+        self, workload: Workload, micro_batches: int = 1
+    ) -> tuple[dict[ParallelMode, RankHunt], dict[ParallelMode, str]]:
+        """One search per mode, none of them begun, and why some modes have no plan."""
+        hunts: dict[ParallelMode, RankHunt] = {}
+        reasons: dict[ParallelMode, str] = {}
+        for mode in self.modes:
+            try:
+                problem = search_problem(
+                    workload,
+                    self.hardware,
+                    self.calibration,
+                    device_budget_bytes=self.device_budget_bytes,
+                    host_budget_bytes=self.host_budget_bytes,
+                    space=self.space,
+                    rule=StepRule(micro_batches, self.max_gradient_norm, mode, self.num_ranks),
+                    is_offloading=_is_offloading(mode, alone=len(self.modes) == 1),
+                )
+            except PlanError as error:
+                reasons[mode] = str(error)
+                continue
+            hunts[mode] = RankHunt(problem, tolerance_frac=self.tolerance_frac)
+            hunts[mode].near_frac = self.tolerance_frac
+        if not hunts:
+            raise PlanError(
+                next(iter(reasons.values()), "no parallel mode is allowed. Name ddp, replicated or sharded.")
+            )
+        return hunts, reasons
+
+
+def modes_among(parallel: Sequence[ParallelMode]) -> tuple[ParallelMode, ...]:
+    """The modes of several ranks that are named, simplest first."""
+    return tuple(mode for mode in MODES if mode in parallel)
+
+
 def search_ranks(
     workload: Workload,
     hardware: Hardware,
@@ -117,32 +168,22 @@ def search_ranks(
 
     Raises InfeasibleError if no plan of any mode fits, PlanError if no mode has a plan, and what ``simulate`` raises.
     """
-    modes = [mode for mode in MODES if mode in parallel]
-    hunts: dict[ParallelMode, RankHunt] = {}
-    reasons: dict[ParallelMode, str] = {}
+    setting = RankSetting(
+        hardware,
+        calibration,
+        num_ranks,
+        modes_among(parallel),
+        device_budget_bytes,
+        host_budget_bytes,
+        space,
+        max_gradient_norm,
+        tolerance_frac,
+    )
+    hunts, reasons = setting.hunts(workload, micro_batches)
     is_interrupted = False
+    for hunt in hunts.values():
+        hunt.max_simulations = max_simulations
     try:
-        for mode in modes:
-            try:
-                problem = search_problem(
-                    workload,
-                    hardware,
-                    calibration,
-                    device_budget_bytes=device_budget_bytes,
-                    host_budget_bytes=host_budget_bytes,
-                    space=space,
-                    rule=StepRule(micro_batches, max_gradient_norm, mode, num_ranks),
-                    is_offloading=_is_offloading(mode, alone=len(modes) == 1),
-                )
-            except PlanError as error:
-                reasons[mode] = str(error)
-                continue
-            hunts[mode] = RankHunt(problem, tolerance_frac=tolerance_frac)
-            hunts[mode].max_simulations, hunts[mode].near_frac = max_simulations, tolerance_frac
-        if not hunts:
-            raise PlanError(
-                next(iter(reasons.values()), "no parallel mode is allowed. Name ddp, replicated or sharded.")
-            )
         _run(list(hunts.values()), on_progress or (lambda done, total: None))
     except KeyboardInterrupt:
         if not keep_interrupted or all(hunt.best is None for hunt in hunts.values()):
@@ -150,10 +191,10 @@ def search_ranks(
         is_interrupted = True
     settled = {mode: plan for mode, hunt in hunts.items() if (plan := hunt.simplest_near()) is not None}
     if not settled:
-        raise _nothing_fits(hunts)
+        raise nothing_fits(hunts)
     chosen = next(iter(settled))
     result = search_result(hunts[chosen], settled[chosen], hunts=tuple(hunts.values()), is_interrupted=is_interrupted)
-    choices = tuple(_choice(mode, hunts.get(mode), reasons.get(mode, ""), is_interrupted) for mode in modes)
+    choices = tuple(mode_choice(mode, hunts.get(mode), reasons.get(mode, ""), is_interrupted) for mode in setting.modes)
     return result.model_copy(update={"modes": choices})
 
 
@@ -181,7 +222,8 @@ def _run(hunts: Sequence[RankHunt], on_progress: OnProgress) -> None:
     on_progress(total, total)
 
 
-def _choice(mode: ParallelMode, hunt: RankHunt | None, reason: str, is_interrupted: bool) -> ModeChoice:
+def mode_choice(mode: ParallelMode, hunt: RankHunt | None, reason: str, is_interrupted: bool) -> ModeChoice:
+    """What became of a mode; ``reason``: why it has no plan, where it was not searched."""
     if hunt is None:
         return ModeChoice(
             parallel=mode,
@@ -216,7 +258,7 @@ def _why(problem: SearchProblem) -> str:
         return str(error)
 
 
-def _nothing_fits(hunts: dict[ParallelMode, RankHunt]) -> InfeasibleError:
+def nothing_fits(hunts: dict[ParallelMode, RankHunt]) -> InfeasibleError:
     """Why not even the mode fits that asks for the least."""
     mode, hunt = list(hunts.items())[-1]
     others = f", nor in {' or '.join(other for other in hunts if other is not mode)}" if len(hunts) > 1 else ""
