@@ -4,8 +4,9 @@
 Within a block's forward, autograd hands every tensor that it saves to ``pack``.  What travels are the storages that the
 block itself made: not parameters and buffers, not what it was given, not what it hands on, and nothing so small that a
 copy costs more than its memory.  Autograd keeps a handle instead of such a tensor; ``unpack`` makes the tensor anew, as
-a view of the storage that has come back, so strides and shared storages stay what they were.  Each storage that has
-come back goes when the last operation that saved a part of it has run backward, as it would have gone without the trip.
+a view of the storage that has come back, so strides and shared storages stay what they were.  What the block saves and
+drops before it ends, a branch that its result does not depend on, goes at once, as ever.  Each storage that has come
+back goes when the last operation that saved a part of it has run backward, as it would have gone without the trip.
 
 Autocast holds its casts of weights until its own end, so that they would stay on the device besides travelling; it is
 made to let go of them when a block that travels has run.  A weight that several such blocks share is then cast for each
@@ -15,8 +16,8 @@ of them, and the gradients of these casts add up in the weight's type, not in th
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -29,11 +30,13 @@ from ..shared.schedule import Content, Schedule
 from .devices import TrainingDevice
 from .tensors import tensors_in
 
+_T = TypeVar("_T")
+
 
 class SavedStorage:
     """A storage that autograd saved at least a part of."""
 
-    __slots__ = ("is_kept", "returned", "size_bytes", "source", "versions")
+    __slots__ = ("__weakref__", "is_kept", "returned", "size_bytes", "source", "versions")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.source: torch.Tensor | None = tensor.detach()
@@ -105,24 +108,28 @@ class SwappableTally:
         self.sizes_bytes: list[int] = []
         """Of the storages that the latest forward made, saved and did not hand on; tiny ones included."""
         self._own = _OwnStorages(model)
-        self._sizes: dict[int, int] = {}
+        self._found: dict[int, weakref.ref[Any]] = {}
+        """By address, which a storage that is gone leaves to later ones."""
 
     def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The block's forward."""
         self._own.begin(args, kwargs)
-        self._sizes.clear()
+        self._found.clear()
         with saved_tensors_hooks(self._pack, lambda tensor: tensor):
             output = forward(*args, **kwargs)
         torch.clear_autocast_cache()
         handed_on = _storages(output)
-        self.sizes_bytes = [size for key, size in self._sizes.items() if key not in handed_on]
+        alive = [(key, storage) for key, reference in self._found.items() if (storage := reference()) is not None]
+        self.sizes_bytes = [storage.nbytes() for key, storage in alive if key not in handed_on]
         return output
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
         key = self._own.key_of(tensor)
-        if key is not None:
-            self._sizes[key] = tensor.untyped_storage().nbytes()
-        return tensor
+        if key is not None and _alive(self._found, key) is None:
+            self._found.pop(key, None)
+            self._found[key] = weakref.ref(tensor.untyped_storage())
+        # An operation that saved its own result would hold itself otherwise.
+        return tensor.detach()
 
 
 class SavedActivations:
@@ -130,17 +137,23 @@ class SavedActivations:
 
     def __init__(self, model: nn.Module) -> None:
         self._own = _OwnStorages(model)
-        self._found: dict[int, SavedStorage] = {}
+        self._saved: dict[int, weakref.ref[SavedStorage]] = {}
+        """By address, which a storage that is gone leaves to later ones.  Autograd alone holds them."""
+        self._found: list[SavedStorage] = []
+        """Those that are there when the forward ends."""
 
     def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The block's forward, with autograd's saving watched."""
         self._own.begin(args, kwargs)
         self._found.clear()
+        self._saved.clear()
         with saved_tensors_hooks(self._pack, _unpack):
             output = forward(*args, **kwargs)
         torch.clear_autocast_cache()
         handed_on = _storages(output)
-        for key, saved in self._found.items():
+        alive = {key: saved for key in self._saved if (saved := _alive(self._saved, key)) is not None}
+        self._found = list(alive.values())
+        for key, saved in alive.items():
             assert saved.source is not None
             is_small = saved.size_bytes < SMALLEST_SWAPPED_BYTES
             # What was changed after it was saved stays, for backward to say so.
@@ -149,17 +162,20 @@ class SavedActivations:
 
     def take(self) -> list[SavedStorage]:
         """The storages that may travel, in the order in which they were saved; they are handed over."""
-        found = [saved for saved in self._found.values() if not saved.is_kept]
+        found = [saved for saved in self._found if not saved.is_kept]
         self._found.clear()
+        self._saved.clear()
         return found
 
     def _pack(self, tensor: torch.Tensor) -> Any:
         key = self._own.key_of(tensor)
         if key is None:
             return tensor
-        saved = self._found.get(key)
+        saved = _alive(self._saved, key)
         if saved is None:
-            saved = self._found[key] = SavedStorage(tensor)
+            saved = SavedStorage(tensor)
+            self._saved.pop(key, None)
+            self._saved[key] = weakref.ref(saved)
         return SavedTensor(saved, tensor)
 
 
@@ -300,6 +316,12 @@ def swapped_blocks(model: nn.Module, schedule: Schedule, device: TrainingDevice)
         for buffer in schedule.buffers
         if buffer.content is Content.SWAPPED and buffer.is_static and isinstance(buffer.section, int)
     }
+
+
+def _alive(by_address: Mapping[int, weakref.ref[_T]], key: int) -> _T | None:
+    """What lies at an address, if it is still there."""
+    reference = by_address.get(key)
+    return None if reference is None else reference()
 
 
 def _unpack(saved: Any) -> torch.Tensor:

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from protwin.runtime import CpuDevice, carry_out, trace
-from protwin.runtime.swapping import SavedActivations, SwappedBlock
+from protwin.runtime.ledger import MemoryLedger
+from protwin.runtime.swapping import SavedActivations, SwappableTally, SwappedBlock
 from protwin.shared.layout import build_layout
 from protwin.shared.plan import ActivationMode, Plan
 from protwin.shared.schedule import Memory, TaskKind
@@ -134,6 +135,32 @@ def test_gradients_are_those_without_the_trip_even_if_not_all_find_room(room_byt
     assert moved == {2**20: 9_216, 5_000: 1_024, 0: 0}[room_bytes] or 0 < moved <= room_bytes
     for ours, theirs in zip(found, expected, strict=True):
         assert torch.equal(ours, theirs)
+
+
+class Forgetful(nn.Module):
+    """Saves a tensor in each of many branches that its result does not depend on, one after the other."""
+
+    size = 4_096
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(20):
+            x.detach().requires_grad_().exp()
+        return x.exp().exp().sum()
+
+
+def test_what_a_block_saves_and_drops_stays_its_own_affair() -> None:
+    """The storages of such branches lie at one address, one after the other; by address alone each is the last."""
+    x = torch.ones(Forgetful.size, requires_grad=True)
+    block = Forgetful()
+    tally, saving = SwappableTally(block), SavedActivations(block)
+    tally.run(block, (x,), {})
+    ledger = MemoryLedger()
+    with ledger.metering():
+        total = saving.run(block, (x,), {})
+    found = saving.take()
+    assert total.grad_fn is not None
+    assert [saved.size_bytes for saved in found] == tally.sizes_bytes == [4 * Forgetful.size] * 2
+    assert ledger.watched_peak_bytes < 4 * 4 * Forgetful.size, "branches that were dropped were held"
 
 
 class InPlace(nn.Module):
