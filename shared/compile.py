@@ -30,10 +30,18 @@ of the collective lane.  Since that lane has one order, all ranks enter its task
   all-reduced where they lie; every rank then has all of them on its host, and steps all of the chunk.  SHARDED: laid
   flat in the order of the shards (``shards.py``) and reduce-scattered; the rank's shard leaves, and its CPU Adam steps
   that.
-- SHARDED: a gather copies the rank's shard to its place in the buffer, and an all-gather fills in the others.  In the
-  lane's order it stands where its slot and its window are open, ahead of the reductions of the steps that run before
-  its own, since these wait for their backward.
-- A norm of gradients that are sharded is known when the sums of squares of all ranks have been added up.
+- SHARDED, offloaded chunks: a gather copies the rank's shard to its place in the buffer, and an all-gather fills in
+  the others.
+- SHARDED, chunks that are sharded over the devices (``Plan.n_shard``): every device has its shard of the parameters,
+  of the gradients and of the optimizer state for good.  The all-gather alone is the gather, in the same windows and
+  places; the gradients leave by the reduce-scatter alone, which puts the rank's shard of them where it stays, and adds
+  those of later micro-batches to it.  Device Adam steps the shard, and the chunk's next gather waits for that.
+- In the lane's order an all-gather stands where its slot and its window are open, ahead of the reductions of the steps
+  that run before its own, since these wait for their backward.
+- A norm of gradients that are sharded, on hosts or devices, is known when the sums of squares of all ranks have been
+  added up.
+- Chunks that no block owns are persistent in every mode: the parts before the first and after the last block use them
+  at both ends of every micro-batch.
 
 [Note: Memory of compute tasks]
 A phase's curve already contains what the task allocates and frees while it runs, so the buffers of a compute task

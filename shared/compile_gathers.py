@@ -9,14 +9,14 @@ from .layout import ChunkId, Layout
 from .plan import ParallelMode, Plan
 from .program import Program
 from .schedule import BufferId, Content, Memory, TaskId, TaskKind
-from .shards import HostPart, host_part
+from .shards import RankPart, rank_part
 from .slots import assign_slots
 from .workload import BlockId, Parameter
 
 
 @dataclass(frozen=True)
 class Homes:
-    """The static buffers of every chunk: on the device if it is persistent, on the host if it is offloaded."""
+    """The static buffers of every chunk: on the device if it is persistent or sharded, else on the host."""
 
     parameters: Mapping[ChunkId, BufferId]
     state: Mapping[ChunkId, BufferId]
@@ -25,16 +25,21 @@ class Homes:
     """Of offloaded trainable chunks: where their gradients arrive, and where those of later micro-batches are added."""
     arrivals: Mapping[ChunkId, BufferId]
     """Where the gradients of later micro-batches arrive, if there are any."""
-    parts: Mapping[ChunkId, HostPart]
-    """Of offloaded chunks: what one rank's host holds of them."""
+    reduced: Mapping[ChunkId, BufferId]
+    """Of sharded trainable chunks: the rank's part of their gradients on its device."""
+    parts: Mapping[ChunkId, RankPart]
+    """Of all chunks that are gathered: what one rank holds of them."""
+    sharded: frozenset[ChunkId]
+    """The chunks that are sharded over the devices."""
 
 
 def allocate_homes(
     program: Program, plan: Plan, parameters_of: Sequence[Parameter], layout: Layout, persistent: frozenset[ChunkId]
 ) -> Homes:
     """Add the static buffers of all chunks."""
+    sharded = layout.sharded(plan.n_persist, plan.n_shard)
     parts = {
-        c.id: host_part(c, parameters_of, plan.parallel, plan.num_ranks)
+        c.id: rank_part(c, parameters_of, plan.parallel, plan.num_ranks)
         for c in layout.chunks
         if c.id not in persistent
     }
@@ -42,17 +47,28 @@ def allocate_homes(
     state: dict[ChunkId, BufferId] = {}
     staging: dict[ChunkId, BufferId] = {}
     arrivals: dict[ChunkId, BufferId] = {}
+    reduced: dict[ChunkId, BufferId] = {}
     for chunk in layout.chunks:
         is_persistent = chunk.id in persistent
-        place = Memory.DEVICE if is_persistent else Memory.PINNED_HOST
+        is_on_device = is_persistent or chunk.id in sharded
+        place = Memory.DEVICE if is_on_device else Memory.PINNED_HOST
         size_bytes = chunk.size_bytes if is_persistent else parts[chunk.id].parameter_bytes
         parameters[chunk.id] = program.buffer(Content.PARAMETERS, place, size_bytes, chunk=chunk.id, is_static=True)
         if not chunk.is_trainable:
             continue
-        place = Memory.DEVICE if is_persistent else Memory.HOST
+        place = Memory.DEVICE if is_on_device else Memory.HOST
         size_bytes = chunk.state_bytes if is_persistent else parts[chunk.id].state_bytes
         state[chunk.id] = program.buffer(Content.OPTIMIZER_STATE, place, size_bytes, chunk=chunk.id, is_static=True)
         if is_persistent:
+            continue
+        if chunk.id in sharded:
+            reduced[chunk.id] = program.buffer(
+                Content.REDUCED_GRADIENTS,
+                Memory.DEVICE,
+                parts[chunk.id].gradient_bytes,
+                chunk=chunk.id,
+                is_static=True,
+            )
             continue
         staging_bytes = parts[chunk.id].staging_bytes
         staging[chunk.id] = program.buffer(
@@ -62,11 +78,11 @@ def allocate_homes(
             arrivals[chunk.id] = program.buffer(
                 Content.ARRIVING_GRADIENTS, Memory.PINNED_HOST, staging_bytes, chunk=chunk.id, is_static=True
             )
-    return Homes(parameters, state, staging, arrivals, parts)
+    return Homes(parameters, state, staging, arrivals, reduced, parts, sharded)
 
 
 class Gathers:
-    """The stays of offloaded chunks, added to the program step by step ([Note: Steps] in ``compile.py``)."""
+    """The stays of chunks that are gathered, added to the program step by step ([Note: Steps] in ``compile.py``)."""
 
     def __init__(
         self, program: Program, plan: Plan, layout: Layout, homes: Homes, persistent: frozenset[ChunkId]
@@ -76,7 +92,7 @@ class Gathers:
         self.layout = layout
         self.homes = homes
         self.num_ranks = plan.num_ranks
-        self.is_sharded = plan.parallel is ParallelMode.SHARDED
+        self.has_shards = plan.parallel is ParallelMode.SHARDED
         needed = [[c for c in chunks if c not in persistent] for chunks in layout.chunks_of_block]
         self._needed = (needed + needed[::-1]) * plan.micro_batches
         self.stays = assign_slots(self._needed, plan.n_buffer)
@@ -93,7 +109,7 @@ class Gathers:
         self._stay_at = self._stays_by_step()
 
     def _stays_by_step(self) -> list[dict[ChunkId, int]]:
-        """For every step the stay in which it finds each of its offloaded chunks."""
+        """For every step the stay in which it finds each of its gathered chunks."""
         latest: dict[ChunkId, int] = {}
         found = []
         for step, chunks in enumerate(self._needed):
@@ -148,18 +164,20 @@ class Gathers:
         buffer = self.program.buffer(
             Content.PARAMETERS, Memory.DEVICE, part.gathered_bytes, chunk=chunk.id, slot=stay.slot
         )
+        is_on_device = chunk.id in self.homes.sharded
         task = self.program.task(
-            TaskKind.GATHER,
+            TaskKind.ALL_GATHER if is_on_device else TaskKind.GATHER,
             chunk=chunk.id,
             after=after,
             makes=(buffer,),
             reads=(self.homes.parameters[chunk.id],),
-            moved_bytes=part.parameter_bytes,
+            moved_bytes=part.gathered_bytes if is_on_device else part.parameter_bytes,
+            num_ranks=self.num_ranks if is_on_device else 1,
         )
         self._latest_stay[chunk.id] = index
         self._buffers.append(buffer)
         self._tasks.append(task)
-        if not self.is_sharded:
+        if is_on_device or not self.has_shards:
             return task
         return self.program.task(
             TaskKind.ALL_GATHER,
@@ -186,7 +204,7 @@ class Gathers:
                 # Not more than an iteration ahead, however deep the prefetch.
                 wait.append(step_end[max(0, window + len(step_end))])
             if stay.chunk not in gathered:
-                # CPU Adam comes after the chunk's last stay; a frozen chunk has none.
+                # Adam comes after the chunk's last stay; a frozen chunk has none.
                 last_stay = self.stays[self._latest_stay[stay.chunk]]
                 wait.append(adam_of.get(stay.chunk, step_end[last_stay.last_step]))
             gathered.add(stay.chunk)

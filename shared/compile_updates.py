@@ -11,7 +11,7 @@ from .plan import ParallelMode, Plan
 from .program import Program
 from .schedule import BufferId, Content, Memory, Part, TaskId, TaskKind
 from .shards import stepped_bytes
-from .widening import device_adam_peak_bytes
+from .widening import device_adam_peak_bytes, part_peak_bytes
 from .workload import BlockId, Parameter, Phase
 
 NORM_BYTES: Final = 8
@@ -40,18 +40,19 @@ class Updates:
         self.homes = homes
         self.persistent = persistent
         self.adam_of: dict[ChunkId, TaskId] = {}
-        """CPU Adam of every offloaded trainable chunk."""
+        """What steps every trainable chunk that is gathered: its CPU Adam, or device Adam if it is sharded."""
         self._gradients: dict[ChunkId, list[BufferId]] = {chunk.id: [] for chunk in layout.chunks}
-        self._offloads_of_step: dict[int, list[TaskId]] = {}
+        self._leaving_at_step: dict[int, list[TaskId]] = {}
+        """What takes gradients off the device: copies to the host, reductions to the rank's part of them."""
         self._arrived: dict[ChunkId, TaskId] = {}
         """The latest task that brought gradients of a chunk into its staging buffer."""
         self.max_gradient_norm = plan.max_gradient_norm
         self.last_micro_batch = plan.micro_batches - 1
         self._norm: tuple[TaskId, ...] = ()
         self.num_ranks = plan.num_ranks
-        self.is_sharded = plan.parallel is ParallelMode.SHARDED
-        self._all_reduced: list[TaskId] = []
-        """What has added up the gradients that stay on the device."""
+        self.has_shards = plan.parallel is ParallelMode.SHARDED
+        self._summed: list[TaskId] = []
+        """What has added up the gradients that stay on the device, whole or in parts."""
 
     def make_gradients(self, block: BlockId) -> tuple[list[BufferId], list[BufferId], int]:
         """New buffers for the gradients of the block in each of its chunks, those that it adds to, and all its bytes.
@@ -76,8 +77,8 @@ class Updates:
         return made, added, total
 
     def gone_before(self, step: int) -> tuple[TaskId, ...]:
-        """The offloads that must have ended before ``step`` begins, of those that this iteration began."""
-        return tuple(self._offloads_of_step.get(step - self.prefetch_depth - 1, ()))
+        """What must have taken gradients off the device before ``step`` begins, of what this iteration began."""
+        return tuple(self._leaving_at_step.get(step - self.prefetch_depth - 1, ()))
 
     def end_backward(self, block: BlockId, *, step: int) -> None:
         """Send the gradients on their way whose chunk has had its last backward, in the order they were filled."""
@@ -86,10 +87,14 @@ class Updates:
             if not chunk.is_trainable or chunk.blocks[0] != block:
                 continue
             end = self.program.step_end[step]
-            if chunk.id not in self.persistent:
-                self._offloads_of_step.setdefault(step, []).append(self._offload(chunk, after=end))
+            if chunk.id in self.homes.sharded:
+                scattered = self._scatter(chunk, after=end)
+                self._summed.append(scattered)
+                self._leaving_at_step.setdefault(step, []).append(scattered)
+            elif chunk.id not in self.persistent:
+                self._leaving_at_step.setdefault(step, []).append(self._offload(chunk, after=end))
             elif self.num_ranks > 1 and self.program.micro_batch == self.last_micro_batch:
-                self._all_reduced.append(self._all_reduce(chunk, tuple(self._gradients[chunk.id]), after=end))
+                self._summed.append(self._all_reduce(chunk, tuple(self._gradients[chunk.id]), after=end))
 
     def _all_reduce(self, chunk: Chunk, gradients: tuple[BufferId, ...], *, after: TaskId) -> TaskId:
         """Add up the gradients of a chunk where they lie."""
@@ -108,7 +113,7 @@ class Updates:
         outer = [self.layout.chunks[chunk] for chunk in self.layout.unowned]
         moved_bytes = sum(sum(chunk.gradient_bytes) for chunk in outer)
         if self.num_ranks > 1 and moved_bytes:
-            self._all_reduced.append(
+            self._summed.append(
                 self.program.task(
                     TaskKind.ALL_REDUCE,
                     section=Part.PROLOGUE,
@@ -122,26 +127,45 @@ class Updates:
 
     def _reduce(self, chunk: Chunk, *, after: TaskId) -> tuple[TaskId, tuple[BufferId, ...]]:
         """What the copy of a chunk's gradients waits for, and the buffers that it reads; ranks have added them up."""
+        if self.has_shards:
+            task = self._scatter(chunk, after=after)
+            return task, tuple(b for b in self.program.tasks[task].allocates if self._is_reduced(b))
         gradients = tuple(self._gradients[chunk.id])
         self._gradients[chunk.id].clear()
         if self.num_ranks == 1:
             return after, gradients
-        if not self.is_sharded:
-            return self._all_reduce(chunk, gradients, after=after), gradients
+        return self._all_reduce(chunk, gradients, after=after), gradients
+
+    def _is_reduced(self, buffer: BufferId) -> bool:
+        return self.program.buffers[buffer].content is Content.REDUCED_GRADIENTS
+
+    def _scatter(self, chunk: Chunk, *, after: TaskId) -> TaskId:
+        """Add up the gradients of a chunk, of which every rank keeps its part: made anew, or where it lies for good.
+
+        A part that lies for good takes the first micro-batch's gradients as they come; later ones are added to it.
+        """
+        gradients = tuple(self._gradients[chunk.id])
+        self._gradients[chunk.id].clear()
         part = self.homes.parts[chunk.id]
-        flat = self.program.buffer(Content.FLAT_GRADIENTS, Memory.DEVICE, part.reduced_bytes, chunk=chunk.id)
-        reduced = self.program.buffer(Content.REDUCED_GRADIENTS, Memory.DEVICE, part.gradient_bytes, chunk=chunk.id)
-        task = self.program.task(
+        home = self.homes.reduced.get(chunk.id)
+        is_added = home is not None and self.program.micro_batch > 0
+        made = [self.program.buffer(Content.FLAT_GRADIENTS, Memory.DEVICE, part.reduced_bytes, chunk=chunk.id)]
+        if home is None or is_added:
+            made.append(
+                self.program.buffer(Content.REDUCED_GRADIENTS, Memory.DEVICE, part.gradient_bytes, chunk=chunk.id)
+            )
+        kept = () if home is None else (home,)
+        return self.program.task(
             TaskKind.REDUCE_SCATTER,
             chunk=chunk.id,
             after=(after,),
-            reads=gradients,
-            makes=(flat, reduced),
-            frees=(*gradients, flat),
+            reads=(*gradients, *kept) if is_added else gradients,
+            makes=made,
+            updates=kept,
+            frees=(*gradients, *(made if is_added else made[:1])),
             moved_bytes=part.reduced_bytes,
             num_ranks=self.num_ranks,
         )
-        return task, (reduced,)
 
     def _offload(self, chunk: Chunk, *, after: TaskId) -> TaskId:
         """The copy of a chunk's gradients to the host, and what follows it there; returns the copy."""
@@ -201,14 +225,15 @@ class Updates:
         if self.max_gradient_norm is None:
             return
         staged = sorted(self._arrived)
+        parts = self.homes.reduced.values()
         waiting = [b for chunk in self.layout.chunks if chunk.id in self.persistent for b in self._gradients[chunk.id]]
         norm = self.program.task(
             TaskKind.GRADIENT_NORM,
-            after=(after, *self._arrived.values(), *self._all_reduced),
-            reads=(*(self.homes.staging[chunk] for chunk in staged), *left_over, *waiting),
+            after=(after, *self._arrived.values(), *self._summed),
+            reads=(*(self.homes.staging[chunk] for chunk in staged), *parts, *left_over, *waiting),
             stepped_bytes=sum(self.homes.parts[chunk].gradient_bytes for chunk in staged),
         )
-        if self.is_sharded and staged:
+        if self.has_shards and (staged or parts):
             # Of sharded gradients every rank knows the norm of its own shards only.
             norm = self.program.task(
                 TaskKind.ALL_REDUCE, after=(norm,), moved_bytes=NORM_BYTES, num_ranks=self.num_ranks
@@ -218,27 +243,34 @@ class Updates:
             self._cpu_adam(self.layout.chunks[chunk_id], after=norm)
 
     def device_adam(self, left_over: Sequence[BufferId]) -> None:
-        """Step the persistent chunks; ``left_over`` are the gradients outside every block."""
+        """Step persistent and sharded chunks; ``left_over`` are the gradients outside every block."""
         chunks = [c for c in self.layout.chunks if c.id in self.persistent and c.is_trainable]
+        shards = [c for c in self.layout.chunks if c.id in self.homes.reduced]
+        parts = [self.homes.parts[chunk.id] for chunk in shards]
         gradients = tuple(buffer for chunk in chunks for buffer in self._gradients[chunk.id])
         stepped = (
-            *(self.homes.parameters[chunk.id] for chunk in chunks),
-            *(self.homes.state[chunk.id] for chunk in chunks),
+            *(self.homes.parameters[chunk.id] for chunk in (*chunks, *shards)),
+            *(self.homes.state[chunk.id] for chunk in (*chunks, *shards)),
         )
-        widened_bytes = device_adam_peak_bytes(chunks, self.parameters)
-        self.program.task(
+        widened_bytes = max(
+            device_adam_peak_bytes(chunks, self.parameters),
+            part_peak_bytes(shards, chunks, self.parameters, self.num_ranks),
+        )
+        adam = self.program.task(
             TaskKind.DEVICE_ADAM,
             phase=Phase(curve=((1.0, widened_bytes),)) if widened_bytes else None,
-            after=(*self._norm, *self._all_reduced),
+            after=(*self._norm, *self._summed),
             frees=(*left_over, *gradients),
-            reads=(*left_over, *gradients, *stepped),
+            reads=(*left_over, *gradients, *self.homes.reduced.values(), *stepped),
             updates=stepped,
-            num_stepped=sum(chunk.num_trainable for chunk in chunks),
+            num_stepped=sum(chunk.num_trainable for chunk in chunks) + sum(part.num_stepped for part in parts),
             stepped_bytes=sum(
                 stepped_bytes(chunk, self.parameters) + self._scaling_bytes(sum(chunk.gradient_bytes))
                 for chunk in chunks
-            ),
+            )
+            + sum(part.stepped_bytes + self._scaling_bytes(part.gradient_bytes) for part in parts),
         )
+        self.adam_of.update(dict.fromkeys(self.homes.reduced, adam))
 
     def link_previous_iteration(self) -> None:
         """Add which gradients of the previous iteration must have gone before the first steps begin."""
@@ -247,6 +279,6 @@ class Updates:
             {
                 self.program.step_begin[step]: offloads
                 for step in range(min(num_steps, self.prefetch_depth + 1))
-                if (offloads := self._offloads_of_step.get(step - self.prefetch_depth - 1 + num_steps))
+                if (offloads := self._leaving_at_step.get(step - self.prefetch_depth - 1 + num_steps))
             }
         )

@@ -52,6 +52,8 @@ class ChunkAccount:
 
     chunk: Chunk
     num_scalars: int
+    is_sharded: bool
+    """Whether it is sharded over the devices: each has a part of it."""
     slots: tuple[int, ...]
     """The buffers that it is gathered into; none if it is persistent."""
     num_gathers: int
@@ -116,7 +118,7 @@ def _size_bytes(buffers: Iterable[Buffer], *contents: Content) -> int:
 
 def _chunk(schedule: Schedule, chunk: Chunk, workload: Workload) -> ChunkAccount:
     of_chunk = [task for task in schedule.tasks if task.chunk == chunk.id]
-    gathers = [task for task in of_chunk if task.kind is TaskKind.GATHER]
+    gathers = [task for task in of_chunk if task.kind in (TaskKind.GATHER, TaskKind.ALL_GATHER) and task.allocates]
     slots = {schedule.buffers[buffer].slot for task in gathers for buffer in task.allocates}
     stepper = Stepper.DEVICE_ADAM if chunk.is_trainable else Stepper.NOBODY
     if any(task.kind is TaskKind.CPU_ADAM for task in of_chunk):
@@ -124,6 +126,7 @@ def _chunk(schedule: Schedule, chunk: Chunk, workload: Workload) -> ChunkAccount
     return ChunkAccount(
         chunk=chunk,
         num_scalars=sum(workload.parameters[placed.index].num_elements for placed in chunk.parameters),
+        is_sharded=any(task.kind is TaskKind.ALL_GATHER for task in gathers),
         slots=tuple(sorted(slot for slot in slots if slot is not None)),
         num_gathers=len(gathers),
         gathered_bytes=sum(task.moved_bytes for task in gathers),
@@ -198,7 +201,8 @@ def _chunk_table(found: Account) -> Table:
 def _summary(found: Account, schedule: Schedule, plan: Plan, workload: Workload) -> list[str]:
     values = ", ".join(f"{knob.name} = {knob.value}" for knob in knobs(plan, num_blocks=schedule.num_blocks))
     persistent = [chunk for chunk in found.chunks if chunk.is_persistent]
-    offloaded = [chunk for chunk in found.chunks if not chunk.is_persistent]
+    sharded = [chunk for chunk in found.chunks if chunk.is_sharded]
+    offloaded = [chunk for chunk in found.chunks if not (chunk.is_persistent or chunk.is_sharded)]
     peak = guaranteed_device_peak(schedule)
     sentences = [
         f"Plan: {values}.",
@@ -206,6 +210,14 @@ def _summary(found: Account, schedule: Schedule, plan: Plan, workload: Workload)
         f"({_total(c.chunk.size_bytes for c in persistent)}); in all at most {format_bytes(peak.size_bytes)}, in or "
         f"before {schedule.tasks[peak.task].name}.",
     ]
+    if sharded:
+        num_gathers = sum(chunk.num_gathers for chunk in sharded)
+        sentences.append(
+            f"Shards: {_count(len(sharded), 'chunk')} sharded over the devices "
+            f"({_total(c.chunk.size_bytes for c in sharded)}, 1/{plan.num_ranks:,} of it on each, with gradients and "
+            f"optimizer state), gathered {_count(num_gathers, 'time')} "
+            f"({_total(c.gathered_bytes for c in sharded)}) into {_count(schedule.num_slots, 'buffer')}."
+        )
     if offloaded:
         num_gathers = sum(chunk.num_gathers for chunk in offloaded)
         sentences.append(
@@ -216,10 +228,12 @@ def _summary(found: Account, schedule: Schedule, plan: Plan, workload: Workload)
         )
     if plan.num_ranks > 1:
         sent_bytes = _total(task.moved_bytes for task in schedule.tasks if task.lane is Lane.COLLECTIVE)
+        places = (("device", "sharded", sharded), ("host", "offloaded", offloaded))
+        parts = [f"every {place} has 1/{plan.num_ranks:,} of the {kind} chunks" for place, kind, some in places if some]
         words = {
             ParallelMode.DDP: "every device has all chunks",
             ParallelMode.REPLICATED: "every host has all of the offloaded chunks",
-            ParallelMode.SHARDED: f"every host has 1/{plan.num_ranks:,} of the offloaded chunks",
+            ParallelMode.SHARDED: " and ".join(parts) or "every device has all chunks",
         }[plan.parallel]
         sentences.append(f"Ranks: {plan.num_ranks:,} train together; {words}; {sent_bytes} pass between them.")
     pinned_bytes, other_bytes = (schedule.static_bytes(memory) for memory in (Memory.PINNED_HOST, Memory.HOST))
@@ -289,11 +303,12 @@ def _flops(schedule: Schedule) -> tuple[int, int]:
 
 
 def _places(chunks: Sequence[ChunkAccount]) -> str:
-    """``"device"``, ``"host, buffers 0–1"``, or both."""
+    """``"device"``, ``"sharded, buffers 0–1"``, ``"host, buffers 0–1"``, or several of them."""
     found = ["device"] if any(chunk.is_persistent for chunk in chunks) else []
-    slots = sorted({slot for chunk in chunks for slot in chunk.slots})
-    if slots:
-        found.append(f"host, buffer{'s' if len(slots) > 1 else ''} {_runs(slots)}")
+    for place, is_sharded in (("sharded", True), ("host", False)):
+        slots = sorted({slot for chunk in chunks if chunk.is_sharded is is_sharded for slot in chunk.slots})
+        if slots:
+            found.append(f"{place}, buffer{'s' if len(slots) > 1 else ''} {_runs(slots)}")
     return " and ".join(found) or NO_VALUE
 
 

@@ -108,8 +108,20 @@ class Layout:
             )
         return frozenset(chunk.id for chunk in self.chunks[:n_persist]) | self.unowned
 
+    def sharded(self, n_persist: int, n_shard: int) -> frozenset[ChunkId]:
+        """The ``n_shard`` chunks after the first ``n_persist``, without the unowned ones, which are persistent.
+
+        Raises PlanError if there are fewer chunks.
+        """
+        if n_shard and n_persist + n_shard > len(self.chunks):
+            raise PlanError(
+                f"n_persist is {n_persist} and n_shard is {n_shard} but chunk_bytes = {self.chunk_bytes} gives "
+                f"{len(self.chunks)} chunks. Lower n_shard to {max(0, len(self.chunks) - n_persist)} or less."
+            )
+        return frozenset(chunk.id for chunk in self.chunks[n_persist : n_persist + n_shard]) - self.unowned
+
     def min_buffers(self, n_persist: int) -> int:
-        """Fewest buffers that any plan with ``n_persist`` needs: the most offloaded chunks of one block."""
+        """Fewest buffers that any plan with ``n_persist`` needs: the most other chunks of one block."""
         persistent = self.persistent(n_persist)
         return max((sum(c not in persistent for c in chunks) for chunks in self.chunks_of_block), default=0)
 
@@ -137,7 +149,7 @@ def build_layout(parameters: Sequence[Parameter], *, num_blocks: int, chunk_byte
 def check_layout(layout: Layout, plan: Plan, workload: Workload) -> None:
     """Raise PlanError unless ``layout`` is one of the workload's parameters in chunks of the plan's size.
 
-    Under DDP, all of these must be persistent.
+    Under DDP, all of these must be persistent; only under SHARDED some may be sharded over the devices.
     """
     if layout.chunk_bytes != plan.chunk_bytes:
         raise PlanError(
@@ -150,6 +162,12 @@ def check_layout(layout: Layout, plan: Plan, workload: Workload) -> None:
             f"the layout holds {len(placed)} parameters of {layout.num_blocks} blocks but the workload has "
             f"{len(workload.parameters)} of {workload.num_blocks}. Build it for this workload."
         )
+    if plan.n_shard and plan.parallel is not ParallelMode.SHARDED:
+        raise PlanError(
+            f"n_shard is {plan.n_shard} but parallel is {plan.parallel}: only ranks in mode sharded have chunks that "
+            f"lie on their devices in parts. Set n_shard to 0, or parallel to sharded."
+        )
+    layout.sharded(plan.n_persist, plan.n_shard)
     num_chunks = len(layout.chunks)
     if plan.parallel is ParallelMode.DDP and (kept := len(layout.persistent(plan.n_persist))) < num_chunks:
         raise PlanError(

@@ -34,7 +34,8 @@ class ParallelMode(StrEnum):
     REPLICATED = "replicated"
     """Data parallel with offloaded chunks, all of which every rank has on its host."""
     SHARDED = "sharded"
-    """Data parallel with offloaded chunks, of which every rank has one equal part on its host."""
+    """Data parallel with chunks of which every rank has one equal part: of offloaded ones on its host, of ``n_shard``
+    chunks on its device."""
 
 
 class Plan(Document):
@@ -51,8 +52,11 @@ class Plan(Document):
     """Upper bound of a chunk's size; a larger parameter has a chunk of its own."""
     n_persist: NonNegativeInt
     """The first ``n_persist`` chunks stay on the device for good."""
+    n_shard: NonNegativeInt = 0
+    """The next ``n_shard`` chunks are sharded over the devices of all ranks, which only SHARDED knows: every device has
+    one equal part of their parameters, gradients and optimizer state for good."""
     n_buffer: NonNegativeInt
-    """Device places for the other chunks."""
+    """Device places for the chunks that are gathered: sharded over devices, or offloaded."""
     prefetch_depth: PositiveInt = 1
     """How many blocks ahead of the running one chunks may be gathered, and how many behind it gradients may lag."""
     n_swap: NonNegativeInt = 0
@@ -75,6 +79,11 @@ class Plan(Document):
         if (self.parallel is ParallelMode.SINGLE) != (self.num_ranks == 1):
             remedy = "name ddp, replicated or sharded" if self.num_ranks > 1 else "it needs 2 at least"
             raise ValueError(f"parallel: {self.parallel} with num_ranks {self.num_ranks}; {remedy}")
+        if self.n_shard and self.parallel is not ParallelMode.SHARDED:
+            raise ValueError(
+                f"n_shard: {self.n_shard} with parallel {self.parallel}; only ranks in mode sharded have chunks that "
+                f"lie on their devices in parts"
+            )
         return self
 
     @model_validator(mode="after")

@@ -113,7 +113,7 @@ _PARALLEL_WORDS: Final[dict[ParallelMode, str]] = {
     ParallelMode.SINGLE: "one rank alone",
     ParallelMode.DDP: "every rank has all chunks on its device",
     ParallelMode.REPLICATED: "every rank has all offloaded chunks on its host",
-    ParallelMode.SHARDED: "every rank has an equal part of every offloaded chunk on its host",
+    ParallelMode.SHARDED: "every rank has an equal part of every chunk that is not persistent",
 }
 
 
@@ -123,6 +123,11 @@ def knobs(plan: Plan, *, num_blocks: int | None = None) -> tuple[Knob, ...]:
     shown = [
         Knob("chunk_bytes", format_bytes(plan.chunk_bytes), "parameters packed into one flat buffer, at most"),
         Knob("n_persist", str(plan.n_persist), "first chunks that stay on the device for good"),
+        *(
+            [Knob("n_shard", str(plan.n_shard), "next chunks, sharded over the devices; the rest lie on the hosts")]
+            if plan.n_shard
+            else []
+        ),
         Knob("n_buffer", str(plan.n_buffer), "device places for the other chunks"),
         Knob("prefetch_depth", str(plan.prefetch_depth), "blocks ahead that chunks are gathered"),
         Knob("n_checkpoint", f"{plan.n_checkpoint}{of_blocks}", "blocks whose activations are recomputed"),

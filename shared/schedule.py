@@ -65,9 +65,11 @@ class TaskKind(StrEnum):
     """The norm of all gradients together, wherever they are."""
     CPU_ADAM = "cpu_adam"
     DEVICE_ADAM = "device_adam"
-    """Step every persistent chunk; ends the iteration even where there is nothing to step."""
+    """Step every persistent chunk, and the rank's part of every one that is sharded over the devices; ends the
+    iteration even where there is nothing to step."""
     ALL_GATHER = "all_gather"
-    """Every rank sends its shard of a chunk to all others, in their buffers."""
+    """Every rank sends its shard of a chunk to all others, in their buffers; from the buffer, where a gather has copied
+    it, or from where it lies on the device."""
     REDUCE_SCATTER = "reduce_scatter"
     """Add up a chunk's gradients over all ranks; each keeps its shard."""
     ALL_REDUCE = "all_reduce"
@@ -122,7 +124,8 @@ class Content(StrEnum):
     FLAT_GRADIENTS = "flat_gradients"
     """A chunk's gradients in the order of the ranks' shards, while they are added up."""
     REDUCED_GRADIENTS = "reduced_gradients"
-    """One rank's shard of a chunk's gradients, added up over all ranks, on its way to the host."""
+    """One rank's shard of a chunk's gradients, added up over all ranks: on its way to the host, or, of a chunk that is
+    sharded over the devices, where it stays."""
     OPTIMIZER_STATE = "optimizer_state"
     ACTIVATIONS = "activations"
     """Tensors saved for a section's backward."""

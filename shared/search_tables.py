@@ -14,6 +14,8 @@ from .table_style import FittingTable, add_row, plain_table, titled
 from .tables import record_tables
 from .units import format_bytes, format_seconds
 
+_SHARDS: Final = ">n_\nshard"
+"""The column of a knob that only ranks in mode sharded have."""
 _COLUMNS: Final = (
     ">iteration",
     ">against\nit",
@@ -21,6 +23,7 @@ _COLUMNS: Final = (
     ">pinned\nhost",
     ">chunk_\nbytes",
     ">n_\npersist",
+    _SHARDS,
     ">n_\nbuffer",
     ">prefetch_\ndepth",
     ">n_\ncheckpoint",
@@ -142,7 +145,7 @@ def _proof(result: SearchResult) -> str:
 
 
 def _outcome_table(title: str, outcomes: Sequence[PlanOutcome], result: SearchResult) -> RenderableType:
-    rows = [
+    rows: list[tuple[str, ...]] = [
         (
             format_seconds(outcome.iteration_s),
             format_error(outcome.iteration_s / result.prediction.iteration_s - 1),
@@ -150,6 +153,7 @@ def _outcome_table(title: str, outcomes: Sequence[PlanOutcome], result: SearchRe
             format_bytes(outcome.pinned_host_bytes),
             format_bytes(outcome.plan.chunk_bytes),
             str(outcome.plan.n_persist),
+            str(outcome.plan.n_shard),
             str(outcome.plan.n_buffer),
             str(outcome.plan.prefetch_depth),
             str(outcome.plan.n_checkpoint),
@@ -157,7 +161,12 @@ def _outcome_table(title: str, outcomes: Sequence[PlanOutcome], result: SearchRe
         )
         for outcome in outcomes
     ]
-    return titled(title, FittingTable(_COLUMNS, rows, always=3, expendable=(">pinned\nhost", ">prefetch_\ndepth")))
+    columns: tuple[str, ...] = _COLUMNS
+    if not any(outcome.plan.n_shard for outcome in outcomes):
+        place = columns.index(_SHARDS)
+        columns = (*columns[:place], *columns[place + 1 :])
+        rows = [(*row[:place], *row[place + 1 :]) for row in rows]
+    return titled(title, FittingTable(columns, rows, always=3, expendable=(">pinned\nhost", ">prefetch_\ndepth")))
 
 
 def _what_if_table(answers: Sequence[WhatIf]) -> RenderableType:

@@ -1,4 +1,6 @@
-"""What one rank's host holds of an offloaded chunk: the whole of it, or one of several equal parts.
+"""What one rank holds of a chunk that is gathered: the whole of it, or one of several equal parts.
+
+An offloaded chunk lies on the hosts, a sharded one on the devices; the parts are the same.
 
 [Note: Shards]
 A *region* is a run of neighbouring parameters of a chunk with one element type and one trainability, the alignment
@@ -34,22 +36,22 @@ class Region:
 
 
 @dataclass(frozen=True, slots=True)
-class HostPart:
-    """What one rank's host holds of an offloaded chunk, and what its optimizer does with it."""
+class RankPart:
+    """What one rank holds of an offloaded or sharded chunk, and what its optimizer does with it."""
 
     parameter_bytes: int
-    """What a gather copies to the device."""
+    """What a gather begins with: copies to the device, or finds there."""
     gathered_bytes: int
     """The buffer on the device, with the parts of all ranks."""
     gradient_bytes: int
-    """What an offload copies to the host."""
+    """What is left of the gradients when ranks have added them up; an offload copies it to the host."""
     staging_bytes: int
-    """Where that arrives."""
+    """Where that arrives on the host."""
     reduced_bytes: int
     """The gradients that ranks add up: all of the chunk's, with what pads the shards."""
     state_bytes: int
     num_stepped: int
-    """Scalars that CPU Adam steps."""
+    """Scalars that Adam steps."""
     stepped_bytes: int
     """Memory traffic of that."""
 
@@ -84,10 +86,10 @@ def regions(chunk: Chunk, parameters: Sequence[Parameter]) -> list[Region]:
     return found
 
 
-def host_part(chunk: Chunk, parameters: Sequence[Parameter], parallel: ParallelMode, num_ranks: int) -> HostPart:
-    """What each of so many ranks' hosts holds of ``chunk``, if it is offloaded."""
+def rank_part(chunk: Chunk, parameters: Sequence[Parameter], parallel: ParallelMode, num_ranks: int) -> RankPart:
+    """What each of so many ranks holds of ``chunk``, if it is offloaded or sharded over the devices."""
     if parallel is not ParallelMode.SHARDED:
-        return HostPart(
+        return RankPart(
             parameter_bytes=chunk.size_bytes,
             gathered_bytes=chunk.size_bytes,
             gradient_bytes=sum(chunk.gradient_bytes),
@@ -101,7 +103,7 @@ def host_part(chunk: Chunk, parameters: Sequence[Parameter], parallel: ParallelM
     parameter_bytes = sum(count * region.dtype.item_bytes for region, count in shards)
     trained = [(region.dtype, count) for region, count in shards if region.trainable]
     gradient_bytes = sum(count * dtype.item_bytes for dtype, count in trained)
-    return HostPart(
+    return RankPart(
         parameter_bytes=parameter_bytes,
         gathered_bytes=num_ranks * parameter_bytes,
         gradient_bytes=gradient_bytes,

@@ -41,10 +41,10 @@ def verify_schedule(
     Checked: the compute lane runs the model's sections in order, each on the buffers that it needs and no others;
     lanes cannot deadlock; every buffer has its size and place, is allocated before it is used and freed after its
     last use, once; every read sees the write that it is meant to see; compute has its chunks resident and current;
-    every trainable chunk is stepped once by one Adam, after all of its gradients (under a limit of their norm, after
-    all gradients); of several ranks, chunks are gathered whole and gradients added up before anybody needs them, in one
-    order on all ranks; buffers of one slot never overlap;
-    gathers and gradients keep to the prefetch window; the memory that no timing can exceed stays under the limits.
+    every trainable chunk, or the rank's part of it, is stepped once by one Adam, after all of its gradients (under a
+    limit of their norm, after all gradients); of several ranks, chunks are gathered whole and gradients added up before
+    anybody needs them, in one order on all ranks; buffers of one slot never overlap; gathers and gradients keep to the
+    prefetch window; the memory that no timing can exceed stays under the limits.
     ``host_limit_bytes`` bounds pinned and pageable host memory together.
 
     Raises PlanError if plan, workload and layout do not belong together.

@@ -11,7 +11,7 @@ from .errors import ScheduleError
 from .layout import Chunk, ChunkId, Layout
 from .plan import ActivationMode, Plan
 from .schedule import Buffer, BufferId, Content, Lane, Schedule, Task, TaskId, TaskKind
-from .verify_shards import Hosted, hosted
+from .verify_shards import Held, held
 from .workload import BlockId, Workload
 
 
@@ -31,8 +31,14 @@ class Case:
 
     @cached_property
     def persistent(self) -> frozenset[ChunkId]:
-        """The chunks that stay on the device."""
+        """The chunks that stay on the device, whole."""
         return self.layout.persistent(self.plan.n_persist)
+
+    @cached_property
+    def sharded(self) -> frozenset[ChunkId]:
+        """The chunks of which every device has its part for good."""
+        first, number = self.plan.n_persist, self.plan.n_shard
+        return frozenset(c.id for c in self.layout.chunks if c.blocks and first <= c.id < first + number)
 
     @cached_property
     def allocating(self) -> dict[BufferId, TaskId]:
@@ -96,13 +102,19 @@ class Case:
     @cached_property
     def updated(self) -> list[ChunkId]:
         """The chunks that CPU Adam steps."""
-        return [chunk.id for chunk in self.layout.chunks if chunk.is_trainable and chunk.id not in self.persistent]
+        others = self.persistent | self.sharded
+        return [chunk.id for chunk in self.layout.chunks if chunk.is_trainable and chunk.id not in others]
 
     @cached_property
-    def hosted(self) -> dict[ChunkId, Hosted]:
-        """What one rank's host has of every offloaded chunk."""
+    def scattered(self) -> list[ChunkId]:
+        """The chunks of which device Adam steps the rank's part."""
+        return [chunk.id for chunk in self.layout.chunks if chunk.is_trainable and chunk.id in self.sharded]
+
+    @cached_property
+    def held(self) -> dict[ChunkId, Held]:
+        """What one rank has, on its host or its device, of every chunk that is gathered."""
         return {
-            chunk.id: hosted(chunk, self.workload.parameters, self.plan)
+            chunk.id: held(chunk, self.workload.parameters, self.plan)
             for chunk in self.layout.chunks
             if chunk.id not in self.persistent
         }
@@ -112,7 +124,7 @@ class Case:
         return self.schedule.buffers[buffer_id]
 
     def is_gathered(self, buffer_id: BufferId) -> bool:
-        """Whether a buffer holds an offloaded chunk's parameters for the length of a stay."""
+        """Whether a buffer holds a whole chunk's parameters for the length of a stay."""
         buffer = self.buffer(buffer_id)
         return buffer.content is Content.PARAMETERS and not buffer.is_static
 

@@ -30,7 +30,9 @@ def check_chunks(case: Case) -> None:
         if buffer.slot is not None and not 0 <= buffer.slot < case.plan.n_buffer:
             reject(f"buffer {buffer.id} has slot {buffer.slot} of {case.plan.n_buffer}")
     for task in case.tasks_of(TaskKind.GATHER):
-        _check_gather(case, task)
+        if (chunk := chunk_of(case, task)).id in case.persistent | case.sharded:
+            reject(f"{task.name} copies chunk {chunk.id}, which no host has")
+        check_gather(case, task, moved_bytes=case.held[chunk.id].parameter_bytes)
     _check_updates(case)
     for task in case.schedule.tasks:
         if task.kind is TaskKind.DEVICE_ADAM:
@@ -71,17 +73,19 @@ def _check_static(case: Case) -> None:
     for block, size_bytes in case.swapping.items():
         expected[Content.SWAPPED, Memory.PINNED_HOST, None, block, size_bytes] += 1
     for chunk in case.layout.chunks:
-        is_persistent = chunk.id in case.persistent
-        place = Memory.DEVICE if is_persistent else Memory.PINNED_HOST
-        part = None if is_persistent else case.hosted[chunk.id]
+        is_persistent, is_sharded = chunk.id in case.persistent, chunk.id in case.sharded
+        place = Memory.DEVICE if is_persistent or is_sharded else Memory.PINNED_HOST
+        part = None if is_persistent else case.held[chunk.id]
         size_bytes = chunk.size_bytes if part is None else part.parameter_bytes
         homes: list[_Home] = [(Content.PARAMETERS, place, chunk.id, None, size_bytes)]
         if chunk.is_trainable:
-            place = Memory.DEVICE if is_persistent else Memory.HOST
+            place = Memory.DEVICE if is_persistent or is_sharded else Memory.HOST
             state_bytes = chunk.state_bytes if part is None else part.state_bytes
             homes.append((Content.OPTIMIZER_STATE, place, chunk.id, None, state_bytes))
             staged = [Content.GRADIENTS, *([Content.ARRIVING_GRADIENTS] if case.plan.micro_batches > 1 else [])]
-            if part is not None:
+            if is_sharded and part is not None:
+                homes.append((Content.REDUCED_GRADIENTS, place, chunk.id, None, part.gradient_bytes))
+            elif part is not None:
                 homes += [(content, Memory.PINNED_HOST, chunk.id, None, part.staging_bytes) for content in staged]
         expected.update(homes)
     static = [buffer for buffer in case.schedule.buffers if buffer.is_static]
@@ -102,16 +106,14 @@ def _shown(entries: Iterable[_Home]) -> str:
 # -- copies and steps ------------------------------------------------------------------------------------------------
 
 
-def _check_gather(case: Case, task: Task) -> None:
-    """Home to device, into a fresh buffer of the chunk's size, which some block uses."""
+def check_gather(case: Case, task: Task, *, moved_bytes: int) -> None:
+    """From the chunk's home into a fresh buffer of the chunk's size, which some block uses."""
     chunk = chunk_of(case, task)
-    if chunk.id in case.persistent:
-        reject(f"{task.name} gathers a persistent chunk")
     compare_buffers(task, task.reads, [case.homes[Content.PARAMETERS, chunk.id]], "reads")
     filled = [case.buffer(b) for b in task.writes]
     if len(filled) != 1 or not case.is_gathered(filled[0].id) or filled[0].chunk != chunk.id:
         reject(f"{task.name} does not fill one buffer for the parameters of chunk {chunk.id}")
-    part = case.hosted[chunk.id]
+    part = case.held[chunk.id]
     if filled[0].size_bytes != part.gathered_bytes or filled[0].section is not None:
         reject(f"{task.name} fills {filled[0].size_bytes} bytes, the chunk has {part.gathered_bytes}")
     compare_buffers(task, task.allocates, filled, "allocates")
@@ -121,7 +123,7 @@ def _check_gather(case: Case, task: Task) -> None:
         reject(f"{task.name} is gathered for nobody")
     if task.micro_batch != case.schedule.tasks[readers[0]].micro_batch:
         reject(f"{task.name} is gathered for {case.name(readers[0])}")
-    check_amounts(task, moved_bytes=part.parameter_bytes)
+    check_amounts(task, moved_bytes=moved_bytes)
 
 
 def _check_offload(case: Case, task: Task) -> None:
@@ -139,7 +141,7 @@ def _check_offload(case: Case, task: Task) -> None:
     compare_buffers(task, task.frees, gradients, "frees")
     compare_buffers(task, task.writes, [case.homes[content, chunk.id]], "writes")
     compare_buffers(task, task.allocates, [], "allocates")
-    check_amounts(task, moved_bytes=case.hosted[chunk.id].gradient_bytes)
+    check_amounts(task, moved_bytes=case.held[chunk.id].gradient_bytes)
 
 
 def _check_accumulate(case: Case, task: Task) -> None:
@@ -150,19 +152,21 @@ def _check_accumulate(case: Case, task: Task) -> None:
     compare_buffers(task, task.writes, [staged], "writes")
     compare_buffers(task, task.allocates, [], "allocates")
     compare_buffers(task, task.frees, [], "frees")
-    check_amounts(task, stepped_bytes=3 * case.hosted[chunk.id].gradient_bytes)
+    check_amounts(task, stepped_bytes=3 * case.held[chunk.id].gradient_bytes)
 
 
 def _check_norm(case: Case, task: Task) -> None:
-    """It reads every gradient: staged, waiting on the device, or outside every block."""
+    """It reads every gradient: staged, waiting on the device whole or in part, or outside every block."""
     if task.chunk is not None or task.section is not None or task.phase is not None or task.micro_batch:
         reject(f"{task.name} names a chunk, a section, a phase or a micro-batch")
     left = [case.buffer(b) for b in case.freed_by(TaskKind.DEVICE_ADAM)]
-    compare_buffers(task, task.reads, [*(case.homes[Content.GRADIENTS, c] for c in case.updated), *left], "reads")
+    staged = [case.homes[Content.GRADIENTS, chunk] for chunk in case.updated]
+    parts = [case.homes[Content.REDUCED_GRADIENTS, chunk] for chunk in case.scattered]
+    compare_buffers(task, task.reads, [*staged, *parts, *left], "reads")
     compare_buffers(task, task.writes, [], "writes")
     compare_buffers(task, task.allocates, [], "allocates")
     compare_buffers(task, task.frees, [], "frees")
-    check_amounts(task, stepped_bytes=sum(case.hosted[chunk].gradient_bytes for chunk in case.updated))
+    check_amounts(task, stepped_bytes=sum(case.held[chunk].gradient_bytes for chunk in case.updated))
 
 
 def _check_cpu_adam(case: Case, task: Task) -> None:
@@ -173,13 +177,15 @@ def _check_cpu_adam(case: Case, task: Task) -> None:
     compare_buffers(task, task.writes, stepped, "writes")
     compare_buffers(task, task.allocates, [], "allocates")
     compare_buffers(task, task.frees, [], "frees")
-    scalars = case.hosted[chunk.id].stepped
+    scalars = case.held[chunk.id].stepped
     check_amounts(task, num_stepped=scalars.total(), stepped_bytes=_stepped_bytes(case, scalars))
 
 
 def _check_device_adam(case: Case, task: Task) -> None:
     """Its buffers are those of a section (``verify_sections``); here its amounts."""
     stepped = trained_scalars((c for c in case.layout.chunks if c.id in case.persistent), case.workload.parameters)
+    for chunk in case.scattered:
+        stepped += case.held[chunk].stepped
     check_amounts(task, num_stepped=stepped.total(), stepped_bytes=_stepped_bytes(case, stepped))
 
 

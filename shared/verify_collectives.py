@@ -10,6 +10,7 @@ from .layout import ChunkId
 from .plan import ParallelMode
 from .schedule import Buffer, Content, Lane, Part, Section, Task, TaskId, TaskKind
 from .verify_case import Case, check_amounts, chunk_of, compare_buffers, reject
+from .verify_chunks import check_gather
 
 _NORM_BYTES: Final = 8
 """A float64."""
@@ -18,7 +19,7 @@ _Named = tuple[TaskKind, ChunkId | None, Section | None, int]
 
 
 def check_collectives(case: Case) -> None:
-    """Raise ScheduleError unless ranks gather every sharded chunk and add up all gradients, each once.
+    """Raise ScheduleError unless ranks gather what they have in parts and add up all gradients, each once.
 
     That every rank enters them in the same order needs no proof: all run one schedule, and it has one lane for them.
     """
@@ -28,7 +29,10 @@ def check_collectives(case: Case) -> None:
         missing, extra = expected - found, found - expected
         reject(f"ranks do {_shown(extra)} too much and {_shown(missing)} too little together")
     for task in case.tasks_of(TaskKind.ALL_GATHER):
-        _check_all_gather(case, task)
+        if task.chunk in case.sharded:
+            check_gather(case, task, moved_bytes=case.held[task.chunk].gathered_bytes)
+        else:
+            _check_all_gather(case, task)
     for task in case.tasks_of(TaskKind.REDUCE_SCATTER):
         _check_reduce_scatter(case, task)
     for task in case.tasks_of(TaskKind.ALL_REDUCE):
@@ -62,7 +66,11 @@ def _expected(case: Case) -> list[_Named]:
     if is_sharded:
         gathers = case.tasks_of(TaskKind.GATHER)
         expected += [(TaskKind.ALL_GATHER, gather.chunk, None, gather.micro_batch) for gather in gathers]
-        if plan.max_gradient_norm is not None and case.updated:
+        # How often chunks come from the devices is free, as it is for gathers: each must have its readers.
+        expected += [_named(task) for task in case.tasks_of(TaskKind.ALL_GATHER) if task.chunk in case.sharded]
+        scattered = [(chunk, micro) for chunk in case.scattered for micro in range(plan.micro_batches)]
+        expected += [(TaskKind.REDUCE_SCATTER, chunk, None, micro) for chunk, micro in scattered]
+        if plan.max_gradient_norm is not None and (case.updated or case.scattered):
             expected.append((TaskKind.ALL_REDUCE, None, None, 0))
     return expected
 
@@ -76,27 +84,32 @@ def _check_all_gather(case: Case, task: Task) -> None:
     if case.writers[gathered.id] != [case.allocating[gathered.id], task.id]:
         reject(f"{task.name} does not follow the one gather of its buffer")
     _check_in_place(task, [gathered])
-    check_amounts(task, moved_bytes=case.hosted[chunk.id].gathered_bytes)
+    check_amounts(task, moved_bytes=case.held[chunk.id].gathered_bytes)
 
 
 def _check_reduce_scatter(case: Case, task: Task) -> None:
-    """From all gradients of the chunk, through a flat buffer that comes and goes, to the rank's shard of them."""
+    """From all gradients of the chunk, through a flat buffer that comes and goes, to the rank's shard of them.
+
+    Sharded over the devices, the shard of the first micro-batch is written where it stays; those of later ones are made
+    beside it, added to it, and go.
+    """
     chunk = chunk_of(case, task)
-    part = case.hosted[chunk.id]
+    part = case.held[chunk.id]
     gradients = case.gradients.get((chunk.id, task.micro_batch), [])
     made = [case.buffer(b) for b in task.allocates]
-    sizes = {
-        Content.FLAT_GRADIENTS: part.num_parts * part.gradient_bytes,
-        Content.REDUCED_GRADIENTS: part.gradient_bytes,
-    }
+    sizes = {Content.FLAT_GRADIENTS: part.num_parts * part.gradient_bytes}
+    kept = [case.homes[Content.REDUCED_GRADIENTS, chunk.id]] if chunk.id in case.sharded else []
+    added = kept if task.micro_batch else []
+    if added or not kept:
+        sizes[Content.REDUCED_GRADIENTS] = part.gradient_bytes
     if sorted(b.content for b in made) != sorted(sizes) or any(
         (b.chunk, b.section, b.size_bytes) != (chunk.id, None, sizes[b.content]) for b in made
     ):
-        reject(f"{task.name} does not make a flat buffer and a shard of the gradients of chunk {chunk.id}")
-    compare_buffers(task, task.reads, gradients, "reads")
-    compare_buffers(task, task.writes, made, "writes")
-    flat = [b for b in made if b.content is Content.FLAT_GRADIENTS]
-    compare_buffers(task, task.frees, [*gradients, *flat], "frees")
+        reject(f"{task.name} does not make {', '.join(sizes)} of chunk {chunk.id}, and nothing else")
+    compare_buffers(task, task.reads, [*gradients, *added], "reads")
+    compare_buffers(task, task.writes, [*made, *kept], "writes")
+    passing = [b for b in made if kept or b.content is Content.FLAT_GRADIENTS]
+    compare_buffers(task, task.frees, [*gradients, *passing], "frees")
     check_amounts(task, moved_bytes=sizes[Content.FLAT_GRADIENTS])
 
 
@@ -141,7 +154,8 @@ def check_collective_order(case: Case, before: Callable[[TaskId, TaskId, int], b
             reject(f"{case.name(second)} may start before {case.name(first)} has ended")
 
     for task in case.schedule.tasks:
-        if task.lane is not Lane.COLLECTIVE:
+        if task.lane is not Lane.COLLECTIVE or (task.kind is TaskKind.ALL_GATHER and task.chunk in case.sharded):
+            # What an all-gather allocates nobody reads before it, and what it reads is a home.
             continue
         for buffer_id in task.reads:
             readers, writers = case.readers[buffer_id], case.writers[buffer_id]

@@ -31,7 +31,7 @@ def check_order(case: Case, order: HappensBefore) -> None:
             _check_updates(case, before, buffer.id)
         else:
             _check_lifetime(case, before, buffer)
-    _check_slots(case, before, order)
+    _check_slots(case, before)
     steps = _steps(case)
     _check_gathers(case, before, steps)
     _check_gradients(case, before, steps)
@@ -84,7 +84,7 @@ def _turn(task: Task) -> tuple[int, int]:
     return task.micro_batch, task.kind in (TaskKind.GRADIENT_ACCUMULATE, TaskKind.ACTIVATION_FETCH)
 
 
-def _check_slots(case: Case, before: Before, order: HappensBefore) -> None:
+def _check_slots(case: Case, before: Before) -> None:
     """Stays in one slot follow each other, and so do stays of one chunk, across iterations too."""
     by_slot: dict[int, list[Buffer]] = {}
     by_chunk: dict[ChunkId | None, list[Buffer]] = {}
@@ -93,7 +93,8 @@ def _check_slots(case: Case, before: Before, order: HappensBefore) -> None:
             by_slot.setdefault(buffer.slot, []).append(buffer)
             by_chunk.setdefault(buffer.chunk, []).append(buffer)
     for stays in (*by_slot.values(), *by_chunk.values()):
-        stays.sort(key=lambda buffer: order.position(Occurrence(0, case.allocating[buffer.id])))
+        # What comes over several lanes stands in the list after what it waits for.
+        stays.sort(key=lambda buffer: case.allocating[buffer.id])
         for stay, following in pairwise(stays):
             if not before(case.freeing[stay.id], case.allocating[following.id], 0):
                 reject(f"{_both(stay, following)} at once")
@@ -113,7 +114,8 @@ def _check_gathers(case: Case, before: Before, steps: list[list[TaskId]]) -> Non
     With a depth beyond a whole iteration, it may still not start more than an iteration ahead.
     """
     step_of = {task: step for step, tasks in enumerate(steps) for task in tasks}
-    for gather in case.tasks_of(TaskKind.GATHER):
+    alone = [task for task in case.tasks_of(TaskKind.ALL_GATHER) if task.chunk in case.sharded]
+    for gather in (*case.tasks_of(TaskKind.GATHER), *alone):
         step = min(step_of[user] for user in case.on_compute(case.readers[gather.writes[0]]))
         limit = max(step - case.plan.prefetch_depth - 1, -len(steps))
         if not before(steps[limit][-1], gather.id, 0 if limit >= 0 else 1):
@@ -121,10 +123,14 @@ def _check_gathers(case: Case, before: Before, steps: list[list[TaskId]]) -> Non
 
 
 def _check_gradients(case: Case, before: Before, steps: list[list[TaskId]]) -> None:
-    """Gradients on their way are gone ``prefetch_depth + 1`` steps after their chunk's last backward."""
+    """Gradients on their way are gone ``prefetch_depth + 1`` steps after their chunk's last backward.
+
+    To the host, or into the part that stays on the device.
+    """
     num_steps = len(steps)
     steps_each = num_steps // case.plan.micro_batches
-    for offload in case.tasks_of(TaskKind.GRADIENT_OFFLOAD):
+    alone = [task for task in case.tasks_of(TaskKind.REDUCE_SCATTER) if task.chunk in case.sharded]
+    for offload in (*case.tasks_of(TaskKind.GRADIENT_OFFLOAD), *alone):
         assert offload.chunk is not None
         last_step = steps_each * (offload.micro_batch + 1) - 1 - min(case.layout.chunks[offload.chunk].blocks)
         distance, step = divmod(last_step + case.plan.prefetch_depth + 1, num_steps)

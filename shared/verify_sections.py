@@ -15,10 +15,12 @@ from .layout import ChunkId
 from .plan import ActivationMode
 from .schedule import Buffer, BufferId, Content, Lane, Memory, Part, Section, Task, TaskKind
 from .verify_case import Case, reject
+from .verify_shards import fullest_regions
 from .widening import WIDENED_SCALARS
 from .workload import BlockId, Phase
 
 Name = tuple[Content, ChunkId | None, Section | None, int]
+"""The micro-batch is -1 for what a device has for good of a chunk that is sharded over all of them."""
 
 
 @dataclass(frozen=True)
@@ -76,19 +78,25 @@ def _check_entry(case: Case, task: Task, entry: _Expected) -> None:
         reject(f"{task.name} frees a gathered chunk that it does not use")
     for buffer_id in task.allocates:
         buffer = case.buffer(buffer_id)
-        size_bytes = entry.makes[_name(buffer)]
+        size_bytes = entry.makes[_name(case, buffer)]
         if buffer.size_bytes != size_bytes:
             reject(f"{task.name} allocates {buffer.size_bytes} bytes of {buffer.content}, not {size_bytes}")
 
 
 def _names(case: Case, buffers: Iterable[BufferId]) -> list[Name]:
-    return [_name(case.buffer(buffer)) for buffer in buffers]
+    return [_name(case, case.buffer(buffer)) for buffer in buffers]
 
 
-def _name(buffer: Buffer) -> Name:
+def _name(case: Case, buffer: Buffer) -> Name:
+    if buffer.is_static and buffer.chunk in case.sharded:
+        return _part(buffer.content, buffer.chunk)
     # A chunk may be gathered for one micro-batch and still be there for the next.
     micro_batch = 0 if buffer.content is Content.PARAMETERS else buffer.micro_batch
     return (buffer.content, buffer.chunk, buffer.section, micro_batch)
+
+
+def _part(content: Content, chunk: ChunkId) -> Name:
+    return (content, chunk, None, -1)
 
 
 def _compare(task: Task, verb: str, found: list[Name], expected: set[Name]) -> None:
@@ -100,9 +108,9 @@ def _compare(task: Task, verb: str, found: list[Name], expected: set[Name]) -> N
 
 def _describe(name: Name) -> str:
     content, chunk, section, micro_batch = name
-    where = [f"chunk {chunk}"] if chunk is not None else []
+    where = [f"{'part of ' if micro_batch < 0 else ''}chunk {chunk}"] if chunk is not None else []
     where += [f"section {section}"] if section is not None else []
-    return " ".join([content, *where, *([f"of micro-batch {micro_batch}"] if micro_batch else [])])
+    return " ".join([content, *where, *([f"of micro-batch {micro_batch}"] if micro_batch > 0 else [])])
 
 
 class _Walk:
@@ -290,11 +298,17 @@ class _Walk:
         }
         for block in self.blocks:
             drops |= {name for name in self._gradients(block)[0] if name[1] in trainable}
+        parts: set[Name] = {_part(Content.REDUCED_GRADIENTS, chunk) for chunk in self.case.scattered}
+        for content in (Content.PARAMETERS, Content.OPTIMIZER_STATE):
+            updates |= {_part(content, chunk) for chunk in self.case.scattered}
         phase = self._widening(trainable)
-        return _Expected(TaskKind.DEVICE_ADAM, None, 0, phase, updates | drops, updates=updates, drops=drops)
+        return _Expected(TaskKind.DEVICE_ADAM, None, 0, phase, updates | drops | parts, updates=updates, drops=drops)
 
     def _widening(self, stepped: set[ChunkId]) -> Phase | None:
-        """Device Adam's curve: one narrow gradient after another in float32, when the wide ones have gone."""
+        """Device Adam's curve: one narrow gradient after another in float32, when the wide ones have gone.
+
+        Last come those of parts, run by run, which stay.
+        """
         chunks = (chunk for chunk in self.case.layout.chunks if chunk.id in stepped)
         places = (placed.index for chunk in chunks for placed in chunk.parameters)
         found = [p for p in (self.case.workload.parameters[place] for place in places) if p.trainable]
@@ -304,4 +318,11 @@ class _Walk:
             if parameter.dtype.item_bytes < 4:
                 highest = max(highest, level + 4 * min(parameter.num_elements, WIDENED_SCALARS))
                 level -= parameter.size_bytes
+        for chunk_id in self.case.scattered:
+            runs = fullest_regions(
+                self.case.layout.chunks[chunk_id], self.case.workload.parameters, self.case.plan.num_ranks
+            )
+            for dtype, scalars in runs:
+                if dtype.item_bytes < 4:
+                    highest = max(highest, level + 4 * min(scalars, WIDENED_SCALARS))
         return Phase(curve=((1.0, highest),)) if highest else None

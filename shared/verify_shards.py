@@ -1,4 +1,4 @@
-"""What one rank's host must hold of an offloaded chunk, found by laying the chunk out element by element."""
+"""What one rank must hold of a chunk that is gathered, found by laying the chunk out element by element."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from .workload import DType, Parameter
 
 
 @dataclass(frozen=True)
-class Hosted:
-    """A rank's part of a chunk on its host; the whole chunk unless it is sharded."""
+class Held:
+    """A rank's part of a chunk on its host or its device; the whole chunk unless ranks have shards."""
 
     parameter_bytes: int
     gradient_bytes: int
     staging_bytes: int
     state_bytes: int
     stepped: Counter[DType]
-    """Scalars that CPU Adam steps, by element type."""
+    """Scalars that Adam steps, by element type."""
     num_parts: int
     """Ranks that have such a part each, and together the chunk."""
 
@@ -31,14 +31,14 @@ class Hosted:
         return self.num_parts * self.parameter_bytes
 
 
-def hosted(chunk: Chunk, parameters: Sequence[Parameter], plan: Plan) -> Hosted:
-    """What each rank's host has of ``chunk``.
+def held(chunk: Chunk, parameters: Sequence[Parameter], plan: Plan) -> Held:
+    """What each rank has of ``chunk``.
 
     Sharded, every run of neighbouring parameters that are treated alike is dealt out in equal parts, rank by rank: the
     first rank has the fullest.
     """
     if plan.parallel is not ParallelMode.SHARDED:
-        return Hosted(
+        return Held(
             chunk.size_bytes,
             sum(chunk.gradient_bytes),
             chunk.staging_bytes,
@@ -46,11 +46,7 @@ def hosted(chunk: Chunk, parameters: Sequence[Parameter], plan: Plan) -> Hosted:
             trained_scalars([chunk], parameters),
             1,
         )
-    ends = [*(placed.offset_bytes for placed in chunk.parameters[1:]), chunk.size_bytes]
-    extents = [
-        (parameters[placed.index], end - placed.offset_bytes)
-        for placed, end in zip(chunk.parameters, ends, strict=True)
-    ]
+    extents = _extents(chunk, parameters)
     parameter_bytes = gradient_bytes = state_bytes = 0
     stepped: Counter[DType] = Counter()
     for (dtype, trainable), run in groupby(extents, key=lambda extent: (extent[0].dtype, extent[0].trainable)):
@@ -64,7 +60,27 @@ def hosted(chunk: Chunk, parameters: Sequence[Parameter], plan: Plan) -> Hosted:
             # Two moments as wide as the master, a master beside narrow parameters, and a count of steps.
             state_bytes += fullest * (3 * 4 if dtype.item_bytes < 4 else 2 * dtype.item_bytes) + 4
             stepped[dtype] += fullest
-    return Hosted(parameter_bytes, gradient_bytes, gradient_bytes, state_bytes, stepped, plan.num_ranks)
+    return Held(parameter_bytes, gradient_bytes, gradient_bytes, state_bytes, stepped, plan.num_ranks)
+
+
+def fullest_regions(chunk: Chunk, parameters: Sequence[Parameter], num_ranks: int) -> list[tuple[DType, int]]:
+    """Element type and scalars of the fullest shard of every run of neighbouring trained parameters of one type."""
+    sizes = _extents(chunk, parameters)
+    runs = groupby(sizes, key=lambda extent: (extent[0].dtype, extent[0].trainable))
+    return [
+        (dtype, -(-sum(size for _, size in run) // (dtype.item_bytes * num_ranks)))
+        for (dtype, trainable), run in runs
+        if trainable
+    ]
+
+
+def _extents(chunk: Chunk, parameters: Sequence[Parameter]) -> list[tuple[Parameter, int]]:
+    """Every parameter of a chunk, with the bytes to where the next one begins."""
+    ends = [*(placed.offset_bytes for placed in chunk.parameters[1:]), chunk.size_bytes]
+    return [
+        (parameters[placed.index], end - placed.offset_bytes)
+        for placed, end in zip(chunk.parameters, ends, strict=True)
+    ]
 
 
 def trained_scalars(chunks: Iterable[Chunk], parameters: Sequence[Parameter]) -> Counter[DType]:

@@ -3,7 +3,9 @@
 [Note: Steps of device Adam]
 Parameters as wide as their state are stepped together, and their gradients dropped.  Then the narrower ones follow one
 by one, in the order of the chunks: the gradient is widened to float32, a large one piece by piece, the master stepped,
-and both gradients dropped.  An optimizer that cannot step pieces widens whole gradients; that is not accounted for.
+and both gradients dropped.  Of chunks that are sharded over devices the rank's parts come last, region by region
+([Note: Shards] in ``shards.py``), and their gradients stay where they are.  An optimizer that cannot step pieces widens
+whole gradients; that is not accounted for.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from .layout import Chunk, master_bytes
+from .shards import regions
 from .workload import Parameter
 
 WIDENED_SCALARS: Final = 2**20
@@ -44,3 +47,24 @@ def device_adam_peak_bytes(chunks: Sequence[Chunk], parameters: Sequence[Paramet
         highest_bytes = max(highest_bytes, added_bytes - dropped_bytes)
         dropped_bytes += narrow_bytes
     return highest_bytes
+
+
+def part_peak_bytes(
+    sharded: Sequence[Chunk], persistent: Sequence[Chunk], parameters: Sequence[Parameter], num_ranks: int
+) -> int:
+    """The most that stepping one rank's parts of ``sharded`` adds to the level at the start of device Adam.
+
+    By then the gradients of ``persistent`` have been dropped.  Less than 0 if these are more.
+    """
+    widened_bytes = max(
+        (
+            min(region.shard_elements(num_ranks), WIDENED_SCALARS) * master_bytes(region.dtype)
+            for chunk in sharded
+            for region in regions(chunk, parameters)
+            if region.trainable
+        ),
+        default=0,
+    )
+    return widened_bytes - sum(
+        wide_gradient_bytes(chunk, parameters) + narrow_peak_bytes(chunk, parameters)[1] for chunk in persistent
+    )

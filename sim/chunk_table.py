@@ -11,7 +11,7 @@ import numpy as np
 
 from ..shared.layout import Chunk, Layout
 from ..shared.schedule import Task, TaskId, TaskKind
-from ..shared.shards import host_part, stepped_bytes
+from ..shared.shards import rank_part, stepped_bytes
 from ..shared.widening import narrow_peak_bytes, wide_gradient_bytes
 from ..shared.workload import Workload
 from .compute_table import FloatArray, Positions
@@ -143,7 +143,7 @@ class ChunkTable:
 def chunk_table(workload: Workload, layout: Layout, costs: CostModel, rule: StepRule = _NO_RULE) -> ChunkTable:
     """Tabulate ``layout``."""
     chunks = layout.chunks
-    parts = [host_part(chunk, workload.parameters, rule.parallel, rule.num_ranks) for chunk in chunks]
+    parts = [rank_part(chunk, workload.parameters, rule.parallel, rule.num_ranks) for chunk in chunks]
     gradient_bytes = [part.gradient_bytes for part in parts]
     num_scalings = 2 if rule.limits_norm else 0
     moved = [part.stepped_bytes + num_scalings * part.gradient_bytes for part in parts]

@@ -59,6 +59,7 @@ from .rank_options import (
     AllowedModes,
     NumRanks,
     Parallel,
+    Shards,
     ranks_to_search,
     unused_devices,
     with_ranks,
@@ -312,6 +313,7 @@ def simulate_command(
     calibration: CalibrationPath = None,
     num_ranks: NumRanks = None,
     parallel: Parallel = None,
+    n_shard: Shards = None,
     timeline: TimelinePath = None,
     output: OutputPath = None,
     report: ReportPath = None,
@@ -321,15 +323,15 @@ def simulate_command(
 ) -> None:
     """Predict time and memory of one plan.
 
-    --output writes the record, which protwin compare lays beside a measured one.  --parallel and --ranks, in place of
-    the plan's own, ask about several devices of the machine.
+    --output writes the record, which protwin compare lays beside a measured one.  --parallel, --ranks and --n-shard, in
+    place of the plan's own, ask about several devices of the machine.
     """
     keep_apart(
         {"--output": output, "--timeline": timeline, "--report": report},
         {"--plan": plan, "--model": model, "--hardware": hardware, "--calibration": calibration},
     )
     machine = _machine(hardware, changes)
-    chosen = with_ranks(Plan.load(plan), machine, num_ranks, parallel)
+    chosen = with_ranks(Plan.load(plan), machine, num_ranks, parallel, n_shard)
     _check_budget(device_budget_bytes, machine)
     factors = _calibration(calibration)
     workload = resolve_workload(

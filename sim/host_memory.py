@@ -11,7 +11,7 @@ The model is on the host when its chunks take it over, one after another (``runt
 places its gradients arrive at are allocated, then its parameters are copied into it, with a float32 master beside where
 they are narrower, and only then the model's own copies go.  Moments come with the first
 step.  Ranks of a sharded plan would need all of that each; they are taken to read one chunk after another from files,
-and to keep their shards of it.
+and to keep their shards of it, on the host or on the device.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..shared.hardware import DeviceKind, Hardware
 from ..shared.layout import Layout, master_bytes
 from ..shared.memory_accounts import HostMemory, PinnedRule
 from ..shared.plan import ParallelMode
-from ..shared.schedule import Memory, Schedule
+from ..shared.schedule import Content, Memory, Schedule
 from ..shared.workload import Parameter
 
 PAGE_BYTES: Final = 4096
@@ -95,13 +95,13 @@ def loading_peak_bytes(schedule: Schedule, parameters: Sequence[Parameter], layo
     ``is_on_host``: device memory is host memory too.
     """
     homes: dict[int, int] = {}
-    persistent: set[int] = set()
+    on_device: dict[int, int] = {}
     for buffer in schedule.buffers:
         if buffer.is_static and buffer.chunk is not None:
             if buffer.memory is Memory.PINNED_HOST:
                 homes[buffer.chunk] = homes.get(buffer.chunk, 0) + pinned_size([buffer.size_bytes], PINNED_RULE)
-            elif buffer.memory is Memory.DEVICE:
-                persistent.add(buffer.chunk)
+            elif buffer.memory is Memory.DEVICE and buffer.content is Content.PARAMETERS:
+                on_device[buffer.chunk] = buffer.size_bytes
     is_sharded = schedule.parallel is ParallelMode.SHARDED
     level = peak = 0 if is_sharded else sum(parameter.size_bytes for parameter in parameters)
     for chunk in layout.chunks:
@@ -110,15 +110,16 @@ def loading_peak_bytes(schedule: Schedule, parameters: Sequence[Parameter], layo
         whole_bytes = sum(parameter.size_bytes for parameter in members)
         if is_sharded:
             level += whole_bytes
-            masters = masters if chunk.id in persistent else -(-masters // schedule.num_ranks)
+            is_whole = on_device.get(chunk.id, 0) >= chunk.size_bytes
+            masters = masters if is_whole else -(-masters // schedule.num_ranks)
         level += homes.get(chunk.id, 0)
-        if is_on_host or chunk.id not in persistent:
+        if is_on_host or chunk.id not in on_device:
             level += masters
         # Every chunk is made on the device; an offloaded one goes from there when it has been filled.
         filling_bytes = chunk.size_bytes if is_on_host else 0
         peak = max(peak, level + filling_bytes)
-        if chunk.id in persistent:
-            level += filling_bytes
+        if is_on_host:
+            level += on_device.get(chunk.id, 0)
         level -= whole_bytes
     return peak
 

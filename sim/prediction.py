@@ -78,7 +78,9 @@ def predicted_record(
             schedule, workload.parameters, layout, hardware, device_peak_bytes=device_curve.peak_bytes
         ),
         price_usd_per_hour=price_usd_per_hour,
-        num_gathers=sum(task.kind is TaskKind.GATHER for task in schedule.tasks),
+        num_gathers=sum(
+            task.kind in (TaskKind.GATHER, TaskKind.ALL_GATHER) and len(task.allocates) > 0 for task in schedule.tasks
+        ),
         num_cpu_adam_steps=sum(task.kind is TaskKind.CPU_ADAM for task in schedule.tasks),
     )
 

@@ -28,6 +28,15 @@ Parallel = Annotated[
     ParallelMode | None,
     typer.Option("--parallel", help="What they do together."),
 ]
+Shards = Annotated[
+    int | None,
+    typer.Option(
+        "--n-shard",
+        metavar="N",
+        min=0,
+        help="Chunks, after the persistent ones, that are sharded over the devices; with --parallel sharded.",
+    ),
+]
 AllowedModes = Annotated[
     list[ParallelMode] | None,
     typer.Option("--parallel", help="Allow this way of training together (repeatable); all unless given."),
@@ -36,12 +45,20 @@ MOST_SIMULATIONS: Final = 200
 """Plans of each mode that a search over several ranks simulates on the command line."""
 
 
-def with_ranks(plan: Plan, hardware: Hardware, num_ranks: int | None, parallel: ParallelMode | None) -> Plan:
-    """``plan`` for so many ranks and in this mode, each the plan's own if None.
+def with_ranks(
+    plan: Plan,
+    hardware: Hardware,
+    num_ranks: int | None,
+    parallel: ParallelMode | None,
+    n_shard: int | None = None,
+) -> Plan:
+    """``plan`` for so many ranks, in this mode and with so many chunks sharded, each the plan's own if None.
 
     A mode of several ranks alone takes all devices of the machine, one rank alone is single.
-    Raises PlanError if the two do not agree.
+    Raises PlanError if ranks and mode do not agree; whether mode and shards do, compiling the plan says.
     """
+    if n_shard is not None:
+        plan = plan.model_copy(update={"n_shard": n_shard})
     if num_ranks is None and parallel is None:
         return plan
     if parallel is None:

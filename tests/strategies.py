@@ -266,6 +266,9 @@ def parallel_workloads(draw: DrawFn, max_blocks: int = 6, measured: bool | None 
     knobs: dict[str, object] = {"parallel": mode, "num_ranks": draw(st.sampled_from((2, 3, 5, 8, 1000)))}
     if mode is ParallelMode.DDP:
         knobs["n_persist"] = len(case.layout.chunks)
+    if mode is ParallelMode.SHARDED:
+        num_left = len(case.layout.chunks) - case.plan.n_persist
+        knobs["n_shard"] = draw(st.just(0) | st.just(num_left) | st.integers(0, num_left))
     return PlannedWorkload(case.workload, case.plan.model_copy(update=knobs), case.layout)
 
 

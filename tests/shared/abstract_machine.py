@@ -91,13 +91,14 @@ class AbstractMachine:
         """Iterations whose norm of all gradients is known."""
         self.normed_alone: set[int] = set()
         """Iterations whose norm of the rank's own shards is known."""
+        self.sharded = layout.sharded(plan.n_persist, plan.n_shard)
         self.is_sharded = plan.parallel is ParallelMode.SHARDED
         self.making = {b: task for task in schedule.tasks for b in task.allocates}
         self.level_bytes = schedule.static_bytes(Memory.DEVICE)
         self.peak_bytes = self.level_bytes
         for buffer in schedule.buffers:
             if buffer.is_static and buffer.content is Content.PARAMETERS:
-                self.places[buffer.id].value = ("parameters", buffer.chunk, 0)
+                self.places[buffer.id].value = (self._home(buffer.chunk), buffer.chunk, 0)
             if buffer.is_static and buffer.content is Content.OPTIMIZER_STATE:
                 self.places[buffer.id].value = ("state", buffer.chunk, 0)
 
@@ -250,6 +251,10 @@ class AbstractMachine:
             copied = self.places[task.reads[0]].value if task.reads else None
             if copied is None:
                 return dict.fromkeys(task.writes, TORN)
+            if task.chunk in self.sharded:
+                if task.kind is TaskKind.GATHER or copied[0] != "part":
+                    raise Violation(f"{task.name} works on {copied}")
+                return dict.fromkeys(task.writes, ("parameters", *copied[1:]))
             if not self.is_sharded:
                 return dict.fromkeys(task.writes, copied)
             # What a host has of a sharded chunk is a shard; nothing but an all-gather makes it whole.
@@ -296,6 +301,9 @@ class AbstractMachine:
                     ("state", chunk.id, iteration),
                     ("parameters", chunk.id, iteration),
                 ]
+            if task.kind is TaskKind.REDUCE_SCATTER and chunk.id in self.sharded:
+                gradients = self._gradients(chunk.id, iteration, micro)
+                return [*gradients, *([("kept", chunk.id, iteration, micro - 1)] if micro else [])]
             if task.kind is TaskKind.GRADIENT_ACCUMULATE:
                 return [("staged", chunk.id, iteration, micro - 1), ("arrived", chunk.id, iteration, micro)]
             if task.kind is TaskKind.ALL_GATHER:
@@ -316,6 +324,10 @@ class AbstractMachine:
                     needed += self._summed(self._gradients(chunk.id, iteration, last))
                     if task.kind is TaskKind.DEVICE_ADAM:
                         needed += [("state", chunk.id, iteration), ("parameters", chunk.id, iteration)]
+                elif chunk.is_trainable and chunk.id in self.sharded:
+                    needed.append(("kept", chunk.id, iteration, last))
+                    if task.kind is TaskKind.DEVICE_ADAM:
+                        needed += [("state", chunk.id, iteration), ("part", chunk.id, iteration)]
                 elif chunk.is_trainable and task.kind is TaskKind.GRADIENT_NORM:
                     needed.append(("staged", chunk.id, iteration, last))
             return needed
@@ -341,6 +353,13 @@ class AbstractMachine:
                         gradients = self._gradients(chunk_id, iteration, micro - 1)
                         needed += [gradient for gradient in gradients if gradient[2] == section]
         return needed
+
+    def _home(self, chunk: ChunkId | None) -> str:
+        """What a chunk's home holds: all of its parameters, or one device's part.
+
+        What a host has of a sharded chunk is a part too, which its gather's value says.
+        """
+        return "part" if chunk in self.sharded else "parameters"
 
     def _summed(self, gradients: list[Value]) -> list[Value]:
         """Gradients as they are when all ranks' are in them."""
@@ -409,6 +428,8 @@ class AbstractMachine:
                 return ("summed", *value)
             case TaskKind.REDUCE_SCATTER, Content.FLAT_GRADIENTS:
                 return ("flat",)
+            case TaskKind.REDUCE_SCATTER, Content.REDUCED_GRADIENTS if buffer.is_static:
+                return ("kept", buffer.chunk, iteration, micro) if is_own else TORN
             case TaskKind.REDUCE_SCATTER, Content.REDUCED_GRADIENTS:
                 return ("reduced", buffer.chunk, None, iteration, micro) if is_own else TORN
             case TaskKind.GRADIENT_OFFLOAD, Content.GRADIENTS if buffer.memory is Memory.PINNED_HOST and micro == 0:
@@ -418,7 +439,7 @@ class AbstractMachine:
             case TaskKind.GRADIENT_ACCUMULATE, Content.GRADIENTS if buffer.memory is Memory.PINNED_HOST:
                 return ("staged", buffer.chunk, iteration, micro) if is_own else TORN
             case ((TaskKind.CPU_ADAM | TaskKind.DEVICE_ADAM), Content.PARAMETERS) if buffer.is_static:
-                return ("parameters", buffer.chunk, iteration + 1)
+                return (self._home(buffer.chunk), buffer.chunk, iteration + 1)
             case ((TaskKind.CPU_ADAM | TaskKind.DEVICE_ADAM), Content.OPTIMIZER_STATE):
                 return ("state", buffer.chunk, iteration + 1)
         raise Violation(f"{task.name} writes {buffer.content}, which it does not make")
@@ -430,7 +451,8 @@ class AbstractMachine:
     def _check_window(self, task: Task) -> None:
         """Gathers run at most ``prefetch_depth`` steps ahead of their first use, gradients lag at most that behind."""
         depth = self.plan.prefetch_depth
-        if task.kind in (TaskKind.GATHER, TaskKind.ACTIVATION_FETCH):
+        is_gather = task.kind is TaskKind.GATHER or (task.kind is TaskKind.ALL_GATHER and task.chunk in self.sharded)
+        if is_gather or task.kind is TaskKind.ACTIVATION_FETCH:
             for buffer_id in task.writes:
                 self.gathered_after[buffer_id] = self.num_block_steps
         if task.lane is not Lane.COMPUTE or isinstance(task.section, Part) or task.section is None:

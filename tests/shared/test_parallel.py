@@ -18,7 +18,7 @@ from protwin.shared.layout import build_layout
 from protwin.shared.memory_bound import guaranteed_device_peak
 from protwin.shared.plan import ParallelMode, Plan
 from protwin.shared.schedule import Content, Lane, Memory, Schedule, TaskKind
-from protwin.shared.shards import host_part
+from protwin.shared.shards import rank_part
 from protwin.shared.verify import verify_schedule
 from protwin.shared.workload import DType
 from tests.shared import faults
@@ -31,9 +31,11 @@ from tests.strategies import PlannedWorkload, parallel_workloads
 
 SEEDS = st.integers(0, 2**32 - 1)
 MODES = (ParallelMode.DDP, ParallelMode.REPLICATED, ParallelMode.SHARDED)
+CASES = [*((mode, 0) for mode in MODES), (ParallelMode.SHARDED, 4), (ParallelMode.SHARDED, 5)]
+"""Modes, and chunks that are sharded over the devices: none, all but one, all."""
 
 
-def example(mode: ParallelMode = ParallelMode.SHARDED) -> PlannedWorkload:
+def example(mode: ParallelMode = ParallelMode.SHARDED, n_shard: int = 0) -> PlannedWorkload:
     """Three blocks of two chunks, one persistent, one frozen, an unowned parameter, two micro-batches, a norm."""
     parameters = [parameter("embedding", 700, None)]
     for block in range(3):
@@ -44,7 +46,7 @@ def example(mode: ParallelMode = ParallelMode.SHARDED) -> PlannedWorkload:
     model = workload(parameters, 3)
     knobs = plan(model, n_persist=2, n_buffer=3, n_checkpoint=1, micro_batches=2, max_gradient_norm=1.0)
     layout = build_layout(model.parameters, num_blocks=3, chunk_bytes=knobs.chunk_bytes)
-    update: dict[str, object] = {"parallel": mode, "num_ranks": 3}
+    update: dict[str, object] = {"parallel": mode, "num_ranks": 3, "n_shard": n_shard}
     if mode is ParallelMode.DDP:
         update["n_persist"] = len(layout.chunks)
     return PlannedWorkload(model, knobs.model_copy(update=update), layout)
@@ -79,9 +81,9 @@ def test_order_faults_are_rejected_exactly_when_some_timing_harms(case: PlannedW
             assert is_accepted(changed, case) == (harm is None), (fault, harm)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_every_dropped_wait_of_a_collective_is_rejected_if_it_matters(mode: ParallelMode) -> None:
-    case = example(mode)
+@pytest.mark.parametrize(("mode", "n_shard"), CASES)
+def test_every_dropped_wait_of_a_collective_is_rejected_if_it_matters(mode: ParallelMode, n_shard: int) -> None:
+    case = example(mode, n_shard)
     schedule = compiled(case)
     intact = guarantees(schedule)
     num_caught = 0
@@ -97,21 +99,24 @@ def test_every_dropped_wait_of_a_collective_is_rejected_if_it_matters(mode: Para
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("mode", "n_shard"), CASES)
 @pytest.mark.parametrize("family", faults.DATA_FAULTS, ids=lambda family: family.__name__)
 def test_every_data_fault_of_the_example_is_rejected(
-    family: Callable[[Schedule], list[Fault]], mode: ParallelMode
+    family: Callable[[Schedule], list[Fault]], mode: ParallelMode, n_shard: int
 ) -> None:
-    case = example(mode)
+    case = example(mode, n_shard)
     schedule = compiled(case)
     verify_schedule(schedule, case.plan, case.workload, case.layout)
     assert [fault for fault in family(schedule) if is_accepted(fault.make(), case)] == []
 
 
 @pytest.mark.parametrize("check", [(verify, "check_collectives"), (verify_order, "check_collective_order")])
-def test_every_check_of_collectives_earns_its_place(check: tuple[object, str], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("n_shard", [0, 4])
+def test_every_check_of_collectives_earns_its_place(
+    check: tuple[object, str], n_shard: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Without it, some fault of the example passes."""
-    case = example()
+    case = example(n_shard=n_shard)
     schedule = compiled(case)
     found = [
         *faults.dropped_dependencies(schedule),
@@ -173,7 +178,7 @@ def test_only_a_norm_of_shards_is_added_up() -> None:
 def test_shards_hold_every_element_once_and_little_more(case: PlannedWorkload, num_ranks: int) -> None:
     """Oracle: every element of a chunk, dealt out one by one."""
     for chunk in case.layout.chunks:
-        part = host_part(chunk, case.workload.parameters, ParallelMode.SHARDED, num_ranks)
+        part = rank_part(chunk, case.workload.parameters, ParallelMode.SHARDED, num_ranks)
         members = [case.workload.parameters[placed.index] for placed in chunk.parameters]
         assert part.gathered_bytes == num_ranks * part.parameter_bytes >= chunk.size_bytes
         assert part.gathered_bytes - chunk.size_bytes < num_ranks * sum(p.dtype.item_bytes for p in members)
