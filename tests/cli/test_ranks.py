@@ -141,3 +141,28 @@ def test_a_search_for_one_rank_names_the_devices_that_it_leaves_alone(protwin_he
     found = protwin_here(*SEARCH)
     assert found.returncode == 0
     assert "a100-80gb-x8 has 8 devices and one is used" in found.stderr
+
+
+def test_chunks_are_sharded_over_the_devices_on_request(protwin_here: Protwin, folder: Path) -> None:
+    asked = ("--hardware", "a100-80gb-x8", "--parallel", "sharded")
+    offloaded, sharded = (simulated(protwin_here, *asked, *more) for more in ((), ("--n-shard", "1")))
+    assert (offloaded.plan.n_shard, sharded.plan.n_shard) == (0, 1)
+    assert sharded.lane(Lane.H2D).num_tasks < offloaded.lane(Lane.H2D).num_tasks
+    assert sharded.num_cpu_adam_steps < offloaded.num_cpu_adam_steps
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--parallel", "ddp", "--n-shard", "1"), "n_shard is 1 but parallel is ddp"),
+        (("--n-shard", "1"), "n_shard is 1 but parallel is single"),
+        (("--parallel", "sharded", "--n-shard", "1000"), "Lower n_shard to"),
+        (("--parallel", "sharded", "--n-shard", "-1"), "--n-shard"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else " ".join(value),
+)
+def test_shards_that_cannot_be(protwin_here: Protwin, folder: Path, arguments: tuple[str, ...], said: str) -> None:
+    refused = protwin_here(*SIMULATE, "--hardware", "a100-80gb-x8", *arguments)
+    assert refused.returncode == 2
+    assert said in " ".join(refused.stderr.replace("│", " ").split())
+    assert "Traceback" not in refused.stderr
