@@ -21,6 +21,7 @@ find_expandable_block, map_block, unmap_block.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -81,15 +82,12 @@ class CachingAllocator:
         """A block for a request.  Raises AllocatorFullError if the device has no room for it."""
         assert size_bytes > 0, "the allocator is not asked for empty tensors"
         size = round_size(size_bytes, self.settings)
-        pool = self._pools.get((stream, size <= SMALL_BYTES)) or self._new_pool(stream, is_small=size <= SMALL_BYTES)
+        is_small = size <= SMALL_BYTES
+        pool = self._pools.get((stream, is_small)) or self._new_pool(stream, is_small=is_small)
         block = self._cached(pool, size) or self._fresh(pool, size)
         rest_bytes = block.size_bytes - size
         if rest_bytes and self._is_worth_splitting(pool, size, rest_bytes):
-            rest = Block(block.address + size, rest_bytes, pool)
-            rest.is_expandable = block.is_expandable
-            rest.insert_after(block)
-            block.size_bytes = size
-            pool.add(rest)
+            pool.add(block.split_off(size, rest_bytes))
         block.is_allocated = True
         block.requested_bytes = size_bytes
         self.allocated_bytes += block.size_bytes
@@ -115,6 +113,15 @@ class CachingAllocator:
             pool.remove(after)
             merge_after(block, after)
         pool.add(block)
+
+    def has_cached(self, large_bytes: int, small_bytes: int, stream: int = 0) -> bool:
+        """Whether each pool has one free block of so many bytes; 0 for a pool that needs none."""
+        for size, is_small in ((large_bytes, False), (small_bytes, True)):
+            if size:
+                pool = self._pools.get((stream, is_small))
+                if pool is None or not pool.free or pool.free[-1][0] < size:
+                    return False
+        return True
 
     def empty_cache(self) -> None:
         """Give back every segment, and every page, that is free from end to end."""
@@ -162,13 +169,14 @@ class CachingAllocator:
     def _cached(self, pool: Pool, size: int) -> Block | None:
         """The free block that the request gets, taken out of its pool."""
         pool.searches.count += 1
-        place = pool.first_fit(size)
-        if place == len(pool.free):
+        free = pool.free
+        place = bisect_left(free, (size,))
+        if place == len(free):
             return None
-        block = pool.free[place][2]
+        block = free[place][2]
         largest = self.settings.max_split_bytes
         if largest is None and not block.is_expandable:
-            del pool.free[place]
+            del free[place]
             return block
         if block.is_expandable:
             block = self._expandable.preferred(pool, place, block)

@@ -12,7 +12,7 @@ from ..shared.schedule import Schedule
 from ..shared.workload import Workload
 from .allocator import AllocatorFullError, CachingAllocator
 from .allocator_program import allocation_program
-from .allocator_replay import MAX_ITERATIONS, Inside, Replayed, replay
+from .allocator_replay import MAX_ITERATIONS, Inside, Replayed, RequestLog, replay
 from .allocator_rules import SEGMENT_ROUNDING_BYTES, AllocatorSettings
 from .allocator_tensors import static_tensors
 from .library_workspaces import matrix_workspaces, outside_allocator_bytes
@@ -46,6 +46,7 @@ def device_reserved(
     program = allocation_program(schedule, order)
     static = static_tensors(schedule, workload.parameters, layout)
     workspaces = matrix_workspaces(device)
+    logs = {inside: RequestLog(program, static, workspaces=workspaces, inside=inside) for inside in Inside}
     limit_bytes = max(1, device.memory_bytes - outside_allocator_bytes(device) - beside_bytes)
 
     def replayed(
@@ -56,7 +57,7 @@ def device_reserved(
         settings: AllocatorSettings | None = settings,
     ) -> Replayed:
         allocator = CachingAllocator(settings, limit_bytes=within)
-        return replay(program, static, allocator, workspaces=workspaces, inside=inside, max_iterations=max_iterations)
+        return replay(logs[inside], allocator, max_iterations=max_iterations)
 
     def retries(settings: AllocatorSettings | None) -> int | None:
         """How often free memory must go back for the replay to stay within the device; None if it cannot."""

@@ -48,6 +48,18 @@ class Block:
         """Whether a request could have it, or the address space that it stands for."""
         return not self.is_allocated
 
+    def split_off(self, size_bytes: int, rest_bytes: int) -> Block:
+        """Keep ``size_bytes``; a free block of the rest, behind it."""
+        rest = Block(self.address + size_bytes, rest_bytes, self.pool)
+        rest.is_expandable = self.is_expandable
+        after = rest.after = self.after
+        if after is not None:
+            after.before = rest
+        rest.before = self
+        self.after = rest
+        self.size_bytes = size_bytes
+        return rest
+
     def insert_after(self, other: Block) -> None:
         """Take the place between ``other`` and its neighbour."""
         self.before, self.after = other, other.after

@@ -19,7 +19,7 @@ from protwin.shared.workload import Workload
 from protwin.sim.allocator import AllocatorFullError, CachingAllocator
 from protwin.sim.allocator_account import device_reserved
 from protwin.sim.allocator_program import Act, Step, allocation_program
-from protwin.sim.allocator_replay import Inside, replay
+from protwin.sim.allocator_replay import Inside, RequestLog, replay
 from protwin.sim.allocator_rules import AllocatorSettings
 from protwin.sim.allocator_tensors import static_tensors
 from protwin.sim.library_workspaces import matrix_workspaces, nccl_bytes, outside_allocator_bytes
@@ -50,7 +50,8 @@ def layout_of(model: Workload, chosen: Plan):  # type: ignore[no-untyped-def]
 def replayed(schedule: Schedule, model: Workload, layout, inside: Inside = Inside.LATEST_FIRST) -> Watched:  # type: ignore[no-untyped-def]
     allocator = Watched()
     static = static_tensors(schedule, model.parameters, layout)
-    replay(allocation_program(schedule), static, allocator, inside=inside, on_change=allocator.note)
+    log = RequestLog(allocation_program(schedule), static, inside=inside)
+    replay(log, allocator, on_change=allocator.note)
     return allocator
 
 
@@ -88,10 +89,10 @@ def test_the_replay_is_settled_and_repeats(drawn: PlannedWorkload) -> None:
     schedule = compile_schedule(drawn.plan, drawn.workload, drawn.layout)
     static = static_tensors(schedule, drawn.workload.parameters, drawn.layout)
     program = allocation_program(schedule)
-    one, two = (replay(program, static, CachingAllocator()) for _ in range(2))
+    one, two = (replay(RequestLog(program, static), CachingAllocator()) for _ in range(2))
     assert one == two
     assert one.is_settled
-    more = replay(program, static, CachingAllocator(), max_iterations=one.num_iterations)
+    more = replay(RequestLog(program, static), CachingAllocator(), max_iterations=one.num_iterations)
     assert more == one
 
 
@@ -181,8 +182,7 @@ def test_reserved_by_hand() -> None:
     reserved: dict[int, list[int]] = {}
     static = static_tensors(schedule, model.parameters, layout)
     result = replay(
-        program,
-        static,
+        RequestLog(program, static),
         allocator,
         on_change=lambda iteration: reserved.setdefault(iteration, []).append(allocator.reserved_bytes // MIB),
     )
@@ -213,7 +213,7 @@ def test_gradients_that_stay_a_task_longer_are_another_level() -> None:
     highest = []
     for one in (program, replace(program, steps=tuple(steps))):
         allocator = Watched()
-        replay(one, static, allocator, on_change=allocator.note)
+        replay(RequestLog(one, static), allocator, on_change=allocator.note)
         highest.append(max(allocator.levels[max(allocator.levels)]))
     guaranteed_bytes = guaranteed_device_peak(schedule).size_bytes
     assert highest[0] == guaranteed_bytes
@@ -227,7 +227,7 @@ def test_offloaded_chunks_leave_room_in_the_cache_when_they_have_been_filled() -
     allocator = CachingAllocator()
     static = static_tensors(schedule, model.parameters, layout_of(model, chosen))
     assert [tensor.stays for tensor in static.set_up] == [False, False]
-    replay(allocation_program(schedule), static, allocator, max_iterations=0)
+    replay(RequestLog(allocation_program(schedule), static), allocator, max_iterations=0)
     # Chunk 0 was filled and went, chunk 1 used the same segment; then room is made for both gathers.
     assert allocator.reserved_bytes == 60 * MIB
     assert allocator.allocated_bytes == 60 * MIB
@@ -290,7 +290,7 @@ def test_within_the_limit_nothing_is_reserved_beyond_it() -> None:
     static = static_tensors(schedule, model.parameters, layout_of(model, chosen))
     allocator = CachingAllocator(limit_bytes=100 * MIB)
     with pytest.raises(AllocatorFullError, match="expandable_segments:True"):
-        replay(allocation_program(schedule), static, allocator)
+        replay(RequestLog(allocation_program(schedule), static), allocator)
     assert allocator.reserved_bytes <= 100 * MIB
 
 
