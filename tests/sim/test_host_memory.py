@@ -12,6 +12,7 @@ from protwin.shared.compile import compile_schedule
 from protwin.shared.hardware import DeviceKind
 from protwin.shared.layout import build_layout
 from protwin.shared.memory_accounts import HostMemory, PinnedRule
+from protwin.shared.plan import ParallelMode
 from protwin.shared.schedule import Memory
 from protwin.shared.workload import DType, Workload
 from protwin.sim.host_memory import (
@@ -55,12 +56,27 @@ def test_the_page_is_this_machine_s_where_it_has_the_usual_one() -> None:
 
 
 def of(
-    model: Workload, *, kind: DeviceKind = DeviceKind.CUDA, n_persist: int = 0, device_peak_bytes: int = 0
+    model: Workload,
+    *,
+    kind: DeviceKind = DeviceKind.CUDA,
+    n_persist: int = 0,
+    device_peak_bytes: int = 0,
+    num_sharing: int = 1,
 ) -> HostMemory:
+    """The account of a plan, of one of ``num_sharing`` ranks that each hold a part of what is offloaded."""
     chosen = plan(model, n_persist=n_persist)
+    if num_sharing > 1:
+        chosen = chosen.model_copy(update={"parallel": ParallelMode.SHARDED, "num_ranks": num_sharing})
     layout = build_layout(model.parameters, num_blocks=model.num_blocks, chunk_bytes=chosen.chunk_bytes)
     schedule = compile_schedule(chosen, model, layout)
     return host_memory(schedule, model.parameters, layout, machine(kind=kind), device_peak_bytes=device_peak_bytes)
+
+
+def narrow(num_blocks: int) -> Workload:
+    """``workload`` with 2 bytes a parameter."""
+    model = workload(num_blocks)
+    parameters = tuple(p.model_copy(update={"dtype": DType.BFLOAT16}) for p in model.parameters)
+    return model.model_copy(update={"parameters": parameters})
 
 
 def test_the_account_by_hand() -> None:
@@ -92,13 +108,16 @@ def test_nothing_offloaded_still_loads_the_model() -> None:
 
 
 def test_narrow_parameters_have_masters_from_the_beginning() -> None:
-    model = workload(2)
-    narrow = model.model_copy(
-        update={"parameters": tuple(p.model_copy(update={"dtype": DType.BFLOAT16}) for p in model.parameters)}
-    )
     # 128 bytes each: a page for parameters and one for gradients of either, and masters of 256.  When the second chunk
     # is filled, the model's own copy of the first has gone.
-    assert of(narrow).loading_bytes == 128 + 4 * 4096 + 2 * 256
+    assert of(narrow(2)).loading_bytes == 128 + 4 * 4096 + 2 * 256
+
+
+def test_a_rank_has_its_part_of_the_masters_of_offloaded_chunks_alone() -> None:
+    # Chunks come one by one, each of 128 bytes in 256.  The first stays, with masters of 256, all of them.  When the
+    # second is filled, its 128 bytes are there too, beside two pages for its parts and masters of 128, half of them.
+    found = of(narrow(2), kind=DeviceKind.CPU, n_persist=1, num_sharing=2)
+    assert found.loading_bytes == (256 + 256) + (256 + 128) + 2 * 4096 + 128
 
 
 @given(planned_workloads(), st.booleans())

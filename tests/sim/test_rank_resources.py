@@ -6,7 +6,11 @@ import pytest
 
 from protwin.shared.errors import HardwareError
 from protwin.shared.machines import machine as known_machine
+from protwin.shared.plan import ParallelMode, Plan
 from protwin.shared.schedule import LANES_ALONE, Lane
+from protwin.shared.workload import DType
+from protwin.shared.workload_catalogue import shipped_family
+from protwin.sim import simulate
 from protwin.sim.contention import ContentionModel
 from protwin.sim.fabrics import fabric_levels
 from protwin.sim.library_workspaces import collective_bytes
@@ -64,6 +68,17 @@ def test_communicators_take_device_memory_by_their_channels() -> None:
     assert collective_bytes(known_machine("rtx-3090"), 1) == 0
     hardware = known_machine("h100-80gb-x8")
     assert rank_device_bytes(hardware, 1) - rank_device_bytes(hardware, 8) == 640 * mib
+
+
+def test_what_carries_collectives_is_no_memory_of_the_allocator() -> None:
+    hardware = known_machine("h100-80gb-x8")
+    model = shipped_family("gpt2", DType.FLOAT32).at(batch_size=1, sequence_length=16)
+    alone = Plan(workload_id=model.identity, chunk_bytes=2**28, n_persist=4, n_buffer=0)
+    together = alone.model_copy(update={"parallel": ParallelMode.DDP, "num_ranks": 8})
+    accounts = [simulate(one, model, hardware).device_reserved for one in (alone, together)]
+    of_one, of_eight = (account for account in accounts if account is not None)
+    assert of_eight.outside_bytes - of_one.outside_bytes == 640 * 2**20
+    assert of_one.limit_bytes - of_eight.limit_bytes == 640 * 2**20
 
 
 def test_a_rank_has_its_share_of_a_sockets_memory() -> None:
