@@ -21,6 +21,7 @@ import numpy as np
 
 from .compute_table import FloatArray
 from .held_memory import guaranteed_peaks
+from .rank_traffic import traffic_of
 from .residency import Residency, residency
 from .search_problem import SearchProblem
 from .space import BoolArray, IntArray
@@ -211,19 +212,12 @@ class Candidates:
 
     def _add_plans(self, found: _Residency) -> None:
         problem, layout = self._problem, self._problem.layouts[found.layout]
-        traffic = Traffic(
+        traffic = traffic_of(
             self._residency(found.layout, found.row),
             problem.compute,
             int(layout.grid.modes.n_swap[found.modes[0]]),
         )
-        if problem.rule.is_sharded:
-            # Collectives decide when gradients have gone: the exact peak is that of the compiled plan.
-            n_buffer = layout.grid.n_buffer[[found.row]]
-            peaks = layout.memory.peak_bytes(
-                traffic.residency.n_persist, n_buffer, layout.grid.prefetch_depth, found.modes
-            )[0]
-        else:
-            peaks = guaranteed_peaks(traffic, layout.grid.prefetch_depth, found.modes, problem.workload.resident_bytes)
+        peaks = guaranteed_peaks(traffic, layout.grid.prefetch_depth, found.modes, problem.workload.resident_bytes)
         is_open = np.isfinite(found.bound_s)
         fits = is_open & (peaks <= problem.device_budget_bytes)
         self.num_bounded_by_memory += int(np.count_nonzero(is_open & ~fits))

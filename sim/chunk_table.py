@@ -14,6 +14,7 @@ from ..shared.schedule import Task, TaskId, TaskKind
 from ..shared.shards import rank_part, stepped_bytes
 from ..shared.widening import narrow_peak_bytes, wide_gradient_bytes
 from ..shared.workload import Workload
+from .collective_table import CollectiveTable, collective_table
 from .compute_table import FloatArray, Positions
 from .costs import CostModel
 from .space import BoolArray, IntArray
@@ -75,6 +76,8 @@ class ChunkTable:
     """(T,) chunks as their gradients leave and CPU Adam steps them: last block first."""
     costs: CostModel
     rule: StepRule
+    collectives: CollectiveTable | None
+    """Where several ranks train together."""
 
     @cached_property
     def positions(self) -> Positions:
@@ -199,6 +202,7 @@ def chunk_table(workload: Workload, layout: Layout, costs: CostModel, rule: Step
         update_order=_integers(c.id for c in sorted(stepped, key=lambda chunk: (-chunk.blocks[0], -chunk.id))),
         costs=costs,
         rule=rule,
+        collectives=None if rule.num_ranks == 1 else collective_table(layout, parts, is_stepped.tolist(), costs, rule),
     )
 
 

@@ -53,8 +53,10 @@ def _held_bytes(traffic: Traffic, depths: IntArray, resident_bytes: int) -> tupl
     table, length = residency.table, positions.length
     # Intervals begin in one iteration and may end in the next: two are laid out, and folded into one at the end.
     book = _Book(len(depths), 2 * length + 1)
-    reached, gone = traffic.h2d_after_compute(depths), traffic.gone_position(depths)
-    sizes = table.size_bytes[residency.gather_chunk]
+    order = traffic.order(depths)
+    reached, gone = order.fetch_position, order.gone_position
+    buffer_bytes = table.size_bytes if table.collectives is None else table.collectives.gathered_bytes
+    sizes = buffer_bytes[residency.gather_chunk]
     book.change(reached[:, traffic.gather_place] + length, sizes)
     book.change(positions.step_end(residency.last_step) + length + 1, -sizes)
 
@@ -68,9 +70,21 @@ def _held_bytes(traffic: Traffic, depths: IntArray, resident_bytes: int) -> tupl
     chunk_bytes = np.bincount(table.gradient_chunk, table.gradient_bytes, minlength=len(table.size_bytes))
     update_bytes = chunk_bytes[residency.update_chunk].astype(np.int64)
     left = gone[:, traffic.gradient_place.ravel()]
-    book.change(left, -np.tile(update_bytes, len(micro_batch)))
     pausing = _Book(len(depths), 2 * length + 1)
-    pausing.change(left, np.tile(update_bytes, len(micro_batch)))
+    if order.scatter_position is None or order.scattered_position is None:
+        book.change(left, -np.tile(update_bytes, len(micro_batch)))
+        pausing.change(left, np.tile(update_bytes, len(micro_batch)))
+    else:
+        # Laid flat they are there once more until they are scattered, and then the rank's own shard until it is gone.
+        assert table.collectives is not None
+        scatter, scattered = order.scatter_position, order.scattered_position
+        flat, own = (sizes[residency.update_chunk] for sizes in (table.collectives.reduced_bytes, table.offload_bytes))
+        flat, own, whole = (np.tile(sizes, len(micro_batch)) for sizes in (flat, own, update_bytes))
+        book.change(scatter, flat + own)
+        book.change(scattered, -flat - whole)
+        book.change(left, -own)
+        pausing.change(scattered, flat + whole)
+        pausing.change(left, own)
 
     if len(traffic.swapped):
         swapped_bytes = np.tile(traffic.compute.swap_bytes[traffic.swapped], len(micro_batch))

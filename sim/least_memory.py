@@ -8,9 +8,9 @@ import numpy as np
 
 from ..shared.plan import Plan
 from .held_memory import guaranteed_peaks
+from .rank_traffic import traffic_of
 from .residency import residency
 from .search_problem import SearchProblem
-from .traffic import Traffic
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def _cheapest_of_prefix(problem: SearchProblem, index: int, group: int, n_persis
     for bound_bytes, row in sorted(zip(bounds.tolist(), rows.tolist(), strict=True)):
         if best is not None and bound_bytes > best[0]:
             break
-        traffic = Traffic(residency(layout.table, n_persist, int(grid.n_buffer[row])), problem.compute, n_swap)
+        traffic = traffic_of(residency(layout.table, n_persist, int(grid.n_buffer[row])), problem.compute, n_swap)
         peaks = guaranteed_peaks(traffic, grid.prefetch_depth, modes, problem.workload.resident_bytes)
         for depth, place in np.argwhere(peaks == peaks.min()).tolist():
             mode = int(modes[place])

@@ -33,6 +33,8 @@ class Residency:
     """(G,) the step that needs it first."""
     last_step: IntArray
     """(G,) the last step that uses it before its buffer goes to another chunk."""
+    free_step: IntArray
+    """(G,) the step whose end frees its buffer, or its chunk's place before; below 0 in the previous iteration."""
     slot_free: IntArray
     """(G,) compute tasks that must have ended for its buffer to be free and its chunk gone; below 0 in the previous
     iteration."""
@@ -96,6 +98,7 @@ def residency(table: ChunkTable, n_persist: int, n_buffer: int) -> Residency:
         gather_chunk=np.array([stay.chunk for stay in stays], dtype=np.int64),
         gather_step=np.array([stay.first_step for stay in stays], dtype=np.int64),
         last_step=last_step,
+        free_step=before,
         slot_free=positions.step_end(before % positions.num_steps) + 1 - np.where(is_previous, positions.length, 0),
         update_chunk=table.update_order[table.is_offloaded(n_persist)[table.update_order]],
     )

@@ -18,12 +18,30 @@ from typing import Final
 
 import numpy as np
 
+from ..shared.schedule import Lane
 from .compute_table import ComputeTable, FloatArray, Positions
+from .happens_before import NOTHING
 from .residency import Residency
 from .space import BoolArray, IntArray
 
-NOTHING: Final = -(2**40)
-"""A wait that is always over."""
+COMPUTE, H2D, D2H, CPU_OPTIM, COLLECTIVE = (
+    tuple(Lane).index(lane) for lane in (Lane.COMPUTE, Lane.H2D, Lane.D2H, Lane.CPU_OPTIM, Lane.COLLECTIVE)
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Order:
+    """What has surely happened, whatever tasks take.  Positions are places in the program of compute."""
+
+    fetch_position: IntArray
+    """(D, H) compute tasks that have surely ended before a task of H2D starts."""
+    gone_position: IntArray
+    """(D, X) the first compute position that surely starts after a task of D2H has ended; counted on into the next
+    iteration, two iterations' length where none is sure."""
+    scatter_position: IntArray | None = None
+    """(D, M * U) compute tasks that have surely ended before gradients are scattered; None where they are not."""
+    scattered_position: IntArray | None = None
+    """(D, M * U) the first compute position that surely starts after that."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -253,6 +271,10 @@ class Traffic:
         return np.where(key >= 0, gone[np.maximum(key, 0)], within)
 
     # -- what is surely over -----------------------------------------------------------------------------------------
+
+    def order(self, depths: IntArray) -> Order:
+        """What the waits of all lanes guarantee; see [Note: What is surely over]."""
+        return Order(self.h2d_after_compute(depths), self.gone_position(depths))
 
     def h2d_after_compute(self, depths: IntArray) -> IntArray:
         """(D, H) compute tasks that have surely ended before a task of H2D starts; [Note: What is surely over]."""

@@ -21,6 +21,7 @@ from protwin.sim.costs import CostModel
 from protwin.sim.held_memory import guaranteed_peaks
 from protwin.sim.memory_bounds import MemoryBounds
 from protwin.sim.replay import Replayer, ReplayPlan
+from protwin.sim.rank_traffic import traffic_of
 from protwin.sim.residency import residency
 from protwin.sim.simulator import simulate_timing
 from protwin.sim.space import ModeRows
@@ -64,7 +65,7 @@ class Case:
 
     def traffic(self) -> Traffic:
         found = residency(self.chunks, self.plan.n_persist, self.plan.n_buffer)
-        return Traffic(found, self.compute, self.plan.n_swap)
+        return traffic_of(found, self.compute, self.plan.n_swap)
 
     def whole_bound_s(self) -> float:
         bounds = TimeBounds(self.chunks, self.compute, Throughput.of(self.contention))

@@ -1,0 +1,253 @@
+"""What travels and is stepped beside compute on one of several ranks, collectives among it.
+
+[Note: Order of collectives]
+The lane of collectives runs its tasks in the order of the schedule ([Note: Ranks] in ``shared/compile.py``): behind
+every step the reductions of the chunks whose last backward it was, and then the all-gathers that its end opens the way
+for.  Those of the first step come before everything, what no block owns is reduced after the last step, and the parts
+of a norm after that.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from .collective_table import CollectiveTable
+from .compute_table import ComputeTable, FloatArray
+from .happens_before import NOTHING, Waits, ended_with, reached_before
+from .residency import Residency
+from .space import IntArray
+from .traffic import COLLECTIVE, COMPUTE, CPU_OPTIM, D2H, H2D, Order, Traffic
+
+_BESIDE_COMPUTE = (H2D, D2H, CPU_OPTIM, COLLECTIVE)
+
+
+@dataclass(frozen=True, eq=False)
+class CollectiveLane:
+    """The lane of collectives at every prefetch depth.  Shapes: D depths, Z tasks, M micro-batches, G, U as before."""
+
+    seconds: FloatArray
+    """(D, Z)"""
+    gather_place: IntArray
+    """(D, G) places of all-gathers; none if hosts have whole chunks."""
+    leaving_place: IntArray
+    """(D, M, U) places of reductions of gradients that leave."""
+    num_awaited: IntArray
+    """(D,) tasks that must have ended for all gradients that stay to be reduced; ``NOTHING`` if there are none."""
+    norm_place: int | None
+    """The place of the reduction of a norm's parts, if there is one."""
+    waits_compute: IntArray
+    """(D, Z)"""
+    waits_h2d: IntArray
+    """(D, Z)"""
+
+
+class RankTraffic(Traffic):
+    """The lanes beside compute of one of several equal ranks."""
+
+    @property
+    def _table(self) -> CollectiveTable:
+        table = self.residency.table.collectives
+        assert table is not None, "several ranks have collectives"
+        return table
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether gathers bring a shard alone, and an all-gather the others."""
+        return self.residency.table.rule.is_sharded
+
+    @cached_property
+    def _staying(self) -> IntArray:
+        """Chunks whose gradients stay, in the order of their reductions."""
+        table = self.residency.table
+        is_offloaded = table.is_offloaded(self.residency.n_persist)
+        staying: IntArray = table.update_order[~is_offloaded[table.update_order]]
+        return staying
+
+    @cached_property
+    def _reductions(self) -> tuple[IntArray, FloatArray]:
+        """Steps and seconds of reductions within blocks: those that leave, by micro-batch, and those that stay."""
+        num_steps, table = 2 * self.positions.num_blocks, self.residency.table
+        leave, stay = (num_steps - 1 - table.first_block[of] for of in (self.residency.update_chunk, self._staying))
+        micro_batches = self.positions.micro_batches
+        steps = [(num_steps * self._micro + leave).ravel(), num_steps * (micro_batches - 1) + stay]
+        seconds = [np.tile(self._table.leave_s[self.residency.update_chunk], micro_batches)]
+        return np.concatenate(steps), np.concatenate([*seconds, self._table.stay_s[self._staying]])
+
+    def _behind_step(self, depths: IntArray) -> IntArray:
+        """(D, G) the step whose tasks an all-gather follows in the order of the lane; -1 before all of them."""
+        residency, num_steps = self.residency, self.positions.num_steps
+        steps = np.arange(num_steps)
+        freed = np.full(num_steps, -1)
+        np.maximum.at(freed, residency.gather_step, residency.free_step)
+        if len(self.swapped):
+            # What comes back is sent in the same order, and not before its way out.
+            num_micro = 2 * self.positions.num_blocks
+            back = (num_micro * self._micro + num_micro - 1 - self.swapped).ravel()
+            freed[back] = np.maximum(freed[back], (num_micro * self._micro + self.swapped).ravel())
+        opened = np.maximum(freed, steps - depths[:, None] - 1)
+        behind = np.maximum.accumulate(np.minimum(opened, steps - 1), axis=1)
+        # Before the end of the first step nothing but what the first step needs is sent.
+        behind[:, 1:] = np.maximum(behind[:, 1:], 0)
+        gathers: IntArray = behind[:, residency.gather_step]
+        return gathers
+
+    def collectives(self, depths: IntArray) -> CollectiveLane:
+        """The lane of collectives; see [Note: Order of collectives]."""
+        steps, seconds = self._reductions
+        num_depths, num_reductions = len(depths), len(steps)
+        keys, lane_s = np.broadcast_to(2 * steps, (num_depths, num_reductions)), [seconds]
+        opened = np.broadcast_to(self.positions.step_end(steps) + 1, keys.shape)
+        copied = np.full(keys.shape, NOTHING)
+        if self.is_sharded:
+            gathers = self.residency.gather_chunk
+            keys = np.concatenate([keys, 2 * self._behind_step(depths) + 1], axis=1)
+            lane_s.append(self._table.gather_s[gathers])
+            shape = (num_depths, len(gathers))
+            opened = np.concatenate([opened, np.full(shape, NOTHING)], axis=1)
+            copied = np.concatenate([copied, np.broadcast_to(self.gather_place + 1, shape)], axis=1)
+        order = np.argsort(keys, axis=1, kind="stable")
+        places = np.empty_like(order)
+        np.put_along_axis(places, order, np.broadcast_to(np.arange(order.shape[1]), order.shape), axis=1)
+        num_leaving = num_reductions - len(self._staying)
+        leaving = places[:, :num_leaving].reshape(num_depths, self.positions.micro_batches, -1)
+        staying = places[:, num_leaving:num_reductions]
+        num_awaited = staying.max(axis=1, initial=NOTHING - 1) + 1
+        waits_compute, waits_h2d = (np.take_along_axis(waits, order, axis=1) for waits in (opened, copied))
+        in_order_s = np.concatenate(lane_s)[order]
+        last_s: list[float] = []
+        norm_place = None
+        if self._table.outer_s is not None:
+            last_s.append(self._table.outer_s)
+            num_awaited = np.full(num_depths, order.shape[1] + 1)
+        if self.is_sharded and self.norm_place is not None and len(self.residency.update_chunk):
+            norm_place = order.shape[1] + len(last_s)
+            last_s.append(self._table.norm_s)
+        if last_s:
+            shape = (num_depths, len(last_s))
+            in_order_s = np.concatenate([in_order_s, np.broadcast_to(last_s, shape)], axis=1)
+            # The backward of the prologue has ended; a norm waits for more, and for it too.
+            waits_compute = np.concatenate([waits_compute, np.full(shape, self.positions.device_adam)], axis=1)
+            waits_h2d = np.concatenate([waits_h2d, np.full(shape, NOTHING)], axis=1)
+        return CollectiveLane(
+            seconds=in_order_s,
+            gather_place=places[:, num_reductions:],
+            leaving_place=leaving,
+            num_awaited=num_awaited,
+            norm_place=norm_place,
+            waits_compute=waits_compute,
+            waits_h2d=waits_h2d,
+        )
+
+    # -- what waits for what -----------------------------------------------------------------------------------------
+
+    def _waits(self, lane: CollectiveLane, depths: IntArray) -> tuple[Waits, ...]:
+        """What the tasks of every lane wait for, each (D, T); of compute every step, and device Adam."""
+        num_depths, num_steps = len(depths), self.positions.num_steps
+        last = np.full((num_depths, 1), NOTHING)
+
+        def by_step(waits: IntArray, at_end: IntArray) -> IntArray:
+            return np.concatenate([np.broadcast_to(waits, (num_depths, num_steps)), at_end], axis=1)
+
+        norm = np.full((num_depths, 1), NOTHING if self.norm_place is None else self.norm_place + 1)
+        awaited = lane.num_awaited[:, None]
+        if lane.norm_place is not None:
+            awaited = np.full_like(awaited, lane.norm_place + 1)
+        gathered = np.full((num_depths, num_steps), NOTHING)
+        if self.is_sharded:
+            num_gathered = np.searchsorted(self.residency.gather_step, np.arange(num_steps), side="right")
+            begun = num_gathered > 0
+            gathered[:, begun] = lane.gather_place[:, num_gathered[begun] - 1] + 1
+        compute = {
+            COLLECTIVE: by_step(gathered, awaited),
+            D2H: by_step(self.step_waits_d2h(depths), last),
+            CPU_OPTIM: by_step(np.array(NOTHING), norm),
+        }
+        if len(self.swapped) or not self.is_sharded:
+            compute[H2D] = by_step(self.step_waits_h2d, last)
+        h2d = {COMPUTE: self.h2d_waits_compute(depths), CPU_OPTIM: self.h2d_waits_cpu}
+        d2h = {COLLECTIVE: self._d2h_waits_collective(lane)}
+        if len(self.swapped):
+            h2d[D2H] = self.h2d_waits_d2h
+            d2h[COMPUTE] = self.d2h_waits_compute
+        if self.positions.micro_batches > 1:
+            d2h[CPU_OPTIM] = self.d2h_waits_cpu
+        cpu = {D2H: self.cpu_waits_d2h}
+        collective = {COMPUTE: lane.waits_compute, H2D: lane.waits_h2d}
+        if self.norm_place is not None:
+            cpu[COMPUTE] = self.cpu_waits_compute
+            cpu[COLLECTIVE] = self._cpu_waits_collective(lane)
+            if lane.norm_place is not None:
+                collective[CPU_OPTIM] = np.full_like(lane.waits_h2d, NOTHING)
+                collective[CPU_OPTIM][:, lane.norm_place] = self.norm_place + 1
+        return tuple(
+            {other: np.broadcast_to(waits, (num_depths, waits.shape[-1])) for other, waits in of_lane.items()}
+            for of_lane in (compute, h2d, d2h, cpu, collective)
+        )
+
+    def _d2h_waits_collective(self, lane: CollectiveLane) -> IntArray:
+        """(D, X) gradients for their reduction."""
+        waits = np.full((len(lane.seconds), len(self.d2h_step)), NOTHING)
+        waits[:, self.gradient_place] = lane.leaving_place + 1
+        return waits
+
+    def _cpu_waits_collective(self, lane: CollectiveLane) -> IntArray:
+        """(D, Y) the norm for the gradients that stay; CPU Adam for the norm of all ranks."""
+        assert self.norm_place is not None
+        waits = np.full((len(lane.seconds), self.cpu_length), NOTHING)
+        waits[:, self.norm_place] = lane.num_awaited
+        if lane.norm_place is not None:
+            waits[:, self.adam_place] = lane.norm_place + 1
+        return waits
+
+    # -- what is surely over -----------------------------------------------------------------------------------------
+
+    def order(self, depths: IntArray) -> Order:
+        """What the waits of all lanes guarantee."""
+        lane = self.collectives(depths)
+        waits, lengths = self._waits(lane, depths), self._lengths(lane)
+        reached = reached_before(COMPUTE, waits, lengths, among=_BESIDE_COMPUTE)
+        d2h = self._starts_after(D2H, waits, lengths)
+        if not self.is_sharded:
+            return Order(reached[H2D], d2h)
+        num_depths, shape = len(depths), (len(depths), -1)
+        leaving = lane.leaving_place.reshape(shape)
+        if not leaving.size:
+            return Order(reached[H2D], d2h, leaving, leaving)
+        collective = self._starts_after(COLLECTIVE, waits, lengths)
+        return Order(
+            reached[H2D],
+            d2h,
+            np.take_along_axis(reached[COLLECTIVE], leaving, axis=1).reshape(num_depths, -1),
+            np.take_along_axis(collective, leaving, axis=1).reshape(num_depths, -1),
+        )
+
+    def _lengths(self, lane: CollectiveLane) -> tuple[int, ...]:
+        """Tasks of every lane in an iteration."""
+        return self.positions.length, len(self.h2d_step), len(self.d2h_step), self.cpu_length, lane.seconds.shape[1]
+
+    def _starts_after(self, target: int, waits: tuple[Waits, ...], lengths: tuple[int, ...]) -> IntArray:
+        """(D, X) the first compute position that surely starts after each task of ``target`` has ended.
+
+        Positions are counted on into the next iteration; two iterations' length where none is sure.
+        """
+        others = tuple(lane for lane in _BESIDE_COMPUTE if lane != target)
+        reached = reached_before(target, waits, lengths, among=others)
+        compute, num_gone, length = waits[COMPUTE], lengths[target], lengths[COMPUTE]
+        over = compute.get(target, np.full_like(compute[COLLECTIVE], NOTHING))
+        for other in others:
+            if other in compute:
+                over = np.maximum(over, ended_with(reached[other], compute[other], num_gone))
+        begins = np.append(self.positions.step_begin(np.arange(self.positions.num_steps)), self.positions.device_adam)
+        places = np.concatenate([begins, begins + length, [2 * length]])
+        counts = np.arange(1, num_gone + 1)
+        both = np.maximum.accumulate(np.concatenate([over, over + num_gone], axis=1), axis=1)
+        return np.stack([places[np.searchsorted(row, counts)] for row in both])
+
+
+def traffic_of(residency: Residency, compute: ComputeTable, n_swap: int) -> Traffic:
+    """The lanes beside compute, of one rank alone or of one of several."""
+    kind = Traffic if residency.table.rule.num_ranks == 1 else RankTraffic
+    return kind(residency, compute, n_swap)
