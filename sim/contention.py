@@ -65,6 +65,11 @@ class ContentionModel:
         """Lanes that do not disturb each other."""
         return cls(_freeze({lanes: dict.fromkeys(lanes, 1.0) for lanes in _SETS[len(lanes_of(num_ranks))]}))
 
+    @property
+    def lanes(self) -> tuple[Lane, ...]:
+        """All of them, in their order."""
+        return LANES_ALONE if frozenset(Lane) not in self.slowdowns else tuple(Lane)
+
     def rates(self, active: LaneSet) -> Slowdowns:
         """Progress per second of each active lane, in (0, 1]."""
         return self._rates[active]

@@ -8,15 +8,16 @@ until nothing new comes.  ``shared/order.py`` finds the same in a compiled sched
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Final
 
 import numpy as np
 
 from .space import BoolArray, IntArray
 
-NOTHING = -(2**40)
+NOTHING: Final = -(2**40)
 """A wait that is always over."""
 Waits = Mapping[int, IntArray]
-"""By lane that is waited for: (D, T) how many of its tasks must have ended before each task starts, counted within the
+"""By lane that is waited for: (T,) or (D, T), how many of its tasks must have ended before each task starts, counted within the
 iteration; below 1 for tasks of the iterations before."""
 
 

@@ -17,19 +17,25 @@ from typing import Final
 
 import numpy as np
 
-from ..shared.schedule import Lane
 from .compute_table import FloatArray
+from .happens_before import NOTHING, Waits
 from .space import BoolArray, IntArray
-from .traffic import NOTHING, Traffic
+from .traffic import COLLECTIVE, COMPUTE, CPU_OPTIM, D2H, H2D, Traffic
 
-COMPUTE, H2D, D2H, CPU_OPTIM = (tuple(Lane).index(lane) for lane in (Lane.COMPUTE, Lane.H2D, Lane.D2H, Lane.CPU_OPTIM))
-WAITS_FOR = np.array(
-    [[H2D, D2H, CPU_OPTIM], [COMPUTE, CPU_OPTIM, D2H], [COMPUTE, CPU_OPTIM, CPU_OPTIM], [D2H, COMPUTE, COMPUTE]]
+_ALONE: Final = ((H2D, D2H, CPU_OPTIM), (COMPUTE, CPU_OPTIM, D2H), (COMPUTE, CPU_OPTIM, CPU_OPTIM), (D2H, COMPUTE, COMPUTE))
+_TOGETHER: Final = (
+    (COLLECTIVE, D2H, H2D, CPU_OPTIM),
+    (COMPUTE, CPU_OPTIM, D2H, D2H),
+    (COLLECTIVE, COMPUTE, CPU_OPTIM, CPU_OPTIM),
+    (D2H, COLLECTIVE, COMPUTE, COMPUTE),
+    (COMPUTE, H2D, CPU_OPTIM, CPU_OPTIM),
 )
-"""The lanes that tasks of each lane may wait for: the columns of their waits."""
+WAITS_FOR: Final = {len(of_lanes): np.array(of_lanes) for of_lanes in (_ALONE, _TOGETHER)}
+"""By the number of lanes, the lanes that tasks of each may wait for: the columns of their waits, the usual first."""
 _COLUMN: Final = {
-    (lane, other): column
-    for lane, others in enumerate(WAITS_FOR.tolist())
+    (num_lanes, lane, other): column
+    for num_lanes, of_lanes in WAITS_FOR.items()
+    for lane, others in enumerate(of_lanes.tolist())
     for column, other in reversed([*enumerate(others)])
 }
 
@@ -43,7 +49,7 @@ class LaneProgram:
     durations_s: FloatArray
     """(T,); empty for COMPUTE, whose seconds depend on more."""
     waits: IntArray
-    """(T, 3) how many tasks the lanes of ``WAITS_FOR`` must have ended, counted within the iteration; below 1 for
+    """(T, columns) how many tasks the lanes of ``WAITS_FOR`` must have ended, counted within the iteration; below 1 for
     tasks of the iterations before, ``NOTHING`` for no wait."""
 
 
@@ -52,90 +58,71 @@ def copy_programs(traffic: Traffic, depth: int, slowest: FloatArray) -> tuple[La
 
     ``slowest``: the largest slowdown of each lane.
     """
-    depths = np.array([depth])
-    # What nothing waits for is left out: most plans swap nothing and limit no norm.
-    compute = {H2D: traffic.step_waits_h2d, D2H: traffic.step_waits_d2h(depths)[0]}
-    h2d = {COMPUTE: traffic.h2d_waits_compute(depths)[0], CPU_OPTIM: traffic.h2d_waits_cpu}
-    d2h = {COMPUTE: traffic.d2h_waits_compute}
-    cpu = {D2H: traffic.cpu_waits_d2h}
-    if len(traffic.swapped):
-        h2d[D2H] = traffic.h2d_waits_d2h
-    if traffic.positions.micro_batches > 1:
-        d2h[CPU_OPTIM] = traffic.d2h_waits_cpu
-    norm_wait = None
-    if traffic.norm_place is not None:
-        cpu[COMPUTE] = traffic.cpu_waits_compute
-        norm_wait = np.array([traffic.norm_place + 1])
+    work, positions = traffic.work(depth), traffic.positions
+    lanes, num_lanes = work.waits, len(work.waits)
+    met = {id(column): _is_met(column) for lane in lanes for column in lane.values()}
 
-    # Whoever waits for several tasks of a lane in a row: CPU Adam first, since it waits for each copy.
-    met = {id(column): _is_met(column) for lane in (compute, h2d, d2h, cpu) for column in lane.values()}
-
-    def binding(waits: IntArray) -> IntArray:
-        return waits[~met[id(waits)]]
-
-    def joins(lane: dict[int, IntArray], num_tasks: int) -> BoolArray:
-        all_met = np.ones(num_tasks, dtype=np.bool_)
-        for column in lane.values():
+    def joins(lane: int) -> BoolArray:
+        all_met = np.ones(len(work.seconds[lane]), dtype=np.bool_)
+        for column in lanes[lane].values():
             all_met &= met[id(column)]
         # The first task begins a lane.
         all_met[:1] = False
         return all_met
 
-    cpu_joins = joins(cpu, traffic.cpu_length)
+    cpu_joins = joins(CPU_OPTIM)
     cpu_joins |= _steps_in_time(traffic, slowest)
-    awaited = [binding(h2d[CPU_OPTIM])]
-    if CPU_OPTIM in d2h:
-        awaited.append(binding(d2h[CPU_OPTIM]))
-    if norm_wait is not None:
-        awaited.append(norm_wait)
-    _part(cpu_joins, *awaited)
-    d2h_joins = joins(d2h, len(traffic.d2h_step))
-    starts = cpu[D2H][~cpu_joins]
-    awaited = [binding(compute[D2H]), starts[~_is_met(starts)]]
-    if D2H in h2d:
-        awaited.append(binding(h2d[D2H]))
-    _part(d2h_joins, *awaited)
-    h2d_joins = joins(h2d, len(traffic.h2d_step))
-    _part(h2d_joins, binding(compute[H2D]))
 
-    positions = traffic.positions
-    compute_joins = _compute_joins(traffic, [of_step for of_step in compute.values() if len(of_step)], met)
-    awaited = [binding(lane[COMPUTE]) for lane in (h2d, d2h, cpu) if COMPUTE in lane]
-    _part(compute_joins, *awaited)
-    joined_of = {COMPUTE: compute_joins, H2D: h2d_joins, D2H: d2h_joins, CPU_OPTIM: cpu_joins}
+    def awaited(other: int) -> list[IntArray]:
+        """What waits for tasks of ``other`` for which its lane has not waited before."""
+        found = []
+        for lane, columns in enumerate(lanes):
+            waits = columns.get(other)
+            if waits is None:
+                continue
+            if lane == CPU_OPTIM:
+                # CPU Adam waits for each copy, unless it surely comes in time.
+                waits = waits[~cpu_joins]
+                found.append(waits[~_is_met(waits)])
+            else:
+                found.append(waits[~met[id(waits)]])
+        return found
+
+    # Whoever waits for several tasks of a lane in a row: CPU Adam first, since what it waits for depends on it.
+    _part(cpu_joins, *awaited(CPU_OPTIM))
+    joined_of = {CPU_OPTIM: cpu_joins, COMPUTE: _compute_joins(traffic, lanes[COMPUTE], met)}
+    for lane in range(num_lanes):
+        if lane != CPU_OPTIM:
+            if lane != COMPUTE:
+                joined_of[lane] = joins(lane)
+            _part(joined_of[lane], *awaited(lane))
     numbers = {lane: _numbers(joined) for lane, joined in joined_of.items()}
-    step_begins = positions.step_begin(np.arange(positions.num_steps))
     of_compute = {}
-    for other, waits in compute.items():
+    begins = np.append(positions.step_begin(np.arange(positions.num_steps)), positions.device_adam)
+    for other, waits in lanes[COMPUTE].items():
         of_compute[other] = np.full(positions.length, NOTHING)
-        of_compute[other][step_begins] = waits
-    if norm_wait is not None:
-        of_compute[CPU_OPTIM] = np.full(positions.length, NOTHING)
-        of_compute[CPU_OPTIM][-1] = norm_wait[0]
+        of_compute[other][begins] = waits
     fused = []
-    for lane, columns, seconds in (
-        (COMPUTE, of_compute, None),
-        (H2D, h2d, traffic.h2d_s),
-        (D2H, d2h, traffic.d2h_s),
-        (CPU_OPTIM, cpu, traffic.cpu_s),
-    ):
+    num_columns = WAITS_FOR[num_lanes].shape[1]
+    for lane, columns in enumerate((of_compute, *lanes[1:])):
         begins = np.flatnonzero(~joined_of[lane])
-        kept = np.full((len(begins), 3), NOTHING)
+        kept = np.full((len(begins), num_columns), NOTHING)
         for other, waits in columns.items():
-            kept[:, _COLUMN[lane, other]] = _renumbered(waits[begins], numbers[other])
-        durations_s = np.zeros(0) if seconds is None or not len(begins) else np.add.reduceat(seconds, begins)
+            kept[:, _COLUMN[num_lanes, lane, other]] = _renumbered(waits[begins], numbers[other])
+        seconds = work.seconds[lane]
+        durations_s = np.zeros(0) if lane == COMPUTE or not len(begins) else np.add.reduceat(seconds, begins)
         fused.append(LaneProgram(begins, durations_s, kept))
     return tuple(fused)
 
 
-def _compute_joins(traffic: Traffic, of_steps: list[IntArray], met: dict[int, BoolArray]) -> BoolArray:
-    """(L,) whether a compute task waits for nothing new; ``of_steps``: (S,) what steps wait for."""
+def _compute_joins(traffic: Traffic, waits: Waits, met: dict[int, BoolArray]) -> BoolArray:
+    """(L,) whether a compute task waits for nothing new; ``waits``: of steps, and of device Adam."""
     positions = traffic.positions
     joins = np.ones(positions.length, dtype=np.bool_)
-    waits = np.zeros(positions.num_steps, dtype=np.bool_)
-    for of_step in of_steps:
-        waits |= ~met[id(of_step)] & (of_step > NOTHING)
-    joins[positions.step_begin(np.flatnonzero(waits))] = False
+    begins = np.zeros(positions.num_steps, dtype=np.bool_)
+    for of_step in waits.values():
+        begins |= (~met[id(of_step)] & (of_step > NOTHING))[:-1]
+    joins[positions.step_begin(np.flatnonzero(begins))] = False
     # Device Adam is what the length of an iteration is read off.
     joins[[0, -1]] = False
     return joins
@@ -145,7 +132,8 @@ def _steps_in_time(traffic: Traffic, slowest: FloatArray) -> BoolArray:
     """(Y,) whether a copy has surely ended when CPU Adam has stepped the chunk before; see [Note: Fused tasks]."""
     residency, rule = traffic.residency, traffic.residency.table.rule
     in_time = np.zeros(traffic.cpu_length, dtype=np.bool_)
-    if rule.accumulates or rule.limits_norm or len(traffic.swapped) or len(in_time) < 2:
+    is_plain = rule.num_ranks == 1 and not rule.accumulates and not rule.limits_norm
+    if not is_plain or len(traffic.swapped) or len(in_time) < 2:
         return in_time
     table, positions, num_blocks = residency.table, traffic.positions, traffic.positions.num_blocks
     first_block = table.first_block[residency.update_chunk]

@@ -19,7 +19,7 @@ from .compute_table import ComputeTable, FloatArray
 from .happens_before import NOTHING, Waits, ended_with, reached_before
 from .residency import Residency
 from .space import IntArray
-from .traffic import COLLECTIVE, COMPUTE, CPU_OPTIM, D2H, H2D, Order, Traffic
+from .traffic import COLLECTIVE, COMPUTE, CPU_OPTIM, D2H, H2D, LaneWork, Order, Traffic
 
 _BESIDE_COMPUTE = (H2D, D2H, CPU_OPTIM, COLLECTIVE)
 
@@ -151,7 +151,6 @@ class RankTraffic(Traffic):
         def by_step(waits: IntArray, at_end: IntArray) -> IntArray:
             return np.concatenate([np.broadcast_to(waits, (num_depths, num_steps)), at_end], axis=1)
 
-        norm = np.full((num_depths, 1), NOTHING if self.norm_place is None else self.norm_place + 1)
         awaited = lane.num_awaited[:, None]
         if lane.norm_place is not None:
             awaited = np.full_like(awaited, lane.norm_place + 1)
@@ -160,11 +159,9 @@ class RankTraffic(Traffic):
             num_gathered = np.searchsorted(self.residency.gather_step, np.arange(num_steps), side="right")
             begun = num_gathered > 0
             gathered[:, begun] = lane.gather_place[:, num_gathered[begun] - 1] + 1
-        compute = {
-            COLLECTIVE: by_step(gathered, awaited),
-            D2H: by_step(self.step_waits_d2h(depths), last),
-            CPU_OPTIM: by_step(np.array(NOTHING), norm),
-        }
+        compute = {COLLECTIVE: by_step(gathered, awaited), D2H: by_step(self.step_waits_d2h(depths), last)}
+        if self.norm_place is not None:
+            compute[CPU_OPTIM] = by_step(np.array(NOTHING), np.full_like(last, self.norm_place + 1))
         if len(self.swapped) or not self.is_sharded:
             compute[H2D] = by_step(self.step_waits_h2d, last)
         h2d = {COMPUTE: self.h2d_waits_compute(depths), CPU_OPTIM: self.h2d_waits_cpu}
@@ -186,6 +183,13 @@ class RankTraffic(Traffic):
             {other: np.broadcast_to(waits, (num_depths, waits.shape[-1])) for other, waits in of_lane.items()}
             for of_lane in (compute, h2d, d2h, cpu, collective)
         )
+
+    def work(self, depth: int) -> LaneWork:
+        """What the lanes do."""
+        depths = np.array([depth])
+        lane = self.collectives(depths)
+        waits = tuple({other: found[0] for other, found in of.items()} for of in self._waits(lane, depths))
+        return LaneWork(waits, (np.zeros(0), self.h2d_s, self.d2h_s, self.cpu_s, lane.seconds[0]))
 
     def _d2h_waits_collective(self, lane: CollectiveLane) -> IntArray:
         """(D, X) gradients for their reduction."""

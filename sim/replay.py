@@ -16,7 +16,6 @@ from typing import Final
 
 import numpy as np
 
-from ..shared.schedule import LANES_ALONE
 from .compute_table import ComputeTable, FloatArray
 from .contention import ContentionModel
 from .lane_programs import COMPUTE, WAITS_FOR, LaneProgram, copy_programs
@@ -29,13 +28,9 @@ REPLAY_FRAC: Final = 1 - 1e-5
 
 _STEADY_FRAC: Final = 1e-6
 """How far, as a share of the period, tasks may be from periodic; as in ``sim/timing.py``."""
-_LANES: Final = LANES_ALONE
-_WAITS_FOR: Final = np.ascontiguousarray(WAITS_FOR.T)
-"""By column."""
-_LANE_BITS: Final = (1 << np.arange(len(_LANES))).astype(np.uint8)
 _UNROLLED: Final = MIN_ITERATIONS + 1
 """Iterations of every program: while the last lane completes the last of them, others have begun the next."""
-_NEVER: Final = np.full((1, WAITS_FOR.shape[1]), 2**40)
+_NEVER: Final = 2**40
 """A wait that is never over."""
 _SIMULTANEOUS: Final = 1 + 1e-12
 _FOREVER_S: Final = 1e300
@@ -64,11 +59,11 @@ class _Programs:
     waits: tuple[IntArray, ...]
     """(M,) each: how many tasks the lanes of ``WAITS_FOR`` must have ended, since the beginning."""
     first_duration: IntArray
-    """(J, 4) where each plan's lanes begin in ``durations_s``."""
+    """(J, L) where each plan's lanes begin in ``durations_s``; L lanes."""
     first_wait: IntArray
-    """(J, 4) where they begin in ``waits``."""
+    """(J, L) where they begin in ``waits``."""
     lengths: IntArray
-    """(J, 4) tasks of one iteration."""
+    """(J, L) tasks of one iteration."""
 
 
 class Replayer:
@@ -143,31 +138,33 @@ class _Builder:
         """The programs of a plan, in the order of ``Lane``; ``copies``: ``copy_programs``."""
         key = id(plan.traffic), plan.depth
         lengths = np.array([len(program.waits) for program in copies])
+        waits_for = WAITS_FOR[len(copies)]
         if key not in self._copies:
             compute, *others = copies
             lanes = tuple(
                 _Lane(
                     len(program.waits),
                     self._add_durations(program.durations_s),
-                    self._add_waits(program.waits, lengths[WAITS_FOR[1 + place]]),
+                    self._add_waits(program.waits, lengths[waits_for[1 + place]]),
                 )
                 for place, program in enumerate(others)
             )
-            self._copies[key] = self._add_waits(compute.waits, lengths[WAITS_FOR[COMPUTE]]), lanes
+            self._copies[key] = self._add_waits(compute.waits, lengths[waits_for[COMPUTE]]), lanes
         first_wait, lanes = self._copies[key]
         seconds = self._compute.iteration_s(plan.mode, plan.traffic.residency.device_adam_s)
         durations_s = np.add.reduceat(seconds, copies[COMPUTE].begins)
         return (_Lane(int(lengths[COMPUTE]), self._add_durations(durations_s), first_wait), *lanes)
 
     def programs(self, lanes: Sequence[tuple[_Lane, ...]]) -> _Programs:
-        """The programs of the plans with these lanes."""
+        """The programs of the plans with these lanes, as many of each."""
         waits = np.concatenate(self._waits)
         columns = [np.ascontiguousarray(waits[:, column]) for column in range(waits.shape[1])]
-        # Few plans wait for a third lane: for others two columns say it all.
-        is_needed = bool(np.any((columns[2] > 0) & (columns[2] < _NEVER[0, 2])))
+        # Few plans wait for more than two lanes: for others two columns say it all.
+        while len(columns) > 2 and not np.any((columns[-1] > 0) & (columns[-1] < _NEVER)):
+            columns.pop()
         return _Programs(
             durations_s=np.concatenate([*self._durations, np.zeros(1)]),
-            waits=tuple(columns if is_needed else columns[:2]),
+            waits=tuple(columns),
             first_duration=np.array([[lane.first_duration for lane in of_plan] for of_plan in lanes]),
             first_wait=np.array([[lane.first_wait for lane in of_plan] for of_plan in lanes]),
             lengths=np.array([[lane.length for lane in of_plan] for of_plan in lanes]),
@@ -187,7 +184,7 @@ class _Builder:
         place = self._num_waits
         for iteration in range(_UNROLLED):
             self._waits.append(waits + iteration * lengths)
-        self._waits.append(_NEVER)
+        self._waits.append(np.full((1, waits.shape[1]), _NEVER))
         self._num_waits += len(waits) * _UNROLLED + 1
         return place
 
@@ -200,6 +197,10 @@ class _Lanes:
 
     def __init__(self, programs: _Programs, first_end: IntArray) -> None:
         lengths = programs.lengths.T
+        self.num_lanes = len(lengths)
+        self.others = np.ascontiguousarray(WAITS_FOR[self.num_lanes].T)[: len(programs.waits)]
+        """The lanes that each waits for, by column of its waits."""
+        self.lane_bits = (1 << np.arange(self.num_lanes)).astype(np.uint8)
         self.target = lengths.ravel() * MIN_ITERATIONS
         """Tasks to end."""
         self.first_wait = programs.first_wait.T.ravel()
@@ -217,13 +218,13 @@ class _Lanes:
         self._number(lengths.shape[1])
 
     def _number(self, num_plans: int) -> None:
-        self.plan = np.tile(np.arange(num_plans), len(_LANES))
-        self.of_plan = (len(_LANES), num_plans)
+        self.plan = np.tile(np.arange(num_plans), self.num_lanes)
+        self.of_plan = (self.num_lanes, num_plans)
         """The shape in which a column is a plan."""
 
     def keep(self, plans: BoolArray) -> None:
         """Drop the lanes of all other plans."""
-        lanes = np.tile(plans, len(_LANES))
+        lanes = np.tile(plans, self.num_lanes)
         for name in ("target", "first_wait", "first_duration", "first_end", "ended", "left_s", "next_s"):
             setattr(self, name, getattr(self, name)[lanes])
         self.waits = self.waits[:, lanes]
@@ -269,8 +270,7 @@ def _step(lanes: _Lanes, now_s: FloatArray, slowdowns: FloatArray, programs: _Pr
     shape = lanes.of_plan
     is_idle = np.isinf(lanes.left_s).reshape(shape)
     ended = lanes.ended.reshape(shape)
-    others = _WAITS_FOR[: len(lanes.waits)]
-    is_over = ended.take(others, axis=0, mode="clip") >= lanes.waits.reshape(others.shape[0], *shape)
+    is_over = ended.take(lanes.others, axis=0, mode="clip") >= lanes.waits.reshape(-1, *shape)
     may = is_idle & is_over[0]
     for over in is_over[1:]:
         may &= over
@@ -278,7 +278,7 @@ def _step(lanes: _Lanes, now_s: FloatArray, slowdowns: FloatArray, programs: _Pr
     lanes.left_s[starting] = lanes.next_s.take(starting, mode="clip")
     is_idle ^= may
 
-    idle_lanes = (_LANE_BITS @ is_idle.view(np.uint8)).astype(np.intp)
+    idle_lanes = (lanes.lane_bits @ is_idle.view(np.uint8)).astype(np.intp)
     slowdown = slowdowns.take(idle_lanes, axis=1, mode="clip")
     remaining_s = lanes.left_s.reshape(shape) * slowdown
     # A plan that is through has nothing running; its clock means nothing any more.
@@ -302,11 +302,12 @@ def _step(lanes: _Lanes, now_s: FloatArray, slowdowns: FloatArray, programs: _Pr
 
 
 def _slowdown_table(contention: ContentionModel) -> FloatArray:
-    """(16, 4) the slowdown of every lane for every set of running lanes, as bits; 1 for lanes outside the set."""
-    table = np.ones((1 << len(_LANES), len(_LANES)))
+    """(2**L, L) the slowdown of every lane for every set of running lanes, as bits; 1 for lanes outside the set."""
+    among = contention.lanes
+    table = np.ones((1 << len(among), len(among)))
     for mask in range(len(table)):
-        lanes = [lane for lane in range(len(_LANES)) if mask >> lane & 1]
-        rates = contention.rates(frozenset(_LANES[lane] for lane in lanes))
+        lanes = [lane for lane in range(len(among)) if mask >> lane & 1]
+        rates = contention.rates(frozenset(among[lane] for lane in lanes))
         for lane in lanes:
-            table[mask, lane] = 1 / rates[_LANES[lane]]
+            table[mask, lane] = 1 / rates[among[lane]]
     return table

@@ -20,13 +20,23 @@ import numpy as np
 
 from ..shared.schedule import Lane
 from .compute_table import ComputeTable, FloatArray, Positions
-from .happens_before import NOTHING
+from .happens_before import NOTHING, Waits
 from .residency import Residency
 from .space import BoolArray, IntArray
 
 COMPUTE, H2D, D2H, CPU_OPTIM, COLLECTIVE = (
     tuple(Lane).index(lane) for lane in (Lane.COMPUTE, Lane.H2D, Lane.D2H, Lane.CPU_OPTIM, Lane.COLLECTIVE)
 )
+
+
+@dataclass(frozen=True, eq=False)
+class LaneWork:
+    """What the lanes do in an iteration at one prefetch depth, in the order of ``Lane``."""
+
+    waits: tuple[Waits, ...]
+    """Of tasks (T,); of compute, whose tasks depend on more, of every step and of device Adam."""
+    seconds: tuple[FloatArray, ...]
+    """(T,); none of compute."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -269,6 +279,23 @@ class Traffic:
         before = key + num_steps
         within = np.where(before >= 0, gone[np.clip(before, 0, num_steps - 1)] - len(self.d2h_step), NOTHING)
         return np.where(key >= 0, gone[np.maximum(key, 0)], within)
+
+    def work(self, depth: int) -> LaneWork:
+        """What the lanes do.  What nothing waits for is left out: most plans swap nothing and limit no norm."""
+        depths = np.array([depth])
+        compute = {H2D: np.append(self.step_waits_h2d, NOTHING), D2H: np.append(self.step_waits_d2h(depths), NOTHING)}
+        h2d = {COMPUTE: self.h2d_waits_compute(depths)[0], CPU_OPTIM: self.h2d_waits_cpu}
+        d2h = {COMPUTE: self.d2h_waits_compute}
+        cpu = {D2H: self.cpu_waits_d2h}
+        if len(self.swapped):
+            h2d[D2H] = self.h2d_waits_d2h
+        if self.positions.micro_batches > 1:
+            d2h[CPU_OPTIM] = self.d2h_waits_cpu
+        if self.norm_place is not None:
+            cpu[COMPUTE] = self.cpu_waits_compute
+            compute[CPU_OPTIM] = np.full(self.positions.num_steps + 1, NOTHING)
+            compute[CPU_OPTIM][-1] = self.norm_place + 1
+        return LaneWork((compute, h2d, d2h, cpu), (np.zeros(0), self.h2d_s, self.d2h_s, self.cpu_s))
 
     # -- what is surely over -----------------------------------------------------------------------------------------
 
