@@ -22,7 +22,12 @@ from .happens_before import NOTHING, Waits
 from .space import BoolArray, IntArray
 from .traffic import COLLECTIVE, COMPUTE, CPU_OPTIM, D2H, H2D, Traffic
 
-_ALONE: Final = ((H2D, D2H, CPU_OPTIM), (COMPUTE, CPU_OPTIM, D2H), (COMPUTE, CPU_OPTIM, CPU_OPTIM), (D2H, COMPUTE, COMPUTE))
+_ALONE: Final = (
+    (H2D, D2H, CPU_OPTIM),
+    (COMPUTE, CPU_OPTIM, D2H),
+    (COMPUTE, CPU_OPTIM, CPU_OPTIM),
+    (D2H, COMPUTE, COMPUTE),
+)
 _TOGETHER: Final = (
     (COLLECTIVE, D2H, H2D, CPU_OPTIM),
     (COMPUTE, CPU_OPTIM, D2H, D2H),

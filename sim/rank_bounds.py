@@ -15,15 +15,14 @@ backward of a block, then all reductions of chunks that end with it or with earl
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Final
 
 import numpy as np
 
-from ..shared.schedule import TaskKind
 from .chunk_table import ChunkTable
 from .compute_table import ComputeTable, FloatArray
 from .contention import ContentionModel
+from .rank_cycles import RankCycles
 from .space import IntArray
 from .throughput import Throughput, weights_with_collectives
 from .time_bounds import TimeBounds
@@ -31,7 +30,6 @@ from .traffic import Traffic
 
 _BOUND_FRAC: Final = 1 - 1e-5
 """Covers what the simulator tolerates as periodic, and rounding."""
-NORM_BYTES: Final = 8
 
 
 class RankBounds(TimeBounds):
@@ -44,37 +42,15 @@ class RankBounds(TimeBounds):
         self._table = table
         weights = weights_with_collectives(contention)
         self._of_compute, self._of_others = weights[:, 0], weights[:, 1:]
-        rule, layout = table.rule, table.layout
-        num_ranks = rule.num_ranks
-
-        @cache
-        def seconds(kind: TaskKind, size_bytes: int) -> float:
-            return table.costs.collective_s(kind, size_bytes, num_ranks)
-
-        whole = [sum(chunk.gradient_bytes) for chunk in layout.chunks]
-        stay = [
-            seconds(TaskKind.ALL_REDUCE, size) if chunk.is_trainable else 0.0
-            for chunk, size in zip(layout.chunks, whole, strict=True)
-        ]
-        leave = stay
-        gather = [0.0] * len(layout.chunks)
-        if rule.is_sharded:
-            kind = TaskKind.REDUCE_SCATTER
-            leave = [
-                seconds(kind, num_ranks * size) if chunk.is_trainable else 0.0
-                for chunk, size in zip(layout.chunks, table.offload_bytes.tolist(), strict=True)
-            ]
-            sizes = table.host_parameter_bytes.tolist()
-            gather = [seconds(TaskKind.ALL_GATHER, num_ranks * size) for size in sizes]
-        self.gather_s: FloatArray = np.array(gather)
+        rule, collectives = table.rule, table.collectives
+        assert collectives is not None, "several ranks have collectives"
+        self._cycles = RankCycles(table, collectives, compute, self._sums, weights)
+        self.gather_s: FloatArray = collectives.gather_s
         """(C,) each all-gather."""
-        is_owned = table.is_owned
-        self._stay_s = np.where(is_owned, np.array(stay), 0.0)
-        self._leave_s = np.where(is_owned, np.array(leave), 0.0)
-        outer_bytes = sum(size for size, owned in zip(whole, is_owned.tolist(), strict=True) if not owned)
-        self._outer_s = seconds(TaskKind.ALL_REDUCE, outer_bytes) if outer_bytes else 0.0
-        self._norm_s = seconds(TaskKind.ALL_REDUCE, NORM_BYTES) if rule.is_sharded and rule.limits_norm else 0.0
-        offloaded = table.is_offloaded(np.arange(len(layout.chunks) + 1))
+        self._stay_s, self._leave_s = collectives.stay_s, collectives.leave_s
+        self._outer_s = collectives.outer_s or 0.0
+        self._norm_s = collectives.norm_s if rule.is_sharded and rule.limits_norm else 0.0
+        offloaded = table.is_offloaded(np.arange(len(table.size_bytes) + 1))
         self._offloaded = offloaded
         micro_batches = rule.micro_batches
         is_stepped = table.is_stepped
@@ -82,8 +58,7 @@ class RankBounds(TimeBounds):
         has_sharded_norm = (offloaded & is_stepped).any(axis=1)
         self.reduced_s: FloatArray = reduced_s.sum(axis=1) + self._outer_s + self._norm_s * has_sharded_norm
         """(C + 1,) all reductions of an iteration, by ``n_persist``."""
-        self._fewest_s: FloatArray = self.reduced_s + (offloaded * self.gather_s).sum(axis=1)
-        """(C + 1,) with one all-gather of every offloaded chunk."""
+        self._links = self._cycles.links
         self._tail_s = self._tails()
 
     def whole_s(self, n_persist: IntArray, n_buffer: IntArray, depths: IntArray, modes: IntArray) -> FloatArray:
@@ -94,7 +69,12 @@ class RankBounds(TimeBounds):
     def iteration_s(self, n_persist: IntArray, n_buffer: IntArray, depths: IntArray, modes: IntArray) -> FloatArray:
         """(R, K) bounds of the plans with these knobs; see [Note: Bounds with collectives]."""
         alone_s = super().iteration_s(n_persist, n_buffer, depths, modes)
-        return np.maximum(alone_s, self._joint_s(n_persist, self._least_work(n_persist, n_buffer, modes), modes))
+        bound_s = np.maximum(alone_s, self._joint_s(n_persist, self._least_work(n_persist, n_buffer, modes), modes))
+        is_cycle = self._sums.first[n_persist] < self._sums.num_blocks
+        if is_cycle.any():
+            found_s = self._cycles.iteration_s(n_persist[is_cycle], n_buffer[is_cycle], depths[is_cycle], modes)
+            bound_s[is_cycle] = np.maximum(bound_s[is_cycle], found_s * _BOUND_FRAC)
+        return bound_s
 
     def plan_s(self, traffic: Traffic, mode: int) -> float:
         """The bound of one plan by the work that its lanes really have."""
@@ -108,11 +88,15 @@ class RankBounds(TimeBounds):
         """(R, 4) seconds of every lane but compute in a period, at least."""
         sums, micro_batches = self._sums, self._sums.positions.micro_batches
         n_swap = int(self._n_swap[modes[0]])
-        h2d_s = sums.gather_s[n_persist, -1] + sums.again(n_persist, n_buffer) + micro_batches * sums.swap_in_s[n_swap]
-        if micro_batches > 1:
-            h2d_s = h2d_s + (2 * micro_batches - 2) * sums.least(n_persist, n_buffer)
+        h2d_s, gathered_s = (
+            of.gather_s[n_persist, -1]
+            + of.again(n_persist, n_buffer)
+            + (2 * micro_batches - 2) * of.least(n_persist, n_buffer)
+            for of in (sums, self._links)
+        )
+        h2d_s = h2d_s + micro_batches * sums.swap_in_s[n_swap]
         d2h_s = micro_batches * (sums.offload_s[n_persist, -1] + sums.swap_out_s[n_swap])
-        return np.stack([h2d_s, d2h_s, sums.cpu_s[n_persist], self._fewest_s[n_persist]], axis=1)
+        return np.stack([h2d_s, d2h_s, sums.cpu_s[n_persist], self.reduced_s[n_persist] + gathered_s], axis=1)
 
     def _joint_s(self, n_persist: IntArray, others: FloatArray, modes: IntArray) -> FloatArray:
         """(R, K) the bounds of all lanes together, ``others`` (R, 4) being the work beside compute, and of the last."""

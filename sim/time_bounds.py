@@ -142,7 +142,7 @@ class TimeBounds:
                 modes,
                 n_swap,
             )
-            cycle = _Cycle(rows, depths[is_cycle, None])
+            cycle = Cycle(rows, depths[is_cycle, None])
             through_cpu = self._through_norm(cycle) if self._rule.limits_norm else self._through_adam(cycle)
             bound[is_cycle] = np.maximum(bound[is_cycle], np.maximum(through_cpu, self._through_compute(cycle)))
         bound *= _BOUND_FRAC
@@ -219,7 +219,7 @@ class TimeBounds:
             others = others + work.together_s[..., None] * self._together
         return others
 
-    def _first_stretch(self, cycle: _Cycle, start: IntArray, step: IntArray) -> tuple[_Stretch, FloatArray]:
+    def _first_stretch(self, cycle: Cycle, start: IntArray, step: IntArray) -> tuple[_Stretch, FloatArray]:
         """The work from ``start`` to the backward of every cut, and the least time (R, J, K) that it takes.
 
         ``start``: compute position; ``step``: gathers from this step on lie in the stretch.
@@ -244,7 +244,7 @@ class TimeBounds:
         from_turn_s = self._least_s(_Stretch(rows.compute_s(turn, stop), again_s, awaited_s, _NONE, together_s))
         return whole, np.maximum(self._least_s(whole), until_turn_s + from_turn_s)
 
-    def _through_adam(self, cycle: _Cycle) -> FloatArray:
+    def _through_adam(self, cycle: Cycle) -> FloatArray:
         """(R, K) the way through CPU Adam."""
         rows, cuts, p = cycle.rows, cycle.cuts, cycle.first
         first, first_s = self._first_stretch(cycle, 1 + p, p + cycle.depth + 1)
@@ -266,7 +266,7 @@ class TimeBounds:
         bound: FloatArray = np.maximum(found, floated) + cycle.last_gathers_s
         return bound
 
-    def _through_norm(self, cycle: _Cycle) -> FloatArray:
+    def _through_norm(self, cycle: Cycle) -> FloatArray:
         """(R, K) the way through the norm: to a chunk that CPU Adam steps after it, and to its block's forward."""
         rows, sums = cycle.rows, self._sums
         begin = np.searchsorted(sums.stepped, rows.row)
@@ -290,7 +290,7 @@ class TimeBounds:
         bound: FloatArray = np.where(num_stepped[..., None] > 0, found_s, 0.0).max(axis=1)
         return bound
 
-    def _through_compute(self, cycle: _Cycle) -> FloatArray:
+    def _through_compute(self, cycle: Cycle) -> FloatArray:
         """(R, K) the way through compute."""
         rows, cuts, p, depth = cycle.rows, cycle.cuts, cycle.first, cycle.depth
         q = p - depth - 1
@@ -340,7 +340,7 @@ class TimeBounds:
         return found
 
 
-class _Cycle:
+class Cycle:
     """The places of [Note: Time bounds] for plans that offload something; all (R, 1) but the cuts, (R, J)."""
 
     def __init__(self, rows: WorkRows, depth: IntArray) -> None:
