@@ -55,7 +55,6 @@ from ..shared.workload import Workload
 from .hardware_commands import hardware
 from .rank_memory import rank_device_bytes, rank_host_bytes
 from .rank_options import (
-    MOST_SIMULATIONS,
     AllowedModes,
     NumRanks,
     Parallel,
@@ -219,7 +218,6 @@ def search_command(
                 space=space,
                 micro_batches=micro_batches or 1,
                 max_gradient_norm=max_gradient_norm,
-                max_simulations=MOST_SIMULATIONS,
                 on_progress=on_progress,
                 keep_interrupted=True,
             )

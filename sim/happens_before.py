@@ -17,8 +17,8 @@ from .space import BoolArray, IntArray
 NOTHING: Final = -(2**40)
 """A wait that is always over."""
 Waits = Mapping[int, IntArray]
-"""By lane that is waited for: (T,) or (D, T), how many of its tasks must have ended before each task starts, counted within the
-iteration; below 1 for tasks of the iterations before."""
+"""By lane that is waited for, (T,) or (D, T): how many of its tasks must have ended before each task starts, counted
+within the iteration; below 1 for tasks of the iterations before."""
 
 
 def reached_before(

@@ -26,7 +26,6 @@ from .rank_cycles import RankCycles
 from .space import IntArray
 from .throughput import Throughput, weights_with_collectives
 from .time_bounds import TimeBounds
-from .traffic import Traffic
 
 _BOUND_FRAC: Final = 1 - 1e-5
 """Covers what the simulator tolerates as periodic, and rounding."""
@@ -45,8 +44,6 @@ class RankBounds(TimeBounds):
         rule, collectives = table.rule, table.collectives
         assert collectives is not None, "several ranks have collectives"
         self._cycles = RankCycles(table, collectives, compute, self._sums, weights)
-        self.gather_s: FloatArray = collectives.gather_s
-        """(C,) each all-gather."""
         self._stay_s, self._leave_s = collectives.stay_s, collectives.leave_s
         self._outer_s = collectives.outer_s or 0.0
         self._norm_s = collectives.norm_s if rule.is_sharded and rule.limits_norm else 0.0
@@ -75,14 +72,6 @@ class RankBounds(TimeBounds):
             found_s = self._cycles.iteration_s(n_persist[is_cycle], n_buffer[is_cycle], depths[is_cycle], modes)
             bound_s[is_cycle] = np.maximum(bound_s[is_cycle], found_s * _BOUND_FRAC)
         return bound_s
-
-    def plan_s(self, traffic: Traffic, mode: int) -> float:
-        """The bound of one plan by the work that its lanes really have."""
-        residency = traffic.residency
-        n_persist = np.array([residency.n_persist])
-        collective_s = self.reduced_s[n_persist[0]] + self.gather_s[residency.gather_chunk].sum()
-        work = np.array([[traffic.h2d_s.sum(), traffic.d2h_s.sum(), traffic.cpu_s.sum(), collective_s]])
-        return float(self._joint_s(n_persist, work, np.array([mode]))[0, 0])
 
     def _least_work(self, n_persist: IntArray, n_buffer: IntArray, modes: IntArray) -> FloatArray:
         """(R, 4) seconds of every lane but compute in a period, at least."""

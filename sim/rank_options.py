@@ -41,8 +41,6 @@ AllowedModes = Annotated[
     list[ParallelMode] | None,
     typer.Option("--parallel", help="Allow this way of training together (repeatable); all unless given."),
 ]
-MOST_SIMULATIONS: Final = 200
-"""Plans of each mode that a search over several ranks simulates on the command line."""
 
 
 def with_ranks(

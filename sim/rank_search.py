@@ -3,93 +3,34 @@
 [Note: Search with ranks]
 Each mode has a space of its own: DDP the plans that keep every chunk, REPLICATED and SHARDED those that offload some;
 a mode that is asked for alone has them all.  Modes are searched in the order of their bounds and share the best time,
-as sizes of micro-batches do (``sim/batch_search.py``).  Plans are compiled and simulated one by one, best bound first;
-there is no replay of many at once, whose lanes know nothing of collectives.
+as sizes of micro-batches do (``sim/batch_search.py``).  In every other respect a mode is searched as the plans of one
+rank are, whose lanes are one more here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 
 from ..shared.calibration import Calibration
-from ..shared.compile import compile_schedule
 from ..shared.errors import InfeasibleError, PlanError, ProtwinError
 from ..shared.hardware import Hardware
-from ..shared.memory_bound import guaranteed_device_peak
 from ..shared.plan import ParallelMode
 from ..shared.search_result import ModeChoice, SearchResult
 from ..shared.workload import Workload
-from .candidates import Candidate
-from .hunt import Hunt, OnProgress, Replayed, Simulated
+from .hunt import Hunt, OnProgress
 from .infeasible import explain_infeasible
 from .outcomes import search_result
-from .rank_bounds import RankBounds
+from .search import check_effort
 from .search_problem import SearchProblem, search_problem
-from .simulator import simulate_timing
 from .space import SearchSpace
 from .step_rule import StepRule
 
 MODES: Final = (ParallelMode.DDP, ParallelMode.REPLICATED, ParallelMode.SHARDED)
 """Simplest first: of equally good plans the one of the simplest mode counts."""
-
-
-class RankHunt(Hunt):
-    """One mode's search.  ``max_simulations``: how many plans are simulated at most, once one was found that fits."""
-
-    max_simulations: int | None = None
-
-    @property
-    def open_bound_s(self) -> float:
-        """No plan that was not simulated takes less."""
-        bounds_s = [found.bound_s for found in self.replayed[:1]]
-        return min([self.candidates.next_bound_s, *bounds_s])
-
-    def _replay(self, batch: list[Candidate]) -> None:
-        """Bounds take the place of replays."""
-        found = []
-        for candidate in batch:
-            time = self.problem.layouts[candidate.layout].time
-            assert isinstance(time, RankBounds)
-            bound_s = max(candidate.bound_s, time.plan_s(candidate.traffic, candidate.index[2]))
-            found.append(Replayed(candidate, np.nan, bound_s))
-        self.replayed = sorted([*self.replayed, *found], key=lambda one: one.order)
-
-    @property
-    def is_spent(self) -> bool:
-        """Whether no more plans may be simulated."""
-        spent = len(self.simulated) + self.num_infeasible
-        return self.max_simulations is not None and self.best is not None and spent >= self.max_simulations
-
-    def run(self) -> None:
-        """Simulate until no bound is left below the limit, or no more may be."""
-        num_taken = 0
-        while not self.is_spent and (batch := self._batch(num_taken)):
-            self._replay(batch)
-            num_taken += len(batch)
-            while self.replayed and self.replayed[0].bound_s < self.limit_s and not self.is_spent:
-                self._simulate(self.replayed.pop(0).candidate)
-                self.on_progress(self.num_decided, self.problem.num_candidates)
-        self.is_through = self.candidates.next_bound_s >= self.limit_s
-
-    def _simulate(self, candidate: Candidate) -> None:
-        problem = self.problem
-        plan = problem.plan(candidate.layout, *candidate.index)
-        schedule = compile_schedule(plan, problem.workload, problem.layouts[candidate.layout].grid.layout)
-        if problem.rule.is_sharded:
-            candidate = replace(candidate, peak_bytes=guaranteed_device_peak(schedule).size_bytes)
-            if candidate.peak_bytes > problem.device_budget_bytes:
-                self.num_infeasible += 1
-                return
-        durations_s = problem.costs.durations_s(schedule)
-        timing = simulate_timing(schedule, durations_s, problem.contention, num_more_iterations=1)
-        found = Simulated(candidate, plan, schedule, timing)
-        self.simulated.append(found)
-        if self.best is None or found.order < self.best.order:
-            self.best = found
 
 
 @dataclass(frozen=True)
@@ -107,12 +48,13 @@ class RankSetting:
     space: SearchSpace | None = None
     max_gradient_norm: float | None = None
     tolerance_frac: float = 0.005
+    max_replays: int | None = None
 
     def hunts(
         self, workload: Workload, micro_batches: int = 1
-    ) -> tuple[dict[ParallelMode, RankHunt], dict[ParallelMode, str]]:
+    ) -> tuple[dict[ParallelMode, Hunt], dict[ParallelMode, str]]:
         """One search per mode, none of them begun, and why some modes have no plan."""
-        hunts: dict[ParallelMode, RankHunt] = {}
+        hunts: dict[ParallelMode, Hunt] = {}
         reasons: dict[ParallelMode, str] = {}
         for mode in self.modes:
             try:
@@ -129,8 +71,7 @@ class RankSetting:
             except PlanError as error:
                 reasons[mode] = str(error)
                 continue
-            hunts[mode] = RankHunt(problem, tolerance_frac=self.tolerance_frac)
-            hunts[mode].near_frac = self.tolerance_frac
+            hunts[mode] = Hunt(problem, tolerance_frac=self.tolerance_frac, max_replays=self.max_replays)
         if not hunts:
             raise PlanError(
                 next(iter(reasons.values()), "no parallel mode is allowed. Name ddp, replicated or sharded.")
@@ -156,18 +97,18 @@ def search_ranks(
     micro_batches: int = 1,
     max_gradient_norm: float | None = None,
     tolerance_frac: float = 0.005,
-    max_simulations: int | None = None,
+    max_replays: int | None = None,
     on_progress: OnProgress | None = None,
     keep_interrupted: bool = False,
 ) -> SearchResult:
     """The fastest plan of ``num_ranks`` equal ranks in any of the modes ``parallel``; see [Note: Search with ranks].
 
-    Budgets are those of one rank: what it has of the machine, by default.  ``max_simulations`` ends the search of each
-    mode after so many plans were simulated; the tolerance of the certificate is then the one that was reached.
-    Everything else as of ``search``.
+    Budgets are those of one rank: what it has of the machine, by default.  ``max_replays`` ends the search of each mode
+    after so many plans.  Everything else as of ``search``.
 
     Raises InfeasibleError if no plan of any mode fits, PlanError if no mode has a plan, and what ``simulate`` raises.
     """
+    check_effort(tolerance_frac, max_replays)
     setting = RankSetting(
         hardware,
         calibration,
@@ -178,11 +119,10 @@ def search_ranks(
         space,
         max_gradient_norm,
         tolerance_frac,
+        max_replays,
     )
     hunts, reasons = setting.hunts(workload, micro_batches)
     is_interrupted = False
-    for hunt in hunts.values():
-        hunt.max_simulations = max_simulations
     try:
         _run(list(hunts.values()), on_progress or (lambda done, total: None))
     except KeyboardInterrupt:
@@ -205,7 +145,7 @@ def _is_offloading(mode: ParallelMode, *, alone: bool) -> bool | None:
     return None if alone else True
 
 
-def _run(hunts: Sequence[RankHunt], on_progress: OnProgress) -> None:
+def _run(hunts: Sequence[Hunt], on_progress: OnProgress) -> None:
     """Search the modes in the order of their bounds."""
     total = sum(hunt.problem.num_candidates for hunt in hunts)
     best_s = np.inf
@@ -214,15 +154,13 @@ def _run(hunts: Sequence[RankHunt], on_progress: OnProgress) -> None:
         hunt.on_progress = lambda done, of_one: on_progress(sum(one.num_decided for one in hunts), total)
         hunt.run()
         best_s = hunt.best_s
-    # Where the search ended early, what is proven is wider than what was asked for.
-    gap_frac = 1 - min(hunt.open_bound_s for hunt in hunts) / best_s
     for hunt in hunts:
         hunt.incumbent_s = best_s
-        hunt.tolerance_frac = max(hunt.tolerance_frac, gap_frac)
+        hunt.settle()
     on_progress(total, total)
 
 
-def mode_choice(mode: ParallelMode, hunt: RankHunt | None, reason: str, is_interrupted: bool) -> ModeChoice:
+def mode_choice(mode: ParallelMode, hunt: Hunt | None, reason: str, is_interrupted: bool) -> ModeChoice:
     """What became of a mode; ``reason``: why it has no plan, where it was not searched."""
     if hunt is None:
         return ModeChoice(
@@ -258,7 +196,7 @@ def _why(problem: SearchProblem) -> str:
         return str(error)
 
 
-def nothing_fits(hunts: dict[ParallelMode, RankHunt]) -> InfeasibleError:
+def nothing_fits(hunts: dict[ParallelMode, Hunt]) -> InfeasibleError:
     """Why not even the mode fits that asks for the least."""
     mode, hunt = list(hunts.items())[-1]
     others = f", nor in {' or '.join(other for other in hunts if other is not mode)}" if len(hunts) > 1 else ""

@@ -20,8 +20,8 @@ from protwin.sim.contention import ContentionModel
 from protwin.sim.costs import CostModel
 from protwin.sim.held_memory import guaranteed_peaks
 from protwin.sim.memory_bounds import MemoryBounds
-from protwin.sim.replay import Replayer, ReplayPlan
 from protwin.sim.rank_traffic import traffic_of
+from protwin.sim.replay import Replayer, ReplayPlan
 from protwin.sim.residency import residency
 from protwin.sim.simulator import simulate_timing
 from protwin.sim.space import ModeRows

@@ -1,0 +1,52 @@
+"""Plans of several ranks on random nodes, with the tables that the search's bounds read."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+from hypothesis.strategies import DrawFn
+
+from protwin.shared.hardware import Hardware, Link, Node, Topology
+from protwin.sim.contention import ContentionModel
+from protwin.sim.costs import CostModel
+from tests.sim.bound_cases import Case, case
+from tests.strategies import hardware, parallel_workloads
+
+RANKS = 4
+
+
+@st.composite
+def nodes(draw: DrawFn) -> Hardware:
+    """Any machine, with four devices that reach each other over links of their own or through the host."""
+    box = draw(hardware())
+    topology = draw(st.sampled_from((Topology.SWITCH, Topology.MESH, Topology.RING, Topology.HOST)))
+    link = Link(name="between", latency_s=draw(st.floats(0, 1e-3)), bandwidth_bytes_per_s=draw(st.floats(1e6, 1e12)))
+    node = Node(
+        name="random node",
+        num_devices=RANKS,
+        sockets=draw(st.sampled_from(((4,), (2, 2)))),
+        pcie_roots=draw(st.sampled_from(((2, 2), (1, 1, 1, 1)))),
+        root_bandwidth_bytes_per_s=draw(st.none() | st.floats(1e6, 1e12)),
+        topology=topology,
+        device_link=None if topology is Topology.HOST else link,
+        through_host_memory=draw(st.booleans()),
+    )
+    host = box.host.model_copy(update={"num_cores": max(RANKS, box.host.num_cores)})
+    return box.model_copy(update={"node": node, "host": host})
+
+
+@st.composite
+def ranked_cases(draw: DrawFn) -> Case:
+    """Plans of four ranks on such machines, with the tables that bounds read."""
+    planned = draw(parallel_workloads(max_blocks=5, measured=None))
+    update = {"activation_modes": None, "num_ranks": RANKS, "n_shard": 0}
+    if planned.plan.activation_modes is not None:
+        update |= {"n_swap": 0, "n_checkpoint": 0}
+    chosen = planned.plan.model_copy(update=update)
+    box = draw(nodes())
+    use_measured = draw(st.booleans())
+    own = CostModel.of(planned.workload.model_copy(update={"measured_on": box.name}), box, num_ranks=RANKS)
+    costs = CostModel(own.hardware, use_measured=use_measured, together=box)
+    contention = draw(
+        st.sampled_from([ContentionModel.of(box, num_ranks=RANKS), ContentionModel.none(num_ranks=RANKS)])
+    )
+    return case(planned.workload, chosen, planned.layout, costs, contention)

@@ -1,0 +1,87 @@
+"""Replays of plans of several ranks: what the simulator says, collectives and all."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from protwin.shared.layout import build_layout
+from protwin.shared.machines import machine as known_machine
+from protwin.shared.memory_bound import guaranteed_device_peak
+from protwin.shared.plan import ParallelMode, Plan
+from protwin.shared.schedule import Lane
+from protwin.sim.contention import ContentionModel
+from protwin.sim.costs import CostModel
+from protwin.sim.rank_traffic import RankTraffic
+from protwin.sim.simulator import MIN_ITERATIONS
+from tests.cli.saved import decoder
+from tests.sim.bound_cases import Case, case
+from tests.sim.ranked_cases import RANKS, ranked_cases
+
+
+@settings(max_examples=80)
+@given(ranked_cases())
+def test_a_replay_is_what_the_simulator_says(found: Case) -> None:
+    replayed_s, simulated = found.replayed_s(), found.simulated()
+    # The simulator ran one iteration more than it took to become periodic.
+    if simulated.is_steady and simulated.num_iterations == MIN_ITERATIONS + 1:
+        assert replayed_s == pytest.approx(simulated.iteration_s, rel=1e-9)
+    else:
+        assert np.isnan(replayed_s)
+
+
+def _offloading(*, machine: str = "rtx-3090-x4", n_buffer: int = 6) -> Case:
+    """All of a decoder offloaded, in chunks of half a block, over four devices without links of their own."""
+    model, box = decoder(), known_machine(machine)
+    chosen = Plan(
+        workload_id=model.identity,
+        chunk_bytes=2**24,
+        n_persist=0,
+        n_buffer=n_buffer,
+        prefetch_depth=2,
+        parallel=ParallelMode.SHARDED,
+        num_ranks=RANKS,
+    )
+    layout = build_layout(model.parameters, num_blocks=model.num_blocks, chunk_bytes=chosen.chunk_bytes)
+    costs = CostModel.of(model, box, num_ranks=RANKS)
+    return case(model, chosen, layout, costs, ContentionModel.of(box, num_ranks=RANKS))
+
+
+def test_collectives_and_other_lanes_slow_each_other() -> None:
+    found = _offloading()
+    simulated_s = found.simulated_s()
+    assert found.replayed_s() == pytest.approx(simulated_s, rel=1e-9)
+    # The wrong variant: collectives disturb nobody, and nobody disturbs them.
+    alone = {
+        lanes: {lane: 1.0 if lane is Lane.COLLECTIVE else found.contention.slowdowns[others][lane] for lane in lanes}
+        for lanes in found.contention.slowdowns
+        if (others := lanes - {Lane.COLLECTIVE}) or lanes
+    }
+    assert replace(found, contention=ContentionModel(alone)).replayed_s() < 0.95 * simulated_s
+
+
+def test_all_gathers_follow_the_reductions_of_the_step_that_opens_their_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = _offloading(machine="l40s-x8", n_buffer=4)
+    simulated_s = found.simulated_s()
+    assert found.replayed_s() == pytest.approx(simulated_s, rel=1e-9)
+    # The wrong variant: they overtake them, and hold up the gradients' way to the host.
+    original = RankTraffic._behind_step
+    monkeypatch.setattr(RankTraffic, "_behind_step", lambda traffic, depths: original(traffic, depths) - 1)
+    assert found.replayed_s() > 1.01 * simulated_s
+
+
+def test_gradients_are_twice_on_the_device_while_they_are_scattered(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = _offloading()
+    peak_bytes = guaranteed_device_peak(found.schedule).size_bytes
+    assert found.exact_peak_bytes() == peak_bytes
+    # The wrong variant: they leave as those of one rank do.
+    original = RankTraffic.order
+    monkeypatch.setattr(
+        RankTraffic,
+        "order",
+        lambda traffic, depths: replace(original(traffic, depths), scatter_position=None, scattered_position=None),
+    )
+    assert found.exact_peak_bytes() != peak_bytes
