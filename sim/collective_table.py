@@ -12,7 +12,7 @@ import numpy as np
 from ..shared.compile_updates import NORM_BYTES
 from ..shared.layout import Layout
 from ..shared.schedule import Task, TaskId, TaskKind
-from ..shared.shards import HostPart
+from ..shared.shards import RankPart
 from .compute_table import FloatArray
 from .costs import CostModel
 from .space import IntArray
@@ -42,7 +42,7 @@ class CollectiveTable:
 
 
 def collective_table(
-    layout: Layout, parts: Sequence[HostPart], is_stepped: Sequence[bool], costs: CostModel, rule: StepRule
+    layout: Layout, parts: Sequence[RankPart], is_stepped: Sequence[bool], costs: CostModel, rule: StepRule
 ) -> CollectiveTable:
     """Tabulate ``layout``.  ``parts``: what a host has of each chunk; ``is_stepped``: of chunks that a block owns."""
 

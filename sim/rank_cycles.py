@@ -102,7 +102,7 @@ class RankCycles:
         )
         gathers_s, brought_s = (of.rows.gathers_s(step) for of in (copies, links))
         again_s, all_again_s = (of.rows.passes_s(step) + of.gathers_again_s(step, cuts) for of in (copies, links))
-        swapped_in_s, swapped_out_s = 0.0, 0.0
+        swapped_in_s = swapped_out_s = np.zeros(1)
         if rows.n_swap:
             swapped_in_s, swapped_out_s = copies.fetches_s(start - 1, cuts), copies.outs_s(start - 1, cuts)
         whole_s = self._least_s(

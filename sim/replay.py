@@ -18,10 +18,10 @@ import numpy as np
 
 from .compute_table import ComputeTable, FloatArray
 from .contention import ContentionModel
-from .lane_programs import COMPUTE, WAITS_FOR, LaneProgram, copy_programs
+from .lane_programs import WAITS_FOR, LaneProgram, copy_programs
 from .simulator import MIN_ITERATIONS
 from .space import BoolArray, IntArray
-from .traffic import Traffic
+from .traffic import COMPUTE, Traffic
 
 REPLAY_FRAC: Final = 1 - 1e-5
 """Covers the tolerance of "periodic" and the rounding of sums in another order."""

@@ -21,7 +21,7 @@ from protwin.sim.costs import CostModel
 from protwin.sim.replay import REPLAY_FRAC, Replayer, ReplayPlan
 from protwin.sim.residency import residency
 from protwin.sim.throughput import Throughput
-from protwin.sim.traffic import Traffic
+from protwin.sim.traffic import CPU_OPTIM, Traffic
 from tests.sim.bound_cases import Case, case, cases, hand_made
 from tests.sim.hand_made import Seconds, machine, plan, workload
 from tests.strategies import contentions, hardware, plans
@@ -178,7 +178,7 @@ def test_tasks_are_fused_only_where_nobody_can_tell(monkeypatch: pytest.MonkeyPa
     quick = case(quick.workload, quick.plan, quick.layout, quick.costs, quick.contention)
     traffic = quick.traffic()
     fused = lane_programs.copy_programs(traffic, 1, np.ones(4))
-    assert len(fused[lane_programs.CPU_OPTIM].durations_s) == 1 < traffic.cpu_length
+    assert len(fused[CPU_OPTIM].durations_s) == 1 < traffic.cpu_length
     assert quick.replayed_s() == pytest.approx(quick.simulated_s())
     # The wrong variant fuses CPU Adam although the next chunk's gradients may still be on their way.
     original = lane_programs.copy_programs
@@ -197,7 +197,7 @@ def test_cpu_adam_is_fused_over_blocks_only_where_gradients_surely_arrive_in_tim
     for found, num_tasks in ((busy, 1), (idle, 4)):
         # From one copy to the next: recomputation, if any, and backward for 3 s, and the copy for 1 s.
         fused = lane_programs.copy_programs(found.traffic(), 1, np.ones(4))
-        assert len(fused[lane_programs.CPU_OPTIM].durations_s) == num_tasks
+        assert len(fused[CPU_OPTIM].durations_s) == num_tasks
         assert found.replayed_s() == pytest.approx(found.simulated_s())
     # The wrong variant takes copies and compute for instantaneous.
     original = lane_programs.copy_programs
