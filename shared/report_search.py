@@ -65,7 +65,6 @@ def funnel_steps(certificate: Certificate) -> Iterator[tuple[str, int, int, str]
     for words, taken, why in (
         ("after bounds of memory", certificate.num_bounded_by_memory, "cannot fit"),
         ("after bounds of time", certificate.num_bounded_by_time, "cannot be faster"),
-        ("compiled", certificate.num_infeasible_simulated, "found not to fit"),
         ("without the undecided", certificate.num_undecided, "left undecided"),
     ):
         left -= taken

@@ -29,7 +29,7 @@ class PlanOutcome(FrozenModel):
 class Certificate(FrozenModel):
     """What the search proves, and how.
 
-    Every candidate of the space is in exactly one of the five counts below ``num_candidates``.
+    Every candidate of the space is in exactly one of the four counts below ``num_candidates``.
     """
 
     num_candidates: PositiveInt
@@ -40,8 +40,6 @@ class Certificate(FrozenModel):
     """Left out since a lower bound of their iteration time is too high to win."""
     num_simulated: PositiveInt
     """Run by the simulator."""
-    num_infeasible_simulated: NonNegativeInt
-    """Compiled, but the guaranteed peak exceeded the budget although its lower bound did not."""
     num_undecided: NonNegativeInt = 0
     """Left over where a cap or Ctrl-C ended the search early; then nothing is proven about them."""
     is_interrupted: bool = False
@@ -52,10 +50,7 @@ class Certificate(FrozenModel):
     """No decided plan that fits and was not simulated has a shorter iteration; None if all of these were simulated."""
     tolerance_frac: NonNegativeFloat
     """No plan that was left out is faster than the fastest one by more.  Plans that are slower than the fastest by less
-    count as equals, of which the simplest is chosen, unless ``near_frac`` says otherwise."""
-    near_frac: NonNegativeFloat | None = None
-    """Of the simulated plans that are slower than the fastest by less than this, the simplest is chosen: where a search
-    ended early, and ``tolerance_frac`` is what it reached."""
+    count as equals, of which the simplest is chosen."""
 
     @property
     def is_certified(self) -> bool:
@@ -70,13 +65,7 @@ class Certificate(FrozenModel):
 
     @model_validator(mode="after")
     def _adds_up(self) -> Self:
-        decided = (
-            self.num_bounded_by_memory
-            + self.num_bounded_by_time
-            + self.num_simulated
-            + self.num_infeasible_simulated
-            + self.num_undecided
-        )
+        decided = self.num_bounded_by_memory + self.num_bounded_by_time + self.num_simulated + self.num_undecided
         if decided != self.num_candidates:
             raise ValueError(f"the counts add up to {decided}, not to num_candidates {self.num_candidates}")
         return self

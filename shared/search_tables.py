@@ -121,7 +121,6 @@ def _counts(certificate: Certificate) -> str:
     counted = [
         (certificate.num_bounded_by_memory, "cannot fit"),
         (certificate.num_bounded_by_time, "cannot be faster"),
-        (certificate.num_infeasible_simulated, "compiled and found not to fit"),
         (certificate.num_simulated, "simulated"),
         (certificate.num_undecided, "left undecided"),
     ]
@@ -137,10 +136,7 @@ def _proof(result: SearchResult) -> str:
     sentence = f"No plan of the space {how_much_faster(result.gap_frac)}."
     tolerance_frac = result.certificate.tolerance_frac
     if any(outcome.iteration_s < result.prediction.iteration_s for outcome in (*result.alternatives, *result.pareto)):
-        near_frac, which = result.certificate.near_frac, "plans"
-        if near_frac is not None:
-            tolerance_frac, which = near_frac, "simulated plans"
-        sentence += f" Of the {which} within {format_share(tolerance_frac)} of the fastest, this is the simplest."
+        sentence += f" Of the plans within {format_share(tolerance_frac)} of the fastest, this is the simplest."
     return sentence
 
 

@@ -84,10 +84,6 @@ class Hunt:
         self.replayed: list[Replayed] = []
         """In their order."""
         self.simulated: list[Simulated] = []
-        self.near_frac: float | None = None
-        """Plans that are slower than the best by no more count as equals; None for the tolerance."""
-        self.num_infeasible = 0
-        """Plans that were compiled and do not fit."""
         self.incumbent_s = np.inf
         self.best: Simulated | None = None
         self.is_through = False
@@ -106,7 +102,7 @@ class Hunt:
     @property
     def near_s(self) -> float:
         """Times up to here are within the tolerance of the best."""
-        return self.best_s * (1 + (self.tolerance_frac if self.near_frac is None else self.near_frac))
+        return self.best_s * (1 + self.tolerance_frac)
 
     def run(self) -> None:
         """Simulate until no bound is left below the limit."""
@@ -139,8 +135,7 @@ class Hunt:
     @property
     def num_decided(self) -> int:
         """Plans of which it is known what becomes of them."""
-        num_compiled = len(self.simulated) + self.num_infeasible
-        return self.candidates.num_bounded_by_memory + num_compiled + len(self.replayed)
+        return self.candidates.num_bounded_by_memory + len(self.simulated) + len(self.replayed)
 
     def _batch(self, num_replays: int) -> list[Candidate]:
         """The plans to replay next; a cap ends the search only once something was found that fits."""

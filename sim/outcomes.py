@@ -78,13 +78,11 @@ def certify(hunts: Sequence[Hunt], *, is_interrupted: bool = False) -> Certifica
         num_bounded_by_memory=sum(hunt.candidates.num_bounded_by_memory for hunt in hunts),
         num_bounded_by_time=num_bounded_by_time,
         num_simulated=sum(len(hunt.simulated) for hunt in hunts),
-        num_infeasible_simulated=sum(hunt.num_infeasible for hunt in hunts),
         num_undecided=num_undecided,
         is_interrupted=is_interrupted,
         best_iteration_s=best_s,
         best_unsimulated_bound_s=min(bounds_s, default=None),
         tolerance_frac=hunts[0].tolerance_frac,
-        near_frac=hunts[0].near_frac,
     )
 
 

@@ -34,7 +34,6 @@ def result(*, bound_over_best: float | None, num_alternatives: int = 2, num_unde
             num_bounded_by_memory=10_000,
             num_bounded_by_time=1_990,
             num_simulated=10,
-            num_infeasible_simulated=0,
             best_iteration_s=prediction.iteration_s,
             best_unsimulated_bound_s=None if bound_over_best is None else prediction.iteration_s * bound_over_best,
             tolerance_frac=0.01,
