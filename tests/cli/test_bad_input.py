@@ -10,7 +10,7 @@ from tests.cli.conftest import Protwin
 from tests.cli.refusals import CALIBRATE, RUN, SEARCH, SIMULATE, refusal, replaced
 
 
-def test_good_input_is_good(protwin: Protwin, folder: Path) -> None:
+def test_good_input_is_good(protwin_here: Protwin, folder: Path) -> None:
     """What the other tests spoil is accepted as it stands."""
     for arguments in (
         SEARCH,
@@ -18,7 +18,7 @@ def test_good_input_is_good(protwin: Protwin, folder: Path) -> None:
         replaced(SEARCH, "rtx-3090", "machine.toml"),
         (*SIMULATE, "--calibration", "calibration.json"),
     ):
-        result = protwin(*arguments)
+        result = protwin_here(*arguments)
         assert result.returncode == 0, result.stderr
 
 

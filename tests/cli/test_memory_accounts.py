@@ -28,8 +28,8 @@ def arguments(tmp_path: Path) -> list[str | Path]:
     ]
 
 
-def test_json_has_both_accounts(protwin: Protwin, arguments: list[str | Path]) -> None:
-    result = protwin("simulate", *arguments, "--json")
+def test_json_has_both_accounts(protwin_here: Protwin, arguments: list[str | Path]) -> None:
+    result = protwin_here("simulate", *arguments, "--json")
     assert result.returncode == 0, result.stderr
     assert result.stderr == ""
     record = Record.from_mapping(json.loads(result.stdout), origin="standard output")
@@ -40,25 +40,25 @@ def test_json_has_both_accounts(protwin: Protwin, arguments: list[str | Path]) -
     assert host.pinned_requested_bytes >= record.peak_pinned_bytes
 
 
-def test_tables_name_them(protwin: Protwin, arguments: list[str | Path]) -> None:
-    result = protwin("simulate", *arguments)
+def test_tables_name_them(protwin_here: Protwin, arguments: list[str | Path]) -> None:
+    result = protwin_here("simulate", *arguments)
     assert result.returncode == 0, result.stderr
     for words in ("reserved by the allocator", "device in all", "host in all", "of driver and context"):
         assert words in result.stdout
 
 
-def test_segments_that_do_not_fit_are_told(protwin: Protwin, arguments: list[str | Path], tmp_path: Path) -> None:
+def test_segments_that_do_not_fit_are_told(protwin_here: Protwin, arguments: list[str | Path], tmp_path: Path) -> None:
     # Nothing is reserved, so that a context of 256 MiB comes off: 20 MiB are left, which workspaces alone exceed.
     card = machine("rtx-3090")
     device = card.device.model_copy(update={"reserved_bytes": 0, "memory_bytes": 276 * 2**20})
     card.model_copy(update={"device": device}).save(tmp_path / "small.json")
-    result = protwin("simulate", *arguments[:-1], tmp_path / "small.json")
+    result = protwin_here("simulate", *arguments[:-1], tmp_path / "small.json")
     assert result.returncode == 0, result.stderr
     assert "this plan may run out of memory, with expandable segments too. Lower --device-budget." in result.stderr
     assert "but can have 20 MiB" in result.stderr
 
 
-def test_a_host_that_is_too_small_is_told(protwin: Protwin, arguments: list[str | Path]) -> None:
-    result = protwin("simulate", *arguments, "--set", "host.memory_bytes=1GiB")
+def test_a_host_that_is_too_small_is_told(protwin_here: Protwin, arguments: list[str | Path]) -> None:
+    result = protwin_here("simulate", *arguments, "--set", "host.memory_bytes=1GiB")
     assert result.returncode == 0, result.stderr
     assert "of host memory in all, but the host has 1 GiB" in result.stderr

@@ -27,30 +27,31 @@ MODEL = {
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_under_another_plan(protwin: Protwin, work: Path) -> None:
+def test_a_run_goes_on_under_another_plan(protwin: Protwin, protwin_here: Protwin, work: Path) -> None:
+    """What was saved goes on in a process of its own, which knows nothing but the files."""
     (work / "config.json").write_text(json.dumps(MODEL))
     (work / "text.txt").write_text("to be or not to be, that is the question. " * 20)
     shape = ("--batch-size", "2", "--sequence-length", "16")
 
-    def call(*arguments: str, code: int = 0) -> str:
-        result = protwin(*arguments, OMP_NUM_THREADS="1")
+    def call(protwin: Protwin, *arguments: str, code: int = 0) -> str:
+        result = protwin(*arguments)
         assert result.returncode == code, result.stderr
         return result.stderr
 
-    call("trace", "--model", "config.json", *shape, "--output", "workload.json")
+    call(protwin_here, "trace", "--model", "config.json", *shape, "--output", "workload.json")
     workload = Workload.load(work / "workload.json")
     for name, plan in (("kept", kept(workload)), ("offloaded", offloaded(workload))):
         assert isinstance(plan, Plan)
         plan.save(work / f"{name}.json")
 
-    def run(plan: str, folder: str, steps: int, *more: str, code: int = 0) -> str:
+    def run(plan: str, folder: str, steps: int, *more: str, code: int = 0, by: Protwin = protwin_here) -> str:
         fixed = ("--workload", "workload.json", "--model", "config.json", "--text", "text.txt", "--checkpoint", folder)
-        return call("run", "--plan", f"{plan}.json", *fixed, "--steps", str(steps), *more, code=code)
+        return call(by, "run", "--plan", f"{plan}.json", *fixed, "--steps", str(steps), *more, code=code)
 
     run("kept", "whole", 4)
     run("kept", "parts", 2, "--checkpoint-every", "1")
     assert "--resume" in run("kept", "parts", 4, code=2)
-    run("offloaded", "parts", 4, "--resume")
+    run("offloaded", "parts", 4, "--resume", by=protwin)
     whole, parts = (read_checkpoint(work / folder) for folder in ("whole", "parts"))
     assert whole.step == parts.step == 4
     assert same_bits(whole.weights, parts.weights)

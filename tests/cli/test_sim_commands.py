@@ -68,8 +68,8 @@ def searched(protwin: Protwin, *arguments: str | Path, **variables: str) -> Sear
     [*((name,) for name in COMMANDS if name != "hardware"), *(("hardware", n) for n in ("list", "show", "probe"))],
     ids=" ".join,
 )
-def test_every_help_shows_an_example(protwin: Protwin, command: tuple[str, ...]) -> None:
-    result = protwin(*command, "--help")
+def test_every_help_shows_an_example(protwin_here: Protwin, command: tuple[str, ...]) -> None:
+    result = protwin_here(*command, "--help")
     assert result.returncode == 0, result.stderr
     assert f"  protwin {' '.join(command)}" in result.stdout.partition("Example")[2]
 
@@ -228,10 +228,15 @@ def test_simulate_warns_of_a_plan_that_may_not_fit(protwin_here: Protwin, worklo
 
 @pytest.mark.slow
 def test_a_configuration_is_traced_once(
-    protwin: Protwin, small_model: Path, without_torch: dict[str, str], environment: dict[str, str]
+    protwin: Protwin,
+    protwin_here: Protwin,
+    small_model: Path,
+    without_torch: dict[str, str],
+    environment: dict[str, str],
 ) -> None:
+    """Nothing but the cache is shared with the processes that answer without torch."""
     ask = ("search", "--model", small_model, "--hardware", "rtx-3090", "--batch-size", "2", "--sequence-length", "32")
-    first = protwin(*ask)
+    first = protwin_here(*ask)
     assert first.returncode == 0, first.stderr
     (entry,) = (Path(environment["XDG_CACHE_HOME"]) / "protwin" / "workloads").iterdir()
     second = protwin(*ask, **without_torch)
@@ -240,7 +245,7 @@ def test_a_configuration_is_traced_once(
     assert "was imported" in protwin(*ask, "--no-cache", **without_torch).stderr
     entry.write_text(entry.read_text()[:-100])
     assert "was imported" in protwin(*ask, **without_torch).stderr, "a damaged entry is a miss"
-    again = protwin(*ask)
+    again = protwin_here(*ask)
     assert (again.returncode, again.stdout) == (0, first.stdout)
     assert protwin(*ask, **without_torch).returncode == 0
 
