@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from protwin.shared.errors import HardwareError
 from protwin.shared.hardware import Hardware, LinkPoint
 from protwin.shared.machines import cluster_names, machine, override_hardware
-from protwin.shared.rank_share import machine_of_rank
+from protwin.shared.rank_share import machine_of_rank, price_of_ranks
 from protwin.sim.costs import copy_time_s, host_adam_bytes_per_s
 from protwin.sim.fair_share import fair_shares
 
@@ -21,6 +21,12 @@ def test_one_rank_alone_has_all_that_a_machine_with_one_device_has() -> None:
         assert (alone.device, alone.node, alone.network) == (one.device, None, None)
         assert alone.host == machine(name).host
     assert machine_of_rank(machine("rtx-3090"), 1) == machine("rtx-3090")
+
+
+def test_ranks_pay_for_their_devices_wherever_these_are() -> None:
+    whole = machine("a100-80gb-x8").model_copy(update={"price_usd_per_hour": 16.0})
+    assert [price_of_ranks(whole, ranks) for ranks in (1, 3, 8, 16)] == [2.0, 6.0, 16.0, 32.0]
+    assert price_of_ranks(machine("rtx-3090").model_copy(update={"price_usd_per_hour": None}), 1) is None
 
 
 def copy_rates_by_fair_sharing(hardware: Hardware, num_ranks: int) -> list[float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import pairwise, permutations
 from math import ceil, inf, log2
 
 import pytest
@@ -148,6 +148,27 @@ def test_more_bytes_and_slower_links_take_no_less(fabric: Fabric, collective: Co
         known = [seconds for seconds in times if seconds is not None]
         assert len(known) in (0, 3)
         assert all(before <= after * (1 + 1e-9) for before, after in pairwise(known))
+
+
+def disjoint_rings(ranks: int) -> int:
+    """The most directed rings through all ranks of a mesh that share no link, found by trying all sets of them."""
+    rings = [frozenset(pairwise((0, *order, 0))) for order in permutations(range(1, ranks))]
+
+    def most(first: int, taken: frozenset[tuple[int, int]]) -> int:
+        found = 0
+        for index in range(first, len(rings)):
+            if not rings[index] & taken:
+                found = max(found, 1 + most(index + 1, taken | rings[index]))
+                if found == ranks - 1:
+                    break
+        return found
+
+    return most(0, frozenset())
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 5, 6])
+def test_a_mesh_carries_as_many_rings_as_can_be_laid_side_by_side(ranks: int) -> None:
+    assert Fabric(ranks, 0.0, 1.0, Shape.MESH).ring_bytes_per_s == disjoint_rings(ranks)
 
 
 def test_one_rank_has_nothing_to_do_and_rings_always_work() -> None:

@@ -75,6 +75,9 @@ def test_budgets_follow_the_changed_machine_unless_they_are_set() -> None:
     (larger,) = changed_machines(["device.memory_bytes=48GiB"], HERE)
     (asked,) = part_questions(Setting(decoder(), HERE), [larger])
     assert asked.device_budget_bytes == larger.hardware.device.usable_bytes > HERE.device.usable_bytes
+    (roomier,) = changed_machines(["host.memory_bytes=2TiB"], HERE)
+    (asked,) = part_questions(Setting(decoder(), HERE), [roomier])
+    assert 1.9 * 2**40 < asked.host_budget_bytes < 2 * 2**40
     (asked,) = part_questions(Setting(decoder(), HERE, device_budget_bytes=GIB, host_budget_bytes=2 * GIB), [larger])
     assert (asked.device_budget_bytes, asked.host_budget_bytes) == (GIB, 2 * GIB)
 
