@@ -219,7 +219,7 @@ class MemoryLedger:
         key = storage._cdata
         if key in self._watched:
             return 0
-        self._enforce(size_bytes, str(operator) if operator is not None else "a tensor")
+        self._enforce(size_bytes, operator if operator is not None else "a tensor")
         self._watched[key] = _Watched(size_bytes, is_whole, weakref.ref(storage, lambda _: self._forget(key)), content)
         self._count(size_bytes, content)
         return size_bytes
@@ -227,7 +227,7 @@ class MemoryLedger:
     def _resize(self, storage: torch.UntypedStorage, known: _Watched, operator: Hashable) -> None:
         with self._lock:
             more_bytes = storage.nbytes() - known.size_bytes
-            self._enforce(more_bytes, str(operator))
+            self._enforce(more_bytes, operator)
             known.size_bytes += more_bytes
             self._count(more_bytes, known.content)
 
@@ -261,7 +261,7 @@ class MemoryLedger:
                 self.alive_at_peak = dict(self.alive)
             self.samples.append((time.perf_counter(), level))
 
-    def _enforce(self, more_bytes: int, name: str) -> None:
+    def _enforce(self, more_bytes: int, name: Hashable) -> None:
         """Raise CpuOutOfMemoryError if ``more_bytes`` do not fit beside what is there."""
         level = self.level_bytes
         if self.budget_bytes is None or more_bytes <= 0 or level + more_bytes <= self.budget_bytes:
