@@ -4,7 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt
 
-# One test process per core, each with one thread: teams of threads that outnumber the cores wait for each other.
+# One test process per core, each with one thread: teams of threads that outnumber the cores wait for each other.  Each
+# gets tests that stand together, which share what they build, and those that are left when another has none.
 WORKERS ?= auto
 
 # The stamp is written when the installation is complete, and holds the folder that it was made for: without a stamp,
@@ -25,7 +26,7 @@ demo: $(STAMP) ## Search a plan, carry it out, lay prediction and reality over e
 
 .PHONY: test
 test: $(STAMP) ## Run the tests (ARGS="-k name" for some of them)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(ARGS)
 
 .PHONY: catalogue
 catalogue: $(STAMP) ## Trace the catalogue's models anew (NAMES="gpt2 llama-3-8b" for some of them)
