@@ -13,7 +13,6 @@ for the same compute task, but never at once: the way back begins when the way o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .order import HappensBefore, Occurrence
@@ -53,7 +52,7 @@ def guaranteed_device_peak(schedule: Schedule, order: HappensBefore | None = Non
         freed_by = schedule.tasks[freeing[buffer.id]]
         for iteration in range(order.num_iterations):
             first = max(_first_position(order, schedule.tasks[allocating[buffer.id]], iteration), start)
-            last = _last_position(order, freed_by, iteration, compute)
+            last = _last_position(order, freed_by, iteration)
             last_pause = min(last if freed_by.lane is Lane.COMPUTE else last + 1, stop - 1)
             last = min(last, stop - 1)
             first_pause = first
@@ -101,18 +100,9 @@ def _first_position(order: HappensBefore, task: Task, iteration: int) -> int:
     return order.reached(at)[_COMPUTE]
 
 
-def _last_position(order: HappensBefore, task: Task, iteration: int, compute: Sequence[TaskId]) -> int:
+def _last_position(order: HappensBefore, task: Task, iteration: int) -> int:
     """The last compute position at which a buffer freed by ``task`` may be alive."""
     at = Occurrence(iteration, task.id)
     if task.lane is Lane.COMPUTE:
         return order.position(at)
-    total = order.num_iterations * len(compute)
-    low, high = 0, total
-    while low < high:
-        middle = (low + high) // 2
-        occurrence = Occurrence(middle // len(compute), compute[middle % len(compute)])
-        if order.before(at, occurrence):
-            high = middle
-        else:
-            low = middle + 1
-    return low - 1
+    return order.first_after(at, Lane.COMPUTE) - 1

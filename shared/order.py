@@ -6,6 +6,7 @@ far that lane's program has surely come.  These vectors are computed over a few 
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -46,6 +47,7 @@ class HappensBefore:
         lengths = [self.lane_length[lane] for lane in _LANES]
         self._lengths = lengths
         self._reached = self._propagate()
+        self._along: dict[tuple[int, int], list[int]] = {}
 
     def reached(self, at: Occurrence) -> tuple[int, ...]:
         """How many tasks of each lane, in the order of ``Lane``, have surely ended before ``at`` starts."""
@@ -59,6 +61,22 @@ class HappensBefore:
         """Whether ``first`` has surely ended before ``second`` starts."""
         return self.reached(second)[self._lane_of[first.task]] > self.position(first)
 
+    def first_after(self, at: Occurrence, lane: Lane) -> int:
+        """The place of the first task of ``lane`` that surely starts after ``at`` has ended.
+
+        In the lane's unrolled program; its length if there is none.
+        """
+        return bisect_right(self._reached_along(_LANES.index(lane), self._lane_of[at.task]), self.position(at))
+
+    def _reached_along(self, lane: int, other: int) -> list[int]:
+        """How many tasks of ``other`` have surely ended before each task of ``lane`` starts; it never falls."""
+        known = self._along.get((lane, other))
+        if known is None:
+            program, iterations = self.schedule.lanes[_LANES[lane]], range(self.num_iterations)
+            known = [self._reached[i * self.num_tasks + task_id][other] for i in iterations for task_id in program]
+            self._along[lane, other] = known
+        return known
+
     def _propagate(self) -> list[tuple[int, ...]]:
         """Vectors of all unrolled tasks: the highest of what their sources had reached, the sources included."""
         sources = self._sources()
@@ -66,7 +84,11 @@ class HappensBefore:
         ended: list[tuple[int, ...]] = [()] * len(sources)
         nothing = (0,) * len(_LANES)
         for index in self._runnable_order(sources):
-            vector = tuple(map(max, zip(nothing, *(ended[source] for source in sources[index]), strict=True)))
+            waits = sources[index]
+            if len(waits) == 1:
+                vector = ended[waits[0]]
+            else:
+                vector = tuple(map(max, zip(nothing, *[ended[source] for source in waits], strict=True)))
             iteration, task_id = divmod(index, self.num_tasks)
             lane = self._lane_of[task_id]
             done = iteration * self._lengths[lane] + self._place[task_id] + 1

@@ -107,24 +107,10 @@ def _copies(
             later = _MIDDLE - iteration
             at_end.setdefault(compute[place], []).append(Step(Act.MAKE, made, iterations_later=later))
         if read:
-            iteration, place = divmod(_first_after(order, Occurrence(_MIDDLE, task.id)), len(compute))
+            iteration, place = divmod(order.first_after(Occurrence(_MIDDLE, task.id), Lane.COMPUTE), len(compute))
             later = _MIDDLE - iteration
             at_begin.setdefault(compute[place], []).append(Step(Act.FREE, read, iterations_later=later))
     return at_end, at_begin
-
-
-def _first_after(order: HappensBefore, at: Occurrence) -> int:
-    """The position of the first compute task that surely starts after ``at`` has ended."""
-    compute = order.schedule.lanes[Lane.COMPUTE]
-    low, high = 0, order.num_iterations * len(compute)
-    while low < high:
-        middle = (low + high) // 2
-        iteration, place = divmod(middle, len(compute))
-        if order.before(at, Occurrence(iteration, compute[place])):
-            high = middle
-        else:
-            low = middle + 1
-    return low
 
 
 def _levels(task: Task, least_bytes: int) -> Iterable[Step]:
