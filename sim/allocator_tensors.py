@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..shared.layout import STEP_COUNT_BYTES, Layout, master_bytes, moment_bytes
+from ..shared.layout import STEP_COUNT_BYTES, Chunk, Layout, master_bytes, moment_bytes
 from ..shared.schedule import Content, Memory, Schedule
-from ..shared.workload import Parameter
+from ..shared.shards import regions
+from ..shared.workload import DType, Parameter
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +33,10 @@ def static_tensors(schedule: Schedule, parameters: tuple[Parameter, ...], layout
     """The static device buffers of ``schedule`` as tensors; together they have the same bytes.
 
     Chunks are one tensor each.  The masters and moments of a narrow parameter are made in pieces of 2**20 scalars,
-    which fill segments of 20 MiB to the last byte, as one tensor does that is rounded up to 2 MiB.
+    which fill segments of 20 MiB to the last byte, as one tensor does that is rounded up to 2 MiB.  Of a chunk that is
+    sharded over devices there is the rank's part, region by region.
     """
+    sharded = {b.chunk for b in schedule.buffers if b.is_static and b.content is Content.REDUCED_GRADIENTS}
     set_up: list[SetUp] = []
     first_step: list[int] = []
     for buffer in schedule.buffers:
@@ -43,15 +46,21 @@ def static_tensors(schedule: Schedule, parameters: tuple[Parameter, ...], layout
             set_up.append(SetUp(buffer.size_bytes, stays=False))
         elif buffer.memory is Memory.DEVICE and buffer.content is Content.OPTIMIZER_STATE:
             assert buffer.chunk is not None
-            members = [parameters[placed.index] for placed in layout.chunks[buffer.chunk].parameters]
-            for parameter in members:
-                count = parameter.num_elements
-                if parameter.trainable and count:
-                    if master_bytes(parameter.dtype):
-                        set_up.append(SetUp(count * master_bytes(parameter.dtype), stays=True))
-                    first_step += [count * moment_bytes(parameter.dtype) // 2] * 2
-                if parameter.trainable:
-                    first_step.append(STEP_COUNT_BYTES)
+            num_ranks = schedule.num_ranks if buffer.chunk in sharded else 1
+            for dtype, count in _stepped(layout.chunks[buffer.chunk], parameters, num_ranks):
+                if count:
+                    if master_bytes(dtype):
+                        set_up.append(SetUp(count * master_bytes(dtype), stays=True))
+                    first_step += [count * moment_bytes(dtype) // 2] * 2
+                first_step.append(STEP_COUNT_BYTES)
         elif buffer.memory is Memory.DEVICE:
             set_up.append(SetUp(buffer.size_bytes, stays=True))
     return StaticTensors(tuple(set_up), tuple(first_step))
+
+
+def _stepped(chunk: Chunk, parameters: tuple[Parameter, ...], num_ranks: int) -> list[tuple[DType, int]]:
+    """Element types and scalars of what is stepped one by one: parameters, or one of ``num_ranks`` parts of regions."""
+    if num_ranks > 1:
+        return [(r.dtype, r.shard_elements(num_ranks)) for r in regions(chunk, parameters) if r.trainable]
+    members = [parameters[placed.index] for placed in chunk.parameters]
+    return [(p.dtype, p.num_elements) for p in members if p.trainable]

@@ -12,6 +12,7 @@ from protwin.shared.memory_bound import guaranteed_device_peak
 from protwin.shared.plan import ParallelMode, Plan
 from protwin.shared.schedule import Lane, Memory, TaskKind
 from protwin.shared.workload import Workload
+from protwin.sim.allocator_tensors import static_tensors
 from protwin.sim.contention import ContentionModel
 from protwin.sim.host_memory import loading_peak_bytes
 from protwin.sim.memory import DeviceMemory
@@ -74,6 +75,15 @@ def test_loading_puts_parts_on_the_devices() -> None:
     assert loading_peak_bytes(schedule, model.parameters, layout, is_on_host=False) == 256
     # Where the device is the host: a chunk as read and as filled, beside the parts of the two before.
     assert loading_peak_bytes(schedule, model.parameters, layout, is_on_host=True) == 2 * 128 + 256 + 256
+
+
+@settings(max_examples=60)
+@given(parallel_workloads(max_blocks=4))
+def test_what_the_allocator_is_asked_for_is_what_stays_on_the_device(case: PlannedWorkload) -> None:
+    schedule = compile_schedule(case.plan, case.workload, case.layout)
+    static = static_tensors(schedule, case.workload.parameters, case.layout)
+    asked_bytes = sum(tensor.size_bytes for tensor in static.set_up if tensor.stays) + sum(static.first_step)
+    assert asked_bytes == schedule.static_bytes(Memory.DEVICE)
 
 
 @settings(max_examples=60)
