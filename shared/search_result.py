@@ -120,7 +120,7 @@ class SearchResult(Document):
     what_if: tuple[WhatIf, ...] = ()
     """What other machines would change, if that was asked."""
     modes: tuple[ModeChoice, ...] = ()
-    """Of several ranks: every parallel mode that was allowed."""
+    """Of several ranks: every parallel mode that was allowed, over all sizes of the micro-batch where several were."""
 
     @property
     def gap_frac(self) -> float:
@@ -129,7 +129,7 @@ class SearchResult(Document):
 
 
 class BatchChoice(FrozenModel):
-    """What became of one size of the micro-batch."""
+    """What became of one size of the micro-batch, of several ranks in all parallel modes together."""
 
     micro_batch_size: PositiveInt
     micro_batches: PositiveInt
@@ -139,17 +139,22 @@ class BatchChoice(FrozenModel):
     """The shortest iteration of its simulated plans; None where none was simulated: none fits, or none can win."""
     shortest_possible_s: NonNegativeFloat | None
     """No plan of this size that fits has a shorter iteration; None where none fits, or where nothing is proven."""
+    parallel: ParallelMode | None = None
+    """The mode of its best simulated plan."""
 
 
 class BatchSearchResult(Document):
-    """The outcome of a search over the sizes of the micro-batch at one global batch."""
+    """The outcome of a search over the sizes of the micro-batch at one global batch.
+
+    A step's samples are ``micro_batch_size`` times the plan's ``micro_batches`` and ``num_ranks``.
+    """
 
     KIND: ClassVar[str] = "batch_search_result"
 
     global_batch_size: PositiveInt
-    """Samples per step."""
+    """Samples per step, of all ranks together."""
     micro_batch_size: PositiveInt
-    """That of the best plan."""
+    """That of the best plan: samples that a rank takes at a time."""
     result: SearchResult
     """The best plan; its certificate covers all sizes."""
     choices: tuple[BatchChoice, ...]

@@ -2,8 +2,8 @@
 
 [Note: One search of several]
 Each size of the micro-batch has a workload and a space of its own.  All of them are bounded first; then they are
-searched in the order of their bounds, and share the best time found so far: a size whose best bound lies above it is
-left out as a whole.  What is proven of all of them together is one certificate.
+searched in turns, wherever the lowest bound is, and share the best time found so far: a size whose best bound lies
+above it is left out as a whole.  What is proven of all of them together is one certificate.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from ..shared.errors import InfeasibleError, PlanError
 from ..shared.hardware import Hardware
 from ..shared.search_result import BatchChoice, BatchSearchResult
 from ..shared.workload import Workload
-from .hunt import Hunt, OnProgress
+from .hunt import Hunt, OnProgress, run_in_turns
 from .infeasible import explain_infeasible
 from .outcomes import search_result
 from .search import check_effort
 from .search_problem import search_problem
 from .space import SearchSpace
-from .step_rule import MOST_MICRO_BATCHES, StepRule
+from .step_rule import MOST_MICRO_BATCHES, StepRule, check_shares
 
 WorkloadAt = Callable[[int], Workload]
 """The workload at so many samples per micro-batch."""
@@ -47,6 +47,7 @@ def search_batches(
     space: SearchSpace | None = None,
     max_gradient_norm: float | None = None,
     tolerance_frac: float = 0.005,
+    max_replays: int | None = None,
     on_progress: OnProgress | None = None,
     keep_interrupted: bool = False,
 ) -> BatchSearchResult:
@@ -57,8 +58,8 @@ def search_batches(
     the fastest, the one with the fewest micro-batches counts.  Raises InfeasibleError if no plan of any size fits, and
     PlanError if a size is none.
     """
-    check_effort(tolerance_frac, None)
-    sizes = _sizes(global_batch, micro_batch_sizes)
+    check_effort(tolerance_frac, max_replays)
+    sizes = batch_sizes(global_batch, micro_batch_sizes)
     hunts: dict[int, Hunt] = {}
     is_interrupted = False
     try:
@@ -73,7 +74,11 @@ def search_batches(
                 rule=StepRule(global_batch // size, max_gradient_norm),
             )
             hunts[size] = Hunt(problem, tolerance_frac=tolerance_frac)
-        _run(list(hunts.values()), on_progress or (lambda done, total: None))
+        run_in_turns(
+            [hunts[size] for size in reversed(sizes)],
+            on_progress or (lambda done, total: None),
+            max_replays=max_replays,
+        )
     except KeyboardInterrupt:
         if not keep_interrupted or all(hunt.best is None for hunt in hunts.values()):
             raise
@@ -89,54 +94,46 @@ def search_batches(
         global_batch_size=global_batch,
         micro_batch_size=best_size,
         result=result,
-        choices=tuple(_choice(size, hunt, is_interrupted) for size, hunt in sorted(hunts.items())),
+        choices=tuple(batch_choice(size, [hunt], is_interrupted) for size, hunt in sorted(hunts.items())),
     )
 
 
-def _sizes(global_batch: int, wanted: Sequence[int] | None) -> tuple[int, ...]:
+def batch_sizes(global_batch: int, wanted: Sequence[int] | None, num_ranks: int = 1) -> tuple[int, ...]:
+    """Sizes of the micro-batch that ``num_ranks`` ranks may take to get through a global batch, ascending.
+
+    Those ``wanted``, or all that leave each rank at most ``MOST_MICRO_BATCHES`` micro-batches.  Raises PlanError if
+    the ranks cannot share the batch evenly, or one of those wanted does not divide a rank's part.
+    """
     if not 1 <= global_batch <= 10**9:
         raise PlanError(f"the global batch is {global_batch}; it must be at least 1 and at most {10**9}.")
+    check_shares(global_batch, num_ranks)
+    of_one = global_batch // num_ranks
     if wanted is None:
-        return tuple(size for size in divisors(global_batch) if global_batch // size <= MOST_MICRO_BATCHES)
+        return tuple(size for size in divisors(of_one) if of_one // size <= MOST_MICRO_BATCHES)
     for size in wanted:
-        if size < 1 or global_batch % size:
+        if size < 1 or of_one % size:
+            part = f"each rank's {of_one} of " if num_ranks > 1 else ""
             raise PlanError(
-                f"the micro-batch size {size} does not divide the global batch of {global_batch}. "
-                f"Choose from {', '.join(map(str, divisors(global_batch)))}."
+                f"the micro-batch size {size} does not divide {part}the global batch of {global_batch}. "
+                f"Choose from {', '.join(map(str, divisors(of_one)))}."
             )
     return tuple(sorted(set(wanted)))
 
 
-def _run(hunts: Sequence[Hunt], on_progress: OnProgress) -> None:
-    """Search the sizes in the order of their bounds, largest micro-batches first where they are equal."""
-    total = sum(hunt.problem.num_candidates for hunt in hunts)
-    best_s = np.inf
-    for hunt in sorted(hunts, key=lambda one: (one.candidates.next_bound_s, one.problem.rule.micro_batches)):
-        hunt.incumbent_s = best_s
-        hunt.on_progress = lambda done, of_one: on_progress(sum(one.num_decided for one in hunts), total)
-        hunt.run()
-        best_s = hunt.best_s
-    for hunt in hunts:
-        hunt.incumbent_s = best_s
-        hunt.settle()
-    on_progress(total, total)
-
-
-def _choice(size: int, hunt: Hunt, is_interrupted: bool) -> BatchChoice:
-    best = hunt.best
-    next_bound_s = hunt.candidates.next_bound_s
-    bounds_s = [found.bound_s for found in hunt.replayed]
-    if np.isfinite(next_bound_s):
-        bounds_s.append(next_bound_s)
-    if best is not None:
-        bounds_s.append(best.timing.iteration_s)
+def batch_choice(size: int, hunts: Sequence[Hunt], is_interrupted: bool) -> BatchChoice:
+    """What became of one size; ``hunts``: its searches, of several ranks one for each parallel mode."""
+    simulated = [hunt.best for hunt in hunts if hunt.best is not None]
+    best = min(simulated, key=lambda one: one.order, default=None)
+    bounds_s = [hunt.open_bound_s for hunt in hunts if np.isfinite(hunt.open_bound_s)]
+    bounds_s += [one.timing.iteration_s for one in simulated]
     return BatchChoice(
         micro_batch_size=size,
-        micro_batches=hunt.problem.rule.micro_batches,
-        num_candidates=hunt.problem.num_candidates,
-        num_simulated=len(hunt.simulated),
+        micro_batches=hunts[0].problem.rule.micro_batches,
+        num_candidates=sum(hunt.problem.num_candidates for hunt in hunts),
+        num_simulated=sum(len(hunt.simulated) for hunt in hunts),
         best_iteration_s=None if best is None else best.timing.iteration_s,
         shortest_possible_s=None if is_interrupted else min(bounds_s, default=None),
+        parallel=None if best is None else best.plan.parallel,
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Final
@@ -83,6 +83,7 @@ class Hunt:
         self.replayer = Replayer(problem.compute, problem.contention)
         self.replayed: list[Replayed] = []
         """In their order."""
+        self.num_replays = 0
         self.simulated: list[Simulated] = []
         self.incumbent_s = np.inf
         self.best: Simulated | None = None
@@ -104,16 +105,26 @@ class Hunt:
         """Times up to here are within the tolerance of the best."""
         return self.best_s * (1 + self.tolerance_frac)
 
+    @property
+    def open_bound_s(self) -> float:
+        """No plan that was not simulated takes less; infinite where all were, or do not fit."""
+        return min([self.candidates.next_bound_s, *(found.bound_s for found in self.replayed[:1])])
+
     def run(self) -> None:
         """Simulate until no bound is left below the limit."""
-        num_replays = 0
-        while batch := self._batch(num_replays):
+        while self.turn():
+            pass
+
+    def turn(self) -> bool:
+        """Replay one more batch of plans, and simulate those that may win; false if none is left that may."""
+        if batch := self._batch(self.num_replays):
             self._replay(batch)
-            num_replays += len(batch)
-            while self.replayed and self.replayed[0].bound_s < self.limit_s:
-                self._simulate(self.replayed.pop(0).candidate)
-            self.on_progress(self.num_decided, self.problem.num_candidates)
+            self.num_replays += len(batch)
+        while self.replayed and self.replayed[0].bound_s < self.limit_s:
+            self._simulate(self.replayed.pop(0).candidate)
         self.is_through = self.candidates.next_bound_s >= self.limit_s
+        self.on_progress(self.num_decided, self.problem.num_candidates)
+        return bool(batch)
 
     def settle(self) -> None:
         """Simulate the simplest of the replayed plans that seem to be within the tolerance of the best."""
@@ -139,11 +150,12 @@ class Hunt:
 
     def _batch(self, num_replays: int) -> list[Candidate]:
         """The plans to replay next; a cap ends the search only once something was found that fits."""
-        size = _FIRST_BATCH if self.best is None else _BATCH
-        if self.max_replays is not None and (self.best is not None or num_replays < self.max_replays):
+        is_first = np.isinf(self.best_s)
+        size = _FIRST_BATCH if is_first else _BATCH
+        if self.max_replays is not None and (not is_first or num_replays < self.max_replays):
             size = max(0, min(size, self.max_replays - num_replays))
         batch = list(islice(self.candidates.below(self.limit_s), size))
-        if self.best is None and batch and size == _FIRST_BATCH:
+        if is_first and batch and size == _FIRST_BATCH:
             near_s = min(self.limit_s, batch[0].bound_s * (1 + _NEAR_TOLERANCES * self.tolerance_frac))
             batch += self.candidates.simplest_known(near_s, _SIMPLEST)
         return batch
@@ -172,3 +184,31 @@ class Hunt:
         self.simulated.append(found)
         if self.best is None or found.order < self.best.order:
             self.best = found
+
+
+def run_in_turns(hunts: Sequence[Hunt], on_progress: OnProgress, *, max_replays: int | None = None) -> None:
+    """Search several spaces that share the best time: each turn is taken where the lowest bound is.
+
+    A space is left out as a whole as soon as none of its plans can win.  ``max_replays`` ends the search after so many
+    plans of all spaces together, once something was found that fits.  Of equal bounds the first space counts.
+    """
+    total = sum(hunt.problem.num_candidates for hunt in hunts)
+    for hunt in hunts:
+        hunt.on_progress = lambda done, of_one: on_progress(sum(one.num_decided for one in hunts), total)
+    spent: set[int] = set()
+    while True:
+        best_s = min(hunt.best_s for hunt in hunts)
+        num_replays = sum(hunt.num_replays for hunt in hunts)
+        for hunt in hunts:
+            hunt.incumbent_s = best_s
+            if max_replays is not None:
+                hunt.max_replays = hunt.num_replays + max(0, max_replays - num_replays)
+        left = [place for place, hunt in enumerate(hunts) if place not in spent and hunt.open_bound_s < hunt.limit_s]
+        if not left:
+            break
+        place = min(left, key=lambda place: hunts[place].open_bound_s)
+        if not hunts[place].turn():
+            spent.add(place)
+    for hunt in hunts:
+        hunt.settle()
+    on_progress(total, total)

@@ -2,8 +2,8 @@
 
 [Note: Search with ranks]
 Each mode has a space of its own: DDP the plans that keep every chunk, REPLICATED and SHARDED those that offload some;
-a mode that is asked for alone has them all.  Modes are searched in the order of their bounds and share the best time,
-as sizes of micro-batches do (``sim/batch_search.py``).  In every other respect a mode is searched as the plans of one
+a mode that is asked for alone has them all.  Modes share the best time, as sizes of micro-batches do
+(``sim/batch_search.py``).  In every other respect a mode is searched as the plans of one
 rank are, whose lanes are one more here.
 """
 
@@ -21,7 +21,7 @@ from ..shared.hardware import Hardware
 from ..shared.plan import ParallelMode
 from ..shared.search_result import ModeChoice, SearchResult
 from ..shared.workload import Workload
-from .hunt import Hunt, OnProgress
+from .hunt import Hunt, OnProgress, run_in_turns
 from .infeasible import explain_infeasible
 from .outcomes import search_result
 from .search import check_effort
@@ -124,7 +124,7 @@ def search_ranks(
     hunts, reasons = setting.hunts(workload, micro_batches)
     is_interrupted = False
     try:
-        _run(list(hunts.values()), on_progress or (lambda done, total: None))
+        run_in_turns(list(hunts.values()), on_progress or (lambda done, total: None))
     except KeyboardInterrupt:
         if not keep_interrupted or all(hunt.best is None for hunt in hunts.values()):
             raise
@@ -134,7 +134,10 @@ def search_ranks(
         raise nothing_fits(hunts)
     chosen = next(iter(settled))
     result = search_result(hunts[chosen], settled[chosen], hunts=tuple(hunts.values()), is_interrupted=is_interrupted)
-    choices = tuple(mode_choice(mode, hunts.get(mode), reasons.get(mode, ""), is_interrupted) for mode in setting.modes)
+    choices = tuple(
+        mode_choice(mode, [hunts[mode]] if mode in hunts else [], reasons.get(mode, ""), is_interrupted)
+        for mode in setting.modes
+    )
     return result.model_copy(update={"modes": choices})
 
 
@@ -145,46 +148,21 @@ def _is_offloading(mode: ParallelMode, *, alone: bool) -> bool | None:
     return None if alone else True
 
 
-def _run(hunts: Sequence[Hunt], on_progress: OnProgress) -> None:
-    """Search the modes in the order of their bounds."""
-    total = sum(hunt.problem.num_candidates for hunt in hunts)
-    best_s = np.inf
-    for hunt in sorted(hunts, key=lambda one: one.candidates.next_bound_s):
-        hunt.incumbent_s = best_s
-        hunt.on_progress = lambda done, of_one: on_progress(sum(one.num_decided for one in hunts), total)
-        hunt.run()
-        best_s = hunt.best_s
-    for hunt in hunts:
-        hunt.incumbent_s = best_s
-        hunt.settle()
-    on_progress(total, total)
+def mode_choice(mode: ParallelMode, hunts: Sequence[Hunt], reason: str, is_interrupted: bool) -> ModeChoice:
+    """What became of a mode; ``hunts``: its searches, one for each size of the micro-batch, ascending.
 
-
-def mode_choice(mode: ParallelMode, hunt: Hunt | None, reason: str, is_interrupted: bool) -> ModeChoice:
-    """What became of a mode; ``reason``: why it has no plan, where it was not searched."""
-    if hunt is None:
-        return ModeChoice(
-            parallel=mode,
-            num_candidates=0,
-            num_simulated=0,
-            best_iteration_s=None,
-            shortest_possible_s=None,
-            reason=reason,
-        )
-    bounds_s = [found.bound_s for found in hunt.replayed]
-    if np.isfinite(hunt.candidates.next_bound_s):
-        bounds_s.append(hunt.candidates.next_bound_s)
-    best_s = None if hunt.best is None else hunt.best.timing.iteration_s
-    if best_s is not None:
-        bounds_s.append(best_s)
-    if best_s is None and not bounds_s:
-        reason = _why(hunt.problem)
+    ``reason``: why it has no plan, where there is no search.
+    """
+    best_s = [hunt.best.timing.iteration_s for hunt in hunts if hunt.best is not None]
+    bounds_s = [hunt.open_bound_s for hunt in hunts if np.isfinite(hunt.open_bound_s)]
+    if hunts and not best_s and not bounds_s:
+        reason = _why(hunts[0].problem)
     return ModeChoice(
         parallel=mode,
-        num_candidates=hunt.problem.num_candidates,
-        num_simulated=len(hunt.simulated),
-        best_iteration_s=best_s,
-        shortest_possible_s=None if is_interrupted else min(bounds_s, default=None),
+        num_candidates=sum(hunt.problem.num_candidates for hunt in hunts),
+        num_simulated=sum(len(hunt.simulated) for hunt in hunts),
+        best_iteration_s=min(best_s, default=None),
+        shortest_possible_s=None if is_interrupted else min(best_s + bounds_s, default=None),
         reason=reason,
     )
 

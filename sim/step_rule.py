@@ -21,6 +21,26 @@ def check_ranks(num_ranks: int, parallel: ParallelMode) -> None:
         raise PlanError(f"--parallel {parallel} needs 2 ranks at least. Choose a machine with several devices.")
 
 
+def check_shares(global_batch: int, num_ranks: int) -> None:
+    """Raise PlanError unless so many ranks can share a global batch evenly; names the nearest numbers that can."""
+    if global_batch % num_ranks == 0:
+        return
+    below = global_batch // num_ranks * num_ranks
+    batches = " or ".join(str(batch) for batch in (below, below + num_ranks) if batch)
+    raise PlanError(
+        f"{num_ranks} ranks cannot share a global batch of {global_batch} evenly. Choose a global batch of {batches}, "
+        f"or {' or '.join(map(str, _nearest_shares(global_batch, num_ranks)))} ranks."
+    )
+
+
+def _nearest_shares(global_batch: int, num_ranks: int) -> list[int]:
+    """The next smaller and the next larger number of ranks that divide the global batch."""
+    found = [next(ranks for ranks in range(num_ranks, 0, -1) if global_batch % ranks == 0)]
+    if num_ranks < global_batch:
+        found.append(next(ranks for ranks in range(num_ranks, global_batch + 1) if global_batch % ranks == 0))
+    return found
+
+
 @dataclass(frozen=True)
 class StepRule:
     """Knobs of a plan that say what is trained rather than how; the search takes them as they are.
