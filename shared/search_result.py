@@ -79,7 +79,7 @@ class WhatIf(FrozenModel):
     iteration_s: PositiveFloat | None
     """Of the best plan then; None if none fits."""
     speedup: PositiveFloat | None
-    """How many times faster that is."""
+    """How many times as fast tokens then come: other numbers of ranks may train on more of them in an iteration."""
     reason: str = ""
     """Why nothing fits."""
 

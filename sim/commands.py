@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -43,7 +43,7 @@ from ..shared.files import write_atomically
 from ..shared.hardware import Hardware
 from ..shared.machines import load_hardware, override_hardware
 from ..shared.models import model_names
-from ..shared.plan import Plan
+from ..shared.plan import ParallelMode, Plan
 from ..shared.progress import progress_bar
 from ..shared.record import Record
 from ..shared.report_options import PictureFolder, ReportPath, write_report
@@ -63,7 +63,6 @@ from .rank_options import (
     unused_devices,
     with_ranks,
 )
-from .search import search as search_plans
 from .search_options import (
     USUAL,
     AllowedSwaps,
@@ -76,7 +75,7 @@ from .search_options import (
 )
 from .simulator import simulate as simulate_plan
 from .space import LARGEST_KNOB, SearchSpace
-from .step_rule import StepRule
+from .step_rule import SEVERAL, StepRule, check_shares
 from .workload_source import resolve_workload, saved_sizes
 
 if TYPE_CHECKING:
@@ -174,9 +173,7 @@ def search_command(
     machine = _machine(hardware, changes)
     _check_budget(device_budget_bytes, machine)
     factors = _calibration(calibration)
-    ranks = ranks_to_search(
-        machine, num_ranks, parallel or (), {"--global-batch": global_batch is not None, "--what-if": bool(questions)}
-    )
+    ranks = ranks_to_search(machine, num_ranks, parallel or ())
     if (unused := unused_devices(machine, ranks)) is not None:
         warn(unused)
     what_ifs = _what_ifs(questions, machine, factors)
@@ -202,73 +199,54 @@ def search_command(
             device_kind=machine.device.kind,
         )
 
-    found: SearchResult | BatchSearchResult
+    modes = tuple(parallel or ()) or SEVERAL
+
+    def setting_at(workload: Workload, mode: ParallelMode, micro_batches: int) -> Setting:
+        """What is asked, once there is a workload."""
+        from .what_if import Batches, Setting
+
+        rule = StepRule(micro_batches, max_gradient_norm, mode, ranks)
+        sizes = saved_sizes(model, global_batch, ranks) if global_batch is not None else None
+        batches = None if global_batch is None else Batches(workload_at, global_batch, sizes)
+        budget = device_budget_bytes
+        return Setting(workload, machine, factors, budget, space=space, rule=rule, modes=modes, batches=batches)
+
+    last_mode = ParallelMode.SINGLE if ranks == 1 else modes[-1]
     with progress_bar("searching") as on_progress:
-        if ranks > 1:
-            from .rank_search import MODES, search_ranks
-
+        found: SearchResult | BatchSearchResult
+        asked: dict[str, Any] = {
+            "device_budget_bytes": device_budget_bytes,
+            "space": space,
+            "max_gradient_norm": max_gradient_norm,
+            "on_progress": on_progress,
+            "keep_interrupted": True,
+        } | ({"num_ranks": ranks, "parallel": modes} if ranks > 1 else {})
+        if global_batch is None:
             workload = workload_at(batch_size)
-            result = found = search_ranks(
-                workload,
-                machine,
-                factors,
-                num_ranks=ranks,
-                parallel=parallel or MODES,
-                device_budget_bytes=device_budget_bytes,
-                space=space,
-                micro_batches=micro_batches or 1,
-                max_gradient_norm=max_gradient_norm,
-                on_progress=on_progress,
-                keep_interrupted=True,
-            )
-        elif global_batch is None:
-            workload = workload_at(batch_size)
-            if what_ifs is not None:
-                from .what_if import Setting
-
-                what_ifs(Setting(workload, machine, factors))  # a question that cannot be answered is told at once
+            if what_ifs is not None:  # a question that cannot be answered is told at once
+                what_ifs(setting_at(workload, last_mode, micro_batches or 1))
             try:
-                result = found = search_plans(
-                    workload,
-                    machine,
-                    factors,
-                    device_budget_bytes=device_budget_bytes,
-                    space=space,
-                    micro_batches=micro_batches or 1,
-                    max_gradient_norm=max_gradient_norm,
-                    on_progress=on_progress,
-                    keep_interrupted=True,
-                )
+                search_plans = _search_of(ranks)
+                result = found = search_plans(workload, machine, factors, micro_batches=micro_batches or 1, **asked)
             except InfeasibleError as error:
-                from .what_if import Setting, largest_batch
-
-                rule = StepRule(micro_batches or 1, max_gradient_norm)
-                setting = Setting(workload, machine, factors, device_budget_bytes, space=space, rule=rule)
-                fitting = largest_batch(setting, workload_at) if model in model_names() else None
-                smaller = f" A batch of {fitting} fits as things are." if fitting is not None else ""
-                raise InfeasibleError(f"{error}{smaller}") from error
+                setting = setting_at(workload, last_mode, micro_batches or 1)
+                sized = workload_at if model in model_names() else None
+                raise InfeasibleError(f"{error}{_what_fits_instead(setting, sized)}") from error
         else:
-            from .batch_search import search_batches
-
-            found = search_batches(
-                workload_at,
-                global_batch,
-                machine,
-                factors,
-                micro_batch_sizes=saved_sizes(model, global_batch),
-                device_budget_bytes=device_budget_bytes,
-                space=space,
-                max_gradient_norm=max_gradient_norm,
-                on_progress=on_progress,
-                keep_interrupted=True,
+            check_shares(global_batch, ranks)
+            sizes = saved_sizes(model, global_batch, ranks)
+            if what_ifs is not None:
+                size = sizes[0] if sizes else 1
+                what_ifs(setting_at(workload_at(size), last_mode, 1))
+            found = _batch_search_of(ranks)(
+                workload_at, global_batch, machine, factors, micro_batch_sizes=sizes, **asked
             )
             result, workload = found.result, workload_at(found.micro_batch_size)
         is_interrupted = result.certificate.is_interrupted
         if what_ifs is not None and not is_interrupted:
-            from .what_if import Setting, what_if
+            from .what_if import what_if
 
-            rule = StepRule(result.plan.micro_batches, max_gradient_norm)
-            setting = Setting(workload, machine, factors, device_budget_bytes, space=space, rule=rule)
+            setting = setting_at(workload, result.plan.parallel, result.plan.micro_batches)
             answers = what_if(setting, result.prediction.iteration_s, what_ifs(setting), on_progress=on_progress)
             result = result.model_copy(update={"what_if": answers})
             found = result if isinstance(found, SearchResult) else found.model_copy(update={"result": result})
@@ -366,6 +344,37 @@ def simulate_command(
         from ..shared.tables import record_tables
 
         show(record_tables(record))
+
+
+def _search_of(num_ranks: int) -> Callable[..., SearchResult]:
+    if num_ranks == 1:
+        from .search import search
+
+        return search
+    from .rank_search import search_ranks
+
+    return search_ranks
+
+
+def _batch_search_of(num_ranks: int) -> Callable[..., BatchSearchResult]:
+    if num_ranks == 1:
+        from .batch_search import search_batches
+
+        return search_batches
+    from .rank_batches import search_rank_batches
+
+    return search_rank_batches
+
+
+def _what_fits_instead(setting: Setting, workload_at: Callable[[int], Workload] | None) -> str:
+    """What of less or of more devices fits where the plans that were asked about do not, in words."""
+    from .what_if import fewest_ranks, largest_batch
+
+    batch_size = largest_batch(setting, workload_at) if workload_at is not None else None
+    smaller = f" A batch of {batch_size} fits as things are." if batch_size is not None else ""
+    num_ranks = fewest_ranks(setting) if setting.num_ranks > 1 else None
+    more = f" A plan of {num_ranks} ranks fits this machine." if num_ranks is not None else ""
+    return smaller + more
 
 
 def _machine(name: str, changes: list[str] | None) -> Hardware:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Final
+from collections.abc import Sequence
+from typing import Annotated
 
 import typer
 
-from ..shared.errors import PlanError
 from ..shared.hardware import Hardware
 from ..shared.plan import ParallelMode, Plan
-from .step_rule import check_ranks
-
-MOST_RANKS: Final = 10**6
+from .step_rule import MOST_RANKS, check_ranks
 
 NumRanks = Annotated[
     int | None,
@@ -67,23 +64,15 @@ def with_ranks(
     return plan.model_copy(update={"num_ranks": num_ranks, "parallel": parallel})
 
 
-def ranks_to_search(
-    hardware: Hardware, num_ranks: int | None, parallel: Sequence[ParallelMode], conflicting: Mapping[str, bool]
-) -> int:
+def ranks_to_search(hardware: Hardware, num_ranks: int | None, parallel: Sequence[ParallelMode]) -> int:
     """Ranks that a search asks about: as many as are named, all devices if only modes are, else one.
 
-    Raises PlanError if the modes do not go with them, or an option does not that asks about one rank alone.
+    Raises PlanError if the modes do not go with them.
     """
     if num_ranks is None:
         num_ranks = hardware.num_devices if any(mode is not ParallelMode.SINGLE for mode in parallel) else 1
     for mode in parallel:
         check_ranks(num_ranks, mode)
-    for option, is_given in conflicting.items():
-        if is_given and num_ranks > 1:
-            raise PlanError(
-                f"{option} asks about one rank, but --ranks is {num_ranks}. Leave one of the two out; each rank trains "
-                f"on --micro-batches of --batch-size."
-            )
     return num_ranks
 
 

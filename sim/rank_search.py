@@ -27,10 +27,9 @@ from .outcomes import search_result
 from .search import check_effort
 from .search_problem import SearchProblem, search_problem
 from .space import SearchSpace
-from .step_rule import StepRule
+from .step_rule import SEVERAL, StepRule
 
-MODES: Final = (ParallelMode.DDP, ParallelMode.REPLICATED, ParallelMode.SHARDED)
-"""Simplest first: of equally good plans the one of the simplest mode counts."""
+MODES: Final = SEVERAL
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,9 @@ from ..shared.plan import ParallelMode
 
 MOST_MICRO_BATCHES: Final = 4096
 """An iteration of more has millions of tasks."""
+MOST_RANKS: Final = 10**6
+SEVERAL: Final = (ParallelMode.DDP, ParallelMode.REPLICATED, ParallelMode.SHARDED)
+"""What several ranks may do together, simplest first: of equally good plans the one of the simplest mode counts."""
 
 
 def check_ranks(num_ranks: int, parallel: ParallelMode) -> None:

@@ -14,8 +14,8 @@ from ..shared.machines import cluster_names, machine, machine_names, override_ha
 from ..shared.nearest import did_you_mean
 from ..shared.workload import Workload
 from .search_options import USUAL
-from .search_problem import default_host_budget_bytes
-from .what_if import Question, Setting
+from .step_rule import MOST_RANKS
+from .what_if import Question, Setting, machine_with_room
 
 _PARTS: Final[dict[str, Callable[[], tuple[str, ...]]]] = {
     "device": device_names,
@@ -34,6 +34,8 @@ class ChangedMachine:
 
     change: str
     hardware: Hardware
+    num_ranks: int | None = None
+    """None: as many as there are."""
 
 
 def changed_machines(
@@ -43,8 +45,9 @@ def changed_machines(
 
     A question is the name of a device, host, link, node or network, which takes the place of the machine's, or of a
     machine of the catalogue with several devices, or changes as ``override_hardware`` takes them
-    (``device.memory_bytes=48GiB``); or several of these, separated by blanks.  What names a device and a machine with
-    one means the device.
+    (``device.memory_bytes=48GiB``), or another number of ranks (``ranks=16``), for which nodes are added where a
+    network joins them; or several of these, separated by blanks.  What names a device and a machine with one means the
+    device.
 
     Raises CatalogueError if a name is unknown, HardwareError if a change is, or if two of a question contradict each
     other, and CalibrationError if ``calibration`` says nothing about the changed machine.
@@ -53,33 +56,44 @@ def changed_machines(
     for question in dict.fromkeys(" ".join(text.split()) for text in wanted):
         if question == USUAL:
             continue
-        changed = _changed(question, hardware)
+        changed, num_ranks = _changed(question, hardware)
         if calibration is not None and changed.name != hardware.name:
             raise CalibrationError(
                 f"--what-if {question} is another device than that of {hardware.name}, where the calibration was made. "
                 f"Leave --calibration out to compare devices by their data sheets."
             )
-        found.append(ChangedMachine(question, changed))
+        found.append(ChangedMachine(question, changed, num_ranks))
     return tuple(found)
 
 
 def part_questions(setting: Setting, machines: Sequence[ChangedMachine]) -> tuple[Question, ...]:
     """The questions about ``machines``: with the setting's budgets where it has some, else with all of their memory.
 
-    Raises WorkloadError if the seconds of the setting's workload were measured, so that the change could not show.
+    Raises WorkloadError if the seconds of the setting's workload were measured, so that the change could not show,
+    HardwareError if a machine has too few devices for the ranks, and PlanError if they cannot share a global batch.
     """
     asked = []
     for one in machines:
         _check_measured(setting.workload, setting.hardware, one)
-        device_bytes = setting.device_budget_bytes or one.hardware.device.usable_bytes
-        host_bytes = setting.host_budget_bytes
-        if host_bytes is None:
-            host_bytes = default_host_budget_bytes(one.hardware, device_bytes)
-        asked.append(Question(one.change, one.hardware, device_bytes, host_bytes))
+        num_ranks = one.num_ranks or setting.num_ranks
+        if num_ranks > one.hardware.num_devices:
+            raise HardwareError(
+                f"--what-if {one.change} asks about {num_ranks:,} ranks, but {one.hardware.name} then has "
+                f"{_devices(one.hardware)}. Ask about fewer with ranks={one.hardware.num_devices}, or name another "
+                f"machine."
+            )
+        if setting.batches is not None:
+            setting.batches.check(num_ranks)
+        asked.append(setting.question(one.change, one.hardware, one.num_ranks))
     return tuple(asked)
 
 
-def _changed(question: str, hardware: Hardware) -> Hardware:
+def _devices(hardware: Hardware) -> str:
+    return "one device" if hardware.num_devices == 1 else f"{hardware.num_devices:,} devices"
+
+
+def _changed(question: str, hardware: Hardware) -> tuple[Hardware, int | None]:
+    """The machine, and the number of ranks if one is named."""
     changes: dict[str, str] = {}
     base = hardware
     for word in question.split():
@@ -96,7 +110,18 @@ def _changed(question: str, hardware: Hardware) -> Hardware:
             changes[field] = value
     if not question:
         raise HardwareError(f"--what-if names nothing. Name a part, write a change, or write {USUAL}.")
-    return override_hardware(base, changes) if changes else base
+    ranks = changes.pop("ranks", None)
+    changed = override_hardware(base, changes) if changes else base
+    if ranks is None:
+        return changed, None
+    num_ranks = _count(ranks)
+    return (changed if "network.num_nodes" in changes else machine_with_room(changed, num_ranks)), num_ranks
+
+
+def _count(words: str) -> int:
+    if not (words.isascii() and words.isdigit() and len(words) < 10 and 1 <= int(words) <= MOST_RANKS):
+        raise HardwareError(f"--what-if ranks={words} is no number of ranks. Write one from 1 to {MOST_RANKS:,}.")
+    return int(words)
 
 
 def _part_of(name: str) -> str:

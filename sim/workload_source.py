@@ -90,20 +90,22 @@ def resolve_family(model: str, *, dtype: str | None = None) -> WorkloadFamily | 
     return shipped_family(known, DType(dtype) if dtype is not None else published)
 
 
-def saved_sizes(model: str, global_batch: int) -> tuple[int, ...] | None:
+def saved_sizes(model: str, global_batch: int, num_ranks: int = 1) -> tuple[int, ...] | None:
     """The one size that a saved workload's micro-batches have; None for models that have a workload at any size.
 
-    Raises WorkloadError if it does not divide ``global_batch``.
+    Raises WorkloadError if it does not divide each rank's part of ``global_batch``.
     """
     saved = _saved_workload(model)
     if saved is None:
         return None
-    if global_batch % saved.num_samples:
+    samples, of_one = saved.num_samples, global_batch // num_ranks
+    if of_one % samples:
+        part = f"each rank's {of_one} of " if num_ranks > 1 else ""
         raise WorkloadError(
-            f"{model} is a workload of {saved.num_samples} samples, which do not divide the global batch of "
-            f"{global_batch}. Choose a multiple of {saved.num_samples}, or name the model that it was traced from."
+            f"{model} is a workload of {samples} samples, which do not divide {part}the global batch of "
+            f"{global_batch}. Choose a multiple of {samples * num_ranks}, or name the model that it was traced from."
         )
-    return (saved.num_samples,)
+    return (samples,)
 
 
 def _traced(request: TraceRequest, cache: Path | None, warn: Warn) -> Workload:

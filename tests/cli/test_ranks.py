@@ -10,7 +10,7 @@ import pytest
 from protwin.shared.plan import ParallelMode, Plan
 from protwin.shared.record import Record
 from protwin.shared.schedule import Lane
-from protwin.shared.search_result import SearchResult
+from protwin.shared.search_result import BatchSearchResult, SearchResult
 from tests.cli.conftest import Protwin
 
 SIMULATE = ("simulate", "--plan", "plan.json", "--model", "workload.json")
@@ -110,6 +110,28 @@ def test_a_search_compares_the_modes_and_says_which(protwin_here: Protwin, folde
     assert record.guaranteed_peak_device_bytes <= 2**30
 
 
+def test_a_global_batch_is_shared_by_the_ranks(protwin_here: Protwin, folder: Path) -> None:
+    found = protwin_here(*SEARCH, "--ranks", "4", "--global-batch", "16", "--what-if", "ranks=8", "--json")
+    assert found.returncode == 0, found.stderr
+    result = BatchSearchResult.from_mapping(json.loads(found.stdout), origin="standard output")
+    plan = result.result.plan
+    assert (result.global_batch_size, result.micro_batch_size, plan.micro_batches, plan.num_ranks) == (16, 2, 2, 4)
+    (answer,) = result.result.what_if
+    alone = protwin_here(*SEARCH, "--ranks", "8", "--global-batch", "16", "--json")
+    expected = BatchSearchResult.from_mapping(json.loads(alone.stdout), origin="standard output").result.prediction
+    assert answer.iteration_s == expected.iteration_s
+    assert answer.speedup == pytest.approx(result.result.prediction.iteration_s / expected.iteration_s)
+
+
+def test_without_a_global_batch_more_ranks_train_on_more(protwin_here: Protwin, folder: Path) -> None:
+    found = protwin_here(*SEARCH, "--ranks", "2", "--what-if", "ranks=8", "--json")
+    assert found.returncode == 0, found.stderr
+    result = SearchResult.from_mapping(json.loads(found.stdout), origin="standard output")
+    (answer,) = result.what_if
+    assert answer.iteration_s is not None
+    assert answer.speedup == pytest.approx(4 * result.prediction.iteration_s / answer.iteration_s)
+
+
 def test_a_mode_may_be_named(protwin_here: Protwin, folder: Path) -> None:
     found = protwin_here(*SEARCH, "--parallel", "replicated", "--json")
     assert found.returncode == 0, found.stderr
@@ -124,8 +146,12 @@ def test_a_mode_may_be_named(protwin_here: Protwin, folder: Path) -> None:
         (("--ranks", "1", "--parallel", "ddp"), "needs 2 ranks at least"),
         (("--ranks", "8", "--parallel", "single"), "8 ranks do nothing together"),
         (("--ranks", "9"), "9 ranks do not fit"),
-        (("--ranks", "8", "--global-batch", "8"), "--global-batch asks about one rank"),
-        (("--ranks", "8", "--what-if"), "--what-if asks about one rank"),
+        (("--ranks", "8", "--global-batch", "20"), "Choose a global batch of 16 or 24, or 5 or 10 ranks"),
+        (("--ranks", "8", "--global-batch", "8"), "which do not divide each rank's 1 of the global batch of 8"),
+        (("--ranks", "8", "--what-if", "ranks=0"), "is no number of ranks"),
+        (("--ranks", "8", "--what-if", "rtx-3090-x4"), "rtx-3090-x4 then has 4 devices"),
+        (("--ranks", "0"), "--ranks"),
+        (("--ranks", str(2**40)), "--ranks"),
         (("--ranks", "8", "--device-budget", "1MiB"), "in mode sharded on each of 8 ranks"),
     ],
 )
