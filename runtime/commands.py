@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -39,6 +40,7 @@ from ..shared.progress import progress_bar
 from ..shared.training_options import TrainingOptions
 from ..shared.units import format_bytes
 from ..shared.workload import Workload
+from .allocator_settings import prefer_expandable_segments
 from .supported import check_carried_out
 
 if TYPE_CHECKING:
@@ -153,8 +155,9 @@ def run_command(
 ) -> None:
     """Carry a plan out: train a model with random weights on text, bytes as tokens, exactly as the plan says.
 
-    Uses the first CUDA device where there is one, else the CPU as a device.  --output writes the measured record,
-    which protwin compare lays beside the predicted one.
+    Uses the first CUDA device where there is one, with expandable segments of PyTorch's allocator unless
+    PYTORCH_CUDA_ALLOC_CONF or PYTORCH_ALLOC_CONF is set; else the CPU as a device.  --output writes the measured
+    record, which protwin compare lays beside the predicted one.
     """
     keep_apart(
         {"--output": output, "--timeline": timeline},
@@ -171,6 +174,7 @@ def run_command(
     samples = traced.num_samples
     length = traced.num_tokens // samples
 
+    prefer_expandable_segments(os.environ)
     import torch
 
     from ..shared.tables import record_tables

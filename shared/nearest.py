@@ -8,6 +8,8 @@ from typing import Final
 
 _LEAST_SIMILARITY: Final = 0.5
 _MAX_SHOWN: Final = 3
+_MAX_LISTED: Final = 30
+"""Known names up to which all of them are an answer."""
 _SHORTEST_PART: Final = 3
 """Letters from which on one name within another says something."""
 
@@ -25,9 +27,15 @@ def nearest_names(name: str, known: Iterable[str]) -> tuple[str, ...]:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """``"Did you mean llama-3-8b or llama-2-7b?"``, or the whole list if nothing resembles ``name``."""
+    """``"Did you mean llama-3-8b or llama-2-7b?"``, or the whole list if nothing resembles ``name``.
+
+    Of a long list, the nearest names and how many there are.
+    """
     known = tuple(known)
     near = nearest_names(name, known)
+    if not near and len(known) > _MAX_LISTED:
+        least = sorted(known, key=lambda candidate: -_similarity(_plain(name), _plain(candidate)))[:_MAX_SHOWN]
+        return f"None of the {len(known)} known names resembles it; the nearest are {', '.join(least)}."
     if not near:
         return f"Known are {', '.join(known)}."
     return f"Did you mean {', '.join(near[:-1])} or {near[-1]}?" if len(near) > 1 else f"Did you mean {near[0]}?"

@@ -66,7 +66,11 @@ def _split(text: str | int | float, *, rate: bool) -> tuple[Fraction, str]:
         raise ProtwinError(f"{_shown(text)} is no quantity. Write one such as {example}.")
     unit = match[3] or "B"
     if unit not in _BYTE_UNITS:
-        raise ProtwinError(f"{_shown(text)} has the unknown unit {_shown(unit)}; known are {', '.join(_BYTE_UNITS)}.")
+        meant = [known for known in _BYTE_UNITS if known.casefold() == unit.casefold()]
+        asked = f" Did you mean {match[1]}{match[2] or ''}{meant[0]}{'/s' if match[4] else ''}?" if meant else ""
+        raise ProtwinError(
+            f"{_shown(text)} has the unknown unit {_shown(unit)}; known are {', '.join(_BYTE_UNITS)}.{asked}"
+        )
     digits = match[1].rstrip(".") + (match[2] or "")
     # An exact number with a huge exponent would fill the memory.
     magnitude = float(digits)

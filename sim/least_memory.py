@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -25,19 +27,9 @@ class Need:
 
 def least_device(problem: SearchProblem, host_limit_bytes: int | None = None) -> Need | None:
     """The plan with the smallest guaranteed device peak, of those within the host's limit; None if there is none."""
-    quick: list[tuple[int, int, int, int]] = []
-    for index, layout in enumerate(problem.layouts):
-        static_bytes = layout.table.static_device_bytes(layout.prefixes, problem.workload.resident_bytes)
-        for number, (n_swap, modes) in enumerate(layout.grid.modes.groups):
-            bounds = (static_bytes + int(layout.memory.activation_bytes[modes].min())).tolist()
-            host_bytes = problem.host_bytes(index, layout.prefixes, n_swap).tolist()
-            quick += [
-                (bound_bytes, index, number, prefix)
-                for bound_bytes, host, prefix in zip(bounds, host_bytes, layout.prefixes.tolist(), strict=True)
-                if host_limit_bytes is None or host <= host_limit_bytes
-            ]
+    within = [place for place in _places(problem) if host_limit_bytes is None or place.host_bytes <= host_limit_bytes]
     best: Need | None = None
-    for bound_bytes, index, number, prefix in sorted(quick):
+    for bound_bytes, _, index, number, prefix in sorted(within, key=lambda place: (place.bound_bytes, place[2:])):
         if best is not None and bound_bytes >= best.device_bytes:
             break
         layout = problem.layouts[index]
@@ -56,20 +48,12 @@ def least_host(problem: SearchProblem, device_limit_bytes: int | None = None) ->
 
     Of several, the one with the smallest guaranteed device peak.
     """
-    wheres = []
-    for index, layout in enumerate(problem.layouts):
-        static_bytes = layout.table.static_device_bytes(layout.prefixes, problem.workload.resident_bytes)
-        for number, (n_swap, modes) in enumerate(layout.grid.modes.groups):
-            host_bytes = problem.host_bytes(index, layout.prefixes, n_swap).tolist()
-            bounds = (static_bytes + int(layout.memory.activation_bytes[modes].min())).tolist()
-            wheres += [
-                (host, index, number, prefix)
-                for host, bound_bytes, prefix in zip(host_bytes, bounds, layout.prefixes.tolist(), strict=True)
-                if device_limit_bytes is None or bound_bytes <= device_limit_bytes
-            ]
+    within = [
+        place for place in _places(problem) if device_limit_bytes is None or place.bound_bytes <= device_limit_bytes
+    ]
     best: Need | None = None
-    for host, index, number, prefix in sorted(wheres):
-        if best is not None and host > best.host_bytes:
+    for _, host_bytes, index, number, prefix in sorted(within, key=lambda place: place[1:]):
+        if best is not None and host_bytes > best.host_bytes:
             break
         if device_limit_bytes is not None:
             layout = problem.layouts[index]
@@ -83,6 +67,30 @@ def least_host(problem: SearchProblem, device_limit_bytes: int | None = None) ->
         if best is None or found.device_bytes < best.device_bytes:
             best = found
     return best
+
+
+class _Place(NamedTuple):
+    """The plans of one layout that swap the same blocks and keep the same chunks."""
+
+    bound_bytes: int
+    """Device memory that none of them stays below."""
+    host_bytes: int
+    layout: int
+    """By its number."""
+    modes: int
+    """The number of the group of modes."""
+    prefix: int
+    """Persistent chunks."""
+
+
+def _places(problem: SearchProblem) -> Iterator[_Place]:
+    for index, layout in enumerate(problem.layouts):
+        static_bytes = layout.table.static_device_bytes(layout.prefixes, problem.workload.resident_bytes)
+        for number, (n_swap, modes) in enumerate(layout.grid.modes.groups):
+            bounds = (static_bytes + int(layout.memory.activation_bytes[modes].min())).tolist()
+            host_bytes = problem.host_bytes(index, layout.prefixes, n_swap).tolist()
+            for bound, host, prefix in zip(bounds, host_bytes, layout.prefixes.tolist(), strict=True):
+                yield _Place(bound, host, index, number, prefix)
 
 
 def _cheapest_of_prefix(problem: SearchProblem, index: int, group: int, n_persist: int) -> Need:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given
@@ -179,3 +181,24 @@ def test_examples_of_formatting() -> None:
     assert format_rate(25.2e9) == "25.2 GB/s"
     assert format_rate(999_999) == "1000 kB/s"
     assert format_rate(12) == "12 B/s"
+
+
+@pytest.mark.parametrize(
+    ("read", "text", "meant"),
+    [
+        (parse_bytes, "10gib", "10GiB"),
+        (parse_bytes, "1.5 Mb", "1.5MB"),
+        (parse_bytes, "2e3tIB", "2e3TiB"),
+        (parse_bytes_per_s, "64gb/s", "64GB/s"),
+    ],
+)
+def test_a_unit_in_other_letters_is_asked_about(read: Callable[[str], float], text: str, meant: str) -> None:
+    with pytest.raises(ProtwinError, match=f"Did you mean {re.escape(meant)}[?]"):
+        read(text)
+    assert read(meant) > 0
+
+
+def test_a_unit_that_resembles_none_is_not() -> None:
+    with pytest.raises(ProtwinError, match="unknown unit") as refused:
+        parse_bytes("10parsecs")
+    assert "Did you mean" not in str(refused.value)
