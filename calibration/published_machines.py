@@ -90,7 +90,7 @@ def _machine(device: str, host: str, link: str, *, at_base_clock: bool = False, 
     frac = BASE_CLOCK_FRAC[device] if at_base_clock else 1.0
     return found.model_copy(
         update={
-            "device": _slowed(found.device, frac, dispatch),
+            "device": slowed(found.device, frac, dispatch),
             "host": host_part(host),
             "host_to_device": links.host_to_device,
             "device_to_host": links.device_to_host,
@@ -99,7 +99,8 @@ def _machine(device: str, host: str, link: str, *, at_base_clock: bool = False, 
     )
 
 
-def _slowed(device: Device, clock_frac: float, dispatch: float) -> Device:
+def slowed(device: Device, clock_frac: float, dispatch: float) -> Device:
+    """``device`` at this share of its clocks, on a host that takes ``dispatch`` times as long for every operation."""
     return device.model_copy(
         update={
             "peak_flop_per_s": {dtype: peak * clock_frac for dtype, peak in device.peak_flop_per_s.items()},

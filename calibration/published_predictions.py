@@ -39,6 +39,7 @@ from .published_rows import (
     SHARDED,
     Quantity,
 )
+from .published_sharded import sharded_predictions
 from .published_workloads import adapted_workload, llama, with_divisions
 
 NUM_RANKS: Final = 4
@@ -55,7 +56,13 @@ OnStep = Callable[[int, int], None]
 
 def predict_published(on_step: OnStep = lambda done, total: None) -> tuple[Prediction, ...]:
     """Every figure of ``PUBLISHED_RUNS`` that can be predicted.  ``on_step`` is told how much is done."""
-    parts: Sequence[Callable[[], list[Prediction]]] = (_small_llama, _llama_7b, largest_predictions, adam_predictions)
+    parts: Sequence[Callable[[], list[Prediction]]] = (
+        _small_llama,
+        _llama_7b,
+        largest_predictions,
+        adam_predictions,
+        sharded_predictions,
+    )
     found: list[Prediction] = []
     for done, part in enumerate(parts):
         on_step(done, len(parts))

@@ -5,6 +5,7 @@ They are predicted from data sheets and configurations alone (``make published``
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
@@ -15,6 +16,7 @@ from ..shared.files import FrozenModel
 FORK: Final = "github.com/thad0ctor/axolotl, pull requests 20 and 39, and the design page of their ProTrain integration"
 SCRIPT: Final = "scripts/benchmark_multi_gpu.py there, and multi_gpu_benchmark_results.json beside it"
 TESTS: Final = "tests/protrain/test_integration_7b.py and test_multi_gpu_7b.py there"
+TORCHTITAN: Final = "github.com/pytorch/torchtitan, docs/performance.md (A100: of 2024; H100: as of arXiv 2410.06511)"
 PAPER: Final = "ProTrain (arXiv 2406.08334)"
 
 
@@ -32,7 +34,7 @@ class Measurement(FrozenModel):
     """One published figure."""
 
     row: str
-    """The run that it belongs to, R1 to R5."""
+    """The run that it belongs to, R1 to R6."""
     case: str
     """Which of the run's configurations, in words; with ``quantity`` it names the figure."""
     quantity: Quantity
@@ -66,8 +68,54 @@ ADAM_32_THREADS: Final = "Llama-2-7B, 32 threads"
 ADAM_4210R: Final = "1.35 B parameters, Xeon 4210R"
 
 
+@dataclass(frozen=True, slots=True)
+class ShardedSize:
+    """What one run of R6 trained, on every rank."""
+
+    model: str
+    """Its name in the catalogue."""
+    batch_size: int
+    sequence_length: int
+    num_ranks: int
+    checkpointed_frac: float | None
+    """Share of the blocks that are checkpointed; None where operations are chosen instead."""
+    tokens_per_s: float
+    """Measured, of one rank."""
+
+
+class ShardedCase(StrEnum):
+    """The runs of R6."""
+
+    LLAMA_3_8B = "Llama-3-8B, every second block checkpointed"
+    LLAMA_3_70B = "Llama-3-70B, every block checkpointed"
+    LLAMA_2_13B_KEPT = "Llama-2-13B, nothing checkpointed"
+    LLAMA_2_13B = "Llama-2-13B, every second block checkpointed"
+    LLAMA_2_70B = "Llama-2-70B, every block checkpointed"
+    ON_H100 = "Llama-3.1-8B on 8 H100 of 500 W, operations chosen"
+
+    @property
+    def size(self) -> ShardedSize:
+        """What it trained."""
+        return _SHARDED_SIZES[self]
+
+
+_SHARDED_SIZES: Final = {
+    ShardedCase.LLAMA_3_8B: ShardedSize("llama-3-8b", 1, 8192, 64, 0.5, 2904),
+    ShardedCase.LLAMA_3_70B: ShardedSize("llama-3-70b", 1, 8192, 64, 1.0, 331),
+    ShardedCase.LLAMA_2_13B_KEPT: ShardedSize("llama-2-13b", 2, 4096, 64, 0.0, 2162),
+    ShardedCase.LLAMA_2_13B: ShardedSize("llama-2-13b", 2, 4096, 64, 0.5, 1914),
+    ShardedCase.LLAMA_2_70B: ShardedSize("llama-2-70b", 2, 4096, 64, 1.0, 353),
+    ShardedCase.ON_H100: ShardedSize("llama-3-8b", 2, 8192, 8, None, 5762),
+}
+
+
 def _iteration(row: str, case: str, seconds: float) -> Measurement:
     return Measurement(row=row, case=case, quantity=Quantity.ITERATION, readings=(seconds,))
+
+
+def _sharded(case: ShardedCase) -> Measurement:
+    size = case.size
+    return _iteration("R6", case.value, size.batch_size * size.sequence_length / size.tokens_per_s)
 
 
 def _bytes(row: str, case: str, quantity: Quantity, size_bytes: float) -> Measurement:
@@ -162,5 +210,14 @@ PUBLISHED_RUNS: Final = (
         "2.383 s by binding cores), so that a machine's own rate has to be measured: protwin hardware probe "
         "does.",
         measurements=(_adam(ADAM_128_THREADS, 4.6), _adam(ADAM_32_THREADS, 6.2), _adam(ADAM_4210R, 21.8)),
+    ),
+    PublishedRun(
+        row="R6",
+        title="Llamas trained in full, sharded over devices by FSDP2: 64 x A100 80 GB, 8 x H100 96 GB",
+        source=f"{TORCHTITAN}: tokens per second and device; 8 192 tokens for Llama 3, 4 096 for Llama 2; of its "
+        "tables the rows with one kind of parallelism and without float8, as far as they name blocks that are "
+        "checkpointed, and one that chooses operations",
+        unknown=("the network between the A100 nodes", "which kernels are fused", "clocks under the H100's limit"),
+        measurements=tuple(map(_sharded, ShardedCase)),
     ),
 )

@@ -1,0 +1,113 @@
+"""Full training sharded over devices (FSDP2) as torchtitan's pages state it, from data sheets and configurations.
+
+A unit of FSDP2 is a block: chunks are as large as the largest one, all of them are sharded over the devices, and the
+next one is gathered while one runs.  Parameters outside all blocks are whole on every device here, where FSDP2 shards
+them too: 0.3 to 6 % of the traffic.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from ..shared.hardware import Hardware
+from ..shared.layout import build_layout
+from ..shared.machine_parts import network_part
+from ..shared.machines import machine, override_hardware
+from ..shared.plan import ParallelMode, Plan
+from ..shared.workload import DType, Workload
+from ..shared.workload_catalogue import shipped_family
+from ..sim.simulator import simulate
+from .published_machines import Range, slowed
+from .published_prediction import Prediction
+from .published_rows import Quantity, ShardedCase
+
+_POWER_FRAC: Final = 500 / 700
+"""Power limit of the H100 boards over that of their data sheet."""
+_CLOCK_FRAC: Final = _POWER_FRAC ** (1 / 3)
+"""Clocks at that power: it grows with their third power, as the voltage follows the clock (Mudge, "Power: a first-class
+architectural design constraint", doi 10.1109/2.917539)."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Reading:
+    """One reading of what a run leaves open."""
+
+    hardware: Hardware
+    checkpointed_frac: float
+    """Share of the blocks that are checkpointed."""
+
+
+def sharded_predictions() -> list[Prediction]:
+    """Iteration times of every run of R6."""
+    found = []
+    for case in ShardedCase:
+        size = case.size
+        family = shipped_family(size.model, DType.BFLOAT16)
+        assert family is not None
+        workload = family.at(batch_size=size.batch_size, sequence_length=size.sequence_length)
+        readings = _readings(case)
+        times_s = [
+            simulate(fsdp_plan(workload, size.num_ranks, r.checkpointed_frac), workload, r.hardware).iteration_s
+            for r in readings
+        ]
+        found.append(Prediction.of("R6", case.value, Quantity.ITERATION, times_s, how=_how(readings)))
+    return found
+
+
+def fsdp_plan(workload: Workload, num_ranks: int, checkpointed_frac: float) -> Plan:
+    """Every block a chunk, all of them sharded over the devices, two places for those that are gathered."""
+    block_bytes = [
+        sum(parameter.size_bytes for parameter in workload.parameters if parameter.block == block)
+        for block in range(workload.num_blocks)
+    ]
+    chunk_bytes = max(block_bytes)
+    layout = build_layout(workload.parameters, num_blocks=workload.num_blocks, chunk_bytes=chunk_bytes)
+    return Plan(
+        workload_id=workload.identity,
+        chunk_bytes=chunk_bytes,
+        n_persist=0,
+        n_shard=len(layout.chunks),
+        n_buffer=2 * layout.min_buffers(0),
+        n_checkpoint=round(workload.num_blocks * checkpointed_frac),
+        parallel=ParallelMode.SHARDED,
+        num_ranks=num_ranks,
+    )
+
+
+def sixty_four_a100() -> Range:
+    """Eight nodes; which network joins them is not stated: eight adapters of 400, eight of 200, or four of 100 Gb/s."""
+    node = machine("a100-80gb-x8")
+    joined = [
+        node.model_copy(update={"network": network_part(name, count).model_copy(update={"num_nodes": 8})})
+        for name, count in (("infiniband-ndr", 8), ("infiniband-hdr", 8), ("infiniband-edr", 4))
+    ]
+    return Range(*joined)
+
+
+def eight_limited_h100() -> Range:
+    """Boards of 96 GB and 2.4 TB/s, their power limited to 500 W: no slower, by its cube root, or in proportion."""
+    boards = override_hardware(
+        machine("h100-80gb-x8"),
+        {"device.memory_bytes": "96GB", "device.memory_bandwidth_bytes_per_s": "2.4TB/s"},
+    )
+    clocks = (1.0, _CLOCK_FRAC, _POWER_FRAC)
+    return Range(*(boards.model_copy(update={"device": slowed(boards.device, frac, 1.0)}) for frac in clocks))
+
+
+def _readings(case: ShardedCase) -> list[_Reading]:
+    size = case.size
+    if size.checkpointed_frac is not None:
+        return [_Reading(hardware, size.checkpointed_frac) for hardware in sixty_four_a100().all]
+    # What is chosen operation by operation is recomputed in part: nothing, half of it, everything.
+    return [_Reading(hardware, frac) for hardware, frac in zip(eight_limited_h100().all, (0.0, 0.5, 1.0), strict=True)]
+
+
+def _how(readings: list[_Reading]) -> str:
+    shares = {reading.checkpointed_frac for reading in readings}
+    if len(shares) == 1:
+        return "every block a chunk, sharded over 64 devices in eight nodes, the next one gathered while one runs"
+    return (
+        "the same over 8 devices; none, half or all of the blocks checkpointed, for a choice by operation; clocks as "
+        "on the data sheet, by the cube root of the power, or in proportion to it"
+    )
