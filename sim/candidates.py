@@ -101,12 +101,14 @@ class _Residency:
 class _Plans:
     """The plans of one residency that fit, best bound first, then simplest."""
 
-    def __init__(self, found: _Residency, traffic: Traffic, fits: BoolArray, peaks: IntArray) -> None:
+    def __init__(
+        self, found: _Residency, bounds_s: FloatArray, traffic: Traffic, fits: BoolArray, peaks: IntArray
+    ) -> None:
         self.layout = found.layout
         self.row = found.row
         self.traffic = traffic
         depth, place = fits.nonzero()
-        bound_s = found.bound_s[depth, place]
+        bound_s = bounds_s[depth, place]
         order = np.lexsort((depth, place, bound_s))
         depth, place = depth[order], place[order]
         columns = bound_s[order], depth, found.modes[place], peaks[depth, place]
@@ -268,7 +270,8 @@ class Candidates:
         is_open = np.isfinite(found.bound_s)
         fits = is_open & (peaks <= problem.device_budget_bytes)
         self.num_bounded_by_memory += int(np.count_nonzero(is_open & ~fits))
-        self._queue(_Plans(found, traffic, fits, peaks))
+        sharper_s = layout.time.traffic_s(traffic, layout.grid.prefetch_depth, found.modes)
+        self._queue(_Plans(found, np.maximum(found.bound_s, sharper_s), traffic, fits, peaks))
 
     def _residency(self, index: int, row: int) -> Residency:
         """Groups share their residencies."""

@@ -23,9 +23,12 @@ from .chunk_table import ChunkTable
 from .compute_table import ComputeTable, FloatArray
 from .contention import ContentionModel
 from .rank_cycles import RankCycles
+from .rank_throughput import RankThroughput, RankWork
+from .rank_traffic import RankTraffic
 from .space import IntArray
-from .throughput import Throughput, weights_with_collectives
+from .throughput import Throughput
 from .time_bounds import TimeBounds
+from .traffic import Traffic
 
 _BOUND_FRAC: Final = 1 - 1e-5
 """Covers what the simulator tolerates as periodic, and rounding."""
@@ -39,11 +42,10 @@ class RankBounds(TimeBounds):
     ) -> None:
         super().__init__(table, compute, throughput)
         self._table = table
-        weights = weights_with_collectives(contention)
-        self._of_compute, self._of_others = weights[:, 0], weights[:, 1:]
+        self._rank_throughput = RankThroughput.of(contention)
         rule, collectives = table.rule, table.collectives
         assert collectives is not None, "several ranks have collectives"
-        self._cycles = RankCycles(table, collectives, compute, self._sums, weights)
+        self._cycles = RankCycles(table, collectives, compute, self._sums, self._rank_throughput)
         self._stay_s, self._leave_s = collectives.stay_s, collectives.leave_s
         self._outer_s = collectives.outer_s or 0.0
         self._norm_s = collectives.norm_s if rule.is_sharded and rule.limits_norm else 0.0
@@ -61,20 +63,20 @@ class RankBounds(TimeBounds):
     def whole_s(self, n_persist: IntArray, n_buffer: IntArray, depths: IntArray, modes: IntArray) -> FloatArray:
         """(R, K) the bounds of the whole period and of swapping alone."""
         alone_s = super().whole_s(n_persist, n_buffer, depths, modes)
-        return np.maximum(alone_s, self._joint_s(n_persist, self._least_work(n_persist, n_buffer, modes), modes))
+        return np.maximum(alone_s, self._joint_s(n_persist, n_buffer, modes))
 
     def iteration_s(self, n_persist: IntArray, n_buffer: IntArray, depths: IntArray, modes: IntArray) -> FloatArray:
         """(R, K) bounds of the plans with these knobs; see [Note: Bounds with collectives]."""
         alone_s = super().iteration_s(n_persist, n_buffer, depths, modes)
-        bound_s = np.maximum(alone_s, self._joint_s(n_persist, self._least_work(n_persist, n_buffer, modes), modes))
+        bound_s = np.maximum(alone_s, self._joint_s(n_persist, n_buffer, modes))
         is_cycle = self._sums.first[n_persist] < self._sums.num_blocks
         if is_cycle.any():
             found_s = self._cycles.iteration_s(n_persist[is_cycle], n_buffer[is_cycle], depths[is_cycle], modes)
             bound_s[is_cycle] = np.maximum(bound_s[is_cycle], found_s * _BOUND_FRAC)
         return bound_s
 
-    def _least_work(self, n_persist: IntArray, n_buffer: IntArray, modes: IntArray) -> FloatArray:
-        """(R, 4) seconds of every lane but compute in a period, at least."""
+    def _least_work(self, n_persist: IntArray, n_buffer: IntArray, modes: IntArray) -> tuple[FloatArray, ...]:
+        """(R,) each: seconds of every lane but compute in a period, at least."""
         sums, micro_batches = self._sums, self._sums.positions.micro_batches
         n_swap = int(self._n_swap[modes[0]])
         h2d_s, gathered_s = (
@@ -85,16 +87,25 @@ class RankBounds(TimeBounds):
         )
         h2d_s = h2d_s + micro_batches * sums.swap_in_s[n_swap]
         d2h_s = micro_batches * (sums.offload_s[n_persist, -1] + sums.swap_out_s[n_swap])
-        return np.stack([h2d_s, d2h_s, sums.cpu_s[n_persist], self.reduced_s[n_persist] + gathered_s], axis=1)
+        return h2d_s, d2h_s, sums.cpu_s[n_persist], self.reduced_s[n_persist] + gathered_s
 
-    def _joint_s(self, n_persist: IntArray, others: FloatArray, modes: IntArray) -> FloatArray:
-        """(R, K) the bounds of all lanes together, ``others`` (R, 4) being the work beside compute, and of the last."""
+    def _joint_s(self, n_persist: IntArray, n_buffer: IntArray, modes: IntArray) -> FloatArray:
+        """(R, K) the bounds of all lanes together, and of the last reductions."""
         compute_s = self._sums.compute_s[n_persist[:, None], modes]
-        bound = self._last_s(n_persist, modes)
-        weighed = others @ self._of_others.T
-        for vertex, of_compute in enumerate(self._of_compute.tolist()):
-            bound = np.maximum(bound, of_compute * compute_s + weighed[:, vertex, None])
-        found: FloatArray = bound * _BOUND_FRAC
+        h2d_s, d2h_s, cpu_s, collective_s = self._least_work(n_persist, n_buffer, modes)
+        work = RankWork(compute_s, h2d_s, d2h_s, cpu_s, collective_s, self._outer_s)
+        least_s = np.maximum(self._rank_throughput.least_s(work), self._last_s(n_persist, modes))
+        found: FloatArray = least_s * _BOUND_FRAC
+        return found
+
+    def traffic_s(self, traffic: Traffic, depths: IntArray, modes: IntArray) -> FloatArray:
+        """(D, K) bounds by what the lanes really do, and by what compute waits for at every step."""
+        assert isinstance(traffic, RankTraffic)
+        compute_s = self._sums.compute_s[traffic.residency.n_persist, modes]
+        h2d_s, d2h_s, cpu_s = (lane_s.sum() for lane_s in (traffic.h2d_s, traffic.d2h_s, traffic.cpu_s))
+        waited_s = traffic.waited_s(depths) + self._outer_s
+        work = RankWork(compute_s, h2d_s, d2h_s, cpu_s, traffic.collective_s, waited_s)
+        found: FloatArray = self._rank_throughput.least_s(work) * _BOUND_FRAC
         return found
 
     def _tails(self) -> FloatArray:

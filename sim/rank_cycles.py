@@ -18,27 +18,17 @@ tasks up to the forward of p follow.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
 from .chunk_table import ChunkTable
 from .collective_table import CollectiveTable
 from .compute_table import ComputeTable, FloatArray
+from .rank_throughput import RankThroughput, RankWork
 from .space import BoolArray, IntArray
 from .time_bounds import Cycle
 from .work_sums import WorkRows, WorkSums
-
-
-@dataclass(frozen=True)
-class _Work:
-    """Work within a stretch: of compute (..., K), of the other lanes (...)."""
-
-    compute_s: FloatArray
-    h2d_s: FloatArray | float = 0.0
-    d2h_s: FloatArray | float = 0.0
-    cpu_s: FloatArray | float = 0.0
-    collective_s: FloatArray | float = 0.0
 
 
 class RankCycles:
@@ -50,7 +40,7 @@ class RankCycles:
         collectives: CollectiveTable,
         compute: ComputeTable,
         sums: WorkSums,
-        weights: FloatArray,
+        throughput: RankThroughput,
     ) -> None:
         self._sums = sums
         self.links = WorkSums(replace(table, gather_s=collectives.gather_s, offload_s=collectives.leave_s), compute)
@@ -58,8 +48,9 @@ class RankCycles:
         self._n_swap = compute.modes.n_swap
         self._rule = table.rule
         self._device_adam_s = table.device_adam_s
-        self._of_compute, self._of_others = weights[:, 0], weights[:, 1:]
+        self._throughput = throughput
         self._outer_s = collectives.outer_s or 0.0
+        """After all backwards, and before device Adam: compute rests."""
         num_chunks, num_blocks = len(table.size_bytes), table.layout.num_blocks
         is_staying = ~table.is_offloaded(np.arange(num_chunks + 1)) & table.is_stepped
         is_until = table.first_block[:, None] <= np.arange(num_blocks)
@@ -106,7 +97,7 @@ class RankCycles:
         if rows.n_swap:
             swapped_in_s, swapped_out_s = copies.fetches_s(start - 1, cuts), copies.outs_s(start - 1, cuts)
         whole_s = self._least_s(
-            _Work(
+            RankWork(
                 rows.compute_s(start, stop),
                 gathers_s + again_s + swapped_in_s,
                 awaited_s + swapped_out_s,
@@ -114,13 +105,13 @@ class RankCycles:
             )
         )
         turn = np.maximum(1 + copies.last_gathered, start)
-        until_turn_s = self._least_s(_Work(rows.compute_s(start, turn), gathers_s, collective_s=brought_s))
+        until_turn_s = self._least_s(RankWork(rows.compute_s(start, turn), gathers_s, collective_s=brought_s))
         after = copies.last_gathered + depth + 1
         later_s, all_later_s = (of.rows.passes_s(after) + of.gathers_again_s(after, cuts) for of in (copies, links))
         if rows.n_swap:
             later_s = later_s + copies.later_fetches_s(after, cuts)
         from_turn_s = self._least_s(
-            _Work(rows.compute_s(turn, stop), later_s, awaited_s, collective_s=all_later_s + reduced_s)
+            RankWork(rows.compute_s(turn, stop), later_s, awaited_s, collective_s=all_later_s + reduced_s)
         )
         return np.maximum(whole_s, until_turn_s + from_turn_s)
 
@@ -139,23 +130,31 @@ class RankCycles:
         staying_s = self._staying_s[rows.row, np.minimum(cuts, sums.num_blocks - 1)]
         until_adam_s = rows.compute_s(cut, np.full_like(p, device_adam))
         found_s = self._least_s(
-            _Work(
+            RankWork(
                 until_adam_s + to_block_s,
                 later_s + copies.last_gathers_s,
                 offload_s,
                 0.0 if self._rule.limits_norm else adam_s,
                 all_later_s + reduced_s + links.last_gathers_s + staying_s,
+                self._outer_s,
             )
         )
         if not self._rule.limits_norm:
             # Where the norm is limited, CPU Adam steps the chunks of p first.
-            work = _Work(
+            work = RankWork(
                 rows.compute_s(cut, copies.backward(p) + 1), later_s, offload_s, adam_s, all_later_s + reduced_s
             )
             serial_s = copies.shortest_offload_s + links.shortest_offload_s + adam_s
             last_s = np.maximum(copies.last_gathers_s, links.last_gathers_s)
             found_s = np.maximum(found_s, np.maximum(self._least_s(work), serial_s[..., None]) + last_s[..., None])
-        ends_s = self._least_s(_Work(until_adam_s, later_s, collective_s=all_later_s + staying_s + reduced_s))
+        ends_s = self._least_s(
+            RankWork(
+                until_adam_s,
+                later_s,
+                collective_s=all_later_s + staying_s + reduced_s,
+                alone_s=self._outer_s,
+            )
+        )
         ends_s = np.where(self._is_last[rows.row][..., None], ends_s + to_block_s, 0.0)
         bound_s: FloatArray = (first_s + np.maximum(found_s, ends_s)).max(axis=1)
         return bound_s
@@ -175,7 +174,7 @@ class RankCycles:
         if rows.n_swap:
             later_s = later_s + rows.fetches_s(p, cuts - depth)
         second_s = self._least_s(
-            _Work(
+            RankWork(
                 rows.compute_s(copies.backward(cuts) + 1, stop),
                 later_s,
                 offload_s,
@@ -183,17 +182,9 @@ class RankCycles:
             )
         )
         rest_s = rows.iteration_s - rows.compute_s(start, stop)
-        third_s = self._least_s(_Work(rest_s, collective_s=self._staying_s[rows.row, block]))
+        third_s = self._least_s(RankWork(rest_s, collective_s=self._staying_s[rows.row, block], alone_s=self._outer_s))
         bound_s: FloatArray = np.where(is_block, (first_s + second_s + third_s).max(axis=1), 0.0)
         return bound_s
 
-    def _least_s(self, work: _Work) -> FloatArray:
-        """(..., K) the least time that a stretch takes; [Note: Throughput bound] in ``sim/throughput.py``."""
-        lanes = np.broadcast_arrays(work.h2d_s, work.d2h_s, work.cpu_s, work.collective_s)
-        others = np.stack(lanes, axis=-1) @ self._of_others.T
-        counts = self._of_compute > 0
-        least_s = others[..., ~counts].max(axis=-1, initial=0.0)[..., None]
-        for vertex in np.flatnonzero(counts):
-            least_s = np.maximum(least_s, self._of_compute[vertex] * work.compute_s + others[..., vertex, None])
-        found: FloatArray = least_s
-        return found
+    def _least_s(self, work: RankWork) -> FloatArray:
+        return self._throughput.least_s(work)

@@ -94,6 +94,35 @@ class RankTraffic(Traffic):
         gathers: IntArray = behind[:, residency.gather_step]
         return gathers
 
+    @cached_property
+    def collective_s(self) -> float:
+        """Seconds of all collectives."""
+        seconds = self._reductions[1].sum() + (self._table.outer_s or 0.0)
+        if self.is_sharded:
+            seconds += self._table.gather_s[self.residency.gather_chunk].sum()
+        return float(seconds)
+
+    def waited_s(self, depths: IntArray) -> FloatArray:
+        """(D,) seconds of collectives that are done between two steps while compute waits for the second one.
+
+        An all-gather that follows the reductions of the step before its own comes after them and after that step.
+        Between the last step of a pass and the first of the next one the parts outside all blocks compute.
+        """
+        residency, num_steps = self.residency, self.positions.num_steps
+        waited = np.zeros(len(depths))
+        if not self.is_sharded or not len(residency.gather_step):
+            return waited
+        reduction_step, seconds = self._reductions
+        reduced_s = np.bincount(reduction_step, seconds, minlength=num_steps)
+        gathered_s = self._table.gather_s[residency.gather_chunk]
+        is_pressed = self._behind_step(depths) == residency.gather_step - 1
+        is_pressed &= residency.gather_step % self.positions.num_blocks > 0
+        for row, pressed in enumerate(is_pressed):
+            steps = residency.gather_step[pressed]
+            is_step = np.bincount(steps, minlength=num_steps) > 0
+            waited[row] = gathered_s[pressed].sum() + reduced_s[:-1][is_step[1:]].sum()
+        return waited
+
     def collectives(self, depths: IntArray) -> CollectiveLane:
         """The lane of collectives; see [Note: Order of collectives]."""
         steps, seconds = self._reductions

@@ -68,6 +68,7 @@ from .compute_table import ComputeTable, FloatArray
 from .overlaps import Overlaps
 from .space import IntArray
 from .throughput import Throughput
+from .traffic import Traffic
 from .work_sums import WorkRows, WorkSums
 
 _NUM_CUTS: Final = 4
@@ -147,6 +148,10 @@ class TimeBounds:
             bound[is_cycle] = np.maximum(bound[is_cycle], np.maximum(through_cpu, self._through_compute(cycle)))
         bound *= _BOUND_FRAC
         return bound
+
+    def traffic_s(self, traffic: Traffic, depths: IntArray, modes: IntArray) -> FloatArray | float:
+        """(D, K) bounds by what one residency brings about, where these are worth their price: several ranks."""
+        return 0.0
 
     def _whole_s(
         self, n_persist: IntArray, n_buffer: IntArray, modes: IntArray, together_s: FloatArray | None = None

@@ -50,6 +50,7 @@ def test_no_bound_of_time_exceeds_the_simulator(found: Case) -> None:
     knobs = [np.array([knob]) for knob in (found.plan.n_persist, found.plan.n_buffer, found.plan.prefetch_depth)]
     bound_s = bounds.iteration_s(*knobs, found.mode)[0, 0]
     assert bounds.whole_s(*knobs, found.mode)[0, 0] <= bound_s <= simulated_s
+    assert bounds.traffic_s(found.traffic(), knobs[2], found.mode)[0, 0] <= simulated_s
     generous = (knobs[0], np.array([len(found.layout.chunks)]), knobs[2] + 2)
     assert bounds.iteration_s(*generous, found.mode)[0, 0] <= bound_s * (1 + 1e-12)
 
