@@ -11,9 +11,9 @@ last backward of their chunk and device Adam.  From the start of the forward of 
 2. To the end of CPU Adam, which steps p's chunks last: reductions, copies and CPU Adam of gradients of blocks up to j.
 3. To the next forward of p: the chunks of p travel, and are gathered from all ranks.
 
-2 and 3 are weighed together as well, since device Adam and the reductions that it waits for lie in either of them; and
-where the lane of collectives ends with these, they end all others: then 2 lasts until device Adam, and the compute
-tasks up to the forward of p follow.
+3 and 1 are weighed together as well, since all gathers of later blocks follow those of p; and so are 2 and 3, since
+device Adam and the reductions that it waits for lie in either of them.  Where the lane of collectives ends with these,
+they end all others: then 2 lasts until device Adam, and the compute tasks up to the forward of p follow.
 """
 
 from __future__ import annotations
@@ -56,6 +56,8 @@ class RankCycles:
         is_until = table.first_block[:, None] <= np.arange(num_blocks)
         self._staying_s: FloatArray = (is_staying * collectives.stay_s) @ is_until + self._outer_s
         """(C + 1, n) reductions of gradients that stay, of chunks whose first block is each one or an earlier one."""
+        self._is_stepping = (table.is_offloaded(np.arange(num_chunks + 1)) & table.is_stepped).any(axis=1)
+        """(C + 1,) whether CPU Adam has something to step."""
         self._is_last = self._ends_with_staying(table, is_staying)
 
     def _ends_with_staying(self, table: ChunkTable, is_staying: BoolArray) -> BoolArray:
@@ -84,14 +86,21 @@ class RankCycles:
         found_s = self._through_block(copies, links)
         return np.maximum(found_s, self._through_compute(copies, links))
 
-    def _first_s(self, copies: Cycle, links: Cycle, start: IntArray, step: IntArray) -> FloatArray:
-        """(R, J, K) the least time from ``start`` to the backward of every cut; gathers from ``step`` on lie in it."""
+    def _first_s(
+        self, copies: Cycle, links: Cycle, start: IntArray, step: IntArray, *, with_own: bool = False
+    ) -> FloatArray:
+        """(R, J, K) the least time from ``start`` to the backward of every cut; gathers from ``step`` on lie in it.
+
+        ``with_own``: those of the chunks of p too, that follow the last CPU Adam.
+        """
         rows, cuts, depth = copies.rows, copies.cuts, copies.depth
         stop = copies.backward(cuts) + 1
         awaited_s, reduced_s = (
             of.rows.offloads_s(cuts + depth + 1) + of.earlier_offloads_s(cuts) for of in (copies, links)
         )
-        gathers_s, brought_s = (of.rows.gathers_s(step) for of in (copies, links))
+        gathers_s, brought_s = (
+            of.rows.gathers_s(step) + (of.last_gathers_s if with_own else 0.0) for of in (copies, links)
+        )
         again_s, all_again_s = (of.rows.passes_s(step) + of.gathers_again_s(step, cuts) for of in (copies, links))
         swapped_in_s = swapped_out_s = np.zeros(1)
         if rows.n_swap:
@@ -139,14 +148,19 @@ class RankCycles:
                 self._outer_s,
             )
         )
+        around_s = np.zeros(1)
         if not self._rule.limits_norm:
             # Where the norm is limited, CPU Adam steps the chunks of p first.
             work = RankWork(
                 rows.compute_s(cut, copies.backward(p) + 1), later_s, offload_s, adam_s, all_later_s + reduced_s
             )
             serial_s = copies.shortest_offload_s + links.shortest_offload_s + adam_s
+            until_s = np.maximum(self._least_s(work), serial_s[..., None])
             last_s = np.maximum(copies.last_gathers_s, links.last_gathers_s)
-            found_s = np.maximum(found_s, np.maximum(self._least_s(work), serial_s[..., None]) + last_s[..., None])
+            found_s = np.maximum(found_s, until_s + last_s[..., None])
+            # All gathers after those of p follow them.
+            opened_s = self._first_s(copies, links, 1 + p, p + 1, with_own=True)
+            around_s = np.where(self._is_stepping[rows.row][..., None], opened_s + until_s, 0.0)
         ends_s = self._least_s(
             RankWork(
                 until_adam_s,
@@ -156,7 +170,7 @@ class RankCycles:
             )
         )
         ends_s = np.where(self._is_last[rows.row][..., None], ends_s + to_block_s, 0.0)
-        bound_s: FloatArray = (first_s + np.maximum(found_s, ends_s)).max(axis=1)
+        bound_s: FloatArray = np.maximum(first_s + np.maximum(found_s, ends_s), around_s).max(axis=1)
         return bound_s
 
     def _through_compute(self, copies: Cycle, links: Cycle) -> FloatArray:
