@@ -56,7 +56,7 @@ class RankCycles:
         is_until = table.first_block[:, None] <= np.arange(num_blocks)
         self._staying_s: FloatArray = (is_staying * collectives.stay_s) @ is_until + self._outer_s
         """(C + 1, n) reductions of gradients that stay, of chunks whose first block is each one or an earlier one."""
-        self._is_stepping = (table.is_offloaded(np.arange(num_chunks + 1)) & table.is_stepped).any(axis=1)
+        self._is_stepping: BoolArray = np.any(table.is_offloaded(np.arange(num_chunks + 1)) & table.is_stepped, axis=1)
         """(C + 1,) whether CPU Adam has something to step."""
         self._is_last = self._ends_with_staying(table, is_staying)
 

@@ -105,8 +105,9 @@ class RankTraffic(Traffic):
     def waited_s(self, depths: IntArray) -> FloatArray:
         """(D,) seconds of collectives that are done between two steps while compute waits for the second one.
 
-        An all-gather that follows the reductions of the step before its own comes after them and after that step.
-        Between the last step of a pass and the first of the next one the parts outside all blocks compute.
+        An all-gather that follows the reductions of the step before its own in the lane comes after them and after that
+        step, and so does one whose buffer that step frees.  Between the last step of a pass and the first of the next
+        one the parts outside all blocks compute.
         """
         residency, num_steps = self.residency, self.positions.num_steps
         waited = np.zeros(len(depths))
@@ -115,7 +116,9 @@ class RankTraffic(Traffic):
         reduction_step, seconds = self._reductions
         reduced_s = np.bincount(reduction_step, seconds, minlength=num_steps)
         gathered_s = self._table.gather_s[residency.gather_chunk]
-        is_pressed = self._behind_step(depths) == residency.gather_step - 1
+        before = residency.gather_step - 1
+        is_behind = np.bincount(reduction_step, minlength=num_steps)[before] > 0
+        is_pressed = (self._behind_step(depths) == before) & (is_behind | (residency.free_step == before))
         is_pressed &= residency.gather_step % self.positions.num_blocks > 0
         for row, pressed in enumerate(is_pressed):
             steps = residency.gather_step[pressed]
