@@ -32,13 +32,15 @@ from ..shared.cli_options import (
     rate_option,
 )
 from ..shared.cli_output import give, show
+from ..shared.compile import compile_schedule
 from ..shared.errors import PlanError, ProtwinError, WorkloadError
 from ..shared.files import write_atomically
+from ..shared.memory_bound import guaranteed_device_peak
 from ..shared.models import load_model_configuration
 from ..shared.plan import Plan
 from ..shared.progress import progress_bar
 from ..shared.training_options import TrainingOptions
-from ..shared.units import format_bytes
+from ..shared.units import format_bytes, format_enough_bytes
 from ..shared.workload import Workload
 from .allocator_settings import prefer_expandable_segments
 from .supported import check_carried_out
@@ -167,6 +169,7 @@ def run_command(
         raise ProtwinError(f"--learning-rate {learning_rate} is not finite. Give a rate such as 1e-4.")
     chosen, traced = Plan.load(plan), Workload.load(workload)
     check_carried_out(chosen)
+    _check_budget(chosen, traced, device_budget_bytes)
     described = load_model_configuration(model)
     wants_record = as_json or output is not None or timeline is not None
     if wants_record and steps < MIN_RECORDED_STEPS:
@@ -242,6 +245,20 @@ def run_command(
 
 MIN_RECORDED_STEPS = 5
 """Three warm-up iterations and the two that one period needs."""
+
+
+def _check_budget(plan: Plan, workload: Workload, budget_bytes: int | None) -> None:
+    """Raise PlanError if some timing of the plan exceeds the budget."""
+    if budget_bytes is None:
+        return
+    schedule = compile_schedule(plan, workload)
+    peak = guaranteed_device_peak(schedule)
+    if peak.size_bytes > budget_bytes:
+        raise PlanError(
+            f"the plan's device memory may reach {format_bytes(peak.size_bytes)}, during "
+            f"{schedule.tasks[peak.task].name}, but --device-budget is {format_bytes(budget_bytes)}. Search a plan for "
+            f"this budget, or raise it to {format_enough_bytes(peak.size_bytes)}."
+        )
 
 
 def _device(

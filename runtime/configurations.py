@@ -50,7 +50,7 @@ def build_model(configuration: Mapping[str, Any], name: str, dtype: torch.dtype,
         config = AutoConfig.for_model(model_type, **fields)
         factory = getattr(transformers, _factory(config))
         with quiet(), without_optimizers(), torch.device(device):
-            return factory.from_config(config, dtype=dtype)
+            model = factory.from_config(config, dtype=dtype)
     except (TypeError, ValueError, KeyError, AttributeError, RuntimeError, ZeroDivisionError) as error:
         raise WorkloadError(f"transformers refuses the configuration of {name}: {_first_line(error)}") from error
     except Exception as error:
@@ -58,6 +58,26 @@ def build_model(configuration: Mapping[str, Any], name: str, dtype: torch.dtype,
         if "validation" in type(error).__name__.lower():
             raise WorkloadError(f"transformers refuses the configuration of {name}: {error}") from error
         raise
+    _check_decoder_start(model, name)
+    return model
+
+
+def _check_decoder_start(model: Any, name: str) -> None:
+    """Raise WorkloadError if the decoder's input cannot be made of labels for want of its first token.
+
+    Some families shift labels without one; so the model is asked.
+    """
+    if not model.config.is_encoder_decoder or getattr(model.config, "decoder_start_token_id", None) is not None:
+        return
+    try:
+        model.prepare_decoder_input_ids_from_labels(labels=torch.zeros((1, 1), dtype=torch.long))
+    except (AttributeError, TypeError, ValueError) as error:
+        padding = getattr(model.config, "pad_token_id", None)
+        raise WorkloadError(
+            f"the configuration of {name} has no decoder_start_token_id, and nothing else says what the decoder's "
+            f"input begins with. Add it"
+            + (f" (many models begin with padding, here pad_token_id = {padding})." if padding is not None else ".")
+        ) from error
 
 
 def _factory(config: Any) -> str:
