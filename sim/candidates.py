@@ -240,7 +240,8 @@ class Candidates:
         pairs = [np.nonzero(fits.any(axis=2)) for _, _, fits, _ in within]
         rows_of = [rows[row] for (rows, *_), (row, _) in zip(within, pairs, strict=True)]
         all_rows, all_depths = np.concatenate(rows_of), np.concatenate([depth for _, depth in pairs])
-        all_modes = np.unique(np.concatenate([modes for _, modes, *_ in within]))
+        # Not np.unique, which imports masked arrays.
+        all_modes = np.flatnonzero(np.bincount(np.concatenate([modes for _, modes, *_ in within])))
         found_s = np.zeros((0, 0))
         if len(all_rows):
             found_s = layout.time.iteration_s(
