@@ -84,7 +84,7 @@ class Document(FrozenModel):
         try:
             return cls.model_validate(fields)
         except ValidationError as error:
-            raise FileError(f"{origin} is damaged or inconsistent: {describe(error)}") from error
+            raise FileError(f"{origin} is damaged or inconsistent: {describe(error, cls)}") from error
 
 
 def _named(kind: str) -> str:
@@ -93,17 +93,24 @@ def _named(kind: str) -> str:
     return f"a{'n' if words[:1] in 'aeiou' else ''} {words}"
 
 
-def describe(error: ValidationError) -> str:
-    """The first three complaints of a validation, each with its field, on one line."""
+def describe(error: ValidationError, model: type[BaseModel] | None = None) -> str:
+    """The first three complaints of a validation, each with its field, on one line.
+
+    An unknown field gets the one of ``model``, which was validated, that it resembles.
+    """
+    from .unknown_fields import meant_field
+
     complaints = []
     for item in error.errors(include_url=False)[:3]:
         where = "".join(f"{part}." for part in item["loc"]).removesuffix(".")
         message = item["msg"].removeprefix("Value error, ").removesuffix(".")
         value = item.get("input")
         shown = "" if item["type"] == "missing" or isinstance(value, dict | list) else f" (found {value!r:.60})"
-        complaints.append((f"{where}: " if where else "") + message + shown)
+        meant = meant_field(model, item["loc"]) if model is not None and item["type"] == "extra_forbidden" else ""
+        complaints.append((f"{where}: " if where else "") + message + shown + (f".{meant}" if meant else ""))
     more = error.error_count() - len(complaints)
-    return "; ".join(complaints) + (f"; and {more} more." if more > 0 else ".")
+    told = "; ".join(complaints)
+    return told + (f"; and {more} more." if more > 0 else "" if told.endswith("?") else ".")
 
 
 def read_mapping(path: str | Path) -> dict[str, Any]:
