@@ -78,7 +78,8 @@ def _advice(reserved: DeviceReserved) -> str:
     enough = f"{format_bytes(reserved.expandable_bytes)} are expected"
     if reserved.expandable_retries:
         enough = "free pages go back in time"
-    return f"Set PYTORCH_ALLOC_CONF=expandable_segments:True, with which {enough}, or lower --device-budget."
+    setting = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+    return f"Set {setting}, as protwin run does, with which {enough}, or lower --device-budget."
 
 
 def host_warning(record: Record, memory_bytes: int) -> str | None:

@@ -204,7 +204,7 @@ class CachingAllocator:
                 f"the allocator needs {format_bytes(segment_size(size))} more but has "
                 f"{format_bytes(self.reserved_bytes)} of {format_bytes(self.limit_bytes)}, "
                 f"{format_bytes(self.allocated_bytes)} of it in use. Lower n_persist or n_buffer, checkpoint "
-                f"more blocks, or set PYTORCH_ALLOC_CONF=expandable_segments:True."
+                f"more blocks, or set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True."
             )
         return block
 

@@ -1,7 +1,7 @@
 """The sizes by which PyTorch's caching allocator for CUDA rounds, and the settings that change them.
 
 Read off ``c10/cuda/CUDACachingAllocator.cpp`` and ``c10/core/AllocatorConfig.h`` of PyTorch; the names in brackets are
-those of its constants.  The settings are those of ``PYTORCH_ALLOC_CONF``, with its defaults.
+those of its constants.  The settings are those of ``PYTORCH_CUDA_ALLOC_CONF``, with its defaults.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SEGMENT_ROUNDING_BYTES: Final = 2 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class AllocatorSettings:
-    """What ``PYTORCH_ALLOC_CONF`` may say."""
+    """What ``PYTORCH_CUDA_ALLOC_CONF`` may say."""
 
     roundup_power2_divisions: int = 0
     """Divisions of every power of two that sizes are rounded up to; 0 or 1: multiples of 512 bytes alone."""

@@ -40,8 +40,21 @@ def reserved(
 @pytest.mark.parametrize(
     ("num_retries", "expandable_bytes", "expandable_retries", "words"),
     [
-        (None, 22 * GIB, 0, ("runs out of memory with the allocator's own", "True, with which 22 GiB are expected")),
-        (None, 24 * GIB, 3, ("runs out of memory with the allocator's own", "True, with which free pages go back")),
+        (
+            None,
+            22 * GIB,
+            0,
+            (
+                "runs out of memory with the allocator's own",
+                "True, as protwin run does, with which 22 GiB are expected",
+            ),
+        ),
+        (
+            None,
+            24 * GIB,
+            3,
+            ("runs out of memory with the allocator's own", "True, as protwin run does, with which free pages go back"),
+        ),
         (4, 22 * GIB, 0, ("give cached segments back", "expandable_segments:True")),
         (None, 24 * GIB, None, ("may run out of memory, with expandable segments too", "Lower --device-budget")),
         (4, 24 * GIB, None, ("give cached segments back", "Lower --device-budget")),
