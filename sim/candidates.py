@@ -65,7 +65,7 @@ class _Group:
 class _Family:
     layout: int
     group: int
-    n_persist: int
+    prefix: int
     modes: IntArray
     """(K,) the choices of modes that the group's quick bound of memory leaves."""
     siblings: list[_Family]
@@ -230,8 +230,8 @@ class Candidates:
         is_distinct = grid.is_distinct(int(grid.modes.n_swap[families[0].modes[0]]))
         within: list[tuple[IntArray, IntArray, BoolArray, int]] = []
         for family in families:
-            rows, modes = np.flatnonzero(grid.n_persist == family.n_persist), family.modes
-            peaks = layout.memory.peak_bytes(family.n_persist, grid.n_buffer[rows], grid.prefetch_depth, modes)
+            rows, modes = np.flatnonzero(grid.prefix == family.prefix), family.modes
+            peaks = layout.memory.peak_bytes(family.prefix, grid.n_buffer[rows], grid.prefetch_depth, modes)
             is_open = is_distinct[rows][:, :, None]
             fits = is_open & (peaks <= problem.device_budget_bytes)
             may_fit = fits.any(axis=(0, 1))
@@ -245,7 +245,7 @@ class Candidates:
         found_s = np.zeros((0, 0))
         if len(all_rows):
             found_s = layout.time.iteration_s(
-                grid.n_persist[all_rows], grid.n_buffer[all_rows], grid.prefetch_depth[all_depths], all_modes
+                grid.prefix[all_rows], grid.n_buffer[all_rows], grid.prefetch_depth[all_depths], all_modes
             )
         opened: list[_Opened] = []
         begin = 0
@@ -279,7 +279,7 @@ class Candidates:
         known = self._residencies.get((index, row))
         if known is None:
             layout = self._problem.layouts[index]
-            known = residency(layout.table, int(layout.grid.n_persist[row]), int(layout.grid.n_buffer[row]))
+            known = residency(layout.table, int(layout.grid.prefix[row]), int(layout.grid.n_buffer[row]))
             self._residencies[index, row] = known
         return known
 

@@ -1,4 +1,4 @@
-"""What the chunks of a layout weigh and cost, as arrays over chunks and over numbers of persistent chunks."""
+"""What the chunks of a layout weigh and cost, as arrays over chunks and over prefixes ([Note: Prefixes])."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ import numpy as np
 from ..shared.layout import Chunk, Layout
 from ..shared.schedule import Task, TaskId, TaskKind
 from ..shared.shards import rank_part, stepped_bytes
-from ..shared.widening import narrow_peak_bytes, wide_gradient_bytes
+from ..shared.widening import narrow_peak_bytes, part_peak_bytes, wide_gradient_bytes
 from ..shared.workload import Workload
+from .chunk_places import ChunkPlaces
 from .collective_table import CollectiveTable, collective_table
 from .compute_table import FloatArray, Positions
 from .costs import CostModel
@@ -25,9 +26,13 @@ _NO_RULE: Final = StepRule()
 
 @dataclass(frozen=True)
 class ChunkTable:
-    """Facts of every chunk.  Shapes: C chunks, E (chunk, block) pairs with gradients, T trainable chunks of blocks."""
+    """Facts of every chunk.
+
+    Shapes: C chunks, P prefixes, E (chunk, block) pairs with gradients, T trainable chunks of blocks.
+    """
 
     layout: Layout
+    places: ChunkPlaces
     is_owned: BoolArray
     """(C,) whether a block owns it, so that it can be offloaded."""
     is_stepped: BoolArray
@@ -38,12 +43,18 @@ class ChunkTable:
     """(C,) optimizer state."""
     staging_bytes: IntArray
     """(C,) host buffer of its gradients."""
-    host_parameter_bytes: IntArray
-    """(C,) what a rank's host has of it, if it is offloaded."""
-    host_state_bytes: IntArray
+    part_bytes: IntArray
+    """(C,) what a rank has of its parameters, on the host or on the device, if it is gathered."""
+    part_state_bytes: IntArray
     """(C,) and of its optimizer state."""
     offload_bytes: IntArray
-    """(C,) bytes of gradients that are sent to a rank's host."""
+    """(C,) bytes of gradients that a rank is left with: sent to its host, or kept on its device."""
+    part_num_stepped: IntArray
+    """(C,) scalars of a rank's part that the optimizer steps."""
+    part_stepped_bytes: IntArray
+    """(C,) memory traffic of that."""
+    part_widened_bytes: IntArray
+    """(C,) the most that device Adam adds when it widens the gradients of a rank's part."""
     first_block: IntArray
     """(C,) the first block that owns it; the number of blocks where none does."""
     last_block: IntArray
@@ -84,32 +95,37 @@ class ChunkTable:
         """The program of the compute lane."""
         return Positions(self.layout.num_blocks, self.rule.micro_batches)
 
-    def is_offloaded(self, n_persist: int | IntArray) -> BoolArray:
-        """(..., C) whether a chunk is not persistent, for each entry of ``n_persist``."""
-        first = np.asarray(n_persist)[..., None]
-        is_offloaded: BoolArray = np.logical_and(self.is_owned, np.arange(len(self.layout.chunks)) >= first)
-        return is_offloaded
+    def is_offloaded(self, prefix: int | IntArray) -> BoolArray:
+        """(..., C) whether a chunk is offloaded, for each entry of ``prefix``."""
+        return self.places.is_offloaded(prefix)
 
-    def static_device_bytes(self, n_persist: IntArray, resident_bytes: int) -> IntArray:
+    def is_gathered(self, prefix: int | IntArray) -> BoolArray:
+        """(..., C) whether a chunk is not persistent, for each entry of ``prefix``."""
+        return self.places.is_gathered(prefix)
+
+    def static_device_bytes(self, prefix: IntArray, resident_bytes: int) -> IntArray:
         """(R,) device bytes that are there for good."""
-        home_bytes = self.size_bytes + self.state_bytes
-        static_bytes: IntArray = resident_bytes + home_bytes.sum() - self.offloaded_sum(home_bytes)[n_persist]
+        whole_bytes = self.places.persistent_sum(self.size_bytes + self.state_bytes)
+        # The gradients of a part lie there for good too.
+        kept_bytes = np.where(self.is_stepped, self.offload_bytes, 0)
+        parts_bytes = self.places.sharded_sum(self.part_bytes + self.part_state_bytes + kept_bytes)
+        static_bytes: IntArray = resident_bytes + (whole_bytes + parts_bytes)[prefix]
         return static_bytes
 
-    def pinned_host_bytes(self, n_persist: IntArray) -> IntArray:
+    def pinned_host_bytes(self, prefix: IntArray) -> IntArray:
         """(R,) of offloaded chunks: parameters and the buffers that receive gradients."""
         num_buffers = 2 if self.rule.accumulates else 1
-        return self.offloaded_sum(self.host_parameter_bytes + num_buffers * self.staging_bytes)[n_persist]
+        return self.places.offloaded_sum(self.part_bytes + num_buffers * self.staging_bytes)[prefix]
 
-    def host_bytes(self, n_persist: IntArray) -> IntArray:
+    def host_bytes(self, prefix: IntArray) -> IntArray:
         """(R,) host memory that is not pinned: optimizer state of offloaded chunks."""
-        return self.offloaded_sum(self.host_state_bytes)[n_persist]
+        return self.places.offloaded_sum(self.part_state_bytes)[prefix]
 
     @cached_property
     def device_adam_bytes(self) -> IntArray:
-        """(C + 1,) the most that device Adam adds to the level at its start, for every ``n_persist``.
+        """(P,) the most that device Adam adds to the level at its start.
 
-        Of the chunks before ``n_persist`` all are stepped, of the others those that no block owns.
+        Of the chunks before ``n_persist`` all are stepped, of the others those that no block owns, and then parts.
         """
         unowned_bytes = np.where(self.is_owned, 0, self.narrow_bytes)
         early = self.narrow_peak_bytes - (self.narrow_bytes.cumsum() - self.narrow_bytes)
@@ -117,34 +133,41 @@ class ChunkTable:
         most_early = np.append(0, np.maximum.accumulate(early))
         most_late = np.append(np.maximum.accumulate(late[::-1])[::-1], 0)
         owned_bytes = np.append(0, (self.narrow_bytes - unowned_bytes).cumsum())
-        wide_bytes = self.wide_bytes.sum() - self.offloaded_sum(self.wide_bytes)
-        most: IntArray = np.maximum(0, np.maximum(most_early, most_late - owned_bytes) - wide_bytes)
+        places = self.places
+        highest = np.maximum(most_early, most_late - owned_bytes)[places.n_persist]
+        most: IntArray = np.maximum(0, highest - places.persistent_sum(self.wide_bytes))
+        if places.has_shards:
+            widened = np.where(places.is_sharded(places.all), self.part_widened_bytes, 0).max(axis=1, initial=0)
+            most = np.maximum(most, widened - places.persistent_sum(self.wide_bytes + self.narrow_bytes))
         return most
 
     @cached_property
     def device_adam_s(self) -> FloatArray:
-        """(C + 1,) seconds of stepping the persistent chunks, for every ``n_persist``."""
-        stepped = self.num_stepped.sum() - self.offloaded_sum(self.num_stepped)
-        moved = self.stepped_bytes.sum() - self.offloaded_sum(self.stepped_bytes)
+        """(P,) seconds of stepping persistent chunks and parts of sharded ones."""
+        places = self.places
+        stepped = places.persistent_sum(self.num_stepped) + places.sharded_sum(self.part_num_stepped)
+        moved = places.persistent_sum(self.stepped_bytes) + places.sharded_sum(self.part_stepped_bytes)
         price = cache(lambda pair: self.costs.task_s(_chunk_task(TaskKind.DEVICE_ADAM, *pair)))
         return np.array([price(pair) for pair in zip(moved.tolist(), stepped.tolist(), strict=True)])
 
     @cached_property
     def norm_s(self) -> FloatArray:
-        """(C + 1,) seconds of the norm of all gradients, for every ``n_persist``; 0 where it is not limited."""
+        """(P,) seconds of the norm of all gradients; 0 where it is not limited."""
         if not self.rule.limits_norm:
-            return np.zeros(len(self.size_bytes) + 1)
-        read_bytes = self.offloaded_sum(np.where(self.is_stepped, self.offload_bytes, 0))
+            return np.zeros(len(self.places.n_persist))
+        read_bytes = self.places.offloaded_sum(np.where(self.is_stepped, self.offload_bytes, 0))
         price = cache(lambda size: self.costs.task_s(Task(TaskId(0), TaskKind.GRADIENT_NORM, stepped_bytes=size)))
         return np.array([price(size) for size in read_bytes.tolist()])
 
-    def offloaded_sum(self, values: IntArray) -> IntArray:
-        """(C + 1,) the sum of ``values`` (C,) over offloaded chunks, for every ``n_persist``."""
-        return np.append(np.where(self.is_owned, values, 0)[::-1].cumsum()[::-1], 0)
 
-
-def chunk_table(workload: Workload, layout: Layout, costs: CostModel, rule: StepRule = _NO_RULE) -> ChunkTable:
-    """Tabulate ``layout``."""
+def chunk_table(
+    workload: Workload,
+    layout: Layout,
+    costs: CostModel,
+    rule: StepRule = _NO_RULE,
+    places: ChunkPlaces | None = None,
+) -> ChunkTable:
+    """Tabulate ``layout``; ``places``: its prefixes, those without shards by default."""
     chunks = layout.chunks
     parts = [rank_part(chunk, workload.parameters, rule.parallel, rule.num_ranks) for chunk in chunks]
     gradient_bytes = [part.gradient_bytes for part in parts]
@@ -175,14 +198,21 @@ def chunk_table(workload: Workload, layout: Layout, costs: CostModel, rule: Step
     is_stepped = np.array([bool(chunk.blocks) and chunk.is_trainable for chunk in chunks], dtype=np.bool_)
     return ChunkTable(
         layout=layout,
+        places=places or ChunkPlaces.of(layout),
         is_owned=np.array([bool(chunk.blocks) for chunk in chunks], dtype=np.bool_),
         is_stepped=is_stepped,
         size_bytes=_integers(chunk.size_bytes for chunk in chunks),
         state_bytes=_of_trainable(chunks, (chunk.state_bytes for chunk in chunks)),
         staging_bytes=_of_trainable(chunks, (part.staging_bytes for part in parts)),
-        host_parameter_bytes=_integers(part.parameter_bytes for part in parts),
-        host_state_bytes=_of_trainable(chunks, (part.state_bytes for part in parts)),
+        part_bytes=_integers(part.parameter_bytes for part in parts),
+        part_state_bytes=_of_trainable(chunks, (part.state_bytes for part in parts)),
         offload_bytes=_integers(gradient_bytes),
+        part_num_stepped=_of_trainable(chunks, num_stepped),
+        part_stepped_bytes=_of_trainable(chunks, moved),
+        part_widened_bytes=_integers(
+            part_peak_bytes([chunk], [], workload.parameters, rule.num_ranks) if rule.is_sharded else 0
+            for chunk in chunks
+        ),
         first_block=_integers(chunk.blocks[0] if chunk.blocks else layout.num_blocks for chunk in chunks),
         last_block=_integers(chunk.blocks[-1] if chunk.blocks else layout.num_blocks for chunk in chunks),
         gather_s=seconds(TaskKind.GATHER, [part.parameter_bytes for part in parts], none),

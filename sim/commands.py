@@ -56,6 +56,7 @@ from .hardware_commands import hardware
 from .rank_memory import rank_device_bytes, rank_host_bytes
 from .rank_options import (
     AllowedModes,
+    AllowedShards,
     NumRanks,
     Parallel,
     Shards,
@@ -125,6 +126,7 @@ def search_command(
             help="Allow this number of persistent chunks (repeatable).",
         ),
     ] = None,
+    n_shard: AllowedShards = None,
     n_buffer: Annotated[
         list[int] | None,
         typer.Option(
@@ -180,6 +182,7 @@ def search_command(
     allowed = {
         "chunk_bytes": chunk_bytes,
         "n_persist": n_persist,
+        "n_shard": n_shard,
         "n_buffer": n_buffer,
         "prefetch_depth": prefetch_depth,
         "n_checkpoint": n_checkpoint,

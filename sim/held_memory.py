@@ -19,7 +19,7 @@ def guaranteed_peaks(traffic: Traffic, depths: IntArray, modes: IntArray, reside
     levels, positions = traffic.compute.levels, traffic.positions
     adds = adding_positions(traffic.compute, traffic.residency)
     shape = (len(depths), positions.micro_batches, positions.micro_length)
-    widened_bytes = traffic.residency.table.device_adam_bytes[traffic.residency.n_persist]
+    widened_bytes = traffic.residency.table.device_adam_bytes[traffic.residency.prefix]
     at_end = np.maximum(running[:, -1] + widened_bytes, pausing[:, -1])
     peaks: IntArray = at_end[:, None] + levels.end_bytes[modes]
     running, pausing = running[:, :-1].reshape(shape), pausing[:, :-1].reshape(shape)
@@ -35,11 +35,11 @@ def guaranteed_peaks(traffic: Traffic, depths: IntArray, modes: IntArray, reside
 def adding_positions(compute: ComputeTable, residency: Residency) -> BoolArray:
     """(W,) whether the task at each position of a later micro-batch adds all its gradients to those of an earlier one.
 
-    Offloaded chunks have new gradients in every micro-batch.
+    Chunks that are not persistent have new gradients in every micro-batch.
     """
     table, positions = residency.table, compute.positions
     adds = np.ones(positions.micro_length, dtype=np.bool_)
-    is_new = table.is_offloaded(residency.n_persist)[table.gradient_chunk]
+    is_new = table.is_gathered(residency.prefix)[table.gradient_chunk]
     adds[positions.backward(table.gradient_block[is_new])] = False
     return adds
 
@@ -57,15 +57,17 @@ def _held_bytes(traffic: Traffic, depths: IntArray, resident_bytes: int) -> tupl
     reached, gone = order.fetch_position, order.gone_position
     buffer_bytes = table.size_bytes if table.collectives is None else table.collectives.gathered_bytes
     sizes = buffer_bytes[residency.gather_chunk]
-    book.change(reached[:, traffic.gather_place] + length, sizes)
+    book.change(reached[:, traffic.gather_place] + length, sizes[residency.copied])
+    if order.all_gather_position is not None:
+        book.change(order.all_gather_position + length, sizes[residency.sharded])
     book.change(positions.step_end(residency.last_step) + length + 1, -sizes)
 
-    is_offloaded = table.is_offloaded(residency.n_persist)[table.gradient_chunk]
-    stay, stay_bytes = table.gradient_block[~is_offloaded], table.gradient_bytes[~is_offloaded]
+    is_new = table.is_gathered(residency.prefix)[table.gradient_chunk]
+    stay, stay_bytes = table.gradient_block[~is_new], table.gradient_bytes[~is_new]
     book.change(positions.backward(stay) + 1, stay_bytes)
     book.change(np.full(len(stay), length), -stay_bytes)
     micro_batch = np.arange(positions.micro_batches)[:, None]
-    leaves, leave_bytes = table.gradient_block[is_offloaded], table.gradient_bytes[is_offloaded]
+    leaves, leave_bytes = table.gradient_block[is_new], table.gradient_bytes[is_new]
     book.change((positions.backward(leaves, micro_batch) + 1).ravel(), np.tile(leave_bytes, len(micro_batch)))
     chunk_bytes = np.bincount(table.gradient_chunk, table.gradient_bytes, minlength=len(table.size_bytes))
     update_bytes = chunk_bytes[residency.update_chunk].astype(np.int64)
@@ -85,6 +87,16 @@ def _held_bytes(traffic: Traffic, depths: IntArray, resident_bytes: int) -> tupl
         book.change(left, -own)
         pausing.change(scattered, flat + whole)
         pausing.change(left, own)
+    if order.reduce_position is not None and order.reduced_position is not None and len(residency.part_chunk):
+        # Of later micro-batches a rank's shard is there beside the part that it is added to.
+        assert table.collectives is not None
+        parts = residency.part_chunk
+        added = table.offload_bytes[parts] * (micro_batch > 0)
+        passing = (table.collectives.reduced_bytes[parts] + added).ravel()
+        whole = np.tile(chunk_bytes[parts].astype(np.int64), len(micro_batch))
+        book.change(order.reduce_position, passing)
+        book.change(order.reduced_position, -passing - whole)
+        pausing.change(order.reduced_position, passing + whole)
 
     if len(traffic.swapped):
         swapped_bytes = np.tile(traffic.compute.swap_bytes[traffic.swapped], len(micro_batch))
@@ -98,7 +110,7 @@ def _held_bytes(traffic: Traffic, depths: IntArray, resident_bytes: int) -> tupl
         # The way back begins when the way out has ended: the two count once.
         pausing.change(out, np.where(back == out, 0, swapped_bytes))
     level, leaving = book.table[:, :-1].cumsum(axis=1), pausing.table[:, :-1]
-    static_bytes = table.static_device_bytes(np.array([residency.n_persist]), resident_bytes)
+    static_bytes = table.static_device_bytes(np.array([residency.prefix]), resident_bytes)
     running = level[:, :length] + level[:, length:] + static_bytes
     return running, running + leaving[:, :length] + leaving[:, length:]
 

@@ -34,7 +34,7 @@ def least_device(problem: SearchProblem, host_limit_bytes: int | None = None) ->
             break
         layout = problem.layouts[index]
         grid, modes = layout.grid, layout.grid.modes.groups[number][1]
-        peaks = layout.memory.peak_bytes(prefix, grid.n_buffer[grid.n_persist == prefix], grid.prefetch_depth, modes)
+        peaks = layout.memory.peak_bytes(prefix, grid.n_buffer[grid.prefix == prefix], grid.prefetch_depth, modes)
         if best is not None and peaks.min() >= best.device_bytes:
             continue
         found = _cheapest_of_prefix(problem, index, number, prefix)
@@ -58,7 +58,7 @@ def least_host(problem: SearchProblem, device_limit_bytes: int | None = None) ->
         if device_limit_bytes is not None:
             layout = problem.layouts[index]
             grid, modes = layout.grid, layout.grid.modes.groups[number][1]
-            n_buffer = grid.n_buffer[grid.n_persist == prefix]
+            n_buffer = grid.n_buffer[grid.prefix == prefix]
             if layout.memory.peak_bytes(prefix, n_buffer, grid.prefetch_depth, modes).min() > device_limit_bytes:
                 continue
         found = _cheapest_of_prefix(problem, index, number, prefix)
@@ -70,7 +70,7 @@ def least_host(problem: SearchProblem, device_limit_bytes: int | None = None) ->
 
 
 class _Place(NamedTuple):
-    """The plans of one layout that swap the same blocks and keep the same chunks."""
+    """The plans of one layout that swap the same blocks and have the same chunks in the same places."""
 
     bound_bytes: int
     """Device memory that none of them stays below."""
@@ -80,7 +80,7 @@ class _Place(NamedTuple):
     modes: int
     """The number of the group of modes."""
     prefix: int
-    """Persistent chunks."""
+    """Persistent and sharded chunks ([Note: Prefixes] in ``sim/chunk_places.py``)."""
 
 
 def _places(problem: SearchProblem) -> Iterator[_Place]:
@@ -93,23 +93,23 @@ def _places(problem: SearchProblem) -> Iterator[_Place]:
                 yield _Place(bound, host, index, number, prefix)
 
 
-def _cheapest_of_prefix(problem: SearchProblem, index: int, group: int, n_persist: int) -> Need:
-    """The plan with these persistent chunks and swapped blocks that has the smallest guaranteed device peak."""
+def _cheapest_of_prefix(problem: SearchProblem, index: int, group: int, prefix: int) -> Need:
+    """The plan with this prefix and these swapped blocks that has the smallest guaranteed device peak."""
     layout = problem.layouts[index]
     grid = layout.grid
     n_swap, modes = grid.modes.groups[group]
-    rows = np.flatnonzero(grid.n_persist == n_persist)
-    bounds = layout.memory.peak_bytes(n_persist, grid.n_buffer[rows], grid.prefetch_depth, modes).min(axis=(1, 2))
+    rows = np.flatnonzero(grid.prefix == prefix)
+    bounds = layout.memory.peak_bytes(prefix, grid.n_buffer[rows], grid.prefetch_depth, modes).min(axis=(1, 2))
     best: tuple[int, tuple[int, ...], tuple[int, int, int]] | None = None
     for bound_bytes, row in sorted(zip(bounds.tolist(), rows.tolist(), strict=True)):
         if best is not None and bound_bytes > best[0]:
             break
-        traffic = traffic_of(residency(layout.table, n_persist, int(grid.n_buffer[row])), problem.compute, n_swap)
+        traffic = traffic_of(residency(layout.table, prefix, int(grid.n_buffer[row])), problem.compute, n_swap)
         peaks = guaranteed_peaks(traffic, grid.prefetch_depth, modes, problem.workload.resident_bytes)
         for depth, place in np.argwhere(peaks == peaks.min()).tolist():
             mode = int(modes[place])
             key = (int(peaks.min()), grid.simplicity(row, depth, mode), (row, depth, mode))
             best = key if best is None else min(best, key)
     assert best is not None
-    host_bytes = int(problem.host_bytes(index, np.array([n_persist]), n_swap)[0])
+    host_bytes = int(problem.host_bytes(index, np.array([prefix]), n_swap)[0])
     return Need(problem.plan(index, *best[2]), best[0], host_bytes)

@@ -1,7 +1,7 @@
 """Lower bounds of the guaranteed device peak, without assigning slots.
 
 [Note: Survivors]
-At most ``n_buffer`` offloaded chunks are on the device when forward turns into backward.  Which ones does not depend on
+At most ``n_buffer`` chunks are gathered on the device when forward turns into backward.  Which ones does not depend on
 anything else: when a chunk must make room in forward, the one that is needed last goes (``shared/slots.py``), that is
 the one whose last block is the earliest.  So the chunks that survive the turn are the last ones by last block, as many
 as there are buffers; only among those that end with the same block it is open which.  A survivor is there from its
@@ -23,7 +23,7 @@ from .space import BoolArray, IntArray
 class MemoryBounds:
     """Bounds for the plans of one layout.
 
-    Shapes: R rows of (n_persist, n_buffer), D depths, K choices of activation modes, n blocks.
+    Shapes: R rows of (prefix, n_buffer), D depths, K choices of activation modes, n blocks.
     """
 
     def __init__(self, table: ChunkTable, compute: ComputeTable, resident_bytes: int) -> None:
@@ -34,7 +34,7 @@ class MemoryBounds:
         num_blocks = table.layout.num_blocks
         self._blocks = np.arange(num_blocks)
         self._backward_at = Positions(num_blocks).backward(self._blocks)
-        self._static = table.static_device_bytes(np.arange(len(table.size_bytes) + 1), resident_bytes)
+        self._static = table.static_device_bytes(table.places.all, resident_bytes)
         self._needs = np.zeros((num_blocks, len(table.size_bytes)), dtype=np.bool_)
         for block, chunks in enumerate(table.layout.chunks_of_block):
             self._needs[block, list(chunks)] = True
@@ -48,32 +48,32 @@ class MemoryBounds:
         bytes_: IntArray = np.maximum(np.stack(highest).max(axis=0), self._levels.end_bytes)
         return bytes_
 
-    def peak_bytes(self, n_persist: int, n_buffer: IntArray, depths: IntArray, modes: IntArray) -> IntArray:
-        """(R, D, K) bytes that the guaranteed peak does not fall below, for the plans with ``n_persist``.
+    def peak_bytes(self, prefix: int, n_buffer: IntArray, depths: IntArray, modes: IntArray) -> IntArray:
+        """(R, D, K) bytes that the guaranteed peak does not fall below, for the plans with ``prefix``.
 
         ``modes``: (K,) rows of the compute table.
         """
         table, blocks = self._table, self._blocks
-        offloaded = table.is_offloaded(n_persist)
+        gathered = table.is_gathered(prefix)
         # Ranks by last block; of chunks that end together the smallest are taken to survive.
         order = np.lexsort((-table.size_bytes, table.last_block))
         rank = np.empty(len(order), dtype=np.int64)
-        rank[order] = np.cumsum(offloaded[order])
-        survives = offloaded & (rank > np.count_nonzero(offloaded) - n_buffer[:, None])
+        rank[order] = np.cumsum(gathered[order])
+        survives = gathered & (rank > np.count_nonzero(gathered) - n_buffer[:, None])
         is_live = table.first_block <= blocks[:, None]
-        is_needed = self._needs & offloaded
+        is_needed = self._needs & gathered
         sizes = table.size_bytes.astype(np.float64)
         # Survivors that are there at each block, and its own chunks where they do not survive; (R, n).
         held = survives @ ((is_live & ~is_needed) * sizes).T + is_needed @ sizes
         at_turn = (survives @ sizes)[:, None]
-        stay_bytes = np.where(offloaded[table.gradient_chunk], 0, table.gradient_bytes).sum()
+        stay_bytes = np.where(gathered[table.gradient_chunk], 0, table.gradient_bytes).sum()
         peaks = np.full((len(n_buffer), len(depths), len(modes)), stay_bytes + self._levels.end_bytes[modes])
         for kind, part in enumerate(self._parts):
             is_later = kind > 0
             earlier_bytes = stay_bytes if is_later else 0
             # Sharded, gradients are scattered as soon as collectives allow, and may lag no step behind.
             lags = np.zeros_like(depths) if table.rule.is_sharded else depths
-            gradients = self._gradient_bytes(offloaded, lags, is_later)
+            gradients = self._gradient_bytes(gathered, lags, is_later)
             during_forward = (held[:, None, :] + part.forward[modes]).max(axis=2) + earlier_bytes
             during_backward = held[:, None, None, :] + (gradients[:, None, :] + part.backward[modes])
             ends = np.maximum(part.begin[modes] + earlier_bytes, part.end[modes] + stay_bytes)
@@ -81,7 +81,7 @@ class MemoryBounds:
             elsewhere = np.maximum(np.maximum(during_forward, turn), ends)
             found = np.maximum(during_backward.max(axis=3), elsewhere[:, None, :])
             peaks = np.maximum(peaks, found.astype(np.int64))
-        peaks += self._static[n_persist]
+        peaks += self._static[prefix]
         return peaks
 
     def _activation_levels(self, kind: int) -> _Part:
@@ -98,19 +98,19 @@ class MemoryBounds:
         backward = np.maximum(during[:, at - 1], during[:, at] + swapped)
         return _Part(forward, backward, turn, during[:, 0], during[:, -1])
 
-    def _gradient_bytes(self, offloaded: BoolArray, depths: IntArray, is_later: bool) -> IntArray:
+    def _gradient_bytes(self, gathered: BoolArray, depths: IntArray, is_later: bool) -> IntArray:
         """(D, n) gradients of other blocks that may be there during each block's backward.
 
-        Those of persistent chunks stay; those of offloaded ones leave when their last block is done, and may take as
+        Those of persistent chunks stay; those of the others leave when their last block is done, and may take as
         many more steps as the prefetch depth.
         """
         table, blocks = self._table, self._blocks
         is_made = table.gradient_block > blocks[:, None]
         leaves_at = table.first_block[table.gradient_chunk] - depths[:, None, None]
-        is_offloaded = offloaded[table.gradient_chunk]
-        is_there = is_made & (~is_offloaded | (blocks[:, None] >= leaves_at))
+        is_gathered = gathered[table.gradient_chunk]
+        is_there = is_made & (~is_gathered | (blocks[:, None] >= leaves_at))
         if is_later:
-            is_there |= ~is_offloaded
+            is_there |= ~is_gathered
         gradient_bytes: IntArray = is_there @ table.gradient_bytes
         return gradient_bytes
 

@@ -89,15 +89,15 @@ def certify(hunts: Sequence[Hunt], *, is_interrupted: bool = False) -> Certifica
 def _outcome(hunt: Hunt, known: _Known) -> PlanOutcome:
     problem, candidate = hunt.problem, known.candidate
     plan = problem.plan(candidate.layout, *candidate.index)
-    n_persist = np.array([plan.n_persist])
-    pinned_bytes = int(problem.pinned_host_bytes(candidate.layout, n_persist, plan.n_swap)[0])
+    prefix = problem.layouts[candidate.layout].grid.prefix[[candidate.index[0]]]
+    pinned_bytes = int(problem.pinned_host_bytes(candidate.layout, prefix, plan.n_swap)[0])
     return PlanOutcome(
         plan=plan,
         iteration_s=known.iteration_s,
         is_simulated=known.is_simulated,
         guaranteed_peak_device_bytes=candidate.peak_bytes,
         pinned_host_bytes=pinned_bytes,
-        host_bytes=int(problem.host_bytes(candidate.layout, n_persist, plan.n_swap)[0]) - pinned_bytes,
+        host_bytes=int(problem.host_bytes(candidate.layout, prefix, plan.n_swap)[0]) - pinned_bytes,
     )
 
 
@@ -111,9 +111,9 @@ class _Known:
 
     @property
     def character(self) -> tuple[int, ...]:
-        """What makes plans more than variants of one another: layout, offloaded chunks, modes."""
-        n_swap, n_checkpoint, _, num_offloaded, *_ = self.candidate.simplicity
-        return self.candidate.layout, num_offloaded, n_checkpoint, n_swap
+        """What makes plans more than variants of one another: layout, where chunks lie, modes."""
+        n_swap, n_checkpoint, _, num_offloaded, num_sharded, *_ = self.candidate.simplicity
+        return self.candidate.layout, num_offloaded, num_sharded, n_checkpoint, n_swap
 
 
 def _alternatives(chosen: Candidate, known: list[_Known]) -> list[_Known]:

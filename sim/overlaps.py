@@ -43,18 +43,18 @@ class Overlaps:
         self._num_blocks = table.layout.num_blocks
         self._out_s = np.where(table.is_stepped, table.offload_s, 0.0)
 
-    def together_s(self, n_persist: IntArray, n_buffer: IntArray, depths: IntArray, n_swap: int) -> FloatArray:
+    def together_s(self, prefix: IntArray, n_buffer: IntArray, depths: IntArray, n_swap: int) -> FloatArray:
         """(R, n + 1) seconds of H2D work that is surely done beside D2H, of the releases at blocks before each one.
 
         The first three knobs are (R,).
         """
-        found = np.zeros((len(n_persist), self._num_blocks + 1))
+        found = np.zeros((len(prefix), self._num_blocks + 1))
         # What swaps must have gone in forward: then it holds up neither gradients nor what comes back.
         is_known = n_swap + depths + 1 <= self._num_blocks if n_swap else np.ones(len(depths), dtype=np.bool_)
         if self._table.rule.micro_batches <= _MOST_MICRO_BATCHES:
-            for prefix in sorted(set(n_persist.tolist())):
-                offloaded = np.flatnonzero(self._table.is_offloaded(prefix))
-                rows = np.flatnonzero((n_persist == prefix) & (n_buffer < len(offloaded)) & is_known)
+            for one in sorted(set(prefix.tolist())):
+                offloaded = np.flatnonzero(self._table.is_offloaded(one))
+                rows = np.flatnonzero((prefix == one) & (n_buffer < len(offloaded)) & is_known)
                 if len(rows):
                     in_s = self._gathered_s(offloaded, n_buffer[rows], depths[rows])
                     first = self._table.first_block[offloaded]

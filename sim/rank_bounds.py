@@ -10,11 +10,14 @@ among them ([Note: Throughput bound] in ``sim/throughput.py``), turn the work of
 
 *The last ones.*  Where some gradients stay, device Adam waits for their reduction, and the next iteration's compute for
 device Adam.  In the lane's order these come last.  So from the start of compute there is the compute up to the last
-backward of a block, then all reductions of chunks that end with it or with earlier blocks, then device Adam.
+backward of a block, then all reductions of chunks that end with it or with earlier blocks, then device Adam.  Chunks
+that are sharded over devices and stepped are gathered after device Adam, one after the other: a block's forward, before
+all of that, waits for its own and those of all earlier blocks.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Final
 
 import numpy as np
@@ -29,13 +32,17 @@ from .space import IntArray
 from .throughput import Throughput
 from .time_bounds import TimeBounds
 from .traffic import Traffic
+from .work_sums import WorkSums
 
 _BOUND_FRAC: Final = 1 - 1e-5
 """Covers what the simulator tolerates as periodic, and rounding."""
 
 
 class RankBounds(TimeBounds):
-    """Bounds for the plans of one layout.  Shapes: R plans, K choices of activation modes, C chunks, n blocks."""
+    """Bounds for the plans of one layout.
+
+    Shapes: R plans, P prefixes, K choices of activation modes, C chunks, n blocks.
+    """
 
     def __init__(
         self, table: ChunkTable, compute: ComputeTable, throughput: Throughput, contention: ContentionModel
@@ -49,59 +56,60 @@ class RankBounds(TimeBounds):
         self._stay_s, self._leave_s = collectives.stay_s, collectives.leave_s
         self._outer_s = collectives.outer_s or 0.0
         self._norm_s = collectives.norm_s if rule.is_sharded and rule.limits_norm else 0.0
-        offloaded = table.is_offloaded(np.arange(len(table.size_bytes) + 1))
-        self._offloaded = offloaded
+        self._offloaded, self._gathered = (of(table.places.all) for of in (table.is_offloaded, table.is_gathered))
         micro_batches = rule.micro_batches
         is_stepped = table.is_stepped
-        reduced_s = np.where(offloaded, micro_batches * self._leave_s, self._stay_s) * is_stepped
-        has_sharded_norm = (offloaded & is_stepped).any(axis=1)
+        reduced_s = np.where(self._gathered, micro_batches * self._leave_s, self._stay_s) * is_stepped
+        has_sharded_norm = (self._gathered & is_stepped).any(axis=1)
         self.reduced_s: FloatArray = reduced_s.sum(axis=1) + self._outer_s + self._norm_s * has_sharded_norm
-        """(C + 1,) all reductions of an iteration, by ``n_persist``."""
+        """(P,) all reductions of an iteration."""
         self._links = self._cycles.links
+        if table.places.has_shards:
+            all_gathers = replace(table, gather_s=collectives.gather_s)
+            self._links = WorkSums(all_gathers, compute, is_counted=self._gathered)
         self._tail_s = self._tails()
+        self._lead_s = self._leads()
 
-    def whole_s(self, n_persist: IntArray, n_buffer: IntArray, depths: IntArray, modes: IntArray) -> FloatArray:
+    def whole_s(self, prefix: IntArray, n_buffer: IntArray, depths: IntArray, modes: IntArray) -> FloatArray:
         """(R, K) the bounds of the whole period and of swapping alone."""
-        alone_s = super().whole_s(n_persist, n_buffer, depths, modes)
-        return np.maximum(alone_s, self._joint_s(n_persist, n_buffer, modes))
+        alone_s = super().whole_s(prefix, n_buffer, depths, modes)
+        return np.maximum(alone_s, self._joint_s(prefix, n_buffer, modes))
 
-    def iteration_s(self, n_persist: IntArray, n_buffer: IntArray, depths: IntArray, modes: IntArray) -> FloatArray:
+    def iteration_s(self, prefix: IntArray, n_buffer: IntArray, depths: IntArray, modes: IntArray) -> FloatArray:
         """(R, K) bounds of the plans with these knobs; see [Note: Bounds with collectives]."""
-        alone_s = super().iteration_s(n_persist, n_buffer, depths, modes)
-        bound_s = np.maximum(alone_s, self._joint_s(n_persist, n_buffer, modes))
-        is_cycle = self._sums.first[n_persist] < self._sums.num_blocks
+        alone_s = super().iteration_s(prefix, n_buffer, depths, modes)
+        bound_s = np.maximum(alone_s, self._joint_s(prefix, n_buffer, modes))
+        is_cycle = self._sums.first[prefix] < self._sums.num_blocks
         if is_cycle.any():
-            found_s = self._cycles.iteration_s(n_persist[is_cycle], n_buffer[is_cycle], depths[is_cycle], modes)
+            found_s = self._cycles.iteration_s(prefix[is_cycle], n_buffer[is_cycle], depths[is_cycle], modes)
             bound_s[is_cycle] = np.maximum(bound_s[is_cycle], found_s * _BOUND_FRAC)
         return bound_s
 
-    def _least_work(self, n_persist: IntArray, n_buffer: IntArray, modes: IntArray) -> tuple[FloatArray, ...]:
+    def _least_work(self, prefix: IntArray, n_buffer: IntArray, modes: IntArray) -> tuple[FloatArray, ...]:
         """(R,) each: seconds of every lane but compute in a period, at least."""
         sums, micro_batches = self._sums, self._sums.positions.micro_batches
         n_swap = int(self._n_swap[modes[0]])
         h2d_s, gathered_s = (
-            of.gather_s[n_persist, -1]
-            + of.again(n_persist, n_buffer)
-            + (2 * micro_batches - 2) * of.least(n_persist, n_buffer)
+            of.gather_s[prefix, -1] + of.again(prefix, n_buffer) + (2 * micro_batches - 2) * of.least(prefix, n_buffer)
             for of in (sums, self._links)
         )
         h2d_s = h2d_s + micro_batches * sums.swap_in_s[n_swap]
-        d2h_s = micro_batches * (sums.offload_s[n_persist, -1] + sums.swap_out_s[n_swap])
-        return h2d_s, d2h_s, sums.cpu_s[n_persist], self.reduced_s[n_persist] + gathered_s
+        d2h_s = micro_batches * (sums.offload_s[prefix, -1] + sums.swap_out_s[n_swap])
+        return h2d_s, d2h_s, sums.cpu_s[prefix], self.reduced_s[prefix] + gathered_s
 
-    def _joint_s(self, n_persist: IntArray, n_buffer: IntArray, modes: IntArray) -> FloatArray:
+    def _joint_s(self, prefix: IntArray, n_buffer: IntArray, modes: IntArray) -> FloatArray:
         """(R, K) the bounds of all lanes together, and of the last reductions."""
-        compute_s = self._sums.compute_s[n_persist[:, None], modes]
-        h2d_s, d2h_s, cpu_s, collective_s = self._least_work(n_persist, n_buffer, modes)
+        compute_s = self._sums.compute_s[prefix[:, None], modes]
+        h2d_s, d2h_s, cpu_s, collective_s = self._least_work(prefix, n_buffer, modes)
         work = RankWork(compute_s, h2d_s, d2h_s, cpu_s, collective_s, self._outer_s)
-        least_s = np.maximum(self._rank_throughput.least_s(work), self._last_s(n_persist, modes))
+        least_s = np.maximum(self._rank_throughput.least_s(work), self._last_s(prefix, modes))
         found: FloatArray = least_s * _BOUND_FRAC
         return found
 
     def traffic_s(self, traffic: Traffic, depths: IntArray, modes: IntArray) -> FloatArray:
         """(D, K) bounds by what the lanes really do, and by what compute waits for at every step."""
         assert isinstance(traffic, RankTraffic)
-        compute_s = self._sums.compute_s[traffic.residency.n_persist, modes]
+        compute_s = self._sums.compute_s[traffic.residency.prefix, modes]
         h2d_s, d2h_s, cpu_s = (lane_s.sum() for lane_s in (traffic.h2d_s, traffic.d2h_s, traffic.cpu_s))
         waited_s = traffic.waited_s(depths) + self._outer_s
         work = RankWork(compute_s, h2d_s, d2h_s, cpu_s, traffic.collective_s, waited_s)
@@ -109,9 +117,9 @@ class RankBounds(TimeBounds):
         return found
 
     def _tails(self) -> FloatArray:
-        """(C + 1, n) reductions in the last micro-batch of chunks whose first block is each one or an earlier one."""
+        """(P, n) reductions in the last micro-batch of chunks whose first block is each one or an earlier one."""
         table, num_blocks = self._table, self._table.layout.num_blocks
-        seconds = np.where(self._offloaded, self._leave_s, self._stay_s) * table.is_stepped
+        seconds = np.where(self._gathered, self._leave_s, self._stay_s) * table.is_stepped
         is_until = table.first_block[:, None] <= np.arange(num_blocks)
         tails: FloatArray = seconds @ is_until + self._outer_s
         # Without gradients that stay, nothing of the iteration waits for the lane's last task.
@@ -122,13 +130,29 @@ class RankBounds(TimeBounds):
         found: FloatArray = np.where(is_last[:, None], tails, 0.0) if self._outer_s == 0 else tails
         return found
 
-    def _last_s(self, n_persist: IntArray, modes: IntArray) -> FloatArray:
-        """(R, K) compute up to a block's last backward, the reductions from there on, and device Adam."""
+    def _leads(self) -> FloatArray:
+        """(P, n) all-gathers that wait for device Adam, of chunks whose first block is each one or an earlier one."""
+        table, num_blocks = self._table, self._table.layout.num_blocks
+        waits = table.places.is_sharded(table.places.all) & table.is_stepped
+        is_until = table.first_block[:, None] <= np.arange(num_blocks)
+        assert table.collectives is not None
+        leads: FloatArray = (waits * table.collectives.gather_s) @ is_until
+        return leads
+
+    def _last_s(self, prefix: IntArray, modes: IntArray) -> FloatArray:
+        """(R, K) compute up to a block's last backward, the reductions from there on, and device Adam.
+
+        And what the forward of some block waits longer for all-gathers than for compute.
+        """
         sums, positions = self._sums, self._sums.positions
         until_s = sums.until_s[:, modes]
         before_s = (positions.micro_batches - 1) * until_s[-1]
         ends = positions.backward(np.arange(sums.num_blocks)) + 1
         compute_s = before_s + until_s[ends]
-        whole_s: FloatArray = (self._tail_s[n_persist][:, :, None] + compute_s).max(axis=1)
-        adam_s: FloatArray = self._table.device_adam_s[n_persist]
-        return whole_s + adam_s[:, None]
+        whole_s: FloatArray = (self._tail_s[prefix][:, :, None] + compute_s).max(axis=1)
+        adam_s: FloatArray = self._table.device_adam_s[prefix]
+        found_s = whole_s + adam_s[:, None]
+        if self._table.places.has_shards:
+            forwards_s = until_s[1 + np.arange(sums.num_blocks)]
+            found_s += np.maximum(self._lead_s[prefix][:, :, None] - forwards_s, 0.0).max(axis=1)
+        return found_s

@@ -5,7 +5,9 @@ As in [Note: Time bounds] of ``sim/time_bounds.py`` one period is measured at on
 of the forward of p or the end of that of q, and cut into stretches.  An all-gather follows its copy and precedes the
 step that the copy was made for, a reduction follows its backward and precedes the copy of the gradients: so where a
 stretch surely holds the copy on both ends, it holds the collective too.  Gradients that stay are reduced between the
-last backward of their chunk and device Adam.  From the start of the forward of p:
+last backward of their chunk and device Adam, whole or, in the last micro-batch, to the parts that stay.  Where chunks
+are sharded over devices, their all-gathers and the reductions of earlier micro-batches are left out here.  From the
+start of the forward of p:
 
 1. To the end of the last backward of j.
 2. To the end of CPU Adam, which steps p's chunks last: reductions, copies and CPU Adam of gradients of blocks up to j.
@@ -51,17 +53,18 @@ class RankCycles:
         self._throughput = throughput
         self._outer_s = collectives.outer_s or 0.0
         """After all backwards, and before device Adam: compute rests."""
-        num_chunks, num_blocks = len(table.size_bytes), table.layout.num_blocks
-        is_staying = ~table.is_offloaded(np.arange(num_chunks + 1)) & table.is_stepped
+        num_blocks, every = table.layout.num_blocks, table.places.all
+        is_staying = ~table.is_offloaded(every) & table.is_stepped
         is_until = table.first_block[:, None] <= np.arange(num_blocks)
-        self._staying_s: FloatArray = (is_staying * collectives.stay_s) @ is_until + self._outer_s
-        """(C + 1, n) reductions of gradients that stay, of chunks whose first block is each one or an earlier one."""
-        self._is_stepping: BoolArray = np.any(table.is_offloaded(np.arange(num_chunks + 1)) & table.is_stepped, axis=1)
-        """(C + 1,) whether CPU Adam has something to step."""
+        stay_s: FloatArray = np.where(table.is_gathered(every), collectives.leave_s, collectives.stay_s)
+        self._staying_s: FloatArray = (is_staying * stay_s) @ is_until + self._outer_s
+        """(P, n) reductions of gradients that stay, of chunks whose first block is each one or an earlier one."""
+        self._is_stepping: BoolArray = np.any(table.is_offloaded(every) & table.is_stepped, axis=1)
+        """(P,) whether CPU Adam has something to step."""
         self._is_last = self._ends_with_staying(table, is_staying)
 
     def _ends_with_staying(self, table: ChunkTable, is_staying: BoolArray) -> BoolArray:
-        """(C + 1,) whether the last reduction of all is one that device Adam waits for."""
+        """(P,) whether the last reduction of all is one that device Adam waits for."""
         num_blocks = table.layout.num_blocks
         first = np.where(table.is_stepped, table.first_block, num_blocks)
         staying = np.where(is_staying, first, num_blocks).min(axis=1, initial=num_blocks)
@@ -69,7 +72,7 @@ class RankCycles:
         is_last: BoolArray = (staying < num_blocks) & (staying <= leaving)
         return is_last | (self._outer_s > 0)
 
-    def iteration_s(self, n_persist: IntArray, n_buffer: IntArray, depths: IntArray, modes: IntArray) -> FloatArray:
+    def iteration_s(self, prefix: IntArray, n_buffer: IntArray, depths: IntArray, modes: IntArray) -> FloatArray:
         """(R, K) bounds of the plans with these knobs, each (R,), which offload something.
 
         ``modes``: (K,) rows of the compute table, all with the same ``n_swap``.
@@ -77,9 +80,9 @@ class RankCycles:
         n_swap = int(self._n_swap[modes[0]])
 
         def cycle(sums: WorkSums) -> Cycle:
-            together_s = np.zeros((len(n_persist), sums.num_blocks + 1))
-            again_s, least_s = (found(n_persist, n_buffer)[:, None] for found in (sums.again, sums.least))
-            rows = WorkRows(sums, n_persist[:, None], again_s, least_s, together_s, modes, n_swap)
+            together_s = np.zeros((len(prefix), sums.num_blocks + 1))
+            again_s, least_s = (found(prefix, n_buffer)[:, None] for found in (sums.again, sums.least))
+            rows = WorkRows(sums, prefix[:, None], again_s, least_s, together_s, modes, n_swap)
             return Cycle(rows, depths[:, None])
 
         copies, links = cycle(self._sums), cycle(self.links)

@@ -9,6 +9,7 @@ import typer
 
 from ..shared.hardware import Hardware
 from ..shared.plan import ParallelMode, Plan
+from .space import LARGEST_KNOB
 from .step_rule import MOST_RANKS, check_ranks
 
 NumRanks = Annotated[
@@ -32,6 +33,16 @@ Shards = Annotated[
         metavar="N",
         min=0,
         help="Chunks, after the persistent ones, that are sharded over the devices; with --parallel sharded.",
+    ),
+]
+AllowedShards = Annotated[
+    list[int] | None,
+    typer.Option(
+        "--n-shard",
+        metavar="N",
+        min=0,
+        max=LARGEST_KNOB,
+        help="Allow this number of chunks that are sharded over the devices, in mode sharded (repeatable).",
     ),
 ]
 AllowedModes = Annotated[

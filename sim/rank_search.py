@@ -1,10 +1,10 @@
 """The search over plans of several equal ranks: every parallel mode that the machine allows, under one certificate.
 
 [Note: Search with ranks]
-Each mode has a space of its own: DDP the plans that keep every chunk, REPLICATED and SHARDED those that offload some;
-a mode that is asked for alone has them all.  Modes share the best time, as sizes of micro-batches do
-(``sim/batch_search.py``).  In every other respect a mode is searched as the plans of one
-rank are, whose lanes are one more here.
+Each mode has a space of its own: DDP the plans that keep every chunk, REPLICATED those that offload some, SHARDED those
+that offload some or shard some over the devices; a mode that is asked for alone has them all.  Modes share the best
+time, as sizes of micro-batches do (``sim/batch_search.py``).  In every other respect a mode is searched as the plans of
+one rank are, whose lanes are one more here.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def search_ranks(
 
 
 def _is_offloading(mode: ParallelMode, *, alone: bool) -> bool | None:
-    """Which plans a mode has: DDP those without offloading; the others those with it, or all if asked for alone."""
+    """Which plans a mode has: DDP those that keep every chunk; the others the rest, or all if asked for alone."""
     if mode is ParallelMode.DDP:
         return False
     return None if alone else True

@@ -26,7 +26,10 @@ _BESIDE_COMPUTE = (H2D, D2H, CPU_OPTIM, COLLECTIVE)
 
 @dataclass(frozen=True, eq=False)
 class CollectiveLane:
-    """The lane of collectives at every prefetch depth.  Shapes: D depths, Z tasks, M micro-batches, G, U as before."""
+    """The lane of collectives at every prefetch depth.
+
+    Shapes: D depths, Z tasks, M micro-batches; G, U, V as of residencies.
+    """
 
     seconds: FloatArray
     """(D, Z)"""
@@ -34,8 +37,13 @@ class CollectiveLane:
     """(D, G) places of all-gathers; none if hosts have whole chunks."""
     leaving_place: IntArray
     """(D, M, U) places of reductions of gradients that leave."""
+    part_place: IntArray
+    """(D, M, V) places of reductions to parts on the devices."""
+    part_step: IntArray
+    """(M * V,) the steps that these follow, ascending."""
     num_awaited: IntArray
-    """(D,) tasks that must have ended for all gradients that stay to be reduced; ``NOTHING`` if there are none."""
+    """(D,) tasks that must have ended for all gradients that stay, whole or in parts, to be reduced; ``NOTHING`` if
+    there are none."""
     norm_place: int | None
     """The place of the reduction of a norm's parts, if there is one."""
     waits_compute: IntArray
@@ -60,20 +68,25 @@ class RankTraffic(Traffic):
 
     @cached_property
     def _staying(self) -> IntArray:
-        """Chunks whose gradients stay, in the order of their reductions."""
+        """Chunks whose gradients stay whole, in the order of their reductions."""
         table = self.residency.table
-        is_offloaded = table.is_offloaded(self.residency.n_persist)
-        staying: IntArray = table.update_order[~is_offloaded[table.update_order]]
+        is_gathered = table.is_gathered(self.residency.prefix)
+        staying: IntArray = table.update_order[~is_gathered[table.update_order]]
         return staying
 
     @cached_property
     def _reductions(self) -> tuple[IntArray, FloatArray]:
-        """Steps and seconds of reductions within blocks: those that leave, by micro-batch, and those that stay."""
-        num_steps, table = 2 * self.positions.num_blocks, self.residency.table
-        leave, stay = (num_steps - 1 - table.first_block[of] for of in (self.residency.update_chunk, self._staying))
+        """Steps and seconds of reductions within blocks.
+
+        Those of gradients that leave, and of those that are reduced to parts, by micro-batch; and of those that stay.
+        """
+        num_steps, residency = 2 * self.positions.num_blocks, self.residency
+        scattered = (residency.update_chunk, residency.part_chunk)
+        leave, part, stay = (num_steps - 1 - residency.table.first_block[of] for of in (*scattered, self._staying))
         micro_batches = self.positions.micro_batches
-        steps = [(num_steps * self._micro + leave).ravel(), num_steps * (micro_batches - 1) + stay]
-        seconds = [np.tile(self._table.leave_s[self.residency.update_chunk], micro_batches)]
+        steps = [(num_steps * self._micro + of).ravel() for of in (leave, part)]
+        steps.append(num_steps * (micro_batches - 1) + stay)
+        seconds = [np.tile(self._table.leave_s[of], micro_batches) for of in scattered]
         return np.concatenate(steps), np.concatenate([*seconds, self._table.stay_s[self._staying]])
 
     def _behind_step(self, depths: IntArray) -> IntArray:
@@ -137,16 +150,16 @@ class RankTraffic(Traffic):
             gathers = self.residency.gather_chunk
             keys = np.concatenate([keys, 2 * self._behind_step(depths) + 1], axis=1)
             lane_s.append(self._table.gather_s[gathers])
-            shape = (num_depths, len(gathers))
-            opened = np.concatenate([opened, np.full(shape, NOTHING)], axis=1)
-            copied = np.concatenate([copied, np.broadcast_to(self.gather_place + 1, shape)], axis=1)
+            of_gathers = self._waits_of_gathers(depths)
+            opened, copied = (np.concatenate(pair, axis=1) for pair in zip((opened, copied), of_gathers, strict=True))
         order = np.argsort(keys, axis=1, kind="stable")
         places = np.empty_like(order)
         np.put_along_axis(places, order, np.broadcast_to(np.arange(order.shape[1]), order.shape), axis=1)
-        num_leaving = num_reductions - len(self._staying)
-        leaving = places[:, :num_leaving].reshape(num_depths, self.positions.micro_batches, -1)
-        staying = places[:, num_leaving:num_reductions]
-        num_awaited = staying.max(axis=1, initial=NOTHING - 1) + 1
+        micro_batches = self.positions.micro_batches
+        ends = micro_batches * np.array([len(self.residency.update_chunk), len(self.residency.part_chunk)]).cumsum()
+        leaving = places[:, : ends[0]].reshape(num_depths, micro_batches, len(self.residency.update_chunk))
+        parts = places[:, ends[0] : ends[1]].reshape(num_depths, micro_batches, len(self.residency.part_chunk))
+        num_awaited = places[:, ends[0] : num_reductions].max(axis=1, initial=NOTHING - 1) + 1
         waits_compute, waits_h2d = (np.take_along_axis(waits, order, axis=1) for waits in (opened, copied))
         in_order_s = np.concatenate(lane_s)[order]
         last_s: list[float] = []
@@ -154,7 +167,7 @@ class RankTraffic(Traffic):
         if self._table.outer_s is not None:
             last_s.append(self._table.outer_s)
             num_awaited = np.full(num_depths, order.shape[1] + 1)
-        if self.is_sharded and self.norm_place is not None and len(self.residency.update_chunk):
+        if self.is_sharded and self.norm_place is not None and ends[1]:
             norm_place = order.shape[1] + len(last_s)
             last_s.append(self._table.norm_s)
         if last_s:
@@ -167,11 +180,29 @@ class RankTraffic(Traffic):
             seconds=in_order_s,
             gather_place=places[:, num_reductions:],
             leaving_place=leaving,
+            part_place=parts,
+            part_step=steps[ends[0] : ends[1]],
             num_awaited=num_awaited,
             norm_place=norm_place,
             waits_compute=waits_compute,
             waits_h2d=waits_h2d,
         )
+
+    def _waits_of_gathers(self, depths: IntArray) -> tuple[IntArray, IntArray]:
+        """(D, G) compute tasks and copies that all-gathers wait for.
+
+        Those of offloaded chunks wait for their copy, those of sharded ones for what others' copies wait for: their
+        window, their place, and whoever steps the chunk, which is device Adam.
+        """
+        residency, shape = self.residency, (len(depths), len(self.residency.gather_chunk))
+        opened, copied = np.full(shape, NOTHING), np.full(shape, NOTHING)
+        copied[:, residency.copied] = self.gather_place + 1
+        alone = residency.sharded
+        if len(alone):
+            is_stepped = residency.table.is_stepped[residency.gather_chunk[alone]]
+            stepped = np.where(residency.is_first_gather[alone] & is_stepped, 0, NOTHING)
+            opened[:, alone] = np.maximum(residency.gather_wait(depths)[:, alone], stepped)
+        return opened, copied
 
     # -- what waits for what -----------------------------------------------------------------------------------------
 
@@ -191,6 +222,8 @@ class RankTraffic(Traffic):
             num_gathered = np.searchsorted(self.residency.gather_step, np.arange(num_steps), side="right")
             begun = num_gathered > 0
             gathered[:, begun] = lane.gather_place[:, num_gathered[begun] - 1] + 1
+        if lane.part_place.size:
+            gathered = np.maximum(gathered, self._steps_wait_for_parts(lane, depths))
         compute = {COLLECTIVE: by_step(gathered, awaited), D2H: by_step(self.step_waits_d2h(depths), last)}
         if self.norm_place is not None:
             compute[CPU_OPTIM] = by_step(np.array(NOTHING), np.full_like(last, self.norm_place + 1))
@@ -223,6 +256,14 @@ class RankTraffic(Traffic):
         waits = tuple({other: found[0] for other, found in of.items()} for of in self._waits(lane, depths))
         return LaneWork(waits, (np.zeros(0), self.h2d_s, self.d2h_s, self.cpu_s, lane.seconds[0]))
 
+    def _steps_wait_for_parts(self, lane: CollectiveLane, depths: IntArray) -> IntArray:
+        """(D, S) for gradients to have been reduced to parts ``depth + 1`` steps before, in this iteration."""
+        steps = np.arange(self.positions.num_steps)
+        num_over = np.searchsorted(lane.part_step, steps - depths[:, None] - 1, side="right")
+        places = lane.part_place.reshape(len(depths), -1)
+        found = np.take_along_axis(places, np.maximum(num_over - 1, 0), axis=1) + 1
+        return np.where(num_over > 0, found, NOTHING)
+
     def _d2h_waits_collective(self, lane: CollectiveLane) -> IntArray:
         """(D, X) gradients for their reduction."""
         waits = np.full((len(lane.seconds), len(self.d2h_step)), NOTHING)
@@ -248,16 +289,20 @@ class RankTraffic(Traffic):
         d2h = self._starts_after(D2H, waits, lengths)
         if not self.is_sharded:
             return Order(reached[H2D], d2h)
-        num_depths, shape = len(depths), (len(depths), -1)
-        leaving = lane.leaving_place.reshape(shape)
-        if not leaving.size:
-            return Order(reached[H2D], d2h, leaving, leaving)
-        collective = self._starts_after(COLLECTIVE, waits, lengths)
+        leaving, parts = (of.reshape(len(depths), of[0].size) for of in (lane.leaving_place, lane.part_place))
+        alone = lane.gather_place[:, self.residency.sharded]
+        ended = leaving
+        if leaving.size or parts.size:
+            ended = self._starts_after(COLLECTIVE, waits, lengths)
+        before = reached[COLLECTIVE]
         return Order(
             reached[H2D],
             d2h,
-            np.take_along_axis(reached[COLLECTIVE], leaving, axis=1).reshape(num_depths, -1),
-            np.take_along_axis(collective, leaving, axis=1).reshape(num_depths, -1),
+            np.take_along_axis(before, leaving, axis=1),
+            np.take_along_axis(ended, leaving, axis=1),
+            np.take_along_axis(before, alone, axis=1),
+            np.take_along_axis(before, parts, axis=1),
+            np.take_along_axis(ended, parts, axis=1),
         )
 
     def _lengths(self, lane: CollectiveLane) -> tuple[int, ...]:

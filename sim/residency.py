@@ -20,15 +20,19 @@ from .space import IntArray
 
 @dataclass(frozen=True, eq=False)
 class Residency:
-    """Shapes: G gathers, U updates (chunks with gradients that leave and that CPU Adam steps), D prefetch depths."""
+    """What comes to the device, and what goes, under one prefix and number of buffers.
+
+    Shapes: G gathers, of which S of chunks that are sharded over the devices, U updates (chunks with gradients that
+    leave and that CPU Adam steps), V chunks whose gradients are reduced to parts on the devices, D prefetch depths.
+    """
 
     table: ChunkTable
-    n_persist: int
+    prefix: int
     n_buffer: int
     device_adam_s: float
-    """Seconds of stepping the persistent chunks."""
+    """Seconds of stepping persistent chunks, and parts of sharded ones."""
     gather_chunk: IntArray
-    """(G,) in the order of the H2D lane."""
+    """(G,) in the order of the lanes."""
     gather_step: IntArray
     """(G,) the step that needs it first."""
     last_step: IntArray
@@ -40,6 +44,19 @@ class Residency:
     iteration."""
     update_chunk: IntArray
     """(U,) in the order in which their gradients leave, in every micro-batch."""
+    part_chunk: IntArray
+    """(V,) in the order in which their gradients are reduced, in every micro-batch."""
+
+    @cached_property
+    def copied(self) -> IntArray:
+        """(G - S,) the gathers of offloaded chunks: those that H2D carries."""
+        table = self.table
+        return np.flatnonzero(table.is_offloaded(self.prefix)[self.gather_chunk])
+
+    @cached_property
+    def sharded(self) -> IntArray:
+        """(S,) the gathers that an all-gather does alone."""
+        return np.flatnonzero(~self.table.is_offloaded(self.prefix)[self.gather_chunk])
 
     @property
     def positions(self) -> Positions:
@@ -70,11 +87,11 @@ class Residency:
         return np.maximum(opened, self.slot_free)
 
 
-def residency(table: ChunkTable, n_persist: int, n_buffer: int) -> Residency:
+def residency(table: ChunkTable, prefix: int, n_buffer: int) -> Residency:
     """The gathers and updates of the plans with these knobs; slots are assigned as the compiler assigns them."""
     layout, positions = table.layout, table.positions
-    persistent = layout.persistent(n_persist)
-    needed = [[chunk for chunk in chunks if chunk not in persistent] for chunks in layout.chunks_of_block]
+    is_gathered, is_offloaded = table.is_gathered(prefix), table.is_offloaded(prefix)
+    needed = [[chunk for chunk in chunks if is_gathered[chunk]] for chunks in layout.chunks_of_block]
     stays = assign_slots((needed + needed[::-1]) * positions.micro_batches, n_buffer)
     last_step = np.array([stay.last_step for stay in stays], dtype=np.int64)
     last_in_slot = {stay.slot: stay.last_step for stay in stays}
@@ -92,13 +109,14 @@ def residency(table: ChunkTable, n_persist: int, n_buffer: int) -> Residency:
     is_previous = before < 0
     return Residency(
         table=table,
-        n_persist=n_persist,
+        prefix=prefix,
         n_buffer=n_buffer,
-        device_adam_s=float(table.device_adam_s[n_persist]),
+        device_adam_s=float(table.device_adam_s[prefix]),
         gather_chunk=np.array([stay.chunk for stay in stays], dtype=np.int64),
         gather_step=np.array([stay.first_step for stay in stays], dtype=np.int64),
         last_step=last_step,
         free_step=before,
         slot_free=positions.step_end(before % positions.num_steps) + 1 - np.where(is_previous, positions.length, 0),
-        update_chunk=table.update_order[table.is_offloaded(n_persist)[table.update_order]],
+        update_chunk=table.update_order[is_offloaded[table.update_order]],
+        part_chunk=table.update_order[(is_gathered & ~is_offloaded)[table.update_order]],
     )

@@ -39,14 +39,14 @@ class LayoutProblem:
 
     @cached_property
     def prefixes(self) -> IntArray:
-        """(F,) distinct ``n_persist``, ascending."""
-        n_persist = np.sort(self.grid.n_persist)
-        distinct: IntArray = n_persist[np.append(True, n_persist[1:] != n_persist[:-1])]
+        """(F,) distinct prefixes, ascending."""
+        prefix = np.sort(self.grid.prefix)
+        distinct: IntArray = prefix[np.append(True, prefix[1:] != prefix[:-1])]
         return distinct
 
     def num_residencies(self, n_swap: int) -> IntArray:
         """(F,) distinct residencies and prefetch depths of every prefix, for the plans with this ``n_swap``."""
-        place = np.searchsorted(self.prefixes, self.grid.n_persist)
+        place = np.searchsorted(self.prefixes, self.grid.prefix)
         found = np.bincount(place, self.grid.is_distinct(n_swap).sum(axis=1), minlength=len(self.prefixes))
         num_residencies: IntArray = found.astype(np.int64)
         return num_residencies
@@ -85,14 +85,14 @@ class SearchProblem:
         """The plan at these indices."""
         return self.layouts[layout].grid.plan(self.workload, residency, depth, mode)
 
-    def pinned_host_bytes(self, layout: int, n_persist: IntArray, n_swap: int) -> IntArray:
+    def pinned_host_bytes(self, layout: int, prefix: IntArray, n_swap: int) -> IntArray:
         """(R,) pinned host memory: of offloaded chunks, and of what blocks swap."""
-        pinned: IntArray = self.layouts[layout].table.pinned_host_bytes(n_persist) + self.compute.swapped_bytes[n_swap]
+        pinned: IntArray = self.layouts[layout].table.pinned_host_bytes(prefix) + self.compute.swapped_bytes[n_swap]
         return pinned
 
-    def host_bytes(self, layout: int, n_persist: IntArray, n_swap: int) -> IntArray:
+    def host_bytes(self, layout: int, prefix: IntArray, n_swap: int) -> IntArray:
         """(R,) all host memory."""
-        return self.pinned_host_bytes(layout, n_persist, n_swap) + self.layouts[layout].table.host_bytes(n_persist)
+        return self.pinned_host_bytes(layout, prefix, n_swap) + self.layouts[layout].table.host_bytes(prefix)
 
 
 def search_problem(
@@ -130,7 +130,7 @@ def search_problem(
     grids = enumerate_space(workload, space, rule, is_offloading=is_offloading)
     compute = compute_table(workload, grids[0].modes, costs, rule)
     throughput = Throughput.of(contention)
-    tables = [chunk_table(workload, grid.layout, costs, rule) for grid in grids]
+    tables = [chunk_table(workload, grid.layout, costs, rule, grid.places) for grid in grids]
     problem = SearchProblem(
         workload=workload,
         hardware=hardware,
@@ -165,12 +165,12 @@ def _with_shares(problem: SearchProblem) -> SearchProblem:
     most_device: list[int] = []
     host_needs: list[int] = []
     for index, layout in enumerate(problem.layouts):
-        table, ends = layout.table, layout.prefixes[[0, -1]]
-        static_bytes = table.static_device_bytes(ends, problem.workload.resident_bytes)[-1]
+        table = layout.table
+        static_bytes = table.static_device_bytes(layout.prefixes, problem.workload.resident_bytes).max()
         moving_bytes = table.size_bytes.sum() + table.gradient_bytes.sum() + layout.memory.activation_bytes.max()
         most_device.append(int(static_bytes + moving_bytes))
         for n_swap, _ in layout.grid.modes.groups:
-            host_needs += problem.host_bytes(index, ends, n_swap).tolist()
+            host_needs += problem.host_bytes(index, layout.prefixes, n_swap).tolist()
     device_bytes, host_bytes = shares_of_one_memory(
         memory_bytes, most_device_bytes=max(most_device), host_needs_bytes=host_needs
     )

@@ -18,6 +18,8 @@ from ..shared.files import FrozenModel
 from ..shared.layout import ALIGNMENT_BYTES, Layout, aligned, build_layout
 from ..shared.plan import Plan
 from ..shared.workload import Workload
+from .chunk_places import ChunkPlaces
+from .prefixes import Prefix, distinct_prefixes
 from .step_rule import StepRule
 
 IntArray = npt.NDArray[np.int64]
@@ -66,10 +68,13 @@ class SearchSpace(FrozenModel):
 
     By default no block swaps: with swaps there are three times as many plans, whose bounds lie close together, and a
     search takes a few times as long.
+
+    ``n_shard`` is for ranks in mode sharded; nobody else has any.  By default, [Note: Shards in the space].
     """
 
     chunk_bytes: _Sizes | None = None
     n_persist: _NonNegative | None = None
+    n_shard: _NonNegative | None = None
     n_buffer: _NonNegative | None = None
     prefetch_depth: _Positive = (1, 2, 3)
     n_checkpoint: _NonNegative | None = None
@@ -118,23 +123,44 @@ class LayoutGrid:
     """
 
     layout: Layout
-    n_persist: IntArray
-    """(R,) ascending."""
+    places: ChunkPlaces
+    prefix: IntArray
+    """(R,) which chunks are persistent and which are sharded, as a prefix of ``places``."""
     n_buffer: IntArray
-    """(R,) ascending for each ``n_persist``."""
-    num_offloaded: IntArray
-    """(R,) chunks that are not persistent."""
+    """(R,) ascending for each prefix."""
     prefetch_depth: IntArray
     """(D,) ascending."""
     modes: ModeRows
     rule: StepRule = field(default_factory=StepRule)
+
+    @cached_property
+    def n_persist(self) -> IntArray:
+        """(R,)."""
+        found: IntArray = self.places.n_persist[self.prefix]
+        return found
+
+    @cached_property
+    def n_shard(self) -> IntArray:
+        """(R,)."""
+        found: IntArray = self.places.n_shard[self.prefix]
+        return found
+
+    @cached_property
+    def num_offloaded(self) -> IntArray:
+        """(R,) chunks on the hosts."""
+        return self.places.offloaded_sum(np.ones_like(self.places.is_owned, dtype=np.int64))[self.prefix]
+
+    @cached_property
+    def num_sharded(self) -> IntArray:
+        """(R,) chunks that are sharded over the devices."""
+        return self.places.sharded_sum(np.ones_like(self.places.is_owned, dtype=np.int64))[self.prefix]
 
     def is_distinct(self, n_swap: int) -> BoolArray:
         """(R, D) whether the plans with this ``n_swap`` differ from those before them.
 
         Where nothing travels, no chunk and no activation, no depth matters.
         """
-        travels = (self.num_offloaded > 0) | (n_swap > 0)
+        travels = (self.num_offloaded + self.num_sharded > 0) | (n_swap > 0)
         is_distinct: BoolArray = travels[:, None] | (np.arange(len(self.prefetch_depth)) == 0)
         return is_distinct
 
@@ -149,6 +175,7 @@ class LayoutGrid:
             workload_id=workload.identity,
             chunk_bytes=self.layout.chunk_bytes,
             n_persist=int(self.n_persist[residency]),
+            n_shard=int(self.n_shard[residency]),
             n_buffer=int(self.n_buffer[residency]),
             prefetch_depth=int(self.prefetch_depth[depth]),
             n_swap=int(self.modes.n_swap[mode]),
@@ -162,14 +189,16 @@ class LayoutGrid:
     def simplicity(self, residency: int, depth: int, mode: int) -> tuple[int, ...]:
         """Smaller is simpler.
 
-        Fewer swapped blocks, fewer recomputed ones, less look-ahead, fewer offloaded chunks, fewer buffers, larger
-        chunks.  No two distinct plans of a space share it, so a choice by it depends on no order of enumeration.
+        Fewer swapped blocks, fewer recomputed ones, less look-ahead, fewer offloaded chunks, fewer sharded ones, fewer
+        buffers, larger chunks.  No two distinct plans of a space share it, so a choice by it depends on no order of
+        enumeration.
         """
         return (
             int(self.modes.n_swap[mode]),
             int(self.modes.n_checkpoint[mode]),
             int(self.prefetch_depth[depth]),
             int(self.num_offloaded[residency]),
+            int(self.num_sharded[residency]),
             int(self.n_buffer[residency]),
             -self.layout.chunk_bytes,
         )
@@ -184,11 +213,17 @@ def enumerate_space(
 ) -> tuple[LayoutGrid, ...]:
     """Every distinct plan of ``space`` under ``rule``, grouped by layout; smallest chunks first.
 
-    Two plans are the same if they have the same layout, persistent chunks, buffers in use, modes and, where a chunk
-    is offloaded or a block swaps, prefetch depth.  ``is_offloading`` leaves only plans that offload chunks, or only
-    plans that do not.  Raises PlanError if no plan is left.
+    Two plans are the same if they have the same layout, persistent and sharded chunks, buffers in use, modes and, where
+    a chunk is gathered or a block swaps, prefetch depth.  ``is_offloading`` leaves only plans that offload chunks, or
+    shard them over devices, or only plans that do neither.  Raises PlanError if no plan is left.
     """
     space, rule = space or SearchSpace(), rule or StepRule()
+    if space.n_shard is not None and min(space.n_shard) > 0 and not rule.is_sharded:
+        raise PlanError(
+            f"the space holds no plan: n_shard is at least {min(space.n_shard)} but parallel is {rule.parallel}, and "
+            f"only ranks in mode sharded have chunks that lie on their devices in parts. Allow n_shard = 0, or "
+            f"that mode."
+        )
     modes = _mode_rows(workload, space)
     layouts = _layouts(workload, space.chunk_bytes)
     # All layouts agree when every chunk is persistent: only the one with the largest chunks keeps that residency.
@@ -196,21 +231,26 @@ def enumerate_space(
     largest_has_persistent = False
     for layout in reversed(layouts):
         without_offload = not largest_has_persistent and is_offloading is not True
-        found = _residencies(layout, space, with_offload=is_offloading is not False, without_offload=without_offload)
-        largest_has_persistent |= bool((found.num_offloaded == 0).any())
+        prefixes = [
+            prefix
+            for prefix in distinct_prefixes(layout, space.n_persist, space.n_shard if rule.is_sharded else (0,))
+            if (is_offloading is not False if prefix.num_gathered > 0 else without_offload)
+        ]
+        found = _residencies(layout, prefixes, space)
+        largest_has_persistent |= any(prefix.num_gathered == 0 for prefix in prefixes)
         residencies.append((layout, found))
     grids = tuple(
         LayoutGrid(
             layout=layout,
-            n_persist=found.n_persist,
+            places=found.places,
+            prefix=found.prefix,
             n_buffer=found.n_buffer,
-            num_offloaded=found.num_offloaded,
             prefetch_depth=np.array(sorted(set(space.prefetch_depth)), dtype=np.int64),
             modes=modes,
             rule=rule,
         )
         for layout, found in reversed(residencies)
-        if len(found.n_persist)
+        if len(found.prefix)
     )
     if not grids:
         raise _empty_space(layouts, space, is_offloading)
@@ -314,62 +354,40 @@ def _layouts(workload: Workload, wanted: Sequence[int] | None) -> list[Layout]:
 
 @dataclass(frozen=True)
 class _Residencies:
-    """Distinct residencies of a layout, all (R,)."""
+    """Distinct residencies of a layout, both (R,)."""
 
-    n_persist: IntArray
+    places: ChunkPlaces
+    prefix: IntArray
     n_buffer: IntArray
-    num_offloaded: IntArray
 
 
-def _residencies(layout: Layout, space: SearchSpace, *, with_offload: bool, without_offload: bool) -> _Residencies:
-    """What the space leaves of a layout's residencies: those that offload chunks, those that do not, or both."""
-    prefixes = [
-        prefix
-        for prefix in _persistent_prefixes(layout, space.n_persist)
-        if (with_offload if prefix[2] > 0 else without_offload)
-    ]
-    counts = [_buffer_counts(fewest, num_offloaded, space.n_buffer) for _, fewest, num_offloaded in prefixes]
-    sizes = [len(of_prefix) for of_prefix in counts]
+def _residencies(layout: Layout, prefixes: Sequence[Prefix], space: SearchSpace) -> _Residencies:
+    """The residencies with these prefixes."""
+    shards = [(prefix.n_persist, prefix.n_shard) for prefix in prefixes if prefix.n_shard]
+    first = len(layout.chunks) + 1
+    number_of = {pair: first + place for place, pair in enumerate(shards)}
+    numbers = [number_of.get((prefix.n_persist, prefix.n_shard), prefix.n_persist) for prefix in prefixes]
+    counts = [_buffer_counts(prefix.fewest, prefix.num_gathered, space.n_buffer) for prefix in prefixes]
     return _Residencies(
-        n_persist=np.repeat(np.array([n_persist for n_persist, _, _ in prefixes], dtype=np.int64), sizes),
+        places=ChunkPlaces.of(layout, shards),
+        prefix=np.repeat(np.array(numbers, dtype=np.int64), [len(of_prefix) for of_prefix in counts]),
         n_buffer=np.array(list(chain.from_iterable(counts)), dtype=np.int64),
-        num_offloaded=np.repeat(np.array([offloaded for _, _, offloaded in prefixes], dtype=np.int64), sizes),
     )
 
 
-def _persistent_prefixes(layout: Layout, wanted: Iterable[int] | None) -> list[tuple[int, int, int]]:
-    """Distinct persistent sets as (smallest n_persist, fewest buffers, number of offloaded chunks)."""
-    num_chunks = len(layout.chunks)
-    is_owned = np.array([bool(chunk.blocks) for chunk in layout.chunks], dtype=bool)
-    needs = np.zeros((layout.num_blocks, num_chunks), dtype=np.int64)
-    for block, chunks in enumerate(layout.chunks_of_block):
-        needs[block, list(chunks)] = 1
-    # needed_after[b, p]: chunks of block b at or after position p, those left when p chunks are persistent.
-    needed_after = np.zeros((layout.num_blocks, num_chunks + 1), dtype=np.int64)
-    needed_after[:, :num_chunks] = needs[:, ::-1].cumsum(axis=1)[:, ::-1]
-    fewest = needed_after.max(axis=0)
-    offloaded = np.append(is_owned[::-1].cumsum()[::-1], 0)
-    prefixes: dict[int, tuple[int, int, int]] = {}
-    candidates = range(num_chunks + 1) if wanted is None else sorted({p for p in wanted if p <= num_chunks})
-    for n_persist in candidates:
-        key = int(offloaded[n_persist])
-        prefixes.setdefault(key, (n_persist, int(fewest[n_persist]), key))
-    return list(prefixes.values())
-
-
-def _buffer_counts(fewest: int, num_offloaded: int, wanted: Iterable[int] | None) -> list[int]:
+def _buffer_counts(fewest: int, num_gathered: int, wanted: Iterable[int] | None) -> list[int]:
     """Distinct values of ``n_buffer``: every small one, then in growing steps up to a buffer for every chunk."""
     if wanted is not None:
         distinct: dict[int, int] = {}
         for n_buffer in sorted({n_buffer for n_buffer in wanted if n_buffer >= fewest}):
-            distinct.setdefault(min(n_buffer, num_offloaded), n_buffer)
+            distinct.setdefault(min(n_buffer, num_gathered), n_buffer)
         return list(distinct.values())
     counts = []
     n_buffer = fewest
-    while n_buffer < num_offloaded:
+    while n_buffer < num_gathered:
         counts.append(n_buffer)
         n_buffer += max(1, (n_buffer - fewest - _DENSE_BUFFERS) // 4)
-    return [*counts, num_offloaded]
+    return [*counts, num_gathered]
 
 
 def _empty_space(layouts: Sequence[Layout], space: SearchSpace, is_offloading: bool | None) -> PlanError:
@@ -382,7 +400,7 @@ def _empty_space(layouts: Sequence[Layout], space: SearchSpace, is_offloading: b
             f"the space holds no plan: n_persist is at least {min(space.n_persist)} but no layout has more than "
             f"{most_chunks} chunks. Allow a smaller n_persist, or a smaller chunk_bytes."
         )
-    needed = min(fewest for layout in layouts for _, fewest, _ in _persistent_prefixes(layout, space.n_persist))
+    needed = min(prefix.fewest for layout in layouts for prefix in distinct_prefixes(layout, space.n_persist))
     return PlanError(
         f"the space holds no plan: n_buffer is at most {max(space.n_buffer or (0,))} but the block with the most "
         f"offloaded chunks needs {needed}. Allow n_buffer = {needed}, or a larger chunk_bytes."

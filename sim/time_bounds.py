@@ -112,28 +112,29 @@ class TimeBounds:
         self._rule = table.rule
         self._n_swap = compute.modes.n_swap
 
-    def whole_s(self, n_persist: IntArray, n_buffer: IntArray, depths: IntArray, modes: IntArray) -> FloatArray:
+    def whole_s(self, prefix: IntArray, n_buffer: IntArray, depths: IntArray, modes: IntArray) -> FloatArray:
         """(R, K) the bounds of the whole period and of swapping alone.  Arguments as of ``iteration_s``."""
-        whole_s = self._whole_s(n_persist, n_buffer, modes)
-        bound: FloatArray = np.maximum(whole_s, self._swapping_s(n_persist, depths, modes)) * _BOUND_FRAC
+        whole_s = self._whole_s(prefix, n_buffer, modes)
+        bound: FloatArray = np.maximum(whole_s, self._swapping_s(prefix, depths, modes)) * _BOUND_FRAC
         return bound
 
-    def iteration_s(self, n_persist: IntArray, n_buffer: IntArray, depths: IntArray, modes: IntArray) -> FloatArray:
+    def iteration_s(self, prefix: IntArray, n_buffer: IntArray, depths: IntArray, modes: IntArray) -> FloatArray:
         """(R, K) bounds of the plans with these knobs, each (R,).
 
         ``modes``: (K,) rows of the compute table, all with the same ``n_swap``.
         """
         sums = self._sums
         n_swap = int(self._n_swap[modes[0]])
-        together_s = self._overlaps.together_s(n_persist, n_buffer, depths, n_swap)
-        if self._rule.num_ranks > 1:
+        if self._rule.num_ranks == 1:
+            together_s = self._overlaps.together_s(prefix, n_buffer, depths, n_swap)
+        else:
             # Their gradients leave after they were reduced, and not when their backward ends.
-            together_s = np.zeros_like(together_s)
-        whole_s = self._whole_s(n_persist, n_buffer, modes, together_s[:, -1])
-        bound = np.maximum(whole_s, self._swapping_s(n_persist, depths, modes))
-        is_cycle = sums.first[n_persist] < sums.num_blocks
+            together_s = np.zeros((len(prefix), sums.num_blocks + 1))
+        whole_s = self._whole_s(prefix, n_buffer, modes, together_s[:, -1])
+        bound = np.maximum(whole_s, self._swapping_s(prefix, depths, modes))
+        is_cycle = sums.first[prefix] < sums.num_blocks
         if is_cycle.any():
-            prefixes, buffers = n_persist[is_cycle], n_buffer[is_cycle]
+            prefixes, buffers = prefix[is_cycle], n_buffer[is_cycle]
             rows = WorkRows(
                 sums,
                 prefixes[:, None],
@@ -154,25 +155,25 @@ class TimeBounds:
         return 0.0
 
     def _whole_s(
-        self, n_persist: IntArray, n_buffer: IntArray, modes: IntArray, together_s: FloatArray | None = None
+        self, prefix: IntArray, n_buffer: IntArray, modes: IntArray, together_s: FloatArray | None = None
     ) -> FloatArray:
         sums, micro_batches = self._sums, self._sums.positions.micro_batches
         n_swap = int(self._n_swap[modes[0]])
-        h2d_s = sums.gather_s[n_persist, -1] + sums.again(n_persist, n_buffer)
+        h2d_s = sums.gather_s[prefix, -1] + sums.again(prefix, n_buffer)
         if micro_batches > 1:
-            h2d_s = h2d_s + (2 * micro_batches - 2) * sums.least(n_persist, n_buffer)
-        d2h_s = sums.offload_s[n_persist, -1]
+            h2d_s = h2d_s + (2 * micro_batches - 2) * sums.least(prefix, n_buffer)
+        d2h_s = sums.offload_s[prefix, -1]
         return self._least_s(
             _Stretch(
-                sums.compute_s[n_persist[:, None], modes],
+                sums.compute_s[prefix[:, None], modes],
                 h2d_s + micro_batches * sums.swap_in_s[n_swap],
                 micro_batches * (d2h_s + sums.swap_out_s[n_swap]),
-                sums.cpu_s[n_persist],
+                sums.cpu_s[prefix],
                 together_s,
             )
         )
 
-    def _swapping_s(self, n_persist: IntArray, depths: IntArray, modes: IntArray) -> FloatArray | float:
+    def _swapping_s(self, prefix: IntArray, depths: IntArray, modes: IntArray) -> FloatArray | float:
         """(R, K) compute, with the waits for what swaps on its way out and back."""
         sums = self._sums
         moving = sums.moving[sums.moving < int(self._n_swap[modes[0]])]
@@ -194,7 +195,7 @@ class TimeBounds:
         waits_s[1] = np.where((opened >= 0)[:, None], waits_s[1], 0.0)
         is_apart = (gone <= opened)[:, None]
         waited_s = np.where(is_apart, waits_s[0] + waits_s[1], np.maximum(*waits_s))
-        bound: FloatArray = sums.compute_s[n_persist[:, None], modes] + positions.micro_batches * waited_s
+        bound: FloatArray = sums.compute_s[prefix[:, None], modes] + positions.micro_batches * waited_s
         return bound
 
     def _weigh(self, work: _Stretch) -> FloatArray:
@@ -274,7 +275,7 @@ class TimeBounds:
     def _through_norm(self, cycle: Cycle) -> FloatArray:
         """(R, K) the way through the norm: to a chunk that CPU Adam steps after it, and to its block's forward."""
         rows, sums = cycle.rows, self._sums
-        begin = np.searchsorted(sums.stepped, rows.row)
+        begin = np.searchsorted(sums.stepped, sums.first_offloaded[rows.row])
         num_stepped = len(sums.stepped) - begin
         if not num_stepped.any():
             return np.zeros((len(rows.row), len(rows.columns)))

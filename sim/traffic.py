@@ -51,6 +51,12 @@ class Order:
     """(D, M * U) compute tasks that have surely ended before gradients are scattered; None where they are not."""
     scattered_position: IntArray | None = None
     """(D, M * U) the first compute position that surely starts after that."""
+    all_gather_position: IntArray | None = None
+    """(D, S) compute tasks that have surely ended before an all-gather starts that nothing was copied for."""
+    reduce_position: IntArray | None = None
+    """(D, M * V) those that have surely ended before gradients are reduced to parts on the devices."""
+    reduced_position: IntArray | None = None
+    """(D, M * V) the first compute position that surely starts after that."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -174,7 +180,7 @@ class Traffic:
         seconds[self._sum_place] = table.accumulate_s[updates]
         seconds[self.adam_place] = table.cpu_adam_s[updates]
         if self.norm_place is not None:
-            seconds[self.norm_place] = table.norm_s[self.residency.n_persist]
+            seconds[self.norm_place] = table.norm_s[self.residency.prefix]
         return seconds
 
     @cached_property
@@ -204,7 +210,7 @@ class Traffic:
         """Steps (H,) in the order of the lane, and where fetches and then gathers have gone, before sorting."""
         num_steps = 2 * self.positions.num_blocks
         back = num_steps * self._micro + (num_steps - 1 - self.swapped)
-        steps = np.concatenate([back.ravel(), self.residency.gather_step])
+        steps = np.concatenate([back.ravel(), self.residency.gather_step[self.residency.copied]])
         order = np.argsort(steps, kind="stable")
         places = np.empty_like(order)
         places[order] = np.arange(len(order))
@@ -218,7 +224,7 @@ class Traffic:
 
     @cached_property
     def gather_place(self) -> IntArray:
-        """(G,) places in H2D of gathers."""
+        """(G - S,) places in H2D of gathers that copy."""
         places: IntArray = self._h2d_order[1][self._micro.size * len(self.swapped) :]
         return places
 
@@ -232,13 +238,14 @@ class Traffic:
         """(H,) seconds."""
         seconds = np.empty(len(self.h2d_step))
         seconds[self.fetch_place] = self.compute.swap_in_s[self.swapped]
-        seconds[self.gather_place] = self.residency.table.gather_s[self.residency.gather_chunk]
+        residency = self.residency
+        seconds[self.gather_place] = residency.table.gather_s[residency.gather_chunk[residency.copied]]
         return seconds
 
     def h2d_waits_compute(self, depths: IntArray) -> IntArray:
         """(D, H)."""
         waits = np.empty((len(depths), len(self.h2d_step)), dtype=np.int64)
-        waits[:, self.gather_place] = self.residency.gather_wait(depths)
+        waits[:, self.gather_place] = self.residency.gather_wait(depths)[:, self.residency.copied]
         if len(self.swapped):
             window = self.h2d_step[self.fetch_place] - depths[:, None, None] - 1
             opened = self.positions.step_end(np.maximum(window, 0)) + 1
@@ -251,9 +258,9 @@ class Traffic:
         number = np.full(len(self.residency.table.layout.chunks), NOTHING)
         number[self.residency.update_chunk] = self.adam_place + 1 - self.cpu_length
         waits = np.full(len(self.h2d_step), NOTHING)
-        waits[self.gather_place] = np.where(
-            self.residency.is_first_gather, number[self.residency.gather_chunk], NOTHING
-        )
+        copied = self.residency.copied
+        is_first, chunks = self.residency.is_first_gather[copied], self.residency.gather_chunk[copied]
+        waits[self.gather_place] = np.where(is_first, number[chunks], NOTHING)
         return waits
 
     @cached_property

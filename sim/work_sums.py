@@ -12,29 +12,30 @@ from .space import BoolArray, IntArray
 
 
 class WorkSums:
-    """Sums over the chunks of one layout, by ``n_persist``.
+    """Sums over the offloaded chunks of one layout, by prefix.
 
-    Shapes: C chunks, n blocks, K choices of activation modes, W compute positions of a micro-batch.
+    Shapes: C chunks, P prefixes, n blocks, K choices of activation modes, W compute positions of a micro-batch.
+    ``is_counted``: (P, C) the chunks to sum over, if not these.
     """
 
-    def __init__(self, table: ChunkTable, compute: ComputeTable) -> None:
+    def __init__(self, table: ChunkTable, compute: ComputeTable, is_counted: BoolArray | None = None) -> None:
         num_chunks, num_blocks = len(table.size_bytes), table.layout.num_blocks
         self.num_blocks = num_blocks
         self.positions = compute.positions
         micro_batches = self.positions.micro_batches
-        offloaded = table.is_offloaded(np.arange(num_chunks + 1))
+        offloaded = table.is_offloaded(table.places.all) if is_counted is None else is_counted
         stepped = np.logical_and(offloaded, table.is_stepped)
         self.num_offloaded: IntArray = offloaded.sum(axis=1)
         self.until_s = np.concatenate([np.zeros((1, len(compute.seconds))), compute.seconds.cumsum(axis=1).T])
         """(W + 1, K) seconds of compute before each position of a micro-batch."""
         self.compute_s: FloatArray = micro_batches * self.until_s[-1] + table.device_adam_s[:, None]
-        """(C + 1, K) of the whole iteration."""
+        """(P, K) of the whole iteration."""
 
         by_first = np.argsort(table.first_block, kind="stable")
         place = np.searchsorted(table.first_block[by_first], np.arange(num_blocks + 2))
 
         def by_block(seconds: FloatArray, counts: BoolArray) -> FloatArray:
-            """(C + 1, n + 2) sums over the chunks whose first block lies before each block."""
+            """(P, n + 2) sums over the chunks whose first block lies before each block."""
             return _prefix_sums(counts[:, by_first] * seconds[by_first])[:, place]
 
         self.gather_s = by_block(table.gather_s, offloaded)
@@ -44,7 +45,7 @@ class WorkSums:
         """Of one micro-batch, where there are several."""
         self.norm_s = table.norm_s
         self.cpu_s: FloatArray = self.adam_s[:, -1] + (micro_batches - 1) * self.sum_s[:, -1] + table.norm_s
-        """(C + 1,) of the whole iteration."""
+        """(P,) of the whole iteration."""
         if micro_batches == 1:
             self.sum_s = np.zeros_like(self.sum_s)
         self.swap_in_s = np.append(0.0, compute.swap_in_s.cumsum())
@@ -55,31 +56,33 @@ class WorkSums:
         """Blocks that have something to swap."""
         shortest_s = np.where(stepped, table.offload_s, np.inf).min(axis=1, initial=np.inf)
         self.shortest_offload_s: FloatArray = np.where(np.isfinite(shortest_s), shortest_s, 0.0)
-        """(C + 1,) the shortest copy of an update's gradients."""
+        """(P,) the shortest copy of an update's gradients."""
 
         # Chunks in the order in which they fail to survive the turn; of those that end together the quickest first.
         order = np.lexsort((table.gather_s, table.last_block))
         self.again_s = _prefix_sums(offloaded[:, order] * table.gather_s[order])
-        """(C + 1, C + 1) seconds to gather the first so many in that order."""
+        """(P, C + 1) seconds to gather the first so many in that order."""
         self.rank = np.cumsum(offloaded[:, order], axis=1)
         quickest = np.sort(np.where(offloaded, table.gather_s, np.inf), axis=1)
         self.least_s = _prefix_sums(np.where(np.isfinite(quickest), quickest, 0.0))
-        """(C + 1, C + 1) seconds of the so many quickest gathers."""
+        """(P, C + 1) seconds of the so many quickest gathers."""
         self.place_of_block = np.searchsorted(table.last_block[order], np.arange(num_blocks + 1))
         """(n + 1,) how many chunks, in that order, end before each block."""
 
         anchors: BoolArray = np.where(stepped.any(axis=1, keepdims=True), stepped, offloaded)
         self.first: IntArray = np.where(anchors, table.first_block, num_blocks).min(axis=1, initial=num_blocks)
-        """(C + 1,) the first block with an update or, where there is none, with an offloaded chunk; n if neither."""
+        """(P,) the first block with an update or, where there is none, with an offloaded chunk; n if neither."""
         self.last: IntArray = np.where(anchors, table.first_block, -1).max(axis=1, initial=-1)
         self.last_gathered: IntArray = np.where(offloaded, table.first_block, -1).max(axis=1, initial=-1)
-        """(C + 1,) the last block whose forward waits for a gather."""
+        """(P,) the last block whose forward waits for a gather."""
+        self.first_offloaded = table.places.n_persist + table.places.n_shard
+        """(P,) the place from which chunks are offloaded."""
         is_of_first = np.logical_and(offloaded, table.first_block == self.first[:, None])
         ids = np.arange(num_chunks)
         last_update = np.where(is_of_first & table.is_stepped, ids, num_chunks).min(axis=1, initial=num_chunks)
         is_after = np.logical_and(is_of_first, ids >= last_update[:, None])
         self.last_gathers_s: FloatArray = np.where(is_after, table.gather_s, 0.0).sum(axis=1)
-        """(C + 1,) gathers for the first block with an update, from the chunk on that CPU Adam steps last."""
+        """(P,) gathers for the first block with an update, from the chunk on that CPU Adam steps last."""
 
         # Where the norm is limited, CPU Adam steps chunks in their order, and each waits for those before it.
         self.stepped = np.flatnonzero(table.is_stepped)
@@ -91,20 +94,20 @@ class WorkSums:
         self.stepped_gathered_s = gathered_s if in_order else np.zeros_like(gathered_s)
         self.stepped_until_s = np.append(0.0, table.cpu_adam_s[self.stepped].cumsum())
 
-    def least(self, n_persist: IntArray, n_buffer: IntArray) -> FloatArray:
+    def least(self, prefix: IntArray, n_buffer: IntArray) -> FloatArray:
         """(R,) least seconds of gathers in any pass over the blocks but the first: as many as there are no buffers for.
 
         At the turn from one pass to the next at most ``n_buffer`` chunks are there.
         """
-        num_missing = np.maximum(self.num_offloaded[n_persist] - n_buffer, 0)
-        seconds: FloatArray = self.least_s[n_persist, num_missing]
+        num_missing = np.maximum(self.num_offloaded[prefix] - n_buffer, 0)
+        seconds: FloatArray = self.least_s[prefix, num_missing]
         return seconds
 
-    def again(self, n_persist: IntArray, n_buffer: IntArray) -> FloatArray:
+    def again(self, prefix: IntArray, n_buffer: IntArray) -> FloatArray:
         """(R,) least seconds of gathers in backward: of the chunks that do not survive the turn."""
-        num_missing = np.maximum(self.num_offloaded[n_persist] - n_buffer, 0)
-        place = (self.rank[n_persist] < num_missing[:, None]).sum(axis=1) + (num_missing > 0)
-        seconds: FloatArray = self.again_s[n_persist, place]
+        num_missing = np.maximum(self.num_offloaded[prefix] - n_buffer, 0)
+        place = (self.rank[prefix] < num_missing[:, None]).sum(axis=1) + (num_missing > 0)
+        seconds: FloatArray = self.again_s[prefix, place]
         return seconds
 
 
@@ -114,7 +117,7 @@ class WorkRows:
 
     sums: WorkSums
     row: IntArray
-    """(R, 1) ``n_persist``."""
+    """(R, 1) prefix."""
     again_s: FloatArray
     """(R, 1) ``WorkSums.again``."""
     least_s: FloatArray

@@ -192,3 +192,18 @@ def test_shards_that_cannot_be(protwin_here: Protwin, folder: Path, arguments: t
     assert refused.returncode == 2
     assert said in " ".join(refused.stderr.replace("│", " ").split())
     assert "Traceback" not in refused.stderr
+
+
+def test_a_search_over_ranks_shards_over_the_devices_what_may_be(protwin_here: Protwin, folder: Path) -> None:
+    asked = ("search", "--model", "workload.json", "--hardware", "a100-80gb-x8", "--ranks", "8", "--json")
+    budget = ("--parallel", "sharded", "--device-budget", "700MiB")
+    found = {}
+    for n_shard in (None, "0"):
+        result = protwin_here(*asked, *budget, *(() if n_shard is None else ("--n-shard", n_shard)))
+        assert result.returncode == 0, result.stderr
+        found[n_shard] = SearchResult.from_mapping(json.loads(result.stdout), origin="standard output")
+    assert found[None].plan.n_shard > 0 == found["0"].plan.n_shard
+    assert found[None].prediction.iteration_s < found["0"].prediction.iteration_s
+    refused = protwin_here("search", "--model", "workload.json", "--hardware", "a100-80gb-x8", "--n-shard", "2")
+    assert refused.returncode == 2
+    assert "only ranks in mode sharded" in " ".join(refused.stderr.replace("│", " ").split())

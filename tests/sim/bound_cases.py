@@ -14,6 +14,7 @@ from protwin.shared.layout import Layout, build_layout
 from protwin.shared.plan import Plan
 from protwin.shared.schedule import Schedule
 from protwin.shared.workload import Workload
+from protwin.sim.chunk_places import ChunkPlaces
 from protwin.sim.chunk_table import ChunkTable, chunk_table
 from protwin.sim.compute_table import ComputeTable, compute_table
 from protwin.sim.contention import ContentionModel
@@ -46,6 +47,11 @@ class Case:
     chunks: ChunkTable
 
     @property
+    def prefix(self) -> int:
+        """The plan's persistent and sharded chunks: the last prefix has shards, if any has."""
+        return len(self.chunks.places.n_persist) - 1 if self.plan.n_shard else self.plan.n_persist
+
+    @property
     def schedule(self) -> Schedule:
         return compile_schedule(self.plan, self.workload, self.layout)
 
@@ -64,18 +70,18 @@ class Case:
         return np.flatnonzero(is_mode)
 
     def traffic(self) -> Traffic:
-        found = residency(self.chunks, self.plan.n_persist, self.plan.n_buffer)
+        found = residency(self.chunks, self.prefix, self.plan.n_buffer)
         return traffic_of(found, self.compute, self.plan.n_swap)
 
     def whole_bound_s(self) -> float:
         bounds = TimeBounds(self.chunks, self.compute, Throughput.of(self.contention))
-        knobs = (self.plan.n_persist, self.plan.n_buffer, self.plan.prefetch_depth)
+        knobs = (self.prefix, self.plan.n_buffer, self.plan.prefetch_depth)
         return float(bounds.whole_s(*(np.array([knob]) for knob in knobs), self.mode)[0, 0])
 
     def time_bound_s(self, n_buffer: int | None = None, prefetch_depth: int | None = None) -> float:
         bounds = TimeBounds(self.chunks, self.compute, Throughput.of(self.contention))
         knobs = (
-            self.plan.n_persist,
+            self.prefix,
             self.plan.n_buffer if n_buffer is None else n_buffer,
             self.plan.prefetch_depth if prefetch_depth is None else prefetch_depth,
         )
@@ -84,10 +90,10 @@ class Case:
     def memory_bound_bytes(self) -> int:
         bounds = MemoryBounds(self.chunks, self.compute, self.workload.resident_bytes)
         knobs = (np.array([self.plan.n_buffer]), np.array([self.plan.prefetch_depth]))
-        return int(bounds.peak_bytes(self.plan.n_persist, *knobs, self.mode)[0, 0, 0])
+        return int(bounds.peak_bytes(self.prefix, *knobs, self.mode)[0, 0, 0])
 
     def activation_bound_bytes(self) -> int:
-        static = self.chunks.static_device_bytes(np.array([self.plan.n_persist]), self.workload.resident_bytes)
+        static = self.chunks.static_device_bytes(np.array([self.prefix]), self.workload.resident_bytes)
         bounds = MemoryBounds(self.chunks, self.compute, self.workload.resident_bytes)
         return int(static[0] + bounds.activation_bytes[self.mode[0]])
 
@@ -105,7 +111,8 @@ def case(model: Workload, chosen: Plan, layout: Layout, costs: CostModel, conten
     pairs = [(s, c) for s in range(model.num_blocks + 1) for c in range(model.num_blocks + 1 - s)]
     modes = ModeRows(model.num_blocks, *(np.array(column) for column in zip(*pairs, strict=True)))
     compute = compute_table(model, modes, costs, rule)
-    return Case(model, chosen, layout, costs, contention, compute, chunk_table(model, layout, costs, rule))
+    places = ChunkPlaces.of(layout, [(chosen.n_persist, chosen.n_shard)] if chosen.n_shard else [])
+    return Case(model, chosen, layout, costs, contention, compute, chunk_table(model, layout, costs, rule, places))
 
 
 def hand_made(model: Workload, chosen: Plan, hardware: Hardware, contention: ContentionModel | None = None) -> Case:

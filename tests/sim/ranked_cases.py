@@ -38,7 +38,7 @@ def nodes(draw: DrawFn) -> Hardware:
 def ranked_cases(draw: DrawFn) -> Case:
     """Plans of four ranks on such machines, with the tables that bounds read."""
     planned = draw(parallel_workloads(max_blocks=5, measured=None))
-    update = {"activation_modes": None, "num_ranks": RANKS, "n_shard": 0}
+    update = {"activation_modes": None, "num_ranks": RANKS}
     if planned.plan.activation_modes is not None:
         update |= {"n_swap": 0, "n_checkpoint": 0}
     chosen = planned.plan.model_copy(update=update)

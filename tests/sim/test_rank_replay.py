@@ -15,6 +15,7 @@ from protwin.shared.plan import ParallelMode, Plan
 from protwin.shared.schedule import Lane
 from protwin.sim.contention import ContentionModel
 from protwin.sim.costs import CostModel
+from protwin.sim.happens_before import NOTHING
 from protwin.sim.rank_traffic import RankTraffic
 from protwin.sim.simulator import MIN_ITERATIONS
 from tests.cli.saved import decoder
@@ -33,7 +34,7 @@ def test_a_replay_is_what_the_simulator_says(found: Case) -> None:
         assert np.isnan(replayed_s)
 
 
-def _offloading(*, machine: str = "rtx-3090-x4", n_buffer: int = 6) -> Case:
+def _offloading(*, machine: str = "rtx-3090-x4", n_buffer: int = 6, **knobs: object) -> Case:
     """All of a decoder offloaded, in chunks of half a block, over four devices without links of their own."""
     model, box = decoder(), known_machine(machine)
     chosen = Plan(
@@ -44,7 +45,7 @@ def _offloading(*, machine: str = "rtx-3090-x4", n_buffer: int = 6) -> Case:
         prefetch_depth=2,
         parallel=ParallelMode.SHARDED,
         num_ranks=RANKS,
-    )
+    ).model_copy(update=knobs)
     layout = build_layout(model.parameters, num_blocks=model.num_blocks, chunk_bytes=chosen.chunk_bytes)
     costs = CostModel.of(model, box, num_ranks=RANKS)
     return case(model, chosen, layout, costs, ContentionModel.of(box, num_ranks=RANKS))
@@ -85,3 +86,53 @@ def test_gradients_are_twice_on_the_device_while_they_are_scattered(monkeypatch:
         lambda traffic, depths: replace(original(traffic, depths), scatter_position=None, scattered_position=None),
     )
     assert found.exact_peak_bytes() != peak_bytes
+
+
+def _sharded(n_buffer: int = 3) -> Case:
+    """The same over the devices: one chunk of embeddings, two for each of eight blocks."""
+    return _offloading(n_shard=17, n_buffer=n_buffer, micro_batches=2)
+
+
+def test_all_gathers_of_sharded_chunks_wait_for_their_buffer_and_for_device_adam(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = _sharded()
+    simulated_s = found.simulated_s()
+    assert found.replayed_s() == pytest.approx(simulated_s, rel=1e-9)
+    assert not len(found.traffic().h2d_s)
+    # The wrong variant: they wait for nothing but their turn.
+    monkeypatch.setattr(
+        RankTraffic,
+        "_waits_of_gathers",
+        lambda traffic, depths: (np.full((len(depths), len(traffic.residency.gather_chunk)), NOTHING),) * 2,
+    )
+    assert found.replayed_s() < 0.999 * simulated_s
+
+
+def test_steps_wait_for_gradients_to_be_reduced_to_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = _sharded(n_buffer=12)
+    simulated_s = found.simulated_s()
+    assert found.replayed_s() == pytest.approx(simulated_s, rel=1e-9)
+    # The wrong variant: they lag behind as far as they like.
+    monkeypatch.setattr(
+        RankTraffic,
+        "_steps_wait_for_parts",
+        lambda traffic, lane, depths: np.full((len(depths), traffic.positions.num_steps), NOTHING),
+    )
+    assert found.replayed_s() < 0.999 * simulated_s
+
+
+def test_reductions_to_parts_have_their_gradients_twice_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = _sharded()
+    peak_bytes = guaranteed_device_peak(found.schedule).size_bytes
+    assert found.exact_peak_bytes() == peak_bytes
+    original = RankTraffic.order
+    # The wrong variants: gradients stay where they were made; and what is gathered takes no room.
+    for name in ("reduce_position", "all_gather_position"):
+        with monkeypatch.context() as changed:
+            changed.setattr(
+                RankTraffic,
+                "order",
+                lambda traffic, depths, name=name: replace(original(traffic, depths), **{name: None}),
+            )
+            assert found.exact_peak_bytes() != peak_bytes

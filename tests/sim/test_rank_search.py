@@ -47,7 +47,7 @@ def bounds_of(found: Case) -> RankBounds:
 def test_no_bound_of_time_exceeds_the_simulator(found: Case) -> None:
     simulated_s = found.simulated_s()
     bounds = bounds_of(found)
-    knobs = [np.array([knob]) for knob in (found.plan.n_persist, found.plan.n_buffer, found.plan.prefetch_depth)]
+    knobs = [np.array([knob]) for knob in (found.prefix, found.plan.n_buffer, found.plan.prefetch_depth)]
     bound_s = bounds.iteration_s(*knobs, found.mode)[0, 0]
     assert bounds.whole_s(*knobs, found.mode)[0, 0] <= bound_s <= simulated_s
     assert bounds.traffic_s(found.traffic(), knobs[2], found.mode)[0, 0] <= simulated_s
@@ -61,14 +61,14 @@ def test_no_bound_of_memory_exceeds_the_peak_and_the_last_one_equals_it(found: C
     peak_bytes = guaranteed_device_peak(found.schedule).size_bytes
     bounds = MemoryBounds(found.chunks, found.compute, found.workload.resident_bytes)
     knobs = (np.array([found.plan.n_buffer]), np.array([found.plan.prefetch_depth]))
-    assert bounds.peak_bytes(found.plan.n_persist, *knobs, found.mode)[0, 0, 0] <= peak_bytes
+    assert bounds.peak_bytes(found.prefix, *knobs, found.mode)[0, 0, 0] <= peak_bytes
     assert found.exact_peak_bytes() == peak_bytes
 
 
 @settings(max_examples=30)
 @given(ranked_cases())
 def test_tables_hold_what_the_schedule_holds(found: Case) -> None:
-    schedule, n_persist = found.schedule, np.array([found.plan.n_persist])
+    schedule, n_persist = found.schedule, np.array([found.prefix])
     swapped_bytes = found.compute.swapped_bytes[found.plan.n_swap]
     assert found.chunks.pinned_host_bytes(n_persist)[0] + swapped_bytes == schedule.static_bytes(Memory.PINNED_HOST)
     assert found.chunks.host_bytes(n_persist)[0] == schedule.static_bytes(Memory.HOST)
@@ -105,6 +105,17 @@ class Small:
         )
 
 
+def shard_counts(space: SearchSpace, mode: ParallelMode, num_chunks: int, n_persist: int) -> list[int]:
+    """What [Note: Shards in the space] of ``sim/prefixes.py`` allows."""
+    left = num_chunks - n_persist
+    if mode is not ParallelMode.SHARDED:
+        return [0]
+    if space.n_shard is not None:
+        return [n_shard for n_shard in space.n_shard if n_shard <= left]
+    assert space.n_persist
+    return list(range(left + 1)) if n_persist == min(space.n_persist) else [0, left]
+
+
 @st.composite
 def small_spaces(draw: DrawFn) -> Small:
     model = draw(workloads(max_blocks=3))
@@ -120,7 +131,13 @@ def small_spaces(draw: DrawFn) -> Small:
         len(build_layout(model.parameters, num_blocks=model.num_blocks, chunk_bytes=size).chunks)
         for size in space.chunk_bytes or ()
     )
-    space = space.model_copy(update={"n_persist": tuple(sorted({min(value, most) for value in space.n_persist or ()}))})
+    counts = st.sets(st.integers(0, 6), min_size=1, max_size=3)
+    space = space.model_copy(
+        update={
+            "n_persist": tuple(sorted({min(value, most) for value in space.n_persist or ()})),
+            "n_shard": draw(st.none() | counts.map(lambda some: tuple(some | {0}))),
+        }
+    )
     step = {"micro_batches": draw(st.sampled_from((1, 1, 2))), "max_gradient_norm": draw(st.sampled_from((None, 1.0)))}
     outcomes = []
     costs = CostModel.of(model, box, num_ranks=RANKS)
@@ -138,21 +155,23 @@ def small_spaces(draw: DrawFn) -> Small:
             is_whole = len(layout.persistent(n_persist)) == len(layout.chunks)
             if is_whole != (mode is ParallelMode.DDP):
                 continue
-            chosen = Plan(
-                workload_id=model.identity,
-                chunk_bytes=size,
-                n_persist=len(layout.chunks) if is_whole else n_persist,
-                n_buffer=n_buffer,
-                prefetch_depth=depth,
-                n_checkpoint=n_checkpoint,
-                parallel=mode,
-                num_ranks=RANKS,
-                **step,
-            )
-            schedule = compile_schedule(chosen, model, layout)
-            timing = simulate_timing(schedule, costs.durations_s(schedule), contention)
-            host_bytes = schedule.static_bytes(Memory.PINNED_HOST) + schedule.static_bytes(Memory.HOST)
-            outcomes.append((mode, timing.iteration_s, guaranteed_device_peak(schedule).size_bytes, host_bytes))
+            for n_shard in shard_counts(space, mode, len(layout.chunks), n_persist):
+                chosen = Plan(
+                    workload_id=model.identity,
+                    chunk_bytes=size,
+                    n_persist=len(layout.chunks) if is_whole else n_persist,
+                    n_shard=n_shard,
+                    n_buffer=n_buffer,
+                    prefetch_depth=depth,
+                    n_checkpoint=n_checkpoint,
+                    parallel=mode,
+                    num_ranks=RANKS,
+                    **step,
+                )
+                schedule = compile_schedule(chosen, model, layout)
+                timing = simulate_timing(schedule, costs.durations_s(schedule), contention)
+                host_bytes = schedule.static_bytes(Memory.PINNED_HOST) + schedule.static_bytes(Memory.HOST)
+                outcomes.append((mode, timing.iteration_s, guaranteed_device_peak(schedule).size_bytes, host_bytes))
     assume(outcomes)
     return Small(model, box, space, tuple(outcomes), step)
 

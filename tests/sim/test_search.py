@@ -146,9 +146,7 @@ def test_the_plan_is_safe_within_the_budget(model: Workload, box: Hardware, shar
 
 def _shuffled(grid: LayoutGrid, random: np.random.Generator) -> LayoutGrid:
     rows = random.permutation(len(grid.n_persist))
-    return replace(
-        grid, n_persist=grid.n_persist[rows], n_buffer=grid.n_buffer[rows], num_offloaded=grid.num_offloaded[rows]
-    )
+    return replace(grid, prefix=grid.prefix[rows], n_buffer=grid.n_buffer[rows])
 
 
 def _orders(

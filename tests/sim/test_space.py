@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from protwin.shared.compile import compile_schedule
 from protwin.shared.errors import PlanError
 from protwin.shared.layout import Layout, build_layout
-from protwin.shared.plan import ActivationMode, Plan
+from protwin.shared.plan import ActivationMode, ParallelMode, Plan
 from protwin.shared.workload import DType, Parameter, Workload
 from protwin.sim.search import search
 from protwin.sim.space import LayoutGrid, SearchSpace, chunk_sizes, enumerate_space
+from protwin.sim.step_rule import StepRule
 from tests.sim.hand_made import machine, workload
 from tests.strategies import workloads
 
@@ -96,6 +97,56 @@ def test_sizes_of_chunks_follow_the_largest_block() -> None:
     weight = Parameter(name="w", shape=(100 * 2**20 + 64,), dtype=DType.FLOAT32, block=0)
     big = big.model_copy(update={"parameters": (weight,)})
     assert chunk_sizes(big) == [101 * 2**20, 201 * 2**20, 401 * 2**20, 801 * 2**20]
+
+
+def of_ranks(space: SearchSpace | None = None, *, is_offloading: bool | None = True) -> set[tuple[int, int, int]]:
+    """Persistent, sharded and offloaded chunks of a model of four, on ranks in mode sharded."""
+    rule = StepRule(parallel=ParallelMode.SHARDED, num_ranks=8)
+    space = (space or SearchSpace()).model_copy(update={"chunk_bytes": (256,)})
+    (grid,) = enumerate_space(workload(num_blocks=4), space, rule, is_offloading=is_offloading)
+    return set(zip(grid.n_persist.tolist(), grid.n_shard.tolist(), grid.num_offloaded.tolist(), strict=True))
+
+
+def test_ranks_in_mode_sharded_shard_all_that_would_travel_or_some_of_it() -> None:
+    offloaded = {(n_persist, 0, 4 - n_persist) for n_persist in range(4)}
+    nothing_travels = {(n_persist, 4 - n_persist, 0) for n_persist in range(4)}
+    nothing_persists = {(0, n_shard, 4 - n_shard) for n_shard in range(5)}
+    assert of_ranks() == offloaded | nothing_travels | nothing_persists
+    assert of_ranks(is_offloading=None) == of_ranks() | {(4, 0, 0)}
+    assert of_ranks(SearchSpace(n_persist=(1, 2))) == {(1, n, 3 - n) for n in range(4)} | {(2, 0, 2), (2, 2, 0)}
+
+
+def test_named_numbers_of_shards_go_with_every_number_of_persistent_chunks() -> None:
+    assert of_ranks(SearchSpace(n_shard=1)) == {(0, 1, 3), (1, 1, 2), (2, 1, 1), (3, 1, 0)}
+    assert of_ranks(SearchSpace(n_shard=(0,))) == {(n_persist, 0, 4 - n_persist) for n_persist in range(4)}
+
+
+@given(workloads(max_blocks=3))
+@settings(max_examples=15)
+def test_every_plan_with_shards_is_there_once_and_compiles(model: Workload) -> None:
+    rule = StepRule(parallel=ParallelMode.SHARDED, num_ranks=3)
+    grids = enumerate_space(model, SearchSpace(prefetch_depth=(1, 2)), rule)
+    found = [(grid, index, grid.plan(model, *index)) for grid in grids for index in _indices(grid)]
+    keys = [grid.simplicity(*index) for grid, index, _ in found]
+    assert len(set(keys)) == len(keys)
+    layouts = {grid.layout.chunk_bytes: grid.layout for grid in grids}
+    identities = {
+        (
+            _identity(plan, model, layouts[plan.chunk_bytes]),
+            layouts[plan.chunk_bytes].sharded(plan.n_persist, plan.n_shard),
+        )
+        for _, _, plan in found
+    }
+    assert len(identities) == len(found)
+    for _, _, plan in found[:: max(1, len(found) // 20)]:
+        compile_schedule(plan, model)
+
+
+def test_only_ranks_in_mode_sharded_can_be_asked_to_shard() -> None:
+    for rule in (StepRule(), StepRule(parallel=ParallelMode.REPLICATED, num_ranks=2)):
+        with pytest.raises(PlanError, match=rf"n_shard is at least 2 but parallel is {rule.parallel}"):
+            enumerate_space(workload(num_blocks=4), SearchSpace(n_shard=(2, 3)), rule)
+        enumerate_space(workload(num_blocks=4), SearchSpace(n_shard=(0, 3)), rule)
 
 
 def test_knobs_can_be_fixed() -> None:
