@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Final
 
 from .advice import Advice, MachineAdvice
+from .advice_tables import meaning_sentence
 from .report_page import Report, Section, card, card_grid
 from .report_svg import Figure, Scale, Unit, area_mark, line, spread, tag, text, ticks, time_unit
-from .report_words import NO_VALUE
+from .report_words import NO_VALUE, format_share
 from .units import format_bytes, format_number, format_seconds
 
 _WIDTH: Final = 1120.0
@@ -23,22 +24,21 @@ _LONGEST_NAME: Final = 34
 
 def advice_report(advice: Advice) -> Report:
     """One page about all machines that were asked about."""
-    ranked = [one for one in advice.machines if one.iteration_s is not None]
+    ranked = advice.deals
     parts: list[Figure | str] = []
     if ranked:
-        parts.append(ranking_chart(ranked))
+        parts += [ranking_chart(ranked), tag("p", escape(meaning_sentence(advice)), class_="quiet")]
     sections = [Section("Machines by time", (*parts, machine_table(ranked)))] if ranked else []
     costs = cost_chart(advice.by_cost)
     if costs is not None:
         sections.append(Section("Cost against time", (costs,)))
-    without = [one for one in advice.machines if one.iteration_s is None]
-    if without:
+    if without := advice.without_plan:
         sections.append(Section("Without an answer", (reason_table(without),)))
     length = f", {advice.sequence_length:,} tokens each" if advice.sequence_length is not None else ""
     return Report(
         title=f"{advice.model}: which machine to rent",
-        subtitle=f"The best plan on each of {len(advice.machines)} machines, for {advice.global_batch_size:,} samples "
-        f"per step{length}",
+        subtitle=f"The best plan on each of {len(_names(advice.machines))} machines, for "
+        f"{advice.global_batch_size:,} samples per step{length}",
         cards=card_grid(_cards(advice, ranked)),
         sections=tuple(sections),
     )
@@ -48,11 +48,11 @@ def _cards(advice: Advice, ranked: Sequence[MachineAdvice]) -> list[str]:
     cards = []
     if ranked:
         fastest = ranked[0]
-        cards.append(card("fastest", fastest.hardware_name, escape(f"{format_seconds(_seconds(fastest))} a step")))
+        cards.append(card("fastest", fastest.name, escape(f"{format_seconds(_seconds(fastest))} a step")))
     if advice.by_cost:
         cheapest = advice.by_cost[0]
-        cards.append(card("cheapest token", cheapest.hardware_name, escape(f"{_dollars(cheapest)} a million tokens")))
-    cards.append(card("machines with a plan", f"{len(ranked)} of {len(advice.machines)}"))
+        cards.append(card("cheapest token", cheapest.name, escape(f"{_dollars(cheapest)} a million tokens")))
+    cards.append(card("machines with a plan", f"{len(_names(ranked))} of {len(_names(advice.machines))}"))
     return cards
 
 
@@ -73,11 +73,11 @@ def ranking_chart(ranked: Sequence[MachineAdvice]) -> Figure:
     for row, one in enumerate(ranked):
         middle = _TOP + (row + 0.5) * _PITCH
         end = across(_seconds(one))
-        drawn.append(text(_LEFT - 10, middle, _short(one.hardware_name), anchor="end"))
+        drawn.append(text(_LEFT - 10, middle, _short(one.name), anchor="end"))
         drawn.append(
             tag(
                 "rect",
-                tag("title", escape(f"{one.hardware_name}: {_words(one)}")),
+                tag("title", escape(f"{one.name}: {_words(one)}")),
                 x=_LEFT,
                 y=middle - _BAR_PX / 2,
                 width=max(1.0, end - _LEFT),
@@ -86,7 +86,7 @@ def ranking_chart(ranked: Sequence[MachineAdvice]) -> Figure:
             )
         )
         drawn.append(text(end + 8, middle, _words(one), class_="halo"))
-    told = "; ".join(f"{one.hardware_name} {format_seconds(_seconds(one))}" for one in ranked)
+    told = "; ".join(f"{one.name} {format_seconds(_seconds(one))}" for one in ranked)
     uncertain = any(not one.is_certified for one in ranked)
     return Figure(
         name="ranking",
@@ -96,21 +96,35 @@ def ranking_chart(ranked: Sequence[MachineAdvice]) -> Figure:
         label=f"Seconds of the best plan's iteration on each machine: {told}",
         caption=("The best plan's iteration", " on each machine; shorter is better"),
         legend=(
-            (area_mark("blue"), "proven to be the best plan of its space"),
-            *([(area_mark("rest"), "best plan so far")] if uncertain else []),
+            (area_mark("blue"), "proven to be the best plan of its space, within the search's tolerance"),
+            *([(area_mark("rest"), "proven within the share that the table names")] if uncertain else []),
         ),
     )
 
 
 def machine_table(ranked: Sequence[MachineAdvice]) -> str:
     """Machines with time, memory, batch, and cost where a price is known."""
-    head = ("machine", "iteration", "tokens/s", "device, at most", "micro-batch", "$ per hour", "$ per million tokens")
+    head = (
+        "machine",
+        "ranks",
+        "mode",
+        "iteration",
+        "best within",
+        "tokens/s",
+        "device, at most",
+        "micro-batch",
+        "$ per hour",
+        "$ per million tokens",
+    )
     rows = []
     for one in ranked:
         assert one.plan is not None
         price, cost = one.price_usd_per_hour, one.usd_per_million_tokens
         cells = (
+            f"{one.num_ranks:,}",
+            one.plan.parallel,
             format_seconds(_seconds(one)),
+            NO_VALUE if one.gap_frac is None else format_share(one.gap_frac),
             NO_VALUE if one.tokens_per_s is None else format_number(one.tokens_per_s),
             format_bytes(one.guaranteed_peak_device_bytes or 0),
             f"{one.micro_batch_size} x {one.plan.micro_batches}",
@@ -158,25 +172,25 @@ def cost_chart(priced: Sequence[MachineAdvice]) -> Figure | None:
     """
     if len(priced) < 2:
         return None
-    points = {one.hardware_name: (_seconds(one), _cost(one)) for one in priced}
-    front = {one.hardware_name for one in cost_front(priced)}
+    points = {one.name: (_seconds(one), _cost(one)) for one in priced}
+    front = {one.name for one in cost_front(priced)}
     across = Scale(0.0, 1.05 * max(x for x, _ in points.values()), _PLOT_LEFT, _PLOT_RIGHT)
     upwards = Scale(0.0, 1.08 * max(y for _, y in points.values()), _PLOT_BOTTOM, _PLOT_TOP)
     drawn = [_cost_axes(across, upwards)]
-    named = [one for one in priced if one.hardware_name in front]
+    named = [one for one in priced if one.name in front]
     names_y = spread([upwards(_cost(one)) - 8 for one in named], gap=15.0)
     for one in priced:
         x, y = across(_seconds(one)), upwards(_cost(one))
-        is_best = one.hardware_name in front
-        title = tag("title", escape(f"{one.hardware_name}: {_words(one)}, {_dollars(one)} a million tokens"))
+        is_best = one.name in front
+        title = tag("title", escape(f"{one.name}: {_words(one)}, {_dollars(one)} a million tokens"))
         class_ = "dot" if is_best else "ring stroke-blue"
         drawn.append(tag("circle", title, cx=x, cy=y, r=5.0, class_=class_))
     for one, y in zip(named, names_y, strict=True):
         x = across(_seconds(one))
         is_right = x > (_PLOT_LEFT + _PLOT_RIGHT) / 2
         place, anchor = (x - 10, "end") if is_right else (x + 10, "start")
-        drawn.append(text(place, y, _short(one.hardware_name), anchor=anchor, class_="strong halo"))
-    told = "; ".join(f"{one.hardware_name} {format_seconds(_seconds(one))}, {_dollars(one)}" for one in priced)
+        drawn.append(text(place, y, _short(one.name), anchor=anchor, class_="strong halo"))
+    told = "; ".join(f"{one.name} {format_seconds(_seconds(one))}, {_dollars(one)}" for one in priced)
     return Figure(
         name="cost",
         width=_WIDTH,
@@ -197,7 +211,7 @@ def cost_chart(priced: Sequence[MachineAdvice]) -> Figure | None:
 def cost_front(priced: Sequence[MachineAdvice]) -> list[MachineAdvice]:
     """Machines that no other one equals or beats in both time and cost, fastest first."""
     kept: list[MachineAdvice] = []
-    for one in sorted(priced, key=lambda each: (_seconds(each), _cost(each), each.hardware_name)):
+    for one in sorted(priced, key=lambda each: (_seconds(each), _cost(each), each.name)):
         if not kept or _cost(one) < _cost(kept[-1]):
             kept.append(one)
     return kept
@@ -219,6 +233,10 @@ def _cost_axes(across: Scale, upwards: Scale) -> str:
 
 
 # -- words -----------------------------------------------------------------------------------------------------------
+
+
+def _names(found: Iterable[MachineAdvice]) -> set[str]:
+    return {one.hardware_name for one in found}
 
 
 def _seconds(one: MachineAdvice) -> float:

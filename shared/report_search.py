@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from typing import Final
 
+from .report_modes import mode_table, modes_chart
 from .report_page import Section
 from .report_sensitivity import sensitivity_chart
 from .report_svg import Figure, Scale, area_mark, bytes_unit, line, tag, text, ticks, time_unit
@@ -24,7 +25,7 @@ _RIGHT: Final = 1044.0
 def search_sections(search: SearchResult | BatchSearchResult) -> tuple[Section, ...]:
     """What the search proves, the front of time against memory, and what other machines would change.
 
-    Of several batch sizes also what became of each.
+    Of several batch sizes and of several ranks' modes also what became of each.
     """
     result = plain_result(search)
     sentences = tag("p", escape(certificate_sentence(result))) + tag("p", escape(budget_sentence(result)))
@@ -32,6 +33,8 @@ def search_sections(search: SearchResult | BatchSearchResult) -> tuple[Section, 
     if isinstance(search, BatchSearchResult):
         parts.append(batch_table(search))
     sections = [Section("Search", tuple(parts))]
+    if modes := modes_chart(result):
+        sections.append(Section("Parallel modes", (modes, mode_table(result))))
     front = front_chart(result)
     if front is not None:
         table = outcome_table(_front_caption(result.pareto), evenly(result.pareto), result)

@@ -21,23 +21,24 @@ _PERCENT: Final = Unit(0.01, " %")
 
 
 def sensitivity_chart(iteration_s: float, answers: Sequence[WhatIf]) -> Figure | None:
-    """One bar per answer: left where the iteration becomes shorter than ``iteration_s``, right where longer.
+    """One bar per answer: left where tokens take less time than in the best plan's ``iteration_s``, right where more.
 
-    In order of what they save, those where nothing fits last; None without answers.
+    With the same tokens in an iteration that is the iteration's time.  In order of what they save, those where nothing
+    fits last; None without answers.
     """
     if not answers:
         return None
-    ordered = sorted(answers, key=lambda one: (one.iteration_s is None, one.iteration_s or 0.0, one.change))
-    changes = [one.iteration_s / iteration_s - 1 for one in ordered if one.iteration_s is not None]
+    ordered = sorted(answers, key=lambda one: (one.speedup is None, -(one.speedup or 0.0), one.change))
+    changes = [1 / one.speedup - 1 for one in ordered if one.speedup is not None]
     low, high = min(0.0, *changes, -0.01), max(0.0, *changes, 0.01)
     across = Scale(low, high, _LEFT, _RIGHT)
     bottom = _TOP + len(ordered) * _PITCH
     drawn = [_axis(across, bottom)]
     for row, one in enumerate(ordered):
-        drawn.append(_row(one, iteration_s, across, _TOP + (row + 0.5) * _PITCH))
+        drawn.append(_row(one, across, _TOP + (row + 0.5) * _PITCH))
     zero = across(0.0)
     drawn.append(line(zero, _TOP - 4, zero, bottom, "axis"))
-    told = "; ".join(f"{one.change}: {_effect(one, iteration_s)}" for one in ordered)
+    told = "; ".join(f"{one.change}: {_effect(one)}" for one in ordered)
     return Figure(
         name="sensitivity",
         width=_WIDTH,
@@ -49,14 +50,14 @@ def sensitivity_chart(iteration_s: float, answers: Sequence[WhatIf]) -> Figure |
     )
 
 
-def _row(one: WhatIf, iteration_s: float, across: Scale, middle: float) -> str:
+def _row(one: WhatIf, across: Scale, middle: float) -> str:
     shown = one.change if len(one.change) <= _LONGEST_NAME else f"{one.change[: _LONGEST_NAME - 1]}…"
-    words, zero = _effect(one, iteration_s), across(0.0)
+    words, zero = _effect(one), across(0.0)
     name = text(0, middle, shown)
-    if one.iteration_s is None:
+    if one.speedup is None:
         reason = tag("title", escape(f"{one.change}: {one.reason}")) if one.reason else ""
         return name + tag("g", reason, text(zero + 8, middle, words, class_="strong halo"))
-    end = across(one.iteration_s / iteration_s - 1)
+    end = across(1 / one.speedup - 1)
     bar = tag(
         "rect",
         tag("title", escape(f"{one.change}: {words}")),
@@ -69,14 +70,14 @@ def _row(one: WhatIf, iteration_s: float, across: Scale, middle: float) -> str:
     return name + bar + text(max(zero, end) + 8, middle, words, class_="strong halo")
 
 
-def _effect(one: WhatIf, iteration_s: float) -> str:
-    if one.iteration_s is None:
+def _effect(one: WhatIf) -> str:
+    if one.iteration_s is None or one.speedup is None:
         return "nothing fits"
-    percent = round((one.iteration_s / iteration_s - 1) * 100, 1)
+    percent = round((1 / one.speedup - 1) * 100, 1)
     if not percent:
         return "no change"
     change = f"{percent:+.1f} %".replace("-", "−")
-    factor = f", {iteration_s / one.iteration_s:.2f} times as fast" if one.iteration_s < iteration_s else ""
+    factor = f", {one.speedup:.2f} times as fast" if one.speedup > 1 else ""
     return f"{change}, {format_seconds(one.iteration_s)}{factor}"
 
 
@@ -86,5 +87,5 @@ def _axis(across: Scale, bottom: float) -> str:
         x = across(tick.value)
         drawn.append(line(x, _TOP - 4, x, bottom, "grid"))
         drawn.append(text(x, bottom + 12, f"{tick.label} %", anchor="middle"))
-    drawn.append(text((_LEFT + _RIGHT) / 2, bottom + 28, "change of the iteration's time", anchor="middle"))
+    drawn.append(text((_LEFT + _RIGHT) / 2, bottom + 28, "change of the time per token", anchor="middle"))
     return "".join(drawn)

@@ -81,10 +81,17 @@ def _mode_table(result: SearchResult) -> RenderableType:
             NO_VALUE if mode.shortest_possible_s is None else format_seconds(mode.shortest_possible_s),
             f"{mode.num_candidates:,}",
             str(mode.num_simulated),
-            "◀ chosen" if is_chosen else "does not fit" if mode.reason else "",
+            "◀ chosen"
+            if is_chosen
+            else ""
+            if not mode.reason
+            else "does not fit"
+            if mode.num_candidates
+            else "no plan",
             style="bold" if is_chosen else "",
         )
-    return titled(f"What {result.plan.num_ranks:,} ranks do together", table)
+    reasons = [Text(f"{mode.parallel}: {mode.reason}", style="dim") for mode in result.modes if mode.reason]
+    return Group(titled(f"What {result.plan.num_ranks:,} ranks do together", table), *reasons)
 
 
 def _spread(front: Sequence[PlanOutcome]) -> list[PlanOutcome]:

@@ -27,12 +27,13 @@ from ..shared.cli_options import (
 from ..shared.cli_output import show
 from ..shared.errors import HardwareError
 from ..shared.hardware import Hardware
-from ..shared.machines import load_hardware, machine_names
+from ..shared.machines import cluster_names, load_hardware, machine_names
 from ..shared.progress import progress_bar
 from ..shared.report_options import PictureFolder, ReportPath, write_report
-from .advise import Request, check_request, search_machine
+from .advise import Request, check_request, machines_with, search_machine, whole_machines
 from .advise import advise as advise_machines
 from .search_options import MaxGradientNorm
+from .step_rule import MOST_RANKS, check_shares
 
 if TYPE_CHECKING:
     from ..shared.report_page import Report
@@ -63,6 +64,16 @@ def advise_command(
             "--hardware", metavar="NAME|FILE", help="Ask about this machine (repeatable), instead of the catalogue."
         ),
     ] = None,
+    ranks: Annotated[
+        list[int] | None,
+        typer.Option(
+            "--ranks",
+            metavar="N",
+            min=1,
+            max=MOST_RANKS,
+            help="Ask about so many devices of each machine that has them (repeatable), instead of all and of one.",
+        ),
+    ] = None,
     max_gradient_norm: MaxGradientNorm = None,
     processes: Annotated[
         int | None,
@@ -85,21 +96,28 @@ def advise_command(
     """Rank machines by the time of the best plan for a model on each, and by what a token costs.
 
     Every machine is searched over plans and micro-batch sizes, without having it.  Prices are those of the machines'
-    descriptions (price_usd_per_hour).  Of machines with several devices one device is asked about.  Ctrl-C ends with
+    descriptions (price_usd_per_hour).  A machine with several devices is asked about, and paid for, as a whole, in
+    every way of training together; one of its devices alone is shown too where its tokens cost less.  Ctrl-C ends with
     the ranking so far.
     """
     named = {f"--hardware {name}": name for name in hardware or ()}
     keep_apart({"--output": output, "--state": state, "--report": report}, {"--model": model, **named})
-    machines = _machines(hardware or machine_names())
+    machines = _machines(hardware or (*machine_names(), *cluster_names()))
     request = Request(model, sequence_length, dtype, global_batch, max_gradient_norm, _fingerprint(model))
-    check_request(request)
+    numbers = sorted(set(ranks or ()))
+    for number in numbers:
+        check_shares(global_batch, number)
+    num_parts = check_request(request)
+    boxes = list(machines.values())
+    asked = machines_with(boxes, numbers) if numbers else whole_machines(boxes, num_parts)
     with progress_bar("searching machines") as on_progress:
         found = advise_machines(
             request,
-            list(machines.values()),
+            asked,
             search_one=search_machine,
             num_processes=processes or len(os.sched_getaffinity(0)),
             state=state,
+            ranks=numbers,
             on_progress=on_progress,
             keep_interrupted=True,
         )
@@ -137,14 +155,16 @@ def _report(advice: Advice) -> Report:
 
 
 def _fingerprint(model: str) -> str:
-    """Hash of the model's file, if it is one, and of this package's version and sources of the simulator."""
+    """Hash of the model's file, if it is one, and of this package's version and the sources that answers come from."""
     digest = hashlib.sha256()
     try:
         digest.update(version("protwin").encode())
     except PackageNotFoundError:
         digest.update(b"no version")
-    for source in sorted(Path(__file__).parent.glob("*.py")):
-        digest.update(source.read_bytes())
+    here = Path(__file__).parent
+    for folder in (here, here.parent / "shared"):
+        for source in sorted(folder.glob("*.py")):
+            digest.update(source.read_bytes())
     if Path(model).is_file():
         digest.update(Path(model).read_bytes())
     return digest.hexdigest()[:32]

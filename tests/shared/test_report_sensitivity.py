@@ -76,10 +76,20 @@ def test_without_answers_there_is_no_section() -> None:
 
 def test_the_page_shows_them_and_keeps_hostile_names_words() -> None:
     example = laid_out(6)
-    answers = (answer("more memory", example.predicted.iteration_s / 2), answer(HOSTILE, None, reason=HOSTILE))
+    faster = WhatIf(change="more memory", iteration_s=example.predicted.iteration_s / 2, speedup=2.0)
+    answers = (faster, answer(HOSTILE, None, reason=HOSTILE))
     result = result_of(example).model_copy(update={"what_if": answers})
     page = parse(html_report(title="t", predicted=example.predicted, search=result))
     check_self_contained(page)
     assert "What if" in [heading.words for heading in page.named("h2")]
     assert any("−50.0 %" in element.words and "2.00 times as fast" in element.words for element in page.named("text"))
     assert any(HOSTILE in element.words for element in page.named("title"))
+
+
+def test_other_numbers_of_ranks_are_compared_by_their_tokens() -> None:
+    """Twice the ranks get through twice the tokens in an iteration that is longer: that is not slower."""
+    more = WhatIf(change="twice the ranks", iteration_s=1.25 * BASE_S, speedup=1.6)
+    figure = sensitivity_chart(BASE_S, [more])
+    assert figure is not None
+    assert bars(figure.drawing)["twice the ranks"][2] == "blue"
+    assert "−37.5 %, 10 s, 1.60 times as fast" in figure.drawing

@@ -7,8 +7,7 @@ import time
 from pathlib import Path
 
 from protwin.shared.advice import MachineAdvice
-from protwin.shared.hardware import Hardware
-from protwin.sim.advise import Request
+from protwin.sim.advise import Asked, Request
 
 QUICK = "rtx-4090"
 FOLDER = "SLOW_SEARCH_FOLDER"
@@ -17,8 +16,9 @@ SLOW_S = "SLOW_SEARCH_S"
 """Names the variable with the seconds of every search but the quick one."""
 
 
-def search_one(request: Request, hardware: Hardware) -> MachineAdvice:
+def search_one(request: Request, asked: Asked) -> MachineAdvice:
     """An answer that is made up, at once for ``QUICK``."""
+    hardware = asked.hardware
     (Path(os.environ[FOLDER]) / f"{hardware.name}.{os.getpid()}").touch()
     if hardware.name != QUICK:
         time.sleep(float(os.environ[SLOW_S]))
