@@ -27,7 +27,7 @@ from tests.shared.adversaries import at_random, holding
 from tests.shared.faults import Fault
 from tests.shared.small_models import chain, parameter, plan, workload
 from tests.shared.verdicts import compiled, guarantees, is_accepted, violation
-from tests.strategies import PlannedWorkload, planned_workloads
+from tests.strategies import PlannedWorkload, parallel_workloads, planned_workloads
 
 SEEDS = st.integers(0, 2**32 - 1)
 
@@ -51,7 +51,7 @@ def example() -> PlannedWorkload:
 
 @pytest.mark.slow
 @settings(max_examples=2000)
-@given(planned_workloads(), SEEDS)
+@given(planned_workloads() | parallel_workloads(), SEEDS)
 def test_compiled_schedules_pass_and_faulty_ones_do_not(case: PlannedWorkload, seed: int) -> None:
     schedule = compiled(case)
     verify_schedule(schedule, case.plan, case.workload, case.layout)

@@ -16,8 +16,10 @@ from protwin.shared.schedule import Lane
 from protwin.sim.contention import ContentionModel
 from protwin.sim.costs import CostModel
 from protwin.sim.happens_before import NOTHING
+from protwin.sim.rank_bounds import RankBounds
 from protwin.sim.rank_traffic import RankTraffic
 from protwin.sim.simulator import MIN_ITERATIONS
+from protwin.sim.throughput import Throughput
 from tests.cli.saved import decoder
 from tests.sim.bound_cases import Case, case
 from tests.sim.ranked_cases import RANKS, ranked_cases
@@ -136,3 +138,19 @@ def test_reductions_to_parts_have_their_gradients_twice_on_the_device(monkeypatc
                 lambda traffic, depths, name=name: replace(original(traffic, depths), **{name: None}),
             )
             assert found.exact_peak_bytes() != peak_bytes
+
+
+def _bound_s(found: Case) -> float:
+    bounds = RankBounds(found.chunks, found.compute, Throughput.of(found.contention), found.contention)
+    knobs = (np.array([knob]) for knob in (found.prefix, found.plan.n_buffer, found.plan.prefetch_depth))
+    return float(bounds.iteration_s(*knobs, found.mode)[0, 0])
+
+
+def test_forwards_wait_for_what_is_gathered_after_device_adam(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = _sharded(n_buffer=16)
+    bound_s = _bound_s(found)
+    assert bound_s <= found.simulated_s()
+    # The wrong variant: nothing waits.
+    nothing = np.zeros((len(found.chunks.places.n_persist), found.workload.num_blocks))
+    monkeypatch.setattr(RankBounds, "_leads", lambda bounds: nothing)
+    assert _bound_s(found) < 0.99 * bound_s
