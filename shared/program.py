@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from .layout import ChunkId
@@ -88,9 +88,11 @@ class Program:
         self.step_begin.append(begin)
         self.step_end.append(end)
 
-    def wait_for_previous(self, waits: Mapping[TaskId, Iterable[TaskId]]) -> None:
+    def wait_for_previous(self, waits: Mapping[TaskId, Sequence[TaskId]]) -> None:
         """Add what tasks wait for in the previous iteration."""
         for task_id, others in waits.items():
+            if not others:
+                continue
             task = self.tasks[task_id]
             self.tasks[task_id] = replace(task, after_previous=ascending((*task.after_previous, *others)))
 

@@ -11,7 +11,7 @@ fits, and no plan that is still inside has a lower bound.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from itertools import count
@@ -31,8 +31,6 @@ _GROUP: Final = 0
 _FAMILY: Final = 1
 _RESIDENCY: Final = 2
 _PLAN: Final = 3
-_FAMILIES_AT_ONCE: Final = 4
-"""A family's bounds are a few small arrays: it takes hardly longer to find those of the next ones, too."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,21 +66,6 @@ class _Family:
     prefix: int
     modes: IntArray
     """(K,) the choices of modes that the group's quick bound of memory leaves."""
-    siblings: list[_Family]
-    """All families of the group, best bound first."""
-    place: int
-    """Among them."""
-
-
-@dataclass(frozen=True, eq=False)
-class _Opened:
-    """What is known of the residencies of a family before its turn has come."""
-
-    modes: IntArray
-    """(K,)"""
-    bounds_s: dict[int, FloatArray]
-    """By residency, (D, K), infinite for plans that do not fit or are not distinct."""
-    num_bounded_by_memory: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,7 +112,6 @@ class Candidates:
         self._ticket = count()
         self._heap: list[tuple[float, int, tuple[int, ...], int, _Entry]] = []
         self._residencies: dict[tuple[int, int], Residency] = {}
-        self._opened: dict[_Family, _Opened] = {}
         for layout in range(len(problem.layouts)):
             self._add_groups(layout)
         heapify(self._heap)
@@ -201,64 +183,34 @@ class Candidates:
         prefixes, may_fit = layout.prefixes[fits], group.may_fit[fits]
         most_buffers = np.full(len(prefixes), len(layout.table.size_bytes))
         deepest = np.full(len(prefixes), layout.grid.prefetch_depth[-1])
-        bounds_s = np.where(may_fit, layout.time.iteration_s(prefixes, most_buffers, deepest, modes), np.inf).min(
-            axis=1
-        )
-        families: list[_Family] = []
-        for place in np.argsort(bounds_s, kind="stable").tolist():
-            prefix, bound_s = int(prefixes[place]), float(bounds_s[place])
-            families.append(_Family(group.layout, group.number, prefix, modes[may_fit[place]], families, len(families)))
-            self._push(bound_s, _FAMILY, (n_swap, group.layout, prefix), families[-1])
+        bounds_s = np.where(may_fit, layout.time.iteration_s(prefixes, most_buffers, deepest, modes), np.inf)
+        for prefix, bound_s, mask in zip(prefixes.tolist(), bounds_s.min(axis=1).tolist(), may_fit, strict=True):
+            family = _Family(group.layout, group.number, prefix, modes[mask])
+            self._push(bound_s, _FAMILY, (n_swap, group.layout, prefix), family)
 
     def _add_residencies(self, family: _Family) -> None:
-        opened = self._opened.pop(family, None)
-        if opened is None:
-            ahead = family.siblings[family.place : family.place + _FAMILIES_AT_ONCE]
-            self._opened.update(zip(ahead, self._bounded(ahead), strict=True))
-            opened = self._opened.pop(family)
-        self.num_bounded_by_memory += opened.num_bounded_by_memory
-        layout = self._problem.layouts[family.layout]
-        n_swap = int(layout.grid.modes.n_swap[family.modes[0]])
-        for row, bound_s in opened.bounds_s.items():
-            found = _Residency(family.layout, family.group, row, opened.modes, bound_s)
-            self._push(float(bound_s.min()), _RESIDENCY, (n_swap, family.layout, row), found)
-
-    def _bounded(self, families: Sequence[_Family]) -> list[_Opened]:
-        """The residencies of families of one group; their times are bounded in one go."""
-        problem, layout = self._problem, self._problem.layouts[families[0].layout]
-        grid = layout.grid
-        is_distinct = grid.is_distinct(int(grid.modes.n_swap[families[0].modes[0]]))
-        within: list[tuple[IntArray, IntArray, BoolArray, int]] = []
-        for family in families:
-            rows, modes = np.flatnonzero(grid.prefix == family.prefix), family.modes
-            peaks = layout.memory.peak_bytes(family.prefix, grid.n_buffer[rows], grid.prefetch_depth, modes)
-            is_open = is_distinct[rows][:, :, None]
-            fits = is_open & (peaks <= problem.device_budget_bytes)
-            may_fit = fits.any(axis=(0, 1))
-            num_bounded = int(np.count_nonzero(is_open & ~fits))
-            within.append((rows, modes[may_fit], fits[:, :, may_fit], num_bounded))
-        pairs = [np.nonzero(fits.any(axis=2)) for _, _, fits, _ in within]
-        rows_of = [rows[row] for (rows, *_), (row, _) in zip(within, pairs, strict=True)]
-        all_rows, all_depths = np.concatenate(rows_of), np.concatenate([depth for _, depth in pairs])
-        # Not np.unique, which imports masked arrays.
-        all_modes = np.flatnonzero(np.bincount(np.concatenate([modes for _, modes, *_ in within])))
-        found_s = np.zeros((0, 0))
-        if len(all_rows):
-            found_s = layout.time.iteration_s(
-                grid.prefix[all_rows], grid.n_buffer[all_rows], grid.prefetch_depth[all_depths], all_modes
-            )
-        opened: list[_Opened] = []
-        begin = 0
-        for (rows, modes, fits, num_bounded), (row, depth) in zip(within, pairs, strict=True):
-            end = begin + len(row)
-            bounds_s = np.full(fits.shape, np.inf)
-            if len(row):
-                of_family = found_s[begin:end, np.searchsorted(all_modes, modes)]
-                bounds_s[row, depth] = np.where(fits[row, depth], of_family, np.inf)
-            numbers = np.flatnonzero(np.bincount(row)).tolist()
-            opened.append(_Opened(modes, {int(rows[number]): bounds_s[number] for number in numbers}, num_bounded))
-            begin = end
-        return opened
+        problem, layout = self._problem, self._problem.layouts[family.layout]
+        grid, modes = layout.grid, family.modes
+        n_swap = int(grid.modes.n_swap[modes[0]])
+        rows = np.flatnonzero(grid.prefix == family.prefix)
+        peaks = layout.memory.peak_bytes(family.prefix, grid.n_buffer[rows], grid.prefetch_depth, modes)
+        is_open = grid.is_distinct(n_swap)[rows][:, :, None]
+        fits = is_open & (peaks <= problem.device_budget_bytes)
+        self.num_bounded_by_memory += int(np.count_nonzero(is_open & ~fits))
+        may_fit = fits.any(axis=(0, 1))
+        modes, fits = modes[may_fit], fits[:, :, may_fit]
+        row, depth = np.nonzero(fits.any(axis=2))
+        if not len(row):
+            return
+        bounds_s = np.full(fits.shape, np.inf)
+        found_s = layout.time.iteration_s(
+            grid.prefix[rows[row]], grid.n_buffer[rows[row]], grid.prefetch_depth[depth], modes
+        )
+        bounds_s[row, depth] = np.where(fits[row, depth], found_s, np.inf)
+        for number in np.flatnonzero(np.bincount(row)).tolist():
+            index, bound_s = int(rows[number]), bounds_s[number]
+            found = _Residency(family.layout, family.group, index, modes, bound_s)
+            self._push(float(bound_s.min()), _RESIDENCY, (n_swap, family.layout, index), found)
 
     def _add_plans(self, found: _Residency) -> None:
         problem, layout = self._problem, self._problem.layouts[found.layout]

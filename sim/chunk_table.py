@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Final
@@ -12,6 +12,7 @@ import numpy as np
 from ..shared.layout import Chunk, Layout
 from ..shared.schedule import Task, TaskId, TaskKind
 from ..shared.shards import rank_part, stepped_bytes
+from ..shared.slots import Uses
 from ..shared.widening import narrow_peak_bytes, part_peak_bytes, wide_gradient_bytes
 from ..shared.workload import Workload
 from .chunk_places import ChunkPlaces
@@ -94,6 +95,16 @@ class ChunkTable:
     def positions(self) -> Positions:
         """The program of the compute lane."""
         return Positions(self.layout.num_blocks, self.rule.micro_batches)
+
+    @cached_property
+    def uses(self) -> Callable[[int], Uses]:
+        """What the steps of an iteration use, by prefix; kept, since plans with other buffers ask the same."""
+        return cache(self._uses)
+
+    def _uses(self, prefix: int) -> Uses:
+        is_gathered = self.is_gathered(prefix).tolist()
+        needed = [[chunk for chunk in chunks if is_gathered[chunk]] for chunks in self.layout.chunks_of_block]
+        return Uses.of((needed + needed[::-1]) * self.rule.micro_batches)
 
     def is_offloaded(self, prefix: int | IntArray) -> BoolArray:
         """(..., C) whether a chunk is offloaded, for each entry of ``prefix``."""

@@ -75,15 +75,26 @@ class Positions:
         return self.backward(block, self.micro_batches - 1)
 
     def step_begin(self, step: IntArray) -> IntArray:
-        """The first position of each step."""
-        return self._position(step, 3)
+        """The first position of each step of the iteration."""
+        found: IntArray = self._begins[step]
+        return found
 
     def step_end(self, step: IntArray) -> IntArray:
-        """The last position of each step."""
-        return self._position(step, 4)
+        """The last position of each step of the iteration."""
+        found: IntArray = self._ends[step]
+        return found
 
-    def _position(self, step: IntArray, offset: int) -> IntArray:
-        micro_batch, within = np.divmod(step, 2 * self.num_blocks)
+    @cached_property
+    def _begins(self) -> IntArray:
+        return self._position(3)
+
+    @cached_property
+    def _ends(self) -> IntArray:
+        return self._position(4)
+
+    def _position(self, offset: int) -> IntArray:
+        """(S,)."""
+        micro_batch, within = np.divmod(np.arange(self.num_steps), 2 * self.num_blocks)
         place = np.where(within < self.num_blocks, 1 + within, offset - self.num_blocks + 2 * within)
         return self.micro_length * micro_batch + place
 

@@ -119,16 +119,21 @@ class _Book:
     """Changes of a level at positions, for every depth."""
 
     def __init__(self, num_rows: int, width: int) -> None:
-        self._flat = np.zeros(num_rows * width, dtype=np.int64)
         self._row_begins = np.arange(num_rows)[:, None] * width
-        self._width = width
+        self._shape = (num_rows, width)
+        self._places: list[IntArray] = []
+        self._sizes: list[IntArray] = []
 
     @property
     def table(self) -> IntArray:
-        """(D, width)."""
-        return self._flat.reshape(-1, self._width)
+        """(D, width) the sum of all changes."""
+        table = np.zeros(self._shape, dtype=np.int64)
+        if self._places:
+            np.add.at(table.reshape(-1), np.concatenate(self._places), np.concatenate(self._sizes))
+        return table
 
     def change(self, positions: IntArray, sizes_bytes: IntArray) -> None:
         """Add ``sizes_bytes`` at ``positions``, each (D, ...) or the same for every depth."""
         flat = self._row_begins + positions
-        np.add.at(self._flat, flat.ravel(), np.broadcast_to(sizes_bytes, flat.shape).ravel())
+        self._places.append(flat.ravel())
+        self._sizes.append(np.broadcast_to(sizes_bytes, flat.shape).ravel())

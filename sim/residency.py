@@ -89,21 +89,20 @@ class Residency:
 
 def residency(table: ChunkTable, prefix: int, n_buffer: int) -> Residency:
     """The gathers and updates of the plans with these knobs; slots are assigned as the compiler assigns them."""
-    layout, positions = table.layout, table.positions
-    is_gathered, is_offloaded = table.is_gathered(prefix), table.is_offloaded(prefix)
-    needed = [[chunk for chunk in chunks if is_gathered[chunk]] for chunks in layout.chunks_of_block]
-    stays = assign_slots((needed + needed[::-1]) * positions.micro_batches, n_buffer)
+    positions, is_offloaded = table.positions, table.is_offloaded(prefix)
+    stays = assign_slots(table.uses(prefix), n_buffer)
     last_step = np.array([stay.last_step for stay in stays], dtype=np.int64)
     last_in_slot = {stay.slot: stay.last_step for stay in stays}
-    last_of_chunk = {stay.chunk: stay.last_step for stay in stays}
     # Steps that must have ended, counted within the iteration; below 0 in the previous one.
-    gone: dict[ChunkId, int] = {chunk: last - positions.num_steps for chunk, last in last_of_chunk.items()}
+    gone: dict[ChunkId, int] = {stay.chunk: stay.last_step - positions.num_steps for stay in stays}
     free = []
     for stay in stays:
-        slot = (
-            last_in_slot[stay.slot] - positions.num_steps if stay.previous is None else stays[stay.previous].last_step
-        )
-        free.append(max(slot, gone[stay.chunk]))
+        if stay.previous is None:
+            slot = last_in_slot[stay.slot] - positions.num_steps
+        else:
+            slot = stays[stay.previous].last_step
+        before_it = gone[stay.chunk]
+        free.append(slot if slot > before_it else before_it)
         gone[stay.chunk] = stay.last_step
     before = np.array(free, dtype=np.int64)
     is_previous = before < 0

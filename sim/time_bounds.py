@@ -106,6 +106,8 @@ class TimeBounds:
     def __init__(self, table: ChunkTable, compute: ComputeTable, throughput: Throughput) -> None:
         self._weights = throughput.weights
         self._counts_compute = self._weights[:, 0] > 0
+        self._of_lanes = self._weights[:, 1:].T.copy()
+        """(3, V)"""
         self._together = throughput.together
         self._overlaps = Overlaps(table, throughput.least_ratio)
         self._sums = WorkSums(table, compute)
@@ -219,8 +221,10 @@ class TimeBounds:
 
     def _others(self, work: _Stretch) -> FloatArray:
         """(..., V) weighted work of all lanes but compute."""
-        lanes = np.stack(np.broadcast_arrays(work.h2d_s, work.d2h_s, work.cpu_s), axis=-1)
-        others: FloatArray = lanes @ self._weights[:, 1:].T
+        of_h2d, of_d2h, of_cpu = self._of_lanes
+        others: FloatArray = work.h2d_s[..., None] * of_h2d + work.d2h_s[..., None] * of_d2h
+        if work.cpu_s is not _NONE:
+            others = others + work.cpu_s[..., None] * of_cpu
         if work.together_s is not None:
             others = others + work.together_s[..., None] * self._together
         return others

@@ -147,6 +147,8 @@ class WorkRows:
 
     def fetches_s(self, first: IntArray | int, stop: IntArray | int) -> FloatArray:
         """Copies back, in one micro-batch, of what the swapped blocks from ``first`` to before ``stop`` have saved."""
+        if not self.n_swap:
+            return np.zeros_like(self.least_s)
         return _range_s(self.sums.swap_in_s, first, np.minimum(stop, self.n_swap))
 
     def outs_s(self, first: IntArray | int, stop: IntArray | int) -> FloatArray:
@@ -157,6 +159,8 @@ class WorkRows:
         """Gathers for the passes between the first one and the last one, of those that begin with ``step`` or later."""
         sums = self.sums
         num_passes = 2 * sums.positions.micro_batches - 2
+        if not num_passes:
+            return np.zeros_like(self.least_s)
         before = _within(-(-step // sums.num_blocks) - 1, num_passes)
         seconds: FloatArray = (num_passes - before) * self.least_s
         return seconds
@@ -171,7 +175,10 @@ class WorkRows:
 
     def adam_s(self, first: IntArray, stop: IntArray | None = None) -> FloatArray:
         """CPU Adam of these chunks and, where there are several micro-batches, adding up the last one's gradients."""
-        return self._between(self.sums.adam_s, first, stop) + self._between(self.sums.sum_s, first, stop)
+        adam_s = self._between(self.sums.adam_s, first, stop)
+        if self.sums.positions.micro_batches == 1:
+            return adam_s
+        return adam_s + self._between(self.sums.sum_s, first, stop)
 
     def gathers_again_s(self, first: IntArray, stop: IntArray) -> FloatArray:
         """Gathers in backward of the chunks whose last block is ``first`` or later, and before ``stop``."""
@@ -187,14 +194,14 @@ class WorkRows:
         And before ``stop``.
         """
         top, rows = self.sums.num_blocks, np.arange(len(self.row))[:, None]
-        until = self.until_together_s[rows, _within(top if stop is None else stop, top)]
+        until = self.until_together_s[rows, top if stop is None else _within(stop, top)]
         seconds: FloatArray = np.maximum(until - self.until_together_s[rows, _within(first, top)], 0.0)
         return seconds
 
     def _between(self, prefix_s: FloatArray, first: IntArray, stop: IntArray | None) -> FloatArray:
         top = self.sums.num_blocks + 1
         before: FloatArray = prefix_s[self.row, _within(first, top)]
-        until: FloatArray = prefix_s[self.row, _within(top if stop is None else stop, top)]
+        until: FloatArray = prefix_s[self.row, top if stop is None else _within(stop, top)]
         seconds: FloatArray = np.maximum(until - before, 0.0)
         return seconds
 
