@@ -89,7 +89,8 @@ class Residency:
 
 def residency(table: ChunkTable, prefix: int, n_buffer: int) -> Residency:
     """The gathers and updates of the plans with these knobs; slots are assigned as the compiler assigns them."""
-    positions, is_offloaded = table.positions, table.is_offloaded(prefix)
+    positions = table.positions
+    is_gathered, is_offloaded = table.is_gathered(prefix), table.is_offloaded(prefix)
     stays = assign_slots(table.uses(prefix), n_buffer)
     last_step = np.array([stay.last_step for stay in stays], dtype=np.int64)
     last_in_slot = {stay.slot: stay.last_step for stay in stays}

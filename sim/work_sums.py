@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -62,10 +63,12 @@ class WorkSums:
         order = np.lexsort((table.gather_s, table.last_block))
         self.again_s = _prefix_sums(offloaded[:, order] * table.gather_s[order])
         """(P, C + 1) seconds to gather the first so many in that order."""
-        self.rank = np.cumsum(offloaded[:, order], axis=1)
-        quickest = np.sort(np.where(offloaded, table.gather_s, np.inf), axis=1)
-        self.least_s = _prefix_sums(np.where(np.isfinite(quickest), quickest, 0.0))
-        """(P, C + 1) seconds of the so many quickest gathers."""
+        row_begins = (num_chunks + 1) * np.arange(len(offloaded))
+        self.ranks: IntArray = (np.cumsum(offloaded[:, order], axis=1) + row_begins[:, None]).ravel()
+        """How many chunks are gathered up to each one in that order; row by row, and C + 1 more from row to row, so
+        that all together ascend."""
+        self._gathers_s = np.where(offloaded, table.gather_s, np.inf)
+        """(P, C)"""
         self.place_of_block = np.searchsorted(table.last_block[order], np.arange(num_blocks + 1))
         """(n + 1,) how many chunks, in that order, end before each block."""
 
@@ -97,16 +100,26 @@ class WorkSums:
     def least(self, prefix: IntArray, n_buffer: IntArray) -> FloatArray:
         """(R,) least seconds of gathers in any pass over the blocks but the first: as many as there are no buffers for.
 
-        At the turn from one pass to the next at most ``n_buffer`` chunks are there.
+        At the turn from one pass to the next at most ``n_buffer`` chunks are there.  0 where no pass comes between.
         """
+        if self.positions.micro_batches == 1:
+            return np.zeros(len(prefix))
         num_missing = np.maximum(self.num_offloaded[prefix] - n_buffer, 0)
         seconds: FloatArray = self.least_s[prefix, num_missing]
         return seconds
 
+    @cached_property
+    def least_s(self) -> FloatArray:
+        """(P, C + 1) seconds of the so many quickest gathers."""
+        quickest = np.sort(self._gathers_s, axis=1)
+        return _prefix_sums(np.where(np.isfinite(quickest), quickest, 0.0))
+
     def again(self, prefix: IntArray, n_buffer: IntArray) -> FloatArray:
         """(R,) least seconds of gathers in backward: of the chunks that do not survive the turn."""
         num_missing = np.maximum(self.num_offloaded[prefix] - n_buffer, 0)
-        place = (self.rank[prefix] < num_missing[:, None]).sum(axis=1) + (num_missing > 0)
+        num_chunks = self._gathers_s.shape[1]
+        before = np.searchsorted(self.ranks, prefix * (num_chunks + 1) + num_missing) - prefix * num_chunks
+        place = before + (num_missing > 0)
         seconds: FloatArray = self.again_s[prefix, place]
         return seconds
 
