@@ -36,17 +36,18 @@ def nodes(draw: DrawFn) -> Hardware:
 
 @st.composite
 def ranked_cases(draw: DrawFn) -> Case:
-    """Plans of four ranks on such machines, with the tables that bounds read."""
+    """Plans of two to four ranks on such machines, with the tables that bounds read."""
     planned = draw(parallel_workloads(max_blocks=5, measured=None))
-    update = {"activation_modes": None, "num_ranks": RANKS}
+    num_ranks = draw(st.integers(2, RANKS))
+    update = {"activation_modes": None, "num_ranks": num_ranks}
     if planned.plan.activation_modes is not None:
         update |= {"n_swap": 0, "n_checkpoint": 0}
     chosen = planned.plan.model_copy(update=update)
     box = draw(nodes())
     use_measured = draw(st.booleans())
-    own = CostModel.of(planned.workload.model_copy(update={"measured_on": box.name}), box, num_ranks=RANKS)
+    own = CostModel.of(planned.workload.model_copy(update={"measured_on": box.name}), box, num_ranks=num_ranks)
     costs = CostModel(own.hardware, use_measured=use_measured, together=box)
     contention = draw(
-        st.sampled_from([ContentionModel.of(box, num_ranks=RANKS), ContentionModel.none(num_ranks=RANKS)])
+        st.sampled_from([ContentionModel.of(box, num_ranks=num_ranks), ContentionModel.none(num_ranks=num_ranks)])
     )
     return case(planned.workload, chosen, planned.layout, costs, contention)
