@@ -12,6 +12,7 @@ is one less for the host; a host budget then comes about by a host with more mem
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ..shared.errors import InfeasibleError
@@ -23,9 +24,9 @@ from .least_memory import Need, least_device, least_host
 from .search_problem import SearchProblem, default_host_budget_bytes
 
 
-def explain_infeasible(problem: SearchProblem) -> InfeasibleError:
-    """The error that says why no plan of the space fits."""
-    changes = smallest_changes(problem)
+def explain_infeasible(problem: SearchProblem, changes: Changes | None = None) -> InfeasibleError:
+    """The error that says why no plan of the space fits; ``changes``: what to do, other than the space's own."""
+    changes = changes or smallest_changes(problem)
     return InfeasibleError(f"no plan fits {_why(problem)} {changes.sentence(problem)}{_others(problem)}")
 
 
@@ -56,6 +57,16 @@ class Changes:
             ways.append(f"the device budget{alone} to {_enough(self.device_bytes)}")
         is_more = self.device_bytes is None or self.device_bytes > problem.device_budget_bytes
         return f"{'Raise' if is_more else 'Set'} {', or '.join(ways)}"
+
+
+def least_of(found: Iterable[Changes]) -> Changes:
+    """The smallest changes with which a plan of any of several spaces fits."""
+    found = list(found)
+    return Changes(
+        min((one.device_bytes for one in found if one.device_bytes is not None), default=None),
+        min((one.host_bytes for one in found if one.host_bytes is not None), default=None),
+        min(one.both_bytes for one in found),
+    )
 
 
 def smallest_changes(problem: SearchProblem) -> Changes:
@@ -173,10 +184,12 @@ def _enough(size_bytes: int) -> str:
 
 
 def _as_memory(problem: SearchProblem, host_bytes: int, device_bytes: int | None = None) -> str:
-    """The memory of a host that has such a budget by itself, where no budget was given."""
+    """The memory of a host that has such a budget by itself, where no budget was given; of all ranks that share it."""
     if problem.is_host_budget_given:
         return ""
     kind = problem.hardware.device.kind
     if kind is DeviceKind.CPU:
         host_bytes += problem.device_budget_bytes if device_bytes is None else device_bytes
-    return f", a host with {_enough(memory_with_room(host_bytes, kind))} of memory"
+    num_sharing = round(problem.together.host.memory_bytes / problem.hardware.host.memory_bytes)
+    for_all = f" for {num_sharing} ranks" if num_sharing > 1 else ""
+    return f", a host with {_enough(num_sharing * memory_with_room(host_bytes, kind))} of memory{for_all}"

@@ -22,7 +22,7 @@ from ..shared.plan import ParallelMode
 from ..shared.search_result import ModeChoice, SearchResult
 from ..shared.workload import Workload
 from .hunt import Hunt, OnProgress, run_in_turns
-from .infeasible import explain_infeasible
+from .infeasible import explain_infeasible, least_of, smallest_changes
 from .outcomes import search_result
 from .search import check_effort
 from .search_problem import SearchProblem, search_problem
@@ -174,8 +174,15 @@ def _why(problem: SearchProblem) -> str:
 
 
 def nothing_fits(hunts: dict[ParallelMode, Hunt]) -> InfeasibleError:
-    """Why not even the mode fits that asks for the least."""
-    mode, hunt = list(hunts.items())[-1]
+    """Why not even the mode fits that asks for the least, and the smallest changes with which a plan of any does."""
+    changes = {mode: smallest_changes(hunt.problem) for mode, hunt in hunts.items()}
+
+    def need(mode: ParallelMode) -> tuple[float, tuple[int, int]]:
+        alone_bytes = changes[mode].device_bytes
+        return (np.inf if alone_bytes is None else alone_bytes), changes[mode].both_bytes
+
+    mode = min(reversed(hunts), key=need)
+    problem = hunts[mode].problem
     others = f", nor in {' or '.join(other for other in hunts if other is not mode)}" if len(hunts) > 1 else ""
-    num_ranks = hunt.problem.rule.num_ranks
-    return InfeasibleError(f"in mode {mode} on each of {num_ranks} ranks{others}: {_why(hunt.problem)}")
+    reason = explain_infeasible(problem, least_of(changes.values()))
+    return InfeasibleError(f"in mode {mode} on each of {problem.rule.num_ranks} ranks{others}: {reason}")

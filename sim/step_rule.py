@@ -28,11 +28,11 @@ def check_shares(global_batch: int, num_ranks: int) -> None:
     """Raise PlanError unless so many ranks can share a global batch evenly; names the nearest numbers that can."""
     if global_batch % num_ranks == 0:
         return
-    below = global_batch // num_ranks * num_ranks
+    below, nearest = global_batch // num_ranks * num_ranks, _nearest_shares(global_batch, num_ranks)
     batches = " or ".join(str(batch) for batch in (below, below + num_ranks) if batch)
     raise PlanError(
         f"{num_ranks} ranks cannot share a global batch of {global_batch} evenly. Choose a global batch of {batches}, "
-        f"or {' or '.join(map(str, _nearest_shares(global_batch, num_ranks)))} ranks."
+        f"or {' or '.join(map(str, nearest))} {'rank' if nearest == [1] else 'ranks'}."
     )
 
 

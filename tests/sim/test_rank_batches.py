@@ -149,7 +149,7 @@ def test_a_cap_ends_the_search_with_something_that_fits() -> None:
 @pytest.mark.parametrize(
     ("global_batch", "words"),
     [
-        (1, "2 ranks cannot share a global batch of 1 evenly. Choose a global batch of 2, or 1 ranks"),
+        (1, "2 ranks cannot share a global batch of 1 evenly. Choose a global batch of 2, or 1 rank\\."),
         (7, "Choose a global batch of 6 or 8, or 1 or 7 ranks"),
         (0, "must be at least 1"),
     ],

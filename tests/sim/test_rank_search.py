@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from itertools import product
 
@@ -262,3 +263,48 @@ def test_ctrl_c_gives_the_best_plan_so_far_and_says_that_it_is_not_certified() -
     calls = 0
     with pytest.raises(KeyboardInterrupt):
         search_ranks(model, box, num_ranks=8, on_progress=stop)
+
+
+# -- what would fit --------------------------------------------------------------------------------------------------
+
+
+def fits(box: Hardware, **budgets: int) -> str:
+    """Empty if a plan of four ranks fits, else why none does."""
+    try:
+        search_ranks(decoder(), box, num_ranks=RANKS, max_replays=1, **budgets)  # type: ignore[arg-type]
+    except InfeasibleError as error:
+        return str(error)
+    return ""
+
+
+def bytes_after(words: str, message: str) -> int:
+    found = re.search(rf"{words} [\d.]+ \w+ \((\d+) bytes\)", message)
+    assert found is not None, message
+    return int(found[1])
+
+
+def test_the_smallest_change_of_each_memory_fits_and_a_byte_less_does_not() -> None:
+    box = known_machine("a100-80gb-x8")
+    enough = bytes_after("device budget to", fits(box, device_budget_bytes=2**20))
+    assert not fits(box, device_budget_bytes=enough)
+    assert fits(box, device_budget_bytes=enough - 1)
+    message = fits(box, device_budget_bytes=enough, host_budget_bytes=2**10)
+    enough_of_host = bytes_after("host budget to", message)
+    assert not fits(box, device_budget_bytes=enough, host_budget_bytes=enough_of_host)
+    assert fits(box, device_budget_bytes=enough, host_budget_bytes=enough_of_host - 1)
+
+
+def test_the_memory_of_the_host_is_that_of_all_ranks_that_share_it() -> None:
+    box = known_machine("a100-80gb-x8")
+
+    def with_host(memory_bytes: int) -> Hardware:
+        return box.model_copy(update={"host": box.host.model_copy(update={"memory_bytes": memory_bytes})})
+
+    device_bytes = bytes_after("device budget to", fits(box, device_budget_bytes=2**20))
+    message = fits(with_host(2**20), device_budget_bytes=device_bytes)
+    assert "for 4 ranks" in message
+    enough_bytes = bytes_after("a host with", message)
+    assert not fits(with_host(enough_bytes), device_budget_bytes=device_bytes)
+    # The wrong variant: what one rank needs is not enough for four.
+    assert fits(with_host(enough_bytes // RANKS), device_budget_bytes=device_bytes)
+    assert fits(with_host(enough_bytes - 2**20), device_budget_bytes=device_bytes)
