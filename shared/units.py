@@ -102,7 +102,7 @@ def format_enough_bytes(size_bytes: int) -> str:
             digits = max(0, 4 - len(str(size_bytes // scale)))
             parts = 10**digits
             whole, rest = divmod(-(-size_bytes * parts // scale), parts)
-            decimals = f"{rest:0{digits}}".rstrip("0") if rest else ""
+            decimals = f"{rest:0{digits}}".rstrip("0")
             return f"{whole}{'.' if decimals else ''}{decimals} {unit}"
     return f"{size_bytes} B"
 

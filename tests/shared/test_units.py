@@ -7,13 +7,14 @@ import re
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from protwin.shared.errors import ProtwinError
 from protwin.shared.units import (
     format_bytes,
     format_enough_bytes,
+    format_number,
     format_rate,
     format_seconds,
     parse_bytes,
@@ -137,6 +138,14 @@ def test_what_is_no_rate_is_refused(text: str | float) -> None:
         parse_bytes_per_s(text)
 
 
+def test_what_is_far_too_large_is_not_nothing() -> None:
+    """Where nothing at all is a size too."""
+    assert parse_bytes(0, least_bytes=0) == 0
+    for text in ("1e31", "1e400", "1e999999999999TiB"):
+        with pytest.raises(ProtwinError, match="outside 0 B to 4 EiB"):
+            parse_bytes(text, least_bytes=0)
+
+
 def test_unknown_units_are_named_with_the_known_ones() -> None:
     with pytest.raises(ProtwinError, match=r"'gb'.*GiB"):
         parse_bytes("3gb")
@@ -164,6 +173,50 @@ def test_formatted_seconds_read_back_within_their_digits(seconds: float) -> None
 @given(st.floats(-1e7, 1e7) | st.just(0.0))
 def test_no_exponent_where_a_person_reads(value: float) -> None:
     assert "e+" not in format_seconds(value) + format_bytes(value) + format_rate(abs(value))
+
+
+@given(st.integers(1, 2**49))
+@example(2**10)
+@example(2**20)
+@example(2**30)
+@example(2**40)
+def test_the_unit_of_a_size_is_the_largest_that_it_fills(size_bytes: int) -> None:
+    for text in (format_bytes(size_bytes), format_enough_bytes(size_bytes)):
+        number, unit = text.split(" ")
+        assert 1 <= float(number) <= 1024
+        # A figure may be rounded up to 1024; what is not rounded has the next unit.
+        assert unit == "TiB" or size_bytes < 1024 * UNITS[unit]
+
+
+@given(st.floats(1e-6, 1e15))
+@example(1e-3)
+@example(1.0)
+@example(1e3)
+@example(1e6)
+@example(1e9)
+@example(1e12)
+def test_the_unit_of_a_rate_and_of_a_time_leaves_one_to_three_digits(value: float) -> None:
+    of_rate, of_time = format_rate(value).split(" "), format_seconds(value).split(" ")
+    if value >= 1:
+        assert float(of_rate[0]) >= 1
+        assert value < 1000 * UNITS[of_rate[1].removesuffix("/s")] or of_rate[1] == "TB/s"
+        assert of_time[1] == "s"
+    else:
+        assert of_rate[1] == "B/s"
+        assert 1 <= float(of_time[0]) <= 1000
+        assert of_time[1] == ("ms" if value >= 1e-3 else "µs")
+
+
+@given(st.floats(-1e12, 1e12))
+@example(999.94)
+@example(999.96)
+def test_numbers_keep_four_digits_or_are_whole_with_commas(value: float) -> None:
+    text = format_number(value)
+    if abs(value) >= 1000:
+        assert text == f"{round(value):,}"
+    else:
+        assert float(text.replace(",", "")) == pytest.approx(value, rel=5.1e-4)
+        assert "e+" not in text
 
 
 def test_examples_of_formatting() -> None:

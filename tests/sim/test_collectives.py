@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise, permutations
 from math import ceil, inf, log2
 
@@ -117,6 +118,54 @@ def test_trees_reach_the_bound_of_transfer_for_large_broadcasts(ranks: int, rate
     free = Fabric(ranks, 0.0, rate)
     size_bytes = 2**34
     assert algorithm_s(BC, size_bytes, free, Algorithm.TREE) == pytest.approx(size_bytes / rate, rel=1e-5)
+
+
+@given(fabrics(), st.sampled_from([AR, RS]), sizes, rates)
+def test_adding_takes_what_its_bytes_take(
+    fabric: Fabric, collective: Collective, size_bytes: int, reduce_rate: float
+) -> None:
+    for algorithm, of_buffer in (
+        (Algorithm.RING, (fabric.num_ranks - 1) / fabric.num_ranks),
+        (Algorithm.DIRECT, (fabric.num_ranks - 1) / fabric.num_ranks),
+        (Algorithm.ONE_SHOT, fabric.num_ranks - 1),
+    ):
+        slow, free = (
+            algorithm_s(collective, size_bytes, replace(fabric, reduce_bytes_per_s=rate), algorithm)
+            for rate in (reduce_rate, inf)
+        )
+        assert (slow is None) == (free is None)
+        if slow is not None and free is not None:
+            assert slow == pytest.approx(free + of_buffer * size_bytes / reduce_rate)
+
+
+@given(fabrics(Shape.SWITCH), st.sampled_from([BC, AR]), st.integers(0, 300))
+def test_packets_are_as_many_as_are_best(fabric: Fabric, collective: Collective, size_bytes: int) -> None:
+    """Against every number of them, down to packets of one byte."""
+    ranks, latency_s = fabric.num_ranks, fabric.latency_s
+    byte_s = 1 / fabric.bandwidth_bytes_per_s
+    first = double_tree(ranks).num_steps_of_first
+
+    def in_tree_s(of_byte_s: float) -> float:
+        half_s = size_bytes / 2 * of_byte_s
+        most = max(1, size_bytes // 2)
+        return min((first + 2 * (count - 1)) * (latency_s + half_s / count) for count in range(1, most + 1))
+
+    summed_s = in_tree_s(byte_s + 1 / fabric.reduce_bytes_per_s) if collective is AR else 0.0
+    assert algorithm_s(collective, size_bytes, fabric, Algorithm.TREE) == pytest.approx(in_tree_s(byte_s) + summed_s)
+    if collective is BC:
+        around_s = min(
+            (ranks - 2 + count) * (latency_s + size_bytes * byte_s / count)
+            for count in range(1, max(1, size_bytes) + 1)
+        )
+        assert algorithm_s(BC, size_bytes, fabric, Algorithm.RING) == pytest.approx(around_s)
+
+
+def test_a_switch_that_adds_moves_the_buffer_and_one_part_either_way() -> None:
+    # Klenk et al.: the sum is scattered, then gathered.  200 bytes and a fifth of them, at 0.84 of 100 bytes/s.
+    fabric = Fabric(5, 3.0, 100.0, Shape.SWITCH, reduces_in_switch=True)
+    for collective, turns, moved_bytes in ((AR, 2, 240), (RS, 1, 200), (AG, 1, 200), (BC, 1, 200)):
+        expected = pytest.approx(turns * 3 + moved_bytes / 84)
+        assert algorithm_s(collective, 200, fabric, Algorithm.IN_SWITCH) == expected
 
 
 def test_trees_pass_a_few_steps_where_rings_pass_all() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protwin.shared.compile import compile_schedule
@@ -13,7 +13,7 @@ from protwin.shared.hardware import DeviceKind
 from protwin.shared.layout import build_layout
 from protwin.shared.memory_accounts import HostMemory, PinnedRule
 from protwin.shared.plan import ParallelMode
-from protwin.shared.schedule import Memory
+from protwin.shared.shards import rank_part
 from protwin.shared.workload import DType, Workload
 from protwin.sim.host_memory import (
     PAGE_BYTES,
@@ -21,13 +21,14 @@ from protwin.sim.host_memory import (
     RESERVE_BYTES,
     default_reserve_bytes,
     host_memory,
+    in_pages,
     loading_peak_bytes,
     pinned_size,
     power_of_two,
     shares_of_one_memory,
 )
 from tests.sim.hand_made import machine, plan, workload
-from tests.strategies import PlannedWorkload, planned_workloads
+from tests.strategies import PlannedWorkload, parallel_workloads, planned_workloads
 
 
 def next_power(size: int) -> int:
@@ -120,17 +121,60 @@ def test_a_rank_has_its_part_of_the_masters_of_offloaded_chunks_alone() -> None:
     assert found.loading_bytes == (256 + 256) + (256 + 128) + 2 * 4096 + 128
 
 
-@given(planned_workloads(), st.booleans())
-def test_the_model_is_there_when_loading_begins(drawn: PlannedWorkload, is_on_host: bool) -> None:
-    schedule = compile_schedule(drawn.plan, drawn.workload, drawn.layout)
-    parameters = drawn.workload.parameters
-    peak = loading_peak_bytes(schedule, parameters, drawn.layout, is_on_host=is_on_host)
-    model_bytes = sum(parameter.size_bytes for parameter in parameters)
-    pinned = [b.size_bytes for b in schedule.buffers if b.memory is Memory.PINNED_HOST and b.chunk is not None]
-    homes = pinned_size(pinned, PinnedRule.PAGES)
-    masters = sum(p.num_elements * 4 for p in parameters if p.trainable and p.dtype.item_bytes < 4)
-    flats = sum(chunk.size_bytes for chunk in drawn.layout.chunks) if is_on_host else 0
-    assert model_bytes <= peak <= model_bytes + homes + masters + flats
+def loading_by_hand(case: PlannedWorkload, *, is_on_host: bool) -> int:
+    """Every allocation of [Note: Loading], one after the other, from the plan alone."""
+    chosen, parameters, layout = case.plan, case.workload.parameters, case.layout
+    is_sharded = chosen.parallel is ParallelMode.SHARDED
+    persistent = layout.persistent(chosen.n_persist)
+    in_parts = layout.sharded(chosen.n_persist, chosen.n_shard)
+    level = peak = 0
+
+    def take(size_bytes: int) -> None:
+        nonlocal level, peak
+        level += size_bytes
+        peak = max(peak, level)
+
+    if not is_sharded:
+        take(sum(parameter.size_bytes for parameter in parameters))
+    for chunk in layout.chunks:
+        members = [parameters[placed.index] for placed in chunk.parameters]
+        of_model = sum(parameter.size_bytes for parameter in members)
+        if is_sharded:
+            take(of_model)  # read from its file
+        part = rank_part(chunk, parameters, chosen.parallel, chosen.num_ranks)
+        is_whole = chunk.id in persistent
+        if not is_whole and chunk.id not in in_parts:
+            take(in_pages(part.parameter_bytes))
+            if chunk.is_trainable:
+                take(
+                    in_pages(part.staging_bytes) * (1 if chosen.micro_batches == 1 else 2)
+                )  # the sum, and what arrives
+        if is_on_host or not (is_whole or chunk.id in in_parts):
+            masters = sum(4 * p.num_elements for p in members if p.trainable and p.dtype.item_bytes < 4)
+            take(masters if is_whole or not is_sharded else -(-masters // chosen.num_ranks))
+        if is_on_host:
+            take(chunk.size_bytes)  # where it is filled
+            level -= chunk.size_bytes
+            if is_whole or chunk.id in in_parts:
+                level += chunk.size_bytes if is_whole else part.parameter_bytes
+        level -= of_model
+    return peak
+
+
+@settings(max_examples=60)
+@given(planned_workloads() | parallel_workloads(), st.booleans())
+def test_loading_is_what_its_allocations_come_to(case: PlannedWorkload, is_on_host: bool) -> None:
+    schedule = compile_schedule(case.plan, case.workload, case.layout)
+    found = loading_peak_bytes(schedule, case.workload.parameters, case.layout, is_on_host=is_on_host)
+    assert found == loading_by_hand(case, is_on_host=is_on_host)
+    if case.plan.parallel is not ParallelMode.SHARDED:
+        assert found >= sum(parameter.size_bytes for parameter in case.workload.parameters)
+
+
+def test_masters_of_what_stays_on_a_device_are_there_too() -> None:
+    # 128 bytes of the model's own, of each of two chunks that go to the device with masters of theirs.
+    assert of(narrow(2), n_persist=2).loading_bytes == 2 * 128
+    assert of(narrow(2), n_persist=2, kind=DeviceKind.CPU).loading_bytes == 128 + (256 + 256) + (256 + 256)
 
 
 @pytest.mark.parametrize("kind", DeviceKind)
