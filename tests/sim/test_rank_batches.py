@@ -26,7 +26,9 @@ from tests.sim.hand_made import machine, workload
 from tests.sim.test_batch_search import at_size
 
 RANKS = 2
-SPACE = SearchSpace(chunk_bytes=(256,), n_persist=(0, 1, 3), n_buffer=(2,), prefetch_depth=(1, 2), n_checkpoint=(0, 3))
+SPACE = SearchSpace(
+    chunk_bytes=(256,), n_persist=(0, 1, 3), n_shard=(0, 1), n_buffer=(2,), prefetch_depth=(1, 2), n_checkpoint=(0, 3)
+)
 
 
 def pair(*, between_bytes_per_s: float = 500.0) -> Hardware:
@@ -48,20 +50,23 @@ def every_plan(
     """The shortest iteration of each size and mode that has a plan which fits, all of them simulated."""
     found: dict[tuple[int, ParallelMode], float] = {}
     costs, contention = None, ContentionModel.of(box, num_ranks=RANKS)
-    knobs = (SPACE.n_persist or (), SPACE.prefetch_depth or (), SPACE.n_checkpoint or ())
+    knobs = (SPACE.n_persist or (), SPACE.n_shard or (), SPACE.prefetch_depth or (), SPACE.n_checkpoint or ())
     for size in range(1, global_batch // RANKS + 1):
         if global_batch % (size * RANKS):
             continue
         model = at_size(workload(3), size, fixed_s)
         layout = build_layout(model.parameters, num_blocks=model.num_blocks, chunk_bytes=256)
         costs = CostModel.of(model, box, num_ranks=RANKS)
-        for mode, n_persist, depth, n_checkpoint in product(MODES, *knobs):
+        for mode, n_persist, n_shard, depth, n_checkpoint in product(MODES, *knobs):
             if (n_persist == len(layout.chunks)) != (mode is ParallelMode.DDP):
+                continue
+            if n_shard and mode is not ParallelMode.SHARDED:
                 continue
             plan = Plan(
                 workload_id=model.identity,
                 chunk_bytes=256,
                 n_persist=n_persist,
+                n_shard=n_shard,
                 n_buffer=2,
                 prefetch_depth=depth,
                 n_checkpoint=n_checkpoint,
