@@ -81,16 +81,24 @@ class Advice(Document):
     def deals(self) -> tuple[MachineAdvice, ...]:
         """Those with a plan, fastest first; of a machine's devices one alone only where its tokens cost less.
 
-        Where numbers of devices were named, all of them.
+        Nor where a machine with a single device is its equal.  Where numbers of devices were named, all of them.
         """
+        found = [one for one in self.machines if one.plan is not None]
+        if self.ranks:
+            return tuple(found)
         together = {one.hardware_name: one for one in self.machines if one.num_ranks > 1}
+        singles = {
+            (one.iteration_s, one.plan, one.price_usd_per_hour) for one in found if one.hardware_name not in together
+        }
 
-        def is_dearer(one: MachineAdvice) -> bool:
+        def is_shown(one: MachineAdvice) -> bool:
             whole = together.get(one.hardware_name)
-            return one.num_ranks == 1 and whole is not None and one.devices_per_rate >= whole.devices_per_rate
+            if one.num_ranks > 1 or whole is None:
+                return True
+            is_cheaper = one.devices_per_rate < whole.devices_per_rate
+            return is_cheaper and (one.iteration_s, one.plan, one.price_usd_per_hour) not in singles
 
-        found = (one for one in self.machines if one.plan is not None)
-        return tuple(one for one in found if self.ranks or not is_dearer(one))
+        return tuple(one for one in found if is_shown(one))
 
     @property
     def without_plan(self) -> tuple[MachineAdvice, ...]:

@@ -46,7 +46,7 @@ def meaning_sentence(advice: Advice) -> str:
         return proven
     return (
         f"{proven} Machines with several devices are rented and used as a whole, as far as they can share the batch; "
-        f"one device alone is shown where its tokens cost less."
+        f"one device alone is shown where its tokens cost less, unless a machine with a single device is its equal."
     )
 
 

@@ -198,7 +198,7 @@ def test_advice_about_a_machine_is_that_of_a_search_asked_directly(tmp_path: Pat
 
 def answer(name: str, num_ranks: int, num_devices: int, tokens_per_s: float | None) -> MachineAdvice:
     plan = {"workload_id": "w", "chunk_bytes": 1, "n_persist": 0, "n_buffer": 1}
-    known = {"plan": plan, "iteration_s": 1.0, "tokens_per_s": tokens_per_s}
+    known = {"plan": plan, "iteration_s": 32 / (tokens_per_s or 1.0), "tokens_per_s": tokens_per_s}
     return MachineAdvice.model_validate(
         {
             "hardware_name": name,
@@ -238,6 +238,8 @@ def test_one_device_alone_is_shown_where_its_tokens_cost_less() -> None:
     assert [(one.hardware_name, one.num_ranks) for one in advice.without_plan] == [("too small", 8)]
     named = advice.model_copy(update={"ranks": (1, 8)})
     assert len(named.deals) == 8, "what was asked for by its number is shown"
+    equal = advice.model_copy(update={"machines": (*machines, answer("equal", 1, 1, 9.0))})
+    assert {one.hardware_name for one in equal.deals if one.num_ranks == 1} == {"alone", "equal"}
 
 
 def test_equal_machines_are_searched_once_and_keep_their_names_and_prices() -> None:
