@@ -20,10 +20,22 @@ _WITHIN: Final = ">best\nwithin"
 
 def advice_tables(advice: Advice) -> RenderableType:
     """Machines by time, what a million tokens costs where a price is known, and why others cannot."""
-    columns = ("machine", ">iteration", ">tokens\nper s", ">ranks", "mode", _WITHIN, _PEAK, _MICRO_BATCH, *_PRICES)
+    columns: tuple[str, ...] = (
+        "machine",
+        ">iteration",
+        ">tokens\nper s",
+        ">ranks",
+        "mode",
+        _WITHIN,
+        _PEAK,
+        _MICRO_BATCH,
+        *_PRICES,
+    )
     rows = [_cells(one) for one in advice.deals]
+    if not any(one.price_usd_per_hour for one in advice.deals):
+        columns, rows = columns[: -len(_PRICES)], [row[: -len(_PRICES)] for row in rows]
     title = f"{advice.model}, global batch {advice.global_batch_size:,}: machines by time"
-    expendable = (_PRICES[0], _PEAK, _MICRO_BATCH)
+    expendable = tuple(name for name in (_PRICES[0], _PEAK, _MICRO_BATCH) if name in columns)
     parts: list[RenderableType] = [titled(title, FittingTable(columns, rows, always=3, expendable=expendable))]
     parts += [Text(""), Text(sentence)] if (sentence := meaning_sentence(advice)) else []
     if advice.by_cost:

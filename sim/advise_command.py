@@ -22,6 +22,7 @@ from ..shared.cli_options import (
     command_app,
     examples,
     keep_apart,
+    warn,
     writable_json,
 )
 from ..shared.cli_output import show
@@ -110,6 +111,8 @@ def advise_command(
     num_parts = check_request(request)
     boxes = list(machines.values())
     asked = machines_with(boxes, numbers) if numbers else whole_machines(boxes, num_parts)
+    for name in sorted({box.name for box in boxes if hardware} - {one.hardware.name for one in asked}):
+        warn(f"{name} has fewer devices than --ranks names, and is left out.")
     with progress_bar("searching machines") as on_progress:
         found = advise_machines(
             request,

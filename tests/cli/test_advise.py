@@ -207,6 +207,9 @@ def test_the_report_has_every_machine(protwin_here: Protwin, work: Path) -> None
         ),
         (("--model", "workload.json", "--global-batch", "8", "--report", "advice.json"), "HTML"),
         (("--model", "workload.json", "--global-batch", "8", "--max-gradient-norm", "-1"), "norm"),
+        (("--model", "workload.json", "--global-batch", "8", "--ranks", "3"), "6 or 9, or 2 or 4 ranks"),
+        (("--model", "workload.json", "--global-batch", "8", "--ranks", "4", "--hardware", "a10"), "no machine that"),
+        (("--model", "workload.json", "--global-batch", "8", "--ranks", "0"), "--ranks"),
     ],
 )
 def test_bad_input_is_one_message_and_exit_code_2(
@@ -222,3 +225,15 @@ def test_bad_input_is_one_message_and_exit_code_2(
     assert "Traceback" not in result.stderr
     assert result.stdout == ""
     assert {path: path.read_bytes() for path in work.iterdir()} == before
+
+
+def test_numbers_of_devices_may_be_named(protwin_here: Protwin, work: Path) -> None:
+    decoder().save(work / "workload.json")
+    asked = ("--model", "workload.json", "--global-batch", "16", "--hardware", "a100-80gb-x8", "--hardware", "a10")
+    result = protwin_here("advise", *asked, "--ranks", "2", "--ranks", "8", "--processes", "1", "--json")
+    assert result.returncode == 0, result.stderr
+    assert "a10 has fewer devices than --ranks names" in result.stderr
+    found = Advice.from_mapping(json.loads(result.stdout), origin="standard output")
+    assert found.ranks == (2, 8)
+    assert {(one.hardware_name, one.num_ranks) for one in found.machines} == {("a100-80gb-x8", 2), ("a100-80gb-x8", 8)}
+    assert all(one.plan is not None and one.plan.num_ranks == one.num_ranks for one in found.machines)
