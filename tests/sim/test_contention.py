@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protwin.shared.calibration import Calibration, Contention
-from protwin.shared.hardware import DeviceKind, Hardware
+from protwin.shared.hardware import DeviceKind, Hardware, Network
 from protwin.shared.machines import machine as known_machine
 from protwin.shared.machines import machine_names
-from protwin.shared.schedule import LANES_ALONE, Lane
+from protwin.shared.schedule import LANES_ALONE, Lane, lanes_of
 from protwin.sim.contention import ContentionModel
 from protwin.sim.fair_share import fair_shares
 from protwin.sim.resources import Resource, lane_demands
@@ -21,7 +21,13 @@ from tests.sim.hand_made import MACHINE, STEPPED_BYTES, machine
 from tests.strategies import calibrations, hardware
 
 SETS = [frozenset(lanes) for size in range(1, len(LANES_ALONE) + 1) for lanes in combinations(LANES_ALONE, size)]
+SETS_OF_SEVERAL = [frozenset(lanes) for size in range(1, len(Lane) + 1) for lanes in combinations(Lane, size)]
 COMPUTE, H2D, D2H, CPU_OPTIM = LANES_ALONE
+
+
+def of_four(hardware: Hardware) -> Hardware:
+    """As many machines, joined by a network as fast as their links to the device."""
+    return hardware.model_copy(update={"network": Network(name="network", num_nodes=4, link=hardware.host_to_device)})
 
 
 def calibrated(measured: dict[tuple[Lane, ...], tuple[float, ...]]) -> Calibration:
@@ -32,21 +38,24 @@ def calibrated(measured: dict[tuple[Lane, ...], tuple[float, ...]]) -> Calibrati
     )
 
 
-def growing_pairs() -> Iterator[tuple[frozenset[Lane], frozenset[Lane]]]:
+def growing_pairs(sets: list[frozenset[Lane]]) -> Iterator[tuple[frozenset[Lane], frozenset[Lane]]]:
     """Every set of lanes with every larger one that contains it."""
-    for smaller in SETS:
-        for larger in SETS:
+    for smaller in sets:
+        for larger in sets:
             if smaller < larger:
                 yield smaller, larger
 
 
-@given(hardware(), st.none() | calibrations())
-def test_company_never_makes_a_lane_faster(hardware: Hardware, calibration: Calibration | None) -> None:
-    contention = ContentionModel.of(hardware, calibration)
-    for smaller, larger in growing_pairs():
+@given(hardware(), st.none() | calibrations(), st.sampled_from((1, 4)))
+def test_company_never_makes_a_lane_faster(hardware: Hardware, calibration: Calibration | None, num_ranks: int) -> None:
+    contention = ContentionModel.of(of_four(hardware), calibration, num_ranks=num_ranks)
+    sets = SETS if num_ranks == 1 else SETS_OF_SEVERAL
+    assert contention.lanes == lanes_of(num_ranks) == ContentionModel.none(num_ranks=num_ranks).lanes
+    assert contention.slowdowns.keys() == set(sets)
+    for smaller, larger in growing_pairs(sets):
         for lane in smaller:
             assert contention.rates(larger)[lane] <= contention.rates(smaller)[lane]
-    for lanes in SETS:
+    for lanes in sets:
         rates = contention.rates(lanes)
         assert rates.keys() == lanes
         assert all(0 < rate <= 1 for rate in rates.values())
@@ -75,6 +84,19 @@ def test_consistent_measurements_are_kept(data: st.DataObject) -> None:
     for lanes, values in measured.items():
         for lane, slowdown in zip(lanes, values, strict=True):
             assert contention.slowdowns[frozenset(lanes)][lane] == slowdown
+
+
+@given(hardware(), calibrations(), st.lists(st.floats(1, 8), min_size=3, max_size=3))
+def test_what_was_measured_beside_collectives_is_nothing_to_one_rank(
+    hardware: Hardware, calibration: Calibration, slowdowns: list[float]
+) -> None:
+    of_one = [entry for entry in calibration.contention if Lane.COLLECTIVE not in entry.lanes]
+    beside = Contention(lanes=(COMPUTE, H2D, Lane.COLLECTIVE), slowdowns=tuple(slowdowns))
+    with_it, without = (
+        ContentionModel.of(hardware, calibration.model_copy(update={"contention": entries}))
+        for entries in ((*of_one, beside), tuple(of_one))
+    )
+    assert with_it == without
 
 
 def test_sets_that_were_not_measured_multiply_the_fewest_groups() -> None:

@@ -109,5 +109,7 @@ def test_what_runs_side_by_side_is_unknown_where_gradients_wait_for_sums() -> No
     model = workload(num_blocks=4)
     chosen = plan(model, n_buffer=2)
     assert _together_s(hand_made(model, chosen, machine())) > 0
+    twice = hand_made(model, chosen.model_copy(update={"micro_batches": 2}), machine())
+    assert 0 < _together_s(twice) <= _simulated_together_s(twice) * (1 + 1e-9)
     accumulating = chosen.model_copy(update={"micro_batches": 3})
     assert _together_s(hand_made(model, accumulating, machine())) == 0
