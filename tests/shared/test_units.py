@@ -57,6 +57,7 @@ def test_rates_with_units(value: float, unit: str, between: str) -> None:
 
 
 @given(st.integers(1, 2**61))
+@example(2**60 + 2**39)
 def test_enough_is_enough_and_hardly_more(size_bytes: int) -> None:
     read_bytes = parse_bytes(format_enough_bytes(size_bytes))
     assert size_bytes <= read_bytes <= size_bytes * 1.001 + 1

@@ -91,6 +91,17 @@ def test_the_shared_dim_is_split_where_tiles_are_too_few() -> None:
     assert product_s((1, 32, 32, 4096), slow, 1.0) == pytest.approx(4 * split_s)
 
 
+@pytest.mark.parametrize(("batch", "columns", "launch_s"), [(1, 32, 0.0), (1, 16, 1.0), (2, 16, 1e-6)])
+def test_partial_sums_are_written_and_read_again(batch: int, columns: int, launch_s: float) -> None:
+    # A tile of 32 x 32 for each product, its shared dim in four parts, one for each of the multiprocessors.  Four bytes
+    # of every element and part go to memory and back at 0.85 of 4e10 bytes/s, and a kernel adds them up.
+    card = device(4 * batch, memory_bandwidth_bytes_per_s=4e10, launch_overhead_s=launch_s)
+    multiplying_s = batch * 2 * 32 * 32 * 4096 * (1.5 / 1.09375) / 1e12
+    sums_s = 2 * 4 * (batch * 32 * columns) * 4 / (0.85 * 4e10)
+    expected_s = multiplying_s + sums_s + min(KERNEL_FIXED_S, launch_s)
+    assert product_s((batch, 32, columns, 4096), card, 1e12) == pytest.approx(expected_s)
+
+
 @given(SHAPES, st.integers(1, 200))
 def test_a_product_takes_no_less_than_its_flops(shape: tuple[int, int, int, int], num_multiprocessors: int) -> None:
     batch, m, n, k = shape

@@ -17,7 +17,7 @@ from protwin.shared.layout import ChunkId
 from protwin.shared.memory_bound import guaranteed_device_peak
 from protwin.shared.record import Holding, MemoryCurve
 from protwin.shared.schedule import Buffer, BufferId, Content, Lane, Memory, Schedule, Task, TaskId, TaskKind
-from protwin.shared.workload import BlockId
+from protwin.shared.workload import BlockId, Phase
 from protwin.sim.contention import ContentionModel
 from protwin.sim.memory import DeviceMemory, pinned_host_curve, window_s
 from protwin.sim.simulator import simulate, simulate_timing
@@ -256,11 +256,48 @@ def test_at_a_peak_while_compute_waits_the_next_task_is_named() -> None:
     assert guaranteed_device_peak(schedule).size_bytes == 356
 
 
+def releasing_as_it_runs() -> Schedule:
+    """A backward that has released 150 of the 190 bytes that it frees when the next chunk begins to come."""
+    activations = Buffer(BufferId(0), Content.ACTIVATIONS, Memory.DEVICE, 100)
+    gradients = Buffer(BufferId(1), Content.GRADIENTS, Memory.DEVICE, 90)
+    chunks = [Buffer(BufferId(place), Content.PARAMETERS, Memory.DEVICE, size) for place, size in ((2, 10), (3, 1000))]
+    forward, small, large, backward, adam = (TaskId(place) for place in range(5))
+    curve = Phase(curve=((0.5, 0), (1.0, -150)))
+    tasks = (
+        Task(forward, TaskKind.FORWARD, BlockId(0), allocates=(activations.id, gradients.id)),
+        Task(small, TaskKind.GATHER, chunk=ChunkId(0), after=(forward,), allocates=(chunks[0].id,)),
+        Task(large, TaskKind.GATHER, chunk=ChunkId(1), after=(forward,), allocates=(chunks[1].id,)),
+        Task(
+            backward, TaskKind.BACKWARD, BlockId(0), after=(forward,), frees=(activations.id, gradients.id), phase=curve
+        ),
+        Task(adam, TaskKind.DEVICE_ADAM, after=(large,), frees=tuple(chunk.id for chunk in chunks)),
+    )
+    return Schedule("", tasks, (activations, gradients, *chunks), num_slots=2, num_blocks=1, prefetch_depth=1)
+
+
+def test_what_has_been_released_at_a_peak_is_taken_off_activations_first() -> None:
+    # Forward until 1; backward until 3, the second half of it 150 lower; the large chunk comes from 2.6 on.
+    schedule = releasing_as_it_runs()
+    timing = run(schedule, [1.0, 1.6, 0.2, 2.0, 1.0])
+    curve = DeviceMemory(schedule, timing).curve()
+    assert curve.times_s == pytest.approx((0.0, 1.0, 2.0, 2.6, 3.0, 4.0))
+    assert curve.levels_bytes == (0, 200, 50, 1050, 1010, 1010)
+    assert curve.peak_at == "backward 0"
+    assert curve.alive_at_peak == (
+        Holding(content=Content.PARAMETERS, size_bytes=1010),
+        Holding(content=Content.GRADIENTS, size_bytes=40),
+    )
+
+
 def test_pinned_host_memory_is_what_copies_need() -> None:
     # Offloaded: chunk 1 alone, 256 bytes of parameters and as much for its gradients.
     model = workload()
     schedule = compile_schedule(plan(model, n_persist=1), model)
-    curve = pinned_host_curve(schedule, run(schedule, [1.0] * len(schedule.tasks)))
+    timing = run(schedule, [1.0] * len(schedule.tasks))
+    curve = pinned_host_curve(schedule, timing)
+    begin_s, end_s = window_s(schedule, timing)
+    assert begin_s > 0
+    assert curve.times_s == (0.0, end_s - begin_s)
     assert curve.memory is Memory.PINNED_HOST
     assert curve.peak_bytes == 512
     assert set(curve.levels_bytes) == {512}
