@@ -18,9 +18,11 @@ def machine_of_rank(hardware: Hardware, num_ranks: int) -> Hardware:
     Raises HardwareError if there are more ranks than devices, or fewer cores at a socket than ranks.
     """
     if not 1 <= num_ranks <= hardware.num_devices:
+        nodes = f", {hardware.devices_per_node} in each of {hardware.num_nodes} nodes" if hardware.num_nodes > 1 else ""
+        more = "" if hardware.network is None else ", or set network.num_nodes"
         raise HardwareError(
-            f"{num_ranks} ranks do not fit on {hardware.name}, which has {hardware.num_devices} devices "
-            f"({hardware.devices_per_node} in each of {hardware.num_nodes} nodes). Use between 1 and that many."
+            f"{num_ranks} ranks do not fit on {hardware.name}, which has {hardware.num_devices} devices{nodes}. "
+            f"Use between 1 and that many{more}."
         )
     alone = hardware.model_copy(update={"node": None, "network": None})
     node = hardware.node
