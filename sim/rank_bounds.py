@@ -11,8 +11,12 @@ among them ([Note: Throughput bound] in ``sim/throughput.py``), turn the work of
 *The last ones.*  Where some gradients stay, device Adam waits for their reduction, and the next iteration's compute for
 device Adam.  In the lane's order these come last.  So from the start of compute there is the compute up to the last
 backward of a block, then all reductions of chunks that end with it or with earlier blocks, then device Adam.  Chunks
-that are sharded over devices and stepped are gathered after device Adam, one after the other: a block's forward, before
-all of that, waits for its own and those of all earlier blocks.
+that are sharded over devices and stepped are gathered after device Adam, one after the other, and behind the first of
+them all chunks of later blocks: a block's forward, before all of that, waits for its own and those of all earlier ones.
+
+*Around the turn.*  So an iteration with such chunks is cut in three: from device Adam to the forward of the last block
+that has one, in which all of them are gathered; from there to the last backward of some block; and from there to device
+Adam, in which that block's and all earlier blocks' gradients are reduced.
 """
 
 from __future__ import annotations
@@ -28,12 +32,14 @@ from .contention import ContentionModel
 from .rank_cycles import RankCycles
 from .rank_throughput import RankThroughput, RankWork
 from .rank_traffic import RankTraffic
-from .space import IntArray
+from .space import BoolArray, IntArray
 from .throughput import Throughput
 from .time_bounds import TimeBounds
 from .traffic import Traffic
 from .work_sums import WorkSums
 
+_NUM_CUTS: Final = 4
+"""Blocks whose last backward is tried; any number is admissible."""
 _BOUND_FRAC: Final = 1 - 1e-5
 """Covers what the simulator tolerates as periodic, and rounding."""
 
@@ -69,6 +75,8 @@ class RankBounds(TimeBounds):
             self._links = WorkSums(all_gathers, compute, is_counted=self._gathered)
         self._tail_s = self._tails()
         self._lead_s = self._leads()
+        self._last_waiting = np.where(self._waits_for_adam(), table.first_block, -1).max(axis=1, initial=-1)
+        """(P,) the last block whose forward waits for an all-gather after device Adam; below 0 if none does."""
 
     def whole_s(self, prefix: IntArray, n_buffer: IntArray, depths: IntArray, modes: IntArray) -> FloatArray:
         """(R, K) the bounds of the whole period and of swapping alone."""
@@ -103,6 +111,8 @@ class RankBounds(TimeBounds):
         h2d_s, d2h_s, cpu_s, collective_s = self._least_work(prefix, n_buffer, modes)
         work = RankWork(compute_s, h2d_s, d2h_s, cpu_s, collective_s, self._outer_s)
         least_s = np.maximum(self._rank_throughput.least_s(work), self._last_s(prefix, modes))
+        if self._table.places.has_shards:
+            least_s = np.maximum(least_s, self._around_turn_s(prefix, modes))
         found: FloatArray = least_s * _BOUND_FRAC
         return found
 
@@ -130,14 +140,42 @@ class RankBounds(TimeBounds):
         found: FloatArray = np.where(is_last[:, None], tails, 0.0) if self._outer_s == 0 else tails
         return found
 
+    def _waits_for_adam(self) -> BoolArray:
+        """(P, C) whether a chunk's first all-gather comes after device Adam, by itself or behind another one's."""
+        table, ids = self._table, np.arange(len(self._table.size_bytes))
+        stepped = table.places.is_sharded(table.places.all) & table.is_stepped
+        # The lane takes first gathers by the block that needs them, and then by chunk.
+        rank = np.lexsort((ids, table.first_block)).argsort()
+        first = np.where(stepped, rank, len(ids)).min(axis=1, initial=len(ids))
+        waits: BoolArray = self._gathered & (rank >= first[:, None])
+        return waits
+
     def _leads(self) -> FloatArray:
         """(P, n) all-gathers that wait for device Adam, of chunks whose first block is each one or an earlier one."""
         table, num_blocks = self._table, self._table.layout.num_blocks
-        waits = table.places.is_sharded(table.places.all) & table.is_stepped
+        waits = self._waits_for_adam()
         is_until = table.first_block[:, None] <= np.arange(num_blocks)
         assert table.collectives is not None
         leads: FloatArray = (waits * table.collectives.gather_s) @ is_until
         return leads
+
+    def _around_turn_s(self, prefix: IntArray, modes: IntArray) -> FloatArray:
+        """(R, K) bounds of plans with chunks that are sharded and stepped, cut in three; 0 for others."""
+        sums, positions = self._sums, self._sums.positions
+        until_s = sums.until_s[:, modes]
+        block = np.maximum(self._last_waiting[prefix], 0)
+        before_s = until_s[1 + block]
+        gathered_s = self._rank_throughput.least_s(RankWork(before_s, collective_s=self._lead_s[prefix, block]))
+        cuts = np.unique(np.rint((sums.num_blocks - 1) * np.linspace(0, 1, _NUM_CUTS)).astype(np.int64))
+        ends_s = until_s[positions.backward(cuts) + 1]
+        between_s = (positions.micro_batches - 1) * until_s[-1] + ends_s - before_s[:, None]
+        rest_s = np.broadcast_to(until_s[-1] - ends_s, between_s.shape)
+        reduced_s = self._rank_throughput.least_s(
+            RankWork(rest_s, collective_s=self._tail_s[prefix][:, cuts], alone_s=self._outer_s)
+        )
+        found_s = gathered_s + (between_s + reduced_s).max(axis=1) + self._table.device_adam_s[prefix][:, None]
+        bound_s: FloatArray = np.where((self._last_waiting[prefix] >= 0)[:, None], found_s, 0.0)
+        return bound_s
 
     def _last_s(self, prefix: IntArray, modes: IntArray) -> FloatArray:
         """(R, K) compute up to a block's last backward, the reductions from there on, and device Adam.
