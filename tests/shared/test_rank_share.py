@@ -100,3 +100,5 @@ def test_every_rank_needs_a_core() -> None:
     small = override_hardware(machine("h100-80gb-x8"), {"host.num_cores": "3"})
     with pytest.raises(HardwareError, match=r"4 ranks share a socket of .* 3 cores \(host.num_cores\)"):
         machine_of_rank(small, 8)
+    enough = override_hardware(machine("h100-80gb-x8"), {"host.num_cores": "4"})
+    assert machine_of_rank(enough, 8).host.num_cores == 1

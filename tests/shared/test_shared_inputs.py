@@ -69,6 +69,18 @@ def test_what_a_kept_block_saves_lives_until_its_backward_or_that_of_an_earlier_
     assert going(seen.shared_input(ROW), modes) == ("backward", 1 if modes[1] is CHECKPOINT else 2)
 
 
+BLOCKS = st.lists(st.integers(0, NUM_BLOCKS - 1), unique=True).map(tuple)
+
+
+@given(BLOCKS, BLOCKS, st.lists(st.sampled_from(ActivationMode), min_size=NUM_BLOCKS, max_size=NUM_BLOCKS))
+def test_the_last_holder_is_the_first_block_that_holds_it_in_its_mode(
+    kept_by: tuple[int, ...], checkpointed_by: tuple[int, ...], modes: list[ActivationMode]
+) -> None:
+    held = [block for block, mode in enumerate(modes) if block in (checkpointed_by if mode is CHECKPOINT else kept_by)]
+    shared = SharedInput(size_bytes=SIZE, kept_by=kept_by, checkpointed_by=checkpointed_by)
+    assert shared.last_holder(modes) == (held[0] if held else None)
+
+
 def test_swapping_is_keeping() -> None:
     """Only what a block makes itself travels."""
     seen = ObservedInput(SIZE, (0, 1, 2, 3), kept=backward(1), checkpointed=backward(0)).shared_input(ROW)

@@ -168,6 +168,20 @@ def test_a_narrow_product_streams_its_matrix() -> None:
     assert roofline_s(phase, card) == pytest.approx(100 * expected_s)
 
 
+def test_what_only_moves_bytes_takes_its_share_of_the_bandwidth() -> None:
+    """Copies and embeddings count no operations; their class still has an efficiency."""
+    halved = device(memory_bandwidth_bytes_per_s=100.0, efficiency={OperationClass.ELEMENTWISE: 0.5})
+    copy = Operation(
+        name="copy",
+        operation_class=OperationClass.ELEMENTWISE,
+        dtype=DType.FLOAT16,
+        flops=0,
+        bytes_moved=1000,
+        count=3,
+    )
+    assert roofline_s(Phase(operations=(copy,)), halved) == pytest.approx(3 * 1000 / (100 * 0.5))
+
+
 # -- attention -------------------------------------------------------------------------------------------------------
 
 

@@ -177,6 +177,15 @@ def test_the_prediction_does_not_depend_on_how_equal_ranks_are_grouped(split: tu
     assert found.tokens_per_s == alone.tokens_per_s
 
 
+@pytest.mark.parametrize(("num_ranks", "micro_batches"), [(1, 1), (1, 3), (8, 1), (8, 3)])
+def test_samples_and_tokens_are_those_of_all_ranks_and_micro_batches(num_ranks: int, micro_batches: int) -> None:
+    model, hardware = decoder(), known_machine("a100-80gb-x8")
+    mode = ParallelMode.DDP if num_ranks > 1 else ParallelMode.SINGLE
+    record = simulate(of(model, mode, num_ranks).model_copy(update={"micro_batches": micro_batches}), model, hardware)
+    assert record.num_samples == num_ranks * micro_batches * model.num_samples
+    assert record.num_tokens == num_ranks * micro_batches * model.num_tokens
+
+
 def test_one_straggler_sets_the_pace_of_all() -> None:
     model, hardware = decoder(), known_machine("a100-80gb-x8")
     knobs = of(model, ParallelMode.DDP, 8)
