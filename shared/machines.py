@@ -40,7 +40,7 @@ def machine(name: str) -> Hardware:
     if name not in known:
         raise CatalogueError(
             f"there is no machine {name!r} in the catalogue. {did_you_mean(name, known)} "
-            f"For a machine of your own, pass the path of its .toml or .json file."
+            f"protwin hardware list shows them; for a machine of your own, pass the path of its .toml or .json file."
         )
     parts = _parts(name)
     link = link_part(parts["link"])

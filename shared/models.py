@@ -91,7 +91,7 @@ def model_configuration(name: str) -> ModelConfiguration:
     if known is None:
         raise CatalogueError(
             f"there is no model {name!r} in the catalogue. {did_you_mean(name, model_names())} "
-            f"For a model of your own, pass the path of its config.json (Hugging Face form)."
+            f"protwin models lists them; for a model of your own, pass the path of its config.json (Hugging Face form)."
         )
     return ModelConfiguration.from_mapping(read_model_file(known), origin=f"catalogue entry {known}")
 
