@@ -18,12 +18,7 @@ def machine_of_rank(hardware: Hardware, num_ranks: int) -> Hardware:
     Raises HardwareError if there are more ranks than devices, or fewer cores at a socket than ranks.
     """
     if not 1 <= num_ranks <= hardware.num_devices:
-        nodes = f", {hardware.devices_per_node} in each of {hardware.num_nodes} nodes" if hardware.num_nodes > 1 else ""
-        more = "" if hardware.network is None else ", or set network.num_nodes"
-        raise HardwareError(
-            f"{num_ranks} ranks do not fit on {hardware.name}, which has {hardware.num_devices} devices{nodes}. "
-            f"Use between 1 and that many{more}."
-        )
+        raise HardwareError(f"{num_ranks} ranks do not fit on {hardware.name}, which has {_devices_of(hardware)}.")
     alone = hardware.model_copy(update={"node": None, "network": None})
     node = hardware.node
     if node is None:
@@ -39,6 +34,15 @@ def machine_of_rank(hardware: Hardware, num_ranks: int) -> Hardware:
         )
     }
     return alone.model_copy(update={"host": host_share(hardware.host, at_socket), **links})
+
+
+def _devices_of(hardware: Hardware) -> str:
+    """In words, with what to do where they are too few."""
+    if hardware.num_devices == 1:
+        return "one device. Use one rank, or a machine with more"
+    nodes = f", {hardware.devices_per_node} in each of {hardware.num_nodes} nodes" if hardware.num_nodes > 1 else ""
+    more = "" if hardware.network is None else ", or set network.num_nodes"
+    return f"{hardware.num_devices} devices{nodes}. Use between 1 and that many{more}"
 
 
 def price_of_ranks(hardware: Hardware, num_ranks: int) -> float | None:
