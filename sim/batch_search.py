@@ -17,7 +17,7 @@ from ..shared.errors import InfeasibleError, PlanError
 from ..shared.hardware import Hardware
 from ..shared.search_result import BatchChoice, BatchSearchResult
 from ..shared.workload import Workload
-from .hunt import Hunt, OnProgress, run_in_turns
+from .hunt import Hunt, OnProgress, run_in_turns, was_interrupted
 from .infeasible import explain_infeasible
 from .outcomes import search_result
 from .search import check_effort
@@ -61,40 +61,33 @@ def search_batches(
     check_effort(tolerance_frac, max_replays)
     sizes = batch_sizes(global_batch, micro_batch_sizes)
     hunts: dict[int, Hunt] = {}
-    is_interrupted = False
-    try:
-        for size in sizes:
-            problem = search_problem(
-                workload_at(size),
-                hardware,
-                calibration,
-                device_budget_bytes=device_budget_bytes,
-                host_budget_bytes=host_budget_bytes,
-                space=space,
-                rule=StepRule(global_batch // size, max_gradient_norm),
-            )
-            hunts[size] = Hunt(problem, tolerance_frac=tolerance_frac)
-        run_in_turns(
-            [hunts[size] for size in reversed(sizes)],
-            on_progress or (lambda done, total: None),
-            max_replays=max_replays,
+    for size in sizes:
+        problem = search_problem(
+            workload_at(size),
+            hardware,
+            calibration,
+            device_budget_bytes=device_budget_bytes,
+            host_budget_bytes=host_budget_bytes,
+            space=space,
+            rule=StepRule(global_batch // size, max_gradient_norm),
         )
-    except KeyboardInterrupt:
-        if not keep_interrupted or all(hunt.best is None for hunt in hunts.values()):
-            raise
-        is_interrupted = True
+        hunts[size] = Hunt(problem, tolerance_frac=tolerance_frac)
+    report, ordered = on_progress or (lambda done, total: None), [hunts[size] for size in reversed(sizes)]
+    interrupted = was_interrupted(
+        ordered, lambda: run_in_turns(ordered, report, max_replays=max_replays), keep=keep_interrupted
+    )
     settled = {size: plan for size, hunt in hunts.items() if (plan := hunt.simplest_near()) is not None}
     if not settled:
         raise _nothing_fits(global_batch, hunts)
     best_size = max(settled)
     result = search_result(
-        hunts[best_size], settled[best_size], hunts=tuple(hunts.values()), is_interrupted=is_interrupted
+        hunts[best_size], settled[best_size], hunts=tuple(hunts.values()), is_interrupted=interrupted
     )
     return BatchSearchResult(
         global_batch_size=global_batch,
         micro_batch_size=best_size,
         result=result,
-        choices=tuple(batch_choice(size, [hunt], is_interrupted) for size, hunt in sorted(hunts.items())),
+        choices=tuple(batch_choice(size, [hunt], interrupted) for size, hunt in sorted(hunts.items())),
     )
 
 

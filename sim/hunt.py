@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Final
@@ -184,6 +184,17 @@ class Hunt:
         self.simulated.append(found)
         if self.best is None or found.order < self.best.order:
             self.best = found
+
+
+def was_interrupted(hunts: Collection[Hunt], work: Callable[[], None], *, keep: bool) -> bool:
+    """Do ``work``, which is theirs; whether Ctrl-C ended it, which is raised unless ``keep`` and a plan was found."""
+    try:
+        work()
+    except KeyboardInterrupt:
+        if not keep or all(hunt.best is None for hunt in hunts):
+            raise
+        return True
+    return False
 
 
 def run_in_turns(hunts: Sequence[Hunt], on_progress: OnProgress, *, max_replays: int | None = None) -> None:

@@ -16,7 +16,7 @@ from ..shared.hardware import Hardware
 from ..shared.plan import ParallelMode
 from ..shared.search_result import BatchSearchResult
 from .batch_search import WorkloadAt, batch_choice, batch_sizes
-from .hunt import Hunt, OnProgress, Simulated, run_in_turns
+from .hunt import Hunt, OnProgress, Simulated, run_in_turns, was_interrupted
 from .outcomes import search_result
 from .rank_search import MODES, RankSetting, mode_choice, modes_among, nothing_fits
 from .search import check_effort
@@ -67,26 +67,23 @@ def search_rank_batches(
     )
     hunts: dict[Where, Hunt] = {}
     reasons: dict[ParallelMode, str] = {}
-    is_interrupted = False
-    try:
-        for size in sizes:
-            of_size, reasons = setting.hunts(workload_at(size), global_batch // num_ranks // size)
-            hunts |= {(size, mode): hunt for mode, hunt in of_size.items()}
-        ordered = sorted(hunts, key=_simplest)
-        run_in_turns(
-            [hunts[where] for where in ordered], on_progress or (lambda done, total: None), max_replays=max_replays
-        )
-    except KeyboardInterrupt:
-        if not keep_interrupted or all(hunt.best is None for hunt in hunts.values()):
-            raise
-        is_interrupted = True
+    for size in sizes:
+        of_size, reasons = setting.hunts(workload_at(size), global_batch // num_ranks // size)
+        hunts |= {(size, mode): hunt for mode, hunt in of_size.items()}
+    report, ordered = (
+        on_progress or (lambda done, total: None),
+        [hunts[where] for where in sorted(hunts, key=_simplest)],
+    )
+    interrupted = was_interrupted(
+        ordered, lambda: run_in_turns(ordered, report, max_replays=max_replays), keep=keep_interrupted
+    )
     chosen = _chosen(hunts)
     if chosen is None:
         raise _nothing_fits(global_batch, hunts)
     where, plan = chosen
-    result = search_result(hunts[where], plan, hunts=tuple(hunts.values()), is_interrupted=is_interrupted)
+    result = search_result(hunts[where], plan, hunts=tuple(hunts.values()), is_interrupted=interrupted)
     modes = tuple(
-        mode_choice(mode, [hunt for at, hunt in hunts.items() if at[1] is mode], reasons.get(mode, ""), is_interrupted)
+        mode_choice(mode, [hunt for at, hunt in hunts.items() if at[1] is mode], reasons.get(mode, ""), interrupted)
         for mode in setting.modes
     )
     return BatchSearchResult(
@@ -94,7 +91,7 @@ def search_rank_batches(
         micro_batch_size=where[0],
         result=result.model_copy(update={"modes": modes}),
         choices=tuple(
-            batch_choice(size, [hunt for at, hunt in hunts.items() if at[0] == size], is_interrupted) for size in sizes
+            batch_choice(size, [hunt for at, hunt in hunts.items() if at[0] == size], interrupted) for size in sizes
         ),
     )
 

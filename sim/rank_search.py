@@ -21,7 +21,7 @@ from ..shared.hardware import Hardware
 from ..shared.plan import ParallelMode
 from ..shared.search_result import ModeChoice, SearchResult
 from ..shared.workload import Workload
-from .hunt import Hunt, OnProgress, run_in_turns
+from .hunt import Hunt, OnProgress, run_in_turns, was_interrupted
 from .infeasible import explain_infeasible, least_of, smallest_changes
 from .outcomes import search_result
 from .search import check_effort
@@ -121,20 +121,17 @@ def search_ranks(
         max_replays,
     )
     hunts, reasons = setting.hunts(workload, micro_batches)
-    is_interrupted = False
-    try:
-        run_in_turns(list(hunts.values()), on_progress or (lambda done, total: None))
-    except KeyboardInterrupt:
-        if not keep_interrupted or all(hunt.best is None for hunt in hunts.values()):
-            raise
-        is_interrupted = True
+    report = on_progress or (lambda done, total: None)
+    interrupted = was_interrupted(
+        hunts.values(), lambda: run_in_turns(list(hunts.values()), report), keep=keep_interrupted
+    )
     settled = {mode: plan for mode, hunt in hunts.items() if (plan := hunt.simplest_near()) is not None}
     if not settled:
         raise nothing_fits(hunts)
     chosen = next(iter(settled))
-    result = search_result(hunts[chosen], settled[chosen], hunts=tuple(hunts.values()), is_interrupted=is_interrupted)
+    result = search_result(hunts[chosen], settled[chosen], hunts=tuple(hunts.values()), is_interrupted=interrupted)
     choices = tuple(
-        mode_choice(mode, [hunts[mode]] if mode in hunts else [], reasons.get(mode, ""), is_interrupted)
+        mode_choice(mode, [hunts[mode]] if mode in hunts else [], reasons.get(mode, ""), interrupted)
         for mode in setting.modes
     )
     return result.model_copy(update={"modes": choices})

@@ -16,7 +16,7 @@ from ..shared.errors import PlanError
 from ..shared.hardware import Hardware
 from ..shared.search_result import SearchResult as SearchResult
 from ..shared.workload import Workload
-from .hunt import Hunt, OnProgress
+from .hunt import Hunt, OnProgress, was_interrupted
 from .infeasible import explain_infeasible
 from .outcomes import search_result
 from .search_problem import search_problem
@@ -64,20 +64,18 @@ def search(
     )
     report = on_progress or (lambda done, total: None)
     hunt = Hunt(problem, tolerance_frac=tolerance_frac, max_replays=max_replays, on_progress=report)
-    is_interrupted = False
-    try:
+
+    def work() -> None:
         hunt.run()
         hunt.settle()
-    except KeyboardInterrupt:
-        if not keep_interrupted or hunt.best is None:
-            raise
-        is_interrupted = True
+
+    interrupted = was_interrupted([hunt], work, keep=keep_interrupted)
     chosen = hunt.simplest_near()
     if chosen is None:
         raise explain_infeasible(problem)
-    if not is_interrupted:
+    if not interrupted:
         report(problem.num_candidates, problem.num_candidates)
-    return search_result(hunt, chosen, is_interrupted=is_interrupted)
+    return search_result(hunt, chosen, is_interrupted=interrupted)
 
 
 def check_effort(tolerance_frac: float, max_replays: int | None) -> None:
