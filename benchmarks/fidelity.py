@@ -27,9 +27,9 @@ from protwin.runtime.probe import probe_hardware
 from protwin.runtime.text import byte_batches, python_reference
 from protwin.runtime.threads import leave_a_core_for_lanes
 from protwin.runtime.tracing import trace
-from protwin.shared.files import write_atomically
-from protwin.shared.progress import progress_bar
-from protwin.shared.units import format_bytes, format_seconds
+from protwin.shared.basics.documents import write_atomically
+from protwin.shared.basics.progress import progress_bar
+from protwin.shared.basics.units import format_bytes, format_seconds
 
 GPT2 = {
     "model_type": "gpt2",

@@ -39,7 +39,7 @@ from rich.console import Console
 from protwin.calibration.slowdowns import measure_slowdowns
 from protwin.runtime.identity import software_versions
 from protwin.runtime.probe import probe_hardware
-from protwin.shared.files import write_atomically
+from protwin.shared.basics.documents import write_atomically
 
 MINUTES: Final = 7.5
 _PROOF_LIMIT_S: Final = 200.0

@@ -20,11 +20,11 @@ from protwin.calibration.fidelity import Subject
 from protwin.calibration.fitting import Pair, fit_calibration
 from protwin.calibration.plans import bootstrap_plans, spanning_plans
 from protwin.runtime.identity import software_versions
-from protwin.shared.calibration import Contention
-from protwin.shared.compile import compile_schedule
-from protwin.shared.memory_bound import guaranteed_device_peak
-from protwin.shared.plan import Plan
-from protwin.shared.record import Record
+from protwin.shared.compile.compile import compile_schedule
+from protwin.shared.schema.calibration import Contention
+from protwin.shared.schema.plan import Plan
+from protwin.shared.schema.record import Record
+from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
 from protwin.sim.search import search
 from protwin.sim.simulator import simulate
 

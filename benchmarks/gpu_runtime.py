@@ -18,8 +18,8 @@ from protwin.calibration.plans import bootstrap_plans
 from protwin.runtime.batches import loss_of
 from protwin.runtime.carrying_out import carry_out
 from protwin.runtime.snapshot import without_cache
-from protwin.shared.plan import ActivationMode, Plan
-from protwin.shared.schedule import Memory
+from protwin.shared.schema.plan import ActivationMode, Plan
+from protwin.shared.schema.schedule import Memory
 
 OVER_PLAIN: Final = 1.05
 PEAK_ERROR: Final = 0.02

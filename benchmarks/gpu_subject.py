@@ -20,10 +20,10 @@ from protwin.runtime.configurations import build_model
 from protwin.runtime.devices import CpuDevice, CudaDevice, TrainingDevice
 from protwin.runtime.text import byte_batches, python_reference
 from protwin.runtime.tracing import trace
-from protwin.shared.hardware import Hardware
-from protwin.shared.plan import Plan
-from protwin.shared.record import Record
-from protwin.shared.units import format_bytes
+from protwin.shared.basics.units import format_bytes
+from protwin.shared.schema.hardware import Hardware
+from protwin.shared.schema.plan import Plan
+from protwin.shared.schema.record import Record
 
 BATCHES_OF_A_RUN: Final = 11
 """Three iterations that warm up and are watched, eight that count."""

@@ -31,9 +31,9 @@ from rich.console import Console
 from rich.table import Table
 
 from protwin.runtime.identity import machine_name, num_cores, software_versions
-from protwin.shared.files import write_atomically
-from protwin.shared.progress import progress_bar
-from protwin.shared.units import format_bytes, format_seconds
+from protwin.shared.basics.documents import write_atomically
+from protwin.shared.basics.progress import progress_bar
+from protwin.shared.basics.units import format_bytes, format_seconds
 
 _WARM_UP: Final = 3
 """Steps thrown away; in the last of them copies are counted."""

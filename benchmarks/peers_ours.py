@@ -15,12 +15,12 @@ from protwin.runtime.carrying_out import carry_out
 from protwin.runtime.devices import CpuDevice
 from protwin.runtime.probe import probe_hardware
 from protwin.runtime.tracing import trace
-from protwin.shared.compile import compile_schedule
-from protwin.shared.layout import build_layout
-from protwin.shared.memory_bound import guaranteed_device_peak
-from protwin.shared.plan import Plan
-from protwin.shared.units import format_bytes
-from protwin.shared.workload import Workload
+from protwin.shared.basics.units import format_bytes
+from protwin.shared.compile.compile import compile_schedule
+from protwin.shared.layout.layout import build_layout
+from protwin.shared.schema.plan import Plan
+from protwin.shared.schema.workload import Workload
+from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
 from protwin.sim.search import search
 from protwin.sim.space import SearchSpace
 

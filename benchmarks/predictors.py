@@ -22,8 +22,8 @@ from rich.table import Table
 from rich.text import Text
 
 from protwin.runtime.identity import machine_name
-from protwin.shared.files import write_atomically
-from protwin.shared.progress import progress_bar
+from protwin.shared.basics.documents import write_atomically
+from protwin.shared.basics.progress import progress_bar
 
 CASES = (
     Case("llama-3-8b", 1, 2048, "bfloat16", is_checkpointed=False, has_optimizer=False),

@@ -7,11 +7,11 @@ import logging
 from predictors_rows import Row
 
 from protwin.runtime.tracing_configurations import workload_of_configuration
-from protwin.shared.layout import build_layout
-from protwin.shared.machines import machine
-from protwin.shared.models import model_configuration
-from protwin.shared.plan import Plan
-from protwin.shared.schedule import Content, Memory
+from protwin.shared.catalogue.machines import machine
+from protwin.shared.catalogue.models import model_configuration
+from protwin.shared.layout.layout import build_layout
+from protwin.shared.schema.plan import Plan
+from protwin.shared.schema.schedule import Content, Memory
 from protwin.sim.simulator import simulate
 
 MODEL, DEVICE, BATCH_SIZE, SEQUENCE_LENGTH = "gpt2-xl", "a100-80gb", 4, 1024

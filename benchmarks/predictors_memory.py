@@ -20,11 +20,11 @@ from torch.utils.checkpoint import checkpoint
 from protwin.runtime.configurations import build_model, quiet
 from protwin.runtime.fake import plain_batches
 from protwin.runtime.tracing_configurations import workload_of_configuration
-from protwin.shared.layout import build_layout
-from protwin.shared.machines import machine
-from protwin.shared.models import model_configuration
-from protwin.shared.plan import Plan
-from protwin.shared.schedule import Content, Memory
+from protwin.shared.catalogue.machines import machine
+from protwin.shared.catalogue.models import model_configuration
+from protwin.shared.layout.layout import build_layout
+from protwin.shared.schema.plan import Plan
+from protwin.shared.schema.schedule import Content, Memory
 from protwin.sim.simulator import simulate
 
 CHUNK_BYTES = 2**31

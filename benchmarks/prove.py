@@ -28,9 +28,9 @@ import torch
 from rich.console import Console
 
 from protwin.runtime.identity import machine_name, num_cores, software_versions
-from protwin.shared.files import write_atomically
-from protwin.shared.progress import OnProgress, progress_bar
-from protwin.shared.units import format_seconds
+from protwin.shared.basics.documents import write_atomically
+from protwin.shared.basics.progress import OnProgress, progress_bar
+from protwin.shared.basics.units import format_seconds
 
 from . import prove_equality, prove_exhaustion, prove_faults, prove_memory
 from .prove_claims import Claim, Settings, show

@@ -6,9 +6,9 @@ to be allowed for, in narrow types either: there the plain loop is the one that 
 
 from __future__ import annotations
 
-from protwin.shared.plan import Plan
-from protwin.shared.progress import OnProgress
-from protwin.shared.units import format_bytes
+from protwin.shared.basics.progress import OnProgress
+from protwin.shared.basics.units import format_bytes
+from protwin.shared.schema.plan import Plan
 from tests.runtime.equality import miscounted, offloaded_chunks, random_plans, swapped_bytes, trained
 from tests.runtime.families import family_cases
 from tests.runtime.models import Case, cases

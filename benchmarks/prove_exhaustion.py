@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from protwin.shared.compile import compile_schedule
-from protwin.shared.plan import Plan
-from protwin.shared.progress import OnProgress
-from protwin.shared.schedule import Lane, Task
+from protwin.shared.basics.progress import OnProgress
+from protwin.shared.compile.compile import compile_schedule
+from protwin.shared.schema.plan import Plan
+from protwin.shared.schema.schedule import Lane, Task
 from tests.runtime.models import cases
 from tests.runtime.resuming import mixed, offloaded
 from tests.runtime.running_out import Ending, run_out

@@ -12,7 +12,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, Final
 
-from protwin.shared.progress import OnProgress
+from protwin.shared.basics.progress import OnProgress
 
 from .prove_claims import Claim, Settings
 

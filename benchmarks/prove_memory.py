@@ -12,10 +12,10 @@ from typing import Any, Final
 import torch
 
 from protwin.runtime import CpuDevice
-from protwin.shared.compile import compile_schedule
-from protwin.shared.plan import Plan
-from protwin.shared.progress import OnProgress
-from protwin.shared.units import format_bytes
+from protwin.shared.basics.progress import OnProgress
+from protwin.shared.basics.units import format_bytes
+from protwin.shared.compile.compile import compile_schedule
+from protwin.shared.schema.plan import Plan
 from tests.runtime.accounts import BAR, MIXTURES, RESIDENCIES, error_frac, measured_peak_bytes, plan_of
 from tests.runtime.eager_lanes import eager_peak, settle
 from tests.runtime.growth import growth_over

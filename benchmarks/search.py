@@ -29,14 +29,14 @@ from rich.console import Console
 from rich.table import Table
 
 from protwin.runtime.identity import machine_name
-from protwin.shared.compile import compile_schedule
-from protwin.shared.errors import InfeasibleError
-from protwin.shared.files import write_atomically
-from protwin.shared.machines import load_hardware
-from protwin.shared.memory_bound import guaranteed_device_peak
-from protwin.shared.search_result import SearchResult
-from protwin.shared.units import format_seconds
-from protwin.shared.workload import Workload
+from protwin.shared.basics.documents import write_atomically
+from protwin.shared.basics.errors import InfeasibleError
+from protwin.shared.basics.units import format_seconds
+from protwin.shared.catalogue.machines import load_hardware
+from protwin.shared.compile.compile import compile_schedule
+from protwin.shared.schema.search_result import SearchResult
+from protwin.shared.schema.workload import Workload
+from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
 from protwin.sim.candidates import Candidates
 from protwin.sim.contention import ContentionModel
 from protwin.sim.costs import CostModel

@@ -20,12 +20,12 @@ from ..runtime.snapshot import left_as_found
 from ..runtime.text import byte_batches, python_reference
 from ..runtime.threads import leave_a_core_for_lanes
 from ..runtime.tracing import trace
-from ..shared.calibration import Calibration, Contention
-from ..shared.errors import CalibrationError
-from ..shared.hardware import DeviceKind, Hardware
-from ..shared.plan import Plan
-from ..shared.record import Record
-from ..shared.workload import Workload
+from ..shared.basics.errors import CalibrationError
+from ..shared.schema.calibration import Calibration, Contention
+from ..shared.schema.hardware import DeviceKind, Hardware
+from ..shared.schema.plan import Plan
+from ..shared.schema.record import Record
+from ..shared.schema.workload import Workload
 from .fitting import Pair, fit_calibration
 from .plans import bootstrap_plans
 from .slowdowns import measure_slowdowns

@@ -7,7 +7,11 @@ from typing import Annotated
 
 import typer
 
-from ..shared.cli_options import (
+from ..shared.basics.documents import write_atomically
+from ..shared.basics.progress import progress_bar
+from ..shared.catalogue.machines import load_hardware
+from ..shared.catalogue.models import load_model_configuration
+from ..shared.cli.options import (
     ConfigurationName,
     DTypeName,
     HardwareName,
@@ -22,20 +26,16 @@ from ..shared.cli_options import (
     keep_apart,
     writable_json,
 )
-from ..shared.cli_output import give, show
-from ..shared.comparison import compare_records
-from ..shared.compile import compile_schedule
-from ..shared.files import write_atomically
-from ..shared.machines import load_hardware
-from ..shared.models import load_model_configuration
-from ..shared.progress import progress_bar
-from ..shared.record import Record
-from ..shared.report import report as full_report
-from ..shared.report_options import PictureFolder, ReportPath, write_report
-from ..shared.report_words import ORIGIN_NAMES
-from ..shared.tables import comparison_tables
-from ..shared.timeline import chrome_trace
-from ..shared.workload import Workload
+from ..shared.cli.output import give, show
+from ..shared.cli.report_options import PictureFolder, ReportPath, write_report
+from ..shared.compile.compile import compile_schedule
+from ..shared.records.chrome_trace import chrome_trace
+from ..shared.records.comparison import compare_records
+from ..shared.report.report import report as full_report
+from ..shared.schema.record import Record
+from ..shared.schema.workload import Workload
+from ..shared.tables.labels import ORIGIN_NAMES
+from ..shared.tables.record import comparison_tables
 from .tables import calibration_tables
 
 __all__ = ["calibrate", "compare"]

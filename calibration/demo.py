@@ -32,20 +32,20 @@ from ..runtime.probe import probe_hardware
 from ..runtime.text import byte_batches, python_reference
 from ..runtime.threads import leave_a_core_for_lanes
 from ..runtime.tracing import trace
-from ..shared.calibration import Calibration
-from ..shared.comparison import compare_records
-from ..shared.compile import compile_schedule
-from ..shared.files import write_atomically
-from ..shared.hardware import Hardware
-from ..shared.machines import hardware_to_toml
-from ..shared.progress import progress_bar
-from ..shared.record import Record
-from ..shared.report import html_report
-from ..shared.search_tables import search_tables
-from ..shared.tables import comparison_tables
-from ..shared.timeline import chrome_trace
-from ..shared.units import format_bytes, format_seconds
-from ..shared.workload import Workload
+from ..shared.basics.documents import write_atomically
+from ..shared.basics.progress import progress_bar
+from ..shared.basics.units import format_bytes, format_seconds
+from ..shared.catalogue.machines import hardware_to_toml
+from ..shared.compile.compile import compile_schedule
+from ..shared.records.chrome_trace import chrome_trace
+from ..shared.records.comparison import compare_records
+from ..shared.report.report import html_report
+from ..shared.schema.calibration import Calibration
+from ..shared.schema.hardware import Hardware
+from ..shared.schema.record import Record
+from ..shared.schema.workload import Workload
+from ..shared.tables.record import comparison_tables
+from ..shared.tables.search import search_tables
 from ..sim.search import search
 from ..sim.simulator import simulate
 from .calibrating import calibrate, run_plan

@@ -25,14 +25,14 @@ from ..runtime.devices import TrainingDevice
 from ..runtime.identity import software_versions
 from ..runtime.optimizer import MakeOptimizer
 from ..runtime.training import Training
-from ..shared.calibration import Calibration, Contention
-from ..shared.compile import compile_schedule
-from ..shared.files import FrozenModel
-from ..shared.hardware import Hardware
-from ..shared.memory_bound import guaranteed_device_peak
-from ..shared.plan import Plan
-from ..shared.record import Record
-from ..shared.workload import Workload
+from ..shared.basics.documents import FrozenModel
+from ..shared.compile.compile import compile_schedule
+from ..shared.schema.calibration import Calibration, Contention
+from ..shared.schema.hardware import Hardware
+from ..shared.schema.plan import Plan
+from ..shared.schema.record import Record
+from ..shared.schema.workload import Workload
+from ..shared.verify.guaranteed_peak import guaranteed_device_peak
 from ..sim.search import search
 from ..sim.simulator import simulate
 from .fitting import Pair, fit_calibration

@@ -16,13 +16,13 @@ from typing import Final
 import numpy as np
 from scipy.optimize import nnls
 
-from ..shared.calibration import Calibration, Contention, Factor
-from ..shared.compile import compile_schedule
-from ..shared.errors import CalibrationError
-from ..shared.hardware import Hardware
-from ..shared.record import Origin, Record
-from ..shared.schedule import Schedule, TaskKind
-from ..shared.workload import Workload
+from ..shared.basics.errors import CalibrationError
+from ..shared.compile.compile import compile_schedule
+from ..shared.schema.calibration import Calibration, Contention, Factor
+from ..shared.schema.hardware import Hardware
+from ..shared.schema.record import Origin, Record
+from ..shared.schema.schedule import Schedule, TaskKind
+from ..shared.schema.workload import Workload
 from ..sim.contention import ContentionModel
 from ..sim.costs import CostModel
 from ..sim.simulator import simulate_timing

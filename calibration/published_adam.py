@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from ..shared.hardware import Host
-from ..shared.machine_parts import host_part
+from ..shared.catalogue.parts import host_part
+from ..shared.schema.hardware import Host
 from ..sim.costs import host_adam_bytes_per_s
 from ..sim.efficiency import CORE_BYTES_PER_S
 from .published_prediction import Prediction

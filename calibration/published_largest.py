@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from ..shared.compile import compile_schedule
-from ..shared.hardware import Hardware
-from ..shared.layout import Chunk, Layout, build_layout
-from ..shared.machines import machine
-from ..shared.memory_bound import guaranteed_device_peak
-from ..shared.plan import Plan
-from ..shared.schedule import Memory
-from ..shared.workload import Workload
+from ..shared.catalogue.machines import machine
+from ..shared.compile.compile import compile_schedule
+from ..shared.layout.layout import Chunk, Layout, build_layout
+from ..shared.schema.hardware import Hardware
+from ..shared.schema.plan import Plan
+from ..shared.schema.schedule import Memory
+from ..shared.schema.workload import Workload
+from ..shared.verify.guaranteed_peak import guaranteed_device_peak
 from ..sim.search_problem import default_host_budget_bytes
 from .published_prediction import Prediction
 from .published_rows import LARGEST_ON_24_GB, LARGEST_ON_80_GB, Quantity

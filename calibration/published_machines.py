@@ -17,9 +17,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
-from ..shared.hardware import Device, Hardware, Link
-from ..shared.machine_parts import host_part, link_part, node_part
-from ..shared.machines import machine
+from ..shared.catalogue.machines import machine
+from ..shared.catalogue.parts import host_part, link_part, node_part
+from ..shared.schema.hardware import Device, Hardware, Link
 from ..sim.collectives import Algorithm, Collective, Fabric, Shape, collective_time
 from ..sim.costs import copy_time_s
 from ..sim.fabrics import CALL_OVERHEAD_S

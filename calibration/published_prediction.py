@@ -7,7 +7,7 @@ from typing import Self
 
 from pydantic import PositiveFloat
 
-from ..shared.files import FrozenModel
+from ..shared.basics.documents import FrozenModel
 from .published_rows import Quantity
 
 

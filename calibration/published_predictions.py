@@ -9,12 +9,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from ..shared.errors import InfeasibleError
-from ..shared.hardware import Hardware
-from ..shared.layout import build_layout
-from ..shared.plan import ParallelMode, Plan
-from ..shared.record import Record
-from ..shared.workload import Workload
+from ..shared.basics.errors import InfeasibleError
+from ..shared.layout.layout import build_layout
+from ..shared.schema.hardware import Hardware
+from ..shared.schema.plan import ParallelMode, Plan
+from ..shared.schema.record import Record
+from ..shared.schema.workload import Workload
 from ..sim.search import search
 from ..sim.simulator import simulate
 from ..sim.space import SearchSpace

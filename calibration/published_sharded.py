@@ -10,13 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from ..shared.hardware import Hardware
-from ..shared.layout import build_layout
-from ..shared.machine_parts import network_part
-from ..shared.machines import machine, override_hardware
-from ..shared.plan import ParallelMode, Plan
-from ..shared.workload import DType, Workload
-from ..shared.workload_catalogue import shipped_family
+from ..shared.catalogue.machines import machine, override_hardware
+from ..shared.catalogue.parts import network_part
+from ..shared.layout.layout import build_layout
+from ..shared.schema.hardware import Hardware
+from ..shared.schema.plan import ParallelMode, Plan
+from ..shared.schema.workload import DType, Workload
+from ..shared.workloads.shipped import shipped_family
 from ..sim.simulator import simulate
 from .published_machines import Range, slowed
 from .published_prediction import Prediction

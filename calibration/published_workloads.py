@@ -10,7 +10,7 @@ from torch import nn
 
 from ..runtime.configurations import build_model, quiet
 from ..runtime.tracing import trace
-from ..shared.workload import Block, Operation, OperationClass, Workload
+from ..shared.schema.workload import Block, Operation, OperationClass, Workload
 
 ADAPTED: Final = ("q_proj", "k_proj", "v_proj", "o_proj")
 

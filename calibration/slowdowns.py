@@ -19,8 +19,8 @@ import torch
 from ..runtime.devices import TrainingDevice
 from ..runtime.lanes import Mark, WorkerLane
 from ..runtime.probe import adam_work, copy_work
-from ..shared.calibration import Contention
-from ..shared.schedule import LANES_ALONE, Lane
+from ..shared.schema.calibration import Contention
+from ..shared.schema.schedule import LANES_ALONE, Lane
 
 _COPY_BYTES: Final = 2**22
 _ADAM_SCALARS: Final = 2**20

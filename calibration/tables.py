@@ -5,11 +5,11 @@ from __future__ import annotations
 from rich.console import RenderableType
 from rich.text import Text
 
-from ..shared.calibration import Calibration
-from ..shared.report_words import KIND_NAMES, LANE_NAMES
-from ..shared.schedule import LANES_ALONE
-from ..shared.table_style import add_row, plain_table, spaced, titled
-from ..shared.units import format_seconds
+from ..shared.basics.units import format_seconds
+from ..shared.schema.calibration import Calibration
+from ..shared.schema.schedule import LANES_ALONE
+from ..shared.tables.labels import KIND_NAMES, LANE_NAMES
+from ..shared.tables.style import add_row, plain_table, spaced, titled
 
 
 def calibration_tables(calibration: Calibration) -> RenderableType:

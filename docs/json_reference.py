@@ -18,8 +18,8 @@ from typing import Any, Final
 
 from pydantic import BaseModel
 
-from protwin.shared.files import Document
-from protwin.shared.machine_parts import LinkPair
+from protwin.shared.basics.documents import Document
+from protwin.shared.catalogue.parts import LinkPair
 
 _ROOT: Final = Path(__file__).resolve().parent.parent
 PAGE: Final = _ROOT / "docs" / "json.md"
@@ -125,11 +125,12 @@ def documents() -> list[type[Document]]:
     """Every kind of document, by kind; their modules are found by looking through the sources."""
     found = []
     for folder in _FOLDERS:
-        for path in sorted((_ROOT / folder).glob("*.py")):
+        for path in sorted((_ROOT / folder).rglob("*.py")):
             for name in re.findall(
                 r"^class (\w+)\(Document\):(?:\n(?!class ).*)*?\n    KIND: ClassVar\[str\] = ", path.read_text(), re.M
             ):
-                found.append(getattr(import_module(f"protwin.{folder}.{path.stem}"), name))
+                module = ".".join(("protwin", *path.relative_to(_ROOT).with_suffix("").parts))
+                found.append(getattr(import_module(module), name))
     return sorted(found, key=lambda document: document.KIND)
 
 

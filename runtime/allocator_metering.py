@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ..shared.schedule import Task
+from ..shared.schema.schedule import Task
 from .devices import TrainingDevice
 from .metering import METERED_ITERATIONS, Leaving, ListGradients, Metering, shapes_of
 from .recording import MeteredMemory

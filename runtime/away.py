@@ -16,7 +16,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from ..shared.errors import ScheduleError
+from ..shared.basics.errors import ScheduleError
 
 _VALUES: Final = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
 """Attributes that give values."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..shared.errors import WorkloadError
+from ..shared.basics.errors import WorkloadError
 
 Batch = Mapping[str, Any] | Sequence[Any] | torch.Tensor
 """Keyword arguments of the model, positional ones, or a single tensor."""

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from ..shared.errors import ScheduleError
-from ..shared.units import format_bytes
+from ..shared.basics.errors import ScheduleError
+from ..shared.basics.units import format_bytes
 
 _LARGEST_BYTES: Final = 64 * 2**10
 """Buffers up to this size are kept from before every forward; a larger one that changes is refused."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from ..shared.errors import WorkloadError
+from ..shared.basics.errors import WorkloadError
 
 
 @dataclass(frozen=True, slots=True)

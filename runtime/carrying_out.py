@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import nn
 
-from ..shared.errors import PlanError
-from ..shared.plan import Plan
-from ..shared.workload import Workload
+from ..shared.basics.errors import PlanError
+from ..shared.schema.plan import Plan
+from ..shared.schema.workload import Workload
 from .devices import CpuDevice, CudaDevice, TrainingDevice
 from .loss_scaling import LossScaling
 from .optimizer import MakeOptimizer, default_optimizer

@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from ..shared.errors import FileError
+from ..shared.basics.errors import FileError
 from .checkpoint_lock import FolderLock
 
 

@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from ..shared.errors import FileError
+from ..shared.basics.errors import FileError
 
 _NO_LOCKS: Final = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
 """What file systems say that keep no locks, as some of clusters do."""

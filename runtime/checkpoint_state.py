@@ -16,9 +16,9 @@ from typing import Any, Final, Protocol
 import torch
 from torch import nn
 
-from ..shared.errors import FileError
-from ..shared.plan import Plan
-from ..shared.workload import Workload
+from ..shared.basics.errors import FileError
+from ..shared.schema.plan import Plan
+from ..shared.schema.workload import Workload
 from .checkpoints import CheckpointContent
 from .devices import TrainingDevice
 from .loss_scaling import LossScaler

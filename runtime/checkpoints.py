@@ -26,8 +26,8 @@ import torch
 from pydantic import Field
 from safetensors.torch import load_file, save_file
 
-from ..shared.errors import FileError
-from ..shared.files import Document, FrozenModel
+from ..shared.basics.documents import Document, FrozenModel
+from ..shared.basics.errors import FileError
 from .checkpoint_folder import find_folder, replaced_folder
 from .identity import software_versions
 

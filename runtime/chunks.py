@@ -16,10 +16,10 @@ from threading import Lock
 import torch
 from torch import nn
 
-from ..shared.errors import ScheduleError
-from ..shared.layout import Chunk, aligned, master_bytes
-from ..shared.schedule import Content
-from ..shared.workload import DType, Parameter
+from ..shared.basics.errors import ScheduleError
+from ..shared.layout.layout import Chunk, aligned, master_bytes
+from ..shared.schema.schedule import Content
+from ..shared.schema.workload import DType, Parameter
 from .away import bring_back, send_away
 from .devices import TrainingDevice
 

@@ -11,7 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..shared.cli_options import (
+from ..shared.basics.documents import write_atomically
+from ..shared.basics.errors import PlanError, ProtwinError, WorkloadError
+from ..shared.basics.progress import progress_bar
+from ..shared.basics.units import format_bytes, format_enough_bytes
+from ..shared.catalogue.models import load_model_configuration
+from ..shared.cli.options import (
     AutocastName,
     ConfigurationName,
     DeviceBudget,
@@ -31,17 +36,12 @@ from ..shared.cli_options import (
     options_of,
     rate_option,
 )
-from ..shared.cli_output import give, show
-from ..shared.compile import compile_schedule
-from ..shared.errors import PlanError, ProtwinError, WorkloadError
-from ..shared.files import write_atomically
-from ..shared.memory_bound import guaranteed_device_peak
-from ..shared.models import load_model_configuration
-from ..shared.plan import Plan
-from ..shared.progress import progress_bar
-from ..shared.training_options import TrainingOptions
-from ..shared.units import format_bytes, format_enough_bytes
-from ..shared.workload import Workload
+from ..shared.cli.output import give, show
+from ..shared.compile.compile import compile_schedule
+from ..shared.schema.plan import Plan
+from ..shared.schema.training_options import TrainingOptions
+from ..shared.schema.workload import Workload
+from ..shared.verify.guaranteed_peak import guaranteed_device_peak
 from .allocator_settings import prefer_expandable_segments
 from .supported import check_carried_out
 
@@ -102,7 +102,7 @@ def trace_command(
                 options=options,
                 on_progress=on_progress,
             )
-    from ..shared.workload_tables import workload_tables
+    from ..shared.tables.workloads import workload_tables
 
     give(workload, output, as_json=as_json, tables=lambda: workload_tables(workload))
 
@@ -180,8 +180,8 @@ def run_command(
     prefer_expandable_segments(os.environ)
     import torch
 
-    from ..shared.tables import record_tables
-    from ..shared.timeline import chrome_trace
+    from ..shared.records.chrome_trace import chrome_trace
+    from ..shared.tables.record import record_tables
     from .carrying_out import carry_out
     from .run_checkpoints import RunCheckpoints
     from .text import byte_batches, read_text

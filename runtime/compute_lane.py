@@ -12,10 +12,10 @@ from typing import Final
 
 import torch
 
-from ..shared.errors import DeviceOutOfMemoryError, ScheduleError
-from ..shared.memory_bound import guaranteed_device_peak
-from ..shared.schedule import Content, Lane, Part, Schedule, Section, Task, TaskId, TaskKind
-from ..shared.units import format_bytes
+from ..shared.basics.errors import DeviceOutOfMemoryError, ScheduleError
+from ..shared.basics.units import format_bytes
+from ..shared.schema.schedule import Content, Lane, Part, Schedule, Section, Task, TaskId, TaskKind
+from ..shared.verify.guaranteed_peak import guaranteed_device_peak
 from .devices import TrainingDevice
 from .lane_tasks import LaneTasks
 from .lanes import Span

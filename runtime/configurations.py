@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from ..shared.errors import WorkloadError
-from ..shared.nearest import did_you_mean
-from ..shared.workload import DType
+from ..shared.basics.errors import WorkloadError
+from ..shared.basics.suggestions import did_you_mean
+from ..shared.schema.workload import DType
 from .transformers_imports import import_transformers, without_optimizers
 
 

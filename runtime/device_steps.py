@@ -15,7 +15,7 @@ from typing import Final
 import torch
 from torch import nn
 
-from ..shared.widening import WIDENED_SCALARS
+from ..shared.layout.adam_memory import WIDENED_SCALARS
 from .optimizer import ChunkOptimizer, MakeOptimizer
 from .step_options import StepOptions
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from ..shared.errors import DeviceOutOfMemoryError, HardwareError, ScheduleError
-from ..shared.units import format_bytes, format_rate
+from ..shared.basics.errors import DeviceOutOfMemoryError, HardwareError, ScheduleError
+from ..shared.basics.units import format_bytes, format_rate
 from .identity import device_description
 from .ledger import MemoryLedger
 from .pinned import PinnedMemory

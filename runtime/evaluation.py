@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..shared.errors import ScheduleError
-from ..shared.schedule import Content
+from ..shared.basics.errors import ScheduleError
+from ..shared.schema.schedule import Content
 from .blocks import NamedBlock
 from .chunks import DeviceChunk
 from .devices import TrainingDevice

@@ -7,8 +7,8 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-from ..shared.errors import WorkloadError
-from ..shared.nearest import did_you_mean
+from ..shared.basics.errors import WorkloadError
+from ..shared.basics.suggestions import did_you_mean
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> None:

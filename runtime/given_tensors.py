@@ -1,4 +1,4 @@
-"""What blocks are given, and where each tensor goes ([Note: Shared inputs] in ``shared/shared_inputs.py``)."""
+"""What blocks are given, and where each tensor goes ([Note: Shared inputs] in ``shared/schema/shared_inputs.py``)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..shared.observed_inputs import ObservedInput, PhaseKey
+from ..shared.workloads.observed_inputs import ObservedInput, PhaseKey
 from .ledger import MemoryLedger
 from .tensors import tensors_in
 

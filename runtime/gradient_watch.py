@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..shared.errors import ScheduleError
+from ..shared.basics.errors import ScheduleError
 from .chunks import DeviceChunk
 from .ledger import MemoryLedger
 from .tensors import tensors_in

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ..shared.errors import ScheduleError
+from ..shared.basics.errors import ScheduleError
 
 
 class StateAccess:

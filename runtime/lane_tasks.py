@@ -11,7 +11,7 @@ from functools import partial
 
 import torch
 
-from ..shared.schedule import LANES_ALONE, Content, Lane, Schedule, Task, TaskId, TaskKind
+from ..shared.schema.schedule import LANES_ALONE, Content, Lane, Schedule, Task, TaskId, TaskKind
 from .chunks import DeviceChunk
 from .devices import TrainingDevice
 from .lanes import Cancelled, Mark, Span, WorkerLane

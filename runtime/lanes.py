@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from ..shared.schedule import Lane
+from ..shared.schema.schedule import Lane
 from .devices import TrainingDevice
 
 

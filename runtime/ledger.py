@@ -19,9 +19,9 @@ from typing import Any, Final
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
-from ..shared.errors import DeviceOutOfMemoryError, WorkloadError
-from ..shared.schedule import Content
-from ..shared.units import format_bytes
+from ..shared.basics.errors import DeviceOutOfMemoryError, WorkloadError
+from ..shared.basics.units import format_bytes
+from ..shared.schema.schedule import Content
 from .tensors import tensors_in
 
 _LIFT_FRESH: Final = torch.ops.aten.lift_fresh.default

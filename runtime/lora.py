@@ -12,8 +12,8 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from ..shared.errors import WorkloadError
-from ..shared.nearest import did_you_mean
+from ..shared.basics.errors import WorkloadError
+from ..shared.basics.suggestions import did_you_mean
 from .blocks import find_blocks
 
 _MAX_RANK: Final = 2**16

@@ -17,8 +17,8 @@ from typing import Any, Final
 
 import torch
 
-from ..shared.errors import PlanError, ScheduleError
-from ..shared.plan import Plan
+from ..shared.basics.errors import PlanError, ScheduleError
+from ..shared.schema.plan import Plan
 from .non_finite import refuse_non_finite
 
 _SMALLEST_SCALE: Final = 2.0**-14

@@ -17,8 +17,8 @@ from typing import Final
 
 import torch
 
-from ..shared.record import Holding
-from ..shared.schedule import Content, Task, TaskId
+from ..shared.schema.record import Holding
+from ..shared.schema.schedule import Content, Task, TaskId
 from .devices import TrainingDevice
 from .ledger import MemoryLedger
 from .recording import MeteredMemory

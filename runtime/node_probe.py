@@ -7,10 +7,10 @@ from typing import Final
 
 import torch
 
-from ..shared.errors import HardwareError
-from ..shared.hardware import Hardware, Node
-from ..shared.rank_share import host_share
-from ..shared.topology_matrix import node_of_matrix
+from ..shared.basics.errors import HardwareError
+from ..shared.catalogue.nvidia_topology import node_of_matrix
+from ..shared.catalogue.rank_share import host_share
+from ..shared.schema.hardware import Hardware, Node
 
 _COMMAND: Final = ("nvidia-smi", "topo", "-m")
 _TIMEOUT_S: Final = 20.0

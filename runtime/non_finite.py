@@ -17,7 +17,7 @@ from functools import partial
 
 import torch
 
-from ..shared.errors import ProtwinError
+from ..shared.basics.errors import ProtwinError
 
 _MOST_NAMES = 3
 """Parameters that a message names."""

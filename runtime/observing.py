@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..shared.errors import WorkloadError
-from ..shared.observation import Observation
-from ..shared.observed_inputs import PhaseKey
-from ..shared.plan import ActivationMode
-from ..shared.schedule import Section, TaskKind
-from ..shared.workload import BlockId
+from ..shared.basics.errors import WorkloadError
+from ..shared.schema.plan import ActivationMode
+from ..shared.schema.schedule import Section, TaskKind
+from ..shared.schema.workload import BlockId
+from ..shared.workloads.observation import Observation
+from ..shared.workloads.observed_inputs import PhaseKey
 from .batches import Batch, Loss, batch_tensors, loss_of
 from .blocks import NamedBlock
 from .given_tensors import GivenTensor, GivenTensors

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..shared.errors import PlanError
-from ..shared.workload import Workload
+from ..shared.basics.errors import PlanError
+from ..shared.schema.workload import Workload
 from .step_options import GroupOptions, ParameterGroup, StepOptions
 
 MakeOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]

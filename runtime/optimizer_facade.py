@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from ..shared.errors import PlanError, ScheduleError
+from ..shared.basics.errors import PlanError, ScheduleError
 from .step_options import StepOptions, check_options
 
 

@@ -13,7 +13,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from ..shared.errors import FileError
+from ..shared.basics.errors import FileError
 from .optimizer import ChunkOptimizer
 from .placed_model import PlacedModel
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from ..shared.workload import DType, Parameter
+from ..shared.schema.workload import DType, Parameter
 from .blocks import NamedBlock
 
 

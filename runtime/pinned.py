@@ -14,8 +14,8 @@ import threading
 
 import torch
 
-from ..shared.errors import HardwareError
-from ..shared.units import format_bytes
+from ..shared.basics.errors import HardwareError
+from ..shared.basics.units import format_bytes
 
 _PORTABLE = 1
 """cudaHostRegisterPortable: pinned for all contexts of the process."""

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
-from ..shared.layout import Layout
-from ..shared.schedule import Content, Section
-from ..shared.workload import BlockId, Workload
+from ..shared.layout.layout import Layout
+from ..shared.schema.schedule import Content, Section
+from ..shared.schema.workload import BlockId, Workload
 from .chunks import DeviceChunk
 from .device_steps import DeviceStep, narrow_steps
 from .devices import TrainingDevice

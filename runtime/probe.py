@@ -11,9 +11,9 @@ from typing import Final
 
 import torch
 
-from ..shared.hardware import Device, DeviceKind, Hardware, Host, Link, LinkPoint
-from ..shared.schedule import Lane
-from ..shared.workload import DType
+from ..shared.schema.hardware import Device, DeviceKind, Hardware, Host, Link, LinkPoint
+from ..shared.schema.schedule import Lane
+from ..shared.schema.workload import DType
 from .devices import CpuDevice, CudaDevice, TrainingDevice
 from .identity import host_memory_bytes, machine_name, num_cores
 from .lanes import Mark, WorkerLane

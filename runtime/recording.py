@@ -14,13 +14,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from ..shared.errors import ProtwinError
-from ..shared.memory_bound import guaranteed_device_peak
-from ..shared.phase_times import phase_times_s
-from ..shared.plan import Plan
-from ..shared.record import Holding, LaneUse, MemoryCurve, Origin, Record, TaskTiming
-from ..shared.schedule import Content, Lane, Memory, Schedule, Task, TaskId, TaskKind
-from ..shared.workload import Workload
+from ..shared.basics.errors import ProtwinError
+from ..shared.records.phase_times import phase_times_s
+from ..shared.schema.plan import Plan
+from ..shared.schema.record import Holding, LaneUse, MemoryCurve, Origin, Record, TaskTiming
+from ..shared.schema.schedule import Content, Lane, Memory, Schedule, Task, TaskId, TaskKind
+from ..shared.schema.workload import Workload
+from ..shared.verify.guaranteed_peak import guaranteed_device_peak
 from .devices import TrainingDevice
 from .identity import software_versions
 

@@ -11,9 +11,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..shared.models import model_configuration, model_names
-from ..shared.workload import DType
-from ..shared.workload_catalogue import SHIPPED_DTYPES, shipped_path, write_family
+from ..shared.catalogue.models import model_configuration, model_names
+from ..shared.schema.workload import DType
+from ..shared.workloads.shipped import SHIPPED_DTYPES, shipped_path, write_family
 from .tracing_families import family_of_configuration
 
 
@@ -39,7 +39,7 @@ def main() -> None:
     """Regenerate the models that are named, or all."""
     import protwin.shared
 
-    folder = Path(next(iter(protwin.shared.__path__))) / "catalogue" / "workloads"
+    folder = Path(next(iter(protwin.shared.__path__))) / "catalogue" / "data" / "workloads"
     folder.mkdir(exist_ok=True)
     regenerate(sys.argv[1:] or model_names(), folder)
 

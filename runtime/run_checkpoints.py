@@ -6,7 +6,7 @@ import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..shared.errors import FileError, ProtwinError
+from ..shared.basics.errors import FileError, ProtwinError
 from .checkpoints import has_checkpoint
 from .training import Training
 

@@ -18,7 +18,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from ..shared.errors import PlanError
+from ..shared.basics.errors import PlanError
 
 GroupOptions = tuple[Mapping[str, Any], ...]
 """The options of every parameter group at one moment."""

@@ -11,9 +11,9 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from ..shared.observed_inputs import PhaseKey
-from ..shared.plan import ActivationMode
-from ..shared.schedule import Section, TaskKind
+from ..shared.schema.plan import ActivationMode
+from ..shared.schema.schedule import Section, TaskKind
+from ..shared.workloads.observed_inputs import PhaseKey
 from .batches import Batch, Loss, loss_of
 from .blocks import NamedBlock
 from .walk import SectionWalker

@@ -14,7 +14,7 @@ stream, and events do the rest:
 
 Nothing is guessed (``Tensor.record_stream`` would keep memory until somebody happens to look whether the other stream
 is done), and memory does not depend on timing: it comes as early and goes as late as in any timing of the schedule,
-which is what ``shared/memory_bound.py`` accounts for.
+which is what ``shared/verify/guaranteed_peak.py`` accounts for.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from ..shared.order import HappensBefore, Occurrence
-from ..shared.schedule import Lane, Schedule, TaskId, TaskKind
+from ..shared.schema.schedule import Lane, Schedule, TaskId, TaskKind
+from ..shared.verify.happens_before import HappensBefore, Occurrence
 
 _COMPUTE: Final = tuple(Lane).index(Lane.COMPUTE)
 _ITERATIONS: Final = 3

@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ..shared.errors import ProtwinError
-from ..shared.schedule import Lane, Schedule
-from ..shared.units import format_bytes, format_number, format_seconds
+from ..shared.basics.errors import ProtwinError
+from ..shared.basics.units import format_bytes, format_number, format_seconds
+from ..shared.schema.schedule import Lane, Schedule
 from .devices import TrainingDevice
 from .recording import IterationLog
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ..shared.errors import PlanError
-from ..shared.plan import Plan
+from ..shared.basics.errors import PlanError
+from ..shared.schema.plan import Plan
 
 
 def check_carried_out(plan: Plan) -> None:

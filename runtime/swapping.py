@@ -24,9 +24,9 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ..shared.errors import ScheduleError
-from ..shared.observation import SMALLEST_SWAPPED_BYTES
-from ..shared.schedule import Content, Schedule
+from ..shared.basics.errors import ScheduleError
+from ..shared.schema.schedule import Content, Schedule
+from ..shared.workloads.observation import SMALLEST_SWAPPED_BYTES
 from .devices import TrainingDevice
 from .tensors import tensors_in
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from torch import nn
 
-from ..shared.errors import PlanError, ScheduleError
-from ..shared.workload import Workload
+from ..shared.basics.errors import PlanError, ScheduleError
+from ..shared.schema.workload import Workload
 from .identity import model_hash
 from .memory_overlaps import overlap_of
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from ..shared.errors import FileError
+from ..shared.basics.errors import FileError
 
 
 def python_reference() -> bytes:

@@ -14,13 +14,13 @@ from typing import Final
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ..shared.errors import WorkloadError
-from ..shared.hardware import DeviceKind
-from ..shared.observation import Observation
-from ..shared.observed_inputs import PhaseKey
-from ..shared.plan import ActivationMode
-from ..shared.workload import DType, Workload
-from ..shared.workload_assembly import TracedModel, TracedShape, assemble
+from ..shared.basics.errors import WorkloadError
+from ..shared.schema.hardware import DeviceKind
+from ..shared.schema.plan import ActivationMode
+from ..shared.schema.workload import DType, Workload
+from ..shared.workloads.assembly import TracedModel, TracedShape, assemble
+from ..shared.workloads.observation import Observation
+from ..shared.workloads.observed_inputs import PhaseKey
 from .batches import Batch, Loss, batch_shapes, batch_tensors, count_samples_and_tokens
 from .blocks import NamedBlock, find_blocks
 from .fake import fake_batch, fake_model, keep_representatives, plain_batches

@@ -9,12 +9,12 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from ..shared.errors import WorkloadError
-from ..shared.hardware import DeviceKind
-from ..shared.training_options import FULL_TRAINING, TrainingOptions
-from ..shared.uncollected import uncollected
-from ..shared.workload import DType, Workload
-from ..shared.workload_family import BATCH_SIZE, MAX_TOKENS, SEQUENCE_LENGTH, TARGET_LENGTH, Limit
+from ..shared.basics.errors import WorkloadError
+from ..shared.basics.gc_pause import uncollected
+from ..shared.schema.hardware import DeviceKind
+from ..shared.schema.training_options import FULL_TRAINING, TrainingOptions
+from ..shared.schema.workload import DType, Workload
+from ..shared.workloads.family import BATCH_SIZE, MAX_TOKENS, SEQUENCE_LENGTH, TARGET_LENGTH, Limit
 from .configurations import build_model, quiet, training_dtype
 from .freezing import freeze
 from .lora import add_lora

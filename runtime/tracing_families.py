@@ -10,13 +10,13 @@ from typing import Any, Final
 
 from torch import nn
 
-from ..shared.errors import WorkloadError
-from ..shared.training_options import FULL_TRAINING, TrainingOptions
-from ..shared.uncollected import uncollected
-from ..shared.workload import DType
-from ..shared.workload_assembly import TracedShape, assemble
-from ..shared.workload_family import SEQUENCE_LENGTH, TARGET_LENGTH, FamilyPiece, Limit, WorkloadFamily
+from ..shared.basics.errors import WorkloadError
+from ..shared.basics.gc_pause import uncollected
+from ..shared.schema.training_options import FULL_TRAINING, TrainingOptions
+from ..shared.schema.workload import DType
 from ..shared.workload_family_fit import NotPolynomialError, Shape, do_the_same, fit_piece
+from ..shared.workloads.assembly import TracedShape, assemble
+from ..shared.workloads.family import SEQUENCE_LENGTH, TARGET_LENGTH, FamilyPiece, Limit, WorkloadFamily
 from .blocks import find_blocks
 from .configurations import quiet
 from .tracing import FakeSubject, traced_model

@@ -16,15 +16,15 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from ..shared.compile import compile_schedule
-from ..shared.errors import PlanError, ScheduleError
-from ..shared.explaining import explain
-from ..shared.layout import build_layout
-from ..shared.plan import Plan
-from ..shared.record import Record
-from ..shared.schedule import Content, TaskKind
-from ..shared.verify import verify_schedule
-from ..shared.workload import Workload
+from ..shared.basics.errors import PlanError, ScheduleError
+from ..shared.compile.compile import compile_schedule
+from ..shared.layout.layout import build_layout
+from ..shared.schema.plan import Plan
+from ..shared.schema.record import Record
+from ..shared.schema.schedule import Content, TaskKind
+from ..shared.schema.workload import Workload
+from ..shared.tables.explain import explain
+from ..shared.verify.verify import verify_schedule
 from .blocks import find_blocks
 from .buffers import buffers_on
 from .checkpoint_state import CheckpointState, Resumed, Scheduler, configuration_text

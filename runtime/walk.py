@@ -23,10 +23,10 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ..shared.errors import ScheduleError
-from ..shared.plan import ActivationMode
-from ..shared.schedule import Part, Section, TaskKind
-from ..shared.workload import BlockId
+from ..shared.basics.errors import ScheduleError
+from ..shared.schema.plan import ActivationMode
+from ..shared.schema.schedule import Part, Section, TaskKind
+from ..shared.schema.workload import BlockId
 from .block_state import BlockState
 from .blocks import NamedBlock
 from .recomputation import Recomputation

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..shared.errors import ScheduleError
+from ..shared.basics.errors import ScheduleError
 
 _ONCE = (
     "Every block must run once per forward, in order. If the model skips blocks by chance (LayerDrop), set that chance "

@@ -19,12 +19,12 @@ from itertools import combinations
 from math import lcm, prod
 from typing import Any
 
-from .errors import WorkloadError
-from .observation import Observation, OperatorCall
-from .observed_inputs import ObservedInput, PhaseKey
-from .plan import ActivationMode
-from .workload_assembly import TracedShape
-from .workload_family import FamilyCall, FamilyPiece, FamilyPlace, FamilySection, FamilySharedInput
+from .basics.errors import WorkloadError
+from .schema.plan import ActivationMode
+from .workloads.assembly import TracedShape
+from .workloads.family import FamilyCall, FamilyPiece, FamilyPlace, FamilySection, FamilySharedInput
+from .workloads.observation import Observation, OperatorCall
+from .workloads.observed_inputs import ObservedInput, PhaseKey
 
 Shape = tuple[int, ...]
 """Values of the family's variables."""

@@ -1,6 +1,6 @@
 """Device bytes of activations at every compute position, for every choice of activation modes at once.
 
-This follows the compiler's books (``shared/compile_activations.py``) in sums instead of buffers.  While a task runs,
+This follows the compiler's books (``shared/compile/activations.py``) in sums instead of buffers.  While a task runs,
 everything that the tasks before it left is alive, and the task adds its own peak.  What backwards leave is the measured
 level, or what must still be alive if that is more: the incoming gradient is the difference, and not below 0.  What
 swaps is counted by those who know when it travels; here it is only taken off what the phases leave.
@@ -13,7 +13,7 @@ from typing import Final
 
 import numpy as np
 
-from ..shared.workload import Phase, Workload
+from ..shared.schema.workload import Phase, Workload
 from .space import BoolArray, IntArray, ModeRows
 
 NO_TASK_BYTES: Final = -(2**62)
@@ -189,7 +189,7 @@ class _Books:
 
 
 def _shared_bytes(workload: Workload, is_checkpoint: BoolArray) -> tuple[IntArray, IntArray, IntArray]:
-    """Shared inputs ([Note: Shared inputs] in ``shared/shared_inputs.py``), by where they go.
+    """Shared inputs ([Note: Shared inputs] in ``shared/schema/shared_inputs.py``), by where they go.
 
     (K, n + 1) bytes that the forward of each block, the last column of the epilogue, does not let go of since a block
     holds them; (K, n) bytes that each block's backward counts off although they stay; (K, n) those that go with it

@@ -19,14 +19,14 @@ from pathlib import Path
 from threading import Thread
 from typing import Any, Final
 
-from ..shared.advice import Advice, AdviceState, MachineAdvice
-from ..shared.errors import FileError, HardwareError, ProtwinError
-from ..shared.hardware import Hardware
-from ..shared.models import known_model
-from ..shared.progress import OnProgress
-from ..shared.rank_share import price_of_ranks
-from ..shared.search_result import BatchSearchResult
-from ..shared.workload import Workload
+from ..shared.basics.errors import FileError, HardwareError, ProtwinError
+from ..shared.basics.progress import OnProgress
+from ..shared.catalogue.models import known_model
+from ..shared.catalogue.rank_share import price_of_ranks
+from ..shared.schema.advice import Advice, AdviceState, MachineAdvice
+from ..shared.schema.hardware import Hardware
+from ..shared.schema.search_result import BatchSearchResult
+from ..shared.schema.workload import Workload
 from .batch_search import search_batches
 from .step_rule import StepRule
 
@@ -249,7 +249,7 @@ def check_request(request: Request) -> int:
 
     Raises ProtwinError if no machine could answer: the model is unknown, its shape missing, an option impossible.
     """
-    from ..shared.cli_options import cache_folder
+    from ..shared.cli.options import cache_folder
     from .workload_source import resolve_workload, saved_sizes
 
     StepRule(max_gradient_norm=request.max_gradient_norm)
@@ -292,7 +292,7 @@ def search_machine(request: Request, asked: Asked) -> MachineAdvice:
 
 
 def _search(request: Request, hardware: Hardware, num_ranks: int) -> BatchSearchResult:
-    from ..shared.cli_options import cache_folder
+    from ..shared.cli.options import cache_folder
     from .workload_source import resolve_workload, saved_sizes
 
     def workload_at(size: int) -> Workload:

@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..shared.advice import Advice
-from ..shared.cli import report_interruption
-from ..shared.cli_options import (
+from ..shared.basics.errors import HardwareError
+from ..shared.basics.progress import progress_bar
+from ..shared.catalogue.machines import cluster_names, load_hardware, machine_names
+from ..shared.cli.main import report_interruption
+from ..shared.cli.options import (
     DTypeName,
     JsonFlag,
     ModelName,
@@ -25,19 +27,17 @@ from ..shared.cli_options import (
     warn,
     writable_json,
 )
-from ..shared.cli_output import show
-from ..shared.errors import HardwareError
-from ..shared.hardware import Hardware
-from ..shared.machines import cluster_names, load_hardware, machine_names
-from ..shared.progress import progress_bar
-from ..shared.report_options import PictureFolder, ReportPath, write_report
+from ..shared.cli.output import show
+from ..shared.cli.report_options import PictureFolder, ReportPath, write_report
+from ..shared.schema.advice import Advice
+from ..shared.schema.hardware import Hardware
 from .advise import Request, check_request, machines_with, search_machine, whole_machines
 from .advise import advise as advise_machines
 from .search_options import MaxGradientNorm
 from .step_rule import MOST_RANKS, check_shares
 
 if TYPE_CHECKING:
-    from ..shared.report_page import Report
+    from ..shared.report.page import Report
 
 __all__ = ["advise"]
 
@@ -131,7 +131,7 @@ def advise_command(
     if as_json:
         typer.echo(found.to_json(), nl=False)
     else:
-        from ..shared.advice_tables import advice_tables
+        from ..shared.tables.advice import advice_tables
 
         show(advice_tables(found))
     if not found.is_complete:
@@ -152,7 +152,7 @@ def _machines(names: Iterable[str]) -> dict[str, Hardware]:
 
 
 def _report(advice: Advice) -> Report:
-    from ..shared.report_advice import advice_report
+    from ..shared.report.advice import advice_report
 
     return advice_report(advice)
 

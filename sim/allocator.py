@@ -25,8 +25,8 @@ from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ..shared.errors import ProtwinError
-from ..shared.units import format_bytes
+from ..shared.basics.errors import ProtwinError
+from ..shared.basics.units import format_bytes
 from .allocator_blocks import Addresses, Block, Pool, Searches, merge_after, merge_before
 from .allocator_expandable import ExpandableMemory
 from .allocator_rules import MIN_BLOCK_BYTES, SMALL_BYTES, AllocatorSettings, round_size, segment_size

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Final
 
-from ..shared.hardware import Device, DeviceKind
-from ..shared.layout import Layout
-from ..shared.memory_accounts import DeviceReserved
-from ..shared.order import HappensBefore
-from ..shared.schedule import Schedule
-from ..shared.workload import Workload
+from ..shared.layout.layout import Layout
+from ..shared.schema.hardware import Device, DeviceKind
+from ..shared.schema.memory_accounts import DeviceReserved
+from ..shared.schema.schedule import Schedule
+from ..shared.schema.workload import Workload
+from ..shared.verify.happens_before import HappensBefore
 from .allocator import AllocatorFullError, CachingAllocator
 from .allocator_program import allocation_program
 from .allocator_replay import MAX_ITERATIONS, Inside, Replayed, RequestLog, replay

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Final
 
-from ..shared.order import HappensBefore, Occurrence
-from ..shared.schedule import BufferId, Content, Lane, Memory, Schedule, Task, TaskId, TaskKind
+from ..shared.schema.schedule import BufferId, Content, Lane, Memory, Schedule, Task, TaskId, TaskKind
+from ..shared.verify.happens_before import HappensBefore, Occurrence
 
 _COMPUTE: Final = tuple(Lane).index(Lane.COMPUTE)
 _ITERATIONS: Final = 3

@@ -19,7 +19,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Final
 
-from ..shared.schedule import BufferId
+from ..shared.schema.schedule import BufferId
 from .allocator import CachingAllocator
 from .allocator_blocks import Block
 from .allocator_program import Act, AllocationProgram, Step

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from ..shared.errors import PlanError
+from ..shared.basics.errors import PlanError
 
 MIN_BLOCK_BYTES: Final = 512
 """Every size is rounded up to a multiple (kMinBlockSize)."""

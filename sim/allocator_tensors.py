@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..shared.layout import STEP_COUNT_BYTES, Chunk, Layout, master_bytes, moment_bytes
-from ..shared.schedule import Content, Memory, Schedule
-from ..shared.shards import regions
-from ..shared.workload import DType, Parameter
+from ..shared.layout.layout import STEP_COUNT_BYTES, Chunk, Layout, master_bytes, moment_bytes
+from ..shared.layout.shards import regions
+from ..shared.schema.schedule import Content, Memory, Schedule
+from ..shared.schema.workload import DType, Parameter
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,11 +12,11 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from ..shared.calibration import Calibration
-from ..shared.errors import InfeasibleError, PlanError
-from ..shared.hardware import Hardware
-from ..shared.search_result import BatchChoice, BatchSearchResult
-from ..shared.workload import Workload
+from ..shared.basics.errors import InfeasibleError, PlanError
+from ..shared.schema.calibration import Calibration
+from ..shared.schema.hardware import Hardware
+from ..shared.schema.search_result import BatchChoice, BatchSearchResult
+from ..shared.schema.workload import Workload
 from .hunt import Hunt, OnProgress, run_in_turns, was_interrupted
 from .infeasible import explain_infeasible
 from .outcomes import search_result

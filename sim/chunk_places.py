@@ -16,7 +16,7 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
-from ..shared.layout import Layout
+from ..shared.layout.layout import Layout
 
 _Integers = npt.NDArray[np.int64]
 _Booleans = npt.NDArray[np.bool_]

@@ -9,12 +9,12 @@ from typing import Final
 
 import numpy as np
 
-from ..shared.layout import Chunk, Layout
-from ..shared.schedule import Task, TaskId, TaskKind
-from ..shared.shards import rank_part, stepped_bytes
-from ..shared.slots import Uses
-from ..shared.widening import narrow_peak_bytes, part_peak_bytes, wide_gradient_bytes
-from ..shared.workload import Workload
+from ..shared.layout.adam_memory import narrow_peak_bytes, part_peak_bytes, wide_gradient_bytes
+from ..shared.layout.layout import Chunk, Layout
+from ..shared.layout.shards import rank_part, stepped_bytes
+from ..shared.layout.slots import Uses
+from ..shared.schema.schedule import Task, TaskId, TaskKind
+from ..shared.schema.workload import Workload
 from .chunk_places import ChunkPlaces
 from .collective_table import CollectiveTable, collective_table
 from .compute_table import FloatArray, Positions

@@ -9,10 +9,10 @@ from typing import Final
 
 import numpy as np
 
-from ..shared.compile_updates import NORM_BYTES
-from ..shared.layout import Layout
-from ..shared.schedule import Task, TaskId, TaskKind
-from ..shared.shards import RankPart
+from ..shared.compile.updates import NORM_BYTES
+from ..shared.layout.layout import Layout
+from ..shared.layout.shards import RankPart
+from ..shared.schema.schedule import Task, TaskId, TaskKind
 from .compute_table import FloatArray
 from .costs import CostModel
 from .space import IntArray

@@ -22,7 +22,7 @@ from enum import StrEnum
 from math import ceil, inf, log2, sqrt
 from typing import Final
 
-from ..shared.errors import PlanError
+from ..shared.basics.errors import PlanError
 from .double_tree import double_tree
 
 

@@ -8,9 +8,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..shared.calibration import Calibration
-from ..shared.cli import report_interruption
-from ..shared.cli_options import (
+from ..shared.basics.documents import write_atomically
+from ..shared.basics.errors import InfeasibleError
+from ..shared.basics.gc_pause import uncollected
+from ..shared.basics.progress import progress_bar
+from ..shared.basics.units import format_bytes
+from ..shared.catalogue.machines import load_hardware, override_hardware
+from ..shared.catalogue.models import model_names
+from ..shared.cli.main import report_interruption
+from ..shared.cli.options import (
     AutocastName,
     BatchSize,
     CalibrationPath,
@@ -36,22 +42,16 @@ from ..shared.cli_options import (
     size_option,
     warn,
 )
-from ..shared.cli_output import show
-from ..shared.compile import compile_schedule
-from ..shared.errors import InfeasibleError
-from ..shared.files import write_atomically
-from ..shared.hardware import Hardware
-from ..shared.machines import load_hardware, override_hardware
-from ..shared.models import model_names
-from ..shared.plan import ParallelMode, Plan
-from ..shared.progress import progress_bar
-from ..shared.record import Record
-from ..shared.report_options import PictureFolder, ReportPath, write_report
-from ..shared.schedule import Schedule
-from ..shared.search_result import BatchSearchResult, SearchResult
-from ..shared.uncollected import uncollected
-from ..shared.units import format_bytes
-from ..shared.workload import Workload
+from ..shared.cli.output import show
+from ..shared.cli.report_options import PictureFolder, ReportPath, write_report
+from ..shared.compile.compile import compile_schedule
+from ..shared.schema.calibration import Calibration
+from ..shared.schema.hardware import Hardware
+from ..shared.schema.plan import ParallelMode, Plan
+from ..shared.schema.record import Record
+from ..shared.schema.schedule import Schedule
+from ..shared.schema.search_result import BatchSearchResult, SearchResult
+from ..shared.schema.workload import Workload
 from .hardware_commands import hardware
 from .rank_memory import rank_device_bytes, rank_host_bytes
 from .rank_options import (
@@ -80,7 +80,7 @@ from .step_rule import SEVERAL, StepRule, check_shares
 from .workload_source import resolve_workload, saved_sizes
 
 if TYPE_CHECKING:
-    from ..shared.report_page import Report
+    from ..shared.report.page import Report
     from .what_if import Question, Setting
 
 __all__ = ["hardware", "search", "simulate"]
@@ -261,7 +261,7 @@ def search_command(
     if as_json:
         typer.echo(found.to_json(), nl=False)
     else:
-        from ..shared.search_tables import batch_tables, search_tables
+        from ..shared.tables.search import batch_tables, search_tables
 
         show(search_tables(found) if isinstance(found, SearchResult) else batch_tables(found))
     if is_interrupted:
@@ -337,14 +337,14 @@ def simulate_command(
     if output is not None:
         record.save(output)
     if timeline is not None:
-        from ..shared.timeline import chrome_trace
+        from ..shared.records.chrome_trace import chrome_trace
 
         write_atomically(timeline, chrome_trace({"simulated": record}, schedule=schedule))
     write_report(report, pictures, lambda: _simulation_report(record, schedule, budget_bytes))
     if as_json:
         typer.echo(record.to_json(), nl=False)
     else:
-        from ..shared.tables import record_tables
+        from ..shared.tables.record import record_tables
 
         show(record_tables(record))
 
@@ -410,7 +410,7 @@ def _check_budget(budget_bytes: int | None, machine: Hardware) -> None:
 
 
 def _search_report(found: SearchResult | BatchSearchResult, workload: Workload) -> Report:
-    from ..shared.report import report
+    from ..shared.report.report import report
 
     result = found if isinstance(found, SearchResult) else found.result
     return report(
@@ -423,7 +423,7 @@ def _search_report(found: SearchResult | BatchSearchResult, workload: Workload) 
 
 
 def _simulation_report(record: Record, schedule: Schedule, budget_bytes: int) -> Report:
-    from ..shared.report import report
+    from ..shared.report.report import report
 
     return report(
         title=f"{record.model_name} on {record.hardware_name}: a plan, simulated",
@@ -435,7 +435,7 @@ def _simulation_report(record: Record, schedule: Schedule, budget_bytes: int) ->
 
 def _warn_of_memory(record: Record, host_bytes: int) -> None:
     """Warn of segments or host memory that do not fit although all that the plan allocates does."""
-    from ..shared.memory_words import allocator_warning, host_warning
+    from ..shared.tables.memory import allocator_warning, host_warning
 
     for message in (allocator_warning(record), host_warning(record, host_bytes)):
         if message is not None:

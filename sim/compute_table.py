@@ -12,8 +12,8 @@ each micro-batch has 3n + 4 positions:
     3n + 3         backward of the prologue
 
 and the last position of the iteration is device Adam.  So plans that differ in activation modes alone have their tasks
-at the same positions, and one numpy axis holds them.  A step (see [Note: Steps] in ``shared/compile.py``) is one
-forward position, or a recomputation and its backward.
+at the same positions, and one numpy axis holds them.  A step (see [Note: Steps] in ``shared/compile/compile.py``) is
+one forward position, or a recomputation and its backward.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from ..shared.schedule import Task, TaskId, TaskKind
-from ..shared.workload import Phase, Workload
+from ..shared.schema.schedule import Task, TaskId, TaskKind
+from ..shared.schema.workload import Phase, Workload
 from .activation_levels import NO_TASK_BYTES, ActivationLevels, activation_levels
 from .costs import CostModel
 from .space import BoolArray, IntArray, ModeRows

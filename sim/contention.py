@@ -24,9 +24,9 @@ from math import prod
 from types import MappingProxyType
 from typing import Final, Self
 
-from ..shared.calibration import Calibration
-from ..shared.hardware import Hardware
-from ..shared.schedule import LANES_ALONE, Lane, lanes_of
+from ..shared.schema.calibration import Calibration
+from ..shared.schema.hardware import Hardware
+from ..shared.schema.schedule import LANES_ALONE, Lane, lanes_of
 from .fair_share import fair_shares
 from .resources import Resource, lane_demands
 

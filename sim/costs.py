@@ -18,12 +18,12 @@ from itertools import accumulate
 from math import exp, log
 from typing import Final, Self
 
-from ..shared.calibration import Calibration
-from ..shared.errors import CalibrationError, HardwareError, WorkloadError
-from ..shared.hardware import Device, DeviceKind, Hardware, Host, Link
-from ..shared.rank_share import machine_of_rank
-from ..shared.schedule import Schedule, Task, TaskKind
-from ..shared.workload import DType, Operation, OperationClass, Phase, Workload
+from ..shared.basics.errors import CalibrationError, HardwareError, WorkloadError
+from ..shared.catalogue.rank_share import machine_of_rank
+from ..shared.schema.calibration import Calibration
+from ..shared.schema.hardware import Device, DeviceKind, Hardware, Host, Link
+from ..shared.schema.schedule import Schedule, Task, TaskKind
+from ..shared.schema.workload import DType, Operation, OperationClass, Phase, Workload
 from .collectives import Collective
 from .efficiency import CORE_BYTES_PER_S, CPU_ADAM_FRAC, DISPATCHES_PER_LAUNCH, KERNEL_FIXED_S, efficiency_frac
 from .fabrics import machine_collective
@@ -76,7 +76,7 @@ class CostModel:
     ) -> Self:
         """The costs of ``workload`` on ``hardware``, by its measured seconds if they were measured there.
 
-        Of ``num_ranks`` equal ranks, each has its share of the machine (``shared/rank_share.py``).
+        Of ``num_ranks`` equal ranks, each has its share of the machine (``shared/catalogue/rank_share.py``).
         Raises WorkloadError if its blocks carry nothing but seconds of another machine, or were traced with kernels
         that ``hardware`` does not have, and HardwareError if it has fewer devices than ranks.
         """

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from ..shared.hardware import Device, DeviceKind
-from ..shared.workload import OperationClass
+from ..shared.schema.hardware import Device, DeviceKind
+from ..shared.schema.workload import OperationClass
 
 _CUDA: Final[dict[OperationClass, float]] = {
     # Large 16-bit products reach 70 to 85 % of the tensor cores' dense peak: the last wave of tiles leaves

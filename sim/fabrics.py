@@ -15,8 +15,8 @@ from collections.abc import Hashable
 from math import inf
 from typing import Final
 
-from ..shared.errors import HardwareError
-from ..shared.hardware import Hardware, Link, Node, Topology
+from ..shared.basics.errors import HardwareError
+from ..shared.schema.hardware import Hardware, Link, Node, Topology
 from .collectives import Algorithm, Collective, CollectiveTime, Fabric, Shape, collective_time, hierarchical_s
 from .fair_share import fair_shares
 

@@ -20,8 +20,8 @@ from typing import Final
 
 from simpy import Environment, Event
 
-from ..shared.errors import ScheduleError
-from ..shared.schedule import Lane, Schedule
+from ..shared.basics.errors import ScheduleError
+from ..shared.schema.schedule import Lane, Schedule
 from .contention import ContentionModel
 from .lanes import SIMULTANEOUS, End, Stint, programs_of, slowdowns_by_mask
 

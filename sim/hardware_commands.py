@@ -8,12 +8,18 @@ from typing import Annotated, Final
 
 import typer
 
-from ..shared.cli_options import HardwareChanges, JsonFlag, changes_of, command_app, examples, writable_machine
-from ..shared.cli_output import show
-from ..shared.extensions import extension
-from ..shared.files import FrozenModel, write_atomically
-from ..shared.hardware import Hardware
-from ..shared.machine_parts import (
+from ..shared.basics.documents import FrozenModel, write_atomically
+from ..shared.basics.plugins import extension
+from ..shared.basics.progress import progress_bar
+from ..shared.catalogue.machines import (
+    cluster_names,
+    hardware_to_toml,
+    load_hardware,
+    machine,
+    machine_names,
+    override_hardware,
+)
+from ..shared.catalogue.parts import (
     host_names,
     host_part,
     link_names,
@@ -23,15 +29,9 @@ from ..shared.machine_parts import (
     node_names,
     node_part,
 )
-from ..shared.machines import (
-    cluster_names,
-    hardware_to_toml,
-    load_hardware,
-    machine,
-    machine_names,
-    override_hardware,
-)
-from ..shared.progress import progress_bar
+from ..shared.cli.options import HardwareChanges, JsonFlag, changes_of, command_app, examples, writable_machine
+from ..shared.cli.output import show
+from ..shared.schema.hardware import Hardware
 
 hardware = command_app()
 hardware.info.help = "List and show known machines, or probe this one."
@@ -56,8 +56,8 @@ def list_command(as_json: JsonFlag = False) -> None:
         names = (*machine_names(), *cluster_names())
         typer.echo(json.dumps([_parts_of(machine(name)) for name in names], indent=1))
         return
-    from ..shared.hardware_tables import hardware_table
-    from ..shared.node_tables import cluster_table
+    from ..shared.tables.machines import hardware_table
+    from ..shared.tables.node_tables import cluster_table
 
     show(hardware_table(machine_names()))
     typer.echo()
@@ -80,7 +80,7 @@ def parts_command(as_json: JsonFlag = False) -> None:
         listed = {kind: [part.model_dump(mode="json") for part in found] for kind, found in parts.items()}
         typer.echo(json.dumps(listed, indent=1, ensure_ascii=False))
         return
-    from ..shared.node_tables import part_tables
+    from ..shared.tables.node_tables import part_tables
 
     show(part_tables())
 
@@ -138,7 +138,7 @@ def _give(found: Hardware, output: MachineOutput, *, as_json: bool) -> None:
     if as_json:
         typer.echo(found.to_json(), nl=False)
     else:
-        from ..shared.hardware_tables import hardware_details
+        from ..shared.tables.machines import hardware_details
 
         show(hardware_details(found))
 

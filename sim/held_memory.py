@@ -1,4 +1,4 @@
-"""The guaranteed device peak of plans, exactly as ``shared/memory_bound.py`` finds it in their schedules."""
+"""The guaranteed device peak of plans, exactly as ``shared/verify/guaranteed_peak.py`` finds it in their schedules."""
 
 from __future__ import annotations
 

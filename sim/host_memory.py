@@ -19,12 +19,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Final
 
-from ..shared.hardware import DeviceKind, Hardware
-from ..shared.layout import Layout, master_bytes
-from ..shared.memory_accounts import HostMemory, PinnedRule
-from ..shared.plan import ParallelMode
-from ..shared.schedule import Content, Memory, Schedule
-from ..shared.workload import Parameter
+from ..shared.layout.layout import Layout, master_bytes
+from ..shared.schema.hardware import DeviceKind, Hardware
+from ..shared.schema.memory_accounts import HostMemory, PinnedRule
+from ..shared.schema.plan import ParallelMode
+from ..shared.schema.schedule import Content, Memory, Schedule
+from ..shared.schema.workload import Parameter
 
 PAGE_BYTES: Final = 4096
 """A page of host memory."""

@@ -9,9 +9,9 @@ from typing import Final
 
 import numpy as np
 
-from ..shared.compile import compile_schedule
-from ..shared.plan import Plan
-from ..shared.schedule import Schedule
+from ..shared.compile.compile import compile_schedule
+from ..shared.schema.plan import Plan
+from ..shared.schema.schedule import Schedule
 from .candidates import Candidate, Candidates
 from .replay import REPLAY_FRAC, Replayer, ReplayPlan
 from .search_problem import SearchProblem

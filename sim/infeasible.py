@@ -15,10 +15,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ..shared.errors import InfeasibleError
-from ..shared.hardware import DeviceKind
-from ..shared.plan import Plan
-from ..shared.units import format_bytes, format_enough_bytes, parse_bytes
+from ..shared.basics.errors import InfeasibleError
+from ..shared.basics.units import format_bytes, format_enough_bytes, parse_bytes
+from ..shared.schema.hardware import DeviceKind
+from ..shared.schema.plan import Plan
 from .host_memory import memory_with_room
 from .least_memory import Need, least_device, least_host
 from .search_problem import SearchProblem, default_host_budget_bytes

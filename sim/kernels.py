@@ -24,8 +24,8 @@ from functools import lru_cache
 from math import ceil
 from typing import Final
 
-from ..shared.hardware import Device
-from ..shared.workload import DType, Operation, OperationClass
+from ..shared.schema.hardware import Device
+from ..shared.schema.workload import DType, Operation, OperationClass
 from .efficiency import KERNEL_FIXED_S, efficiency_frac, sustained_flop_per_s
 
 _TILES: Final = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64), (64, 32), (32, 64), (32, 32))

@@ -22,8 +22,8 @@ from typing import Final
 
 from simpy import Environment, Event
 
-from ..shared.errors import ScheduleError
-from ..shared.schedule import Lane, Schedule, Task
+from ..shared.basics.errors import ScheduleError
+from ..shared.schema.schedule import Lane, Schedule, Task
 from .contention import ContentionModel
 
 _LANES: Final = tuple(Lane)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..shared.plan import Plan
+from ..shared.schema.plan import Plan
 from .held_memory import guaranteed_peaks
 from .rank_traffic import traffic_of
 from .residency import residency

@@ -12,7 +12,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Final
 
-from ..shared.hardware import Device, DeviceKind, Hardware
+from ..shared.schema.hardware import Device, DeviceKind, Hardware
 
 _KIB: Final = 2**10
 _MIB: Final = 2**20

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..shared.schedule import Lane, Schedule
+from ..shared.schema.schedule import Lane, Schedule
 from .timing import Timeline
 
 

@@ -3,8 +3,8 @@
 [Note: Levels from changes]
 A level is the static bytes plus every change up to a time.  Buffers change it when they come and go: those of a
 compute task come when it ends and those of a copy when it starts, all go when the task that frees them ends (see
-[Note: Memory of compute tasks] in ``shared/compile.py``).  While a compute task runs, its phase's curve lies on top.
-Changes at one instant count together: what a task frees as it ends makes room for what another allocates then.
+[Note: Memory of compute tasks] in ``shared/compile/compile.py``).  While a compute task runs, its phase's curve lies
+on top.  Changes at one instant count together: what a task frees as it ends makes room for what another allocates then.
 A phase that takes no time at all therefore shows nothing of its curve.
 
 Neighbouring iterations reach into the window: chunks gathered ahead for the next one, gradients of the previous one
@@ -22,8 +22,8 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from ..shared.record import Holding, MemoryCurve
-from ..shared.schedule import Buffer, Content, Lane, Memory, Schedule, Task, TaskId
+from ..shared.schema.record import Holding, MemoryCurve
+from ..shared.schema.schedule import Buffer, Content, Lane, Memory, Schedule, Task, TaskId
 from .timing import Seconds, Timing
 
 _ORDER: Final = tuple(Content)

@@ -2,10 +2,10 @@
 
 [Note: Survivors]
 At most ``n_buffer`` chunks are gathered on the device when forward turns into backward.  Which ones does not depend on
-anything else: when a chunk must make room in forward, the one that is needed last goes (``shared/slots.py``), that is
-the one whose last block is the earliest.  So the chunks that survive the turn are the last ones by last block, as many
-as there are buffers; only among those that end with the same block it is open which.  A survivor is there from its
-first forward to its last backward, and chunks that do not survive are gathered a second time.
+anything else: when a chunk must make room in forward, the one that is needed last goes (``shared/layout/slots.py``),
+that is the one whose last block is the earliest.  So the chunks that survive the turn are the last ones by last block,
+as many as there are buffers; only among those that end with the same block it is open which.  A survivor is there from
+its first forward to its last backward, and chunks that do not survive are gathered a second time.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import typer
 
-from ..shared.cli_options import JsonFlag, command_app, examples
-from ..shared.cli_output import show
-from ..shared.models import ModelList
+from ..shared.catalogue.models import ModelList
+from ..shared.cli.options import JsonFlag, command_app, examples
+from ..shared.cli.output import show
 
 models = command_app()
 
@@ -18,6 +18,6 @@ def models_command(as_json: JsonFlag = False) -> None:
     if as_json:
         typer.echo(listed.to_json(), nl=False)
     else:
-        from ..shared.workload_tables import models_table
+        from ..shared.tables.workloads import models_table
 
         show(models_table(listed))

@@ -8,8 +8,8 @@ from typing import Final
 
 import numpy as np
 
-from ..shared.rank_share import price_of_ranks
-from ..shared.search_result import Certificate, PlanOutcome, SearchResult
+from ..shared.catalogue.rank_share import price_of_ranks
+from ..shared.schema.search_result import Certificate, PlanOutcome, SearchResult
 from .candidates import Candidate
 from .hunt import Hunt, Simulated
 from .library_workspaces import collective_bytes

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import Final
 
-from ..shared.calibration import Calibration
-from ..shared.errors import WorkloadError
-from ..shared.hardware import Hardware
-from ..shared.layout import Layout, build_layout
-from ..shared.memory_bound import guaranteed_device_peak
-from ..shared.order import HappensBefore
-from ..shared.phase_times import phase_times_s
-from ..shared.plan import Plan
-from ..shared.record import LaneUse, Origin, Record, TaskTiming
-from ..shared.schedule import LANES_ALONE, Schedule, TaskKind
-from ..shared.workload import Workload
+from ..shared.basics.errors import WorkloadError
+from ..shared.layout.layout import Layout, build_layout
+from ..shared.records.phase_times import phase_times_s
+from ..shared.schema.calibration import Calibration
+from ..shared.schema.hardware import Hardware
+from ..shared.schema.plan import Plan
+from ..shared.schema.record import LaneUse, Origin, Record, TaskTiming
+from ..shared.schema.schedule import LANES_ALONE, Schedule, TaskKind
+from ..shared.schema.workload import Workload
+from ..shared.verify.guaranteed_peak import guaranteed_device_peak
+from ..shared.verify.happens_before import HappensBefore
 from .allocator_account import device_reserved
 from .host_memory import host_memory
 from .memory import DeviceMemory, pinned_host_curve, window_s

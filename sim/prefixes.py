@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..shared.layout import Layout
+from ..shared.layout.layout import Layout
 
 
 @dataclass(frozen=True)

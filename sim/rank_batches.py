@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..shared.calibration import Calibration
-from ..shared.errors import InfeasibleError
-from ..shared.hardware import Hardware
-from ..shared.plan import ParallelMode
-from ..shared.search_result import BatchSearchResult
+from ..shared.basics.errors import InfeasibleError
+from ..shared.schema.calibration import Calibration
+from ..shared.schema.hardware import Hardware
+from ..shared.schema.plan import ParallelMode
+from ..shared.schema.search_result import BatchSearchResult
 from .batch_search import WorkloadAt, batch_choice, batch_sizes
 from .hunt import Hunt, OnProgress, Simulated, run_in_turns, was_interrupted
 from .outcomes import search_result

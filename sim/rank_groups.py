@@ -8,16 +8,16 @@ from math import isfinite
 
 import numpy as np
 
-from ..shared.calibration import Calibration
-from ..shared.compile import compile_schedule
-from ..shared.errors import PlanError
-from ..shared.hardware import Hardware
-from ..shared.layout import Layout
-from ..shared.plan import Plan
-from ..shared.rank_share import price_of_ranks
-from ..shared.record import Record
-from ..shared.schedule import Lane, Schedule
-from ..shared.workload import Workload
+from ..shared.basics.errors import PlanError
+from ..shared.catalogue.rank_share import price_of_ranks
+from ..shared.compile.compile import compile_schedule
+from ..shared.layout.layout import Layout
+from ..shared.schema.calibration import Calibration
+from ..shared.schema.hardware import Hardware
+from ..shared.schema.plan import Plan
+from ..shared.schema.record import Record
+from ..shared.schema.schedule import Lane, Schedule
+from ..shared.schema.workload import Workload
 from .contention import ContentionModel
 from .costs import CostModel
 from .group_lanes import GroupLanes

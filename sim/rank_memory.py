@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ..shared.hardware import Hardware
-from ..shared.rank_share import machine_of_rank
+from ..shared.catalogue.rank_share import machine_of_rank
+from ..shared.schema.hardware import Hardware
 from .library_workspaces import collective_bytes
 
 

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from ..shared.hardware import Hardware
-from ..shared.plan import ParallelMode, Plan
+from ..shared.schema.hardware import Hardware
+from ..shared.schema.plan import ParallelMode, Plan
 from .space import LARGEST_KNOB
 from .step_rule import MOST_RANKS, check_ranks
 

@@ -15,12 +15,12 @@ from typing import Final
 
 import numpy as np
 
-from ..shared.calibration import Calibration
-from ..shared.errors import InfeasibleError, PlanError, ProtwinError
-from ..shared.hardware import Hardware
-from ..shared.plan import ParallelMode
-from ..shared.search_result import ModeChoice, SearchResult
-from ..shared.workload import Workload
+from ..shared.basics.errors import InfeasibleError, PlanError, ProtwinError
+from ..shared.schema.calibration import Calibration
+from ..shared.schema.hardware import Hardware
+from ..shared.schema.plan import ParallelMode
+from ..shared.schema.search_result import ModeChoice, SearchResult
+from ..shared.schema.workload import Workload
 from .hunt import Hunt, OnProgress, run_in_turns, was_interrupted
 from .infeasible import explain_infeasible, least_of, smallest_changes
 from .outcomes import search_result

@@ -17,7 +17,7 @@ from typing import Final, Self
 
 import numpy as np
 
-from ..shared.schedule import Lane
+from ..shared.schema.schedule import Lane
 from .compute_table import FloatArray
 from .contention import ContentionModel
 from .throughput import weights_with_collectives

@@ -1,10 +1,10 @@
 """What travels and is stepped beside compute on one of several ranks, collectives among it.
 
 [Note: Order of collectives]
-The lane of collectives runs its tasks in the order of the schedule ([Note: Ranks] in ``shared/compile.py``): behind
-every step the reductions of the chunks whose last backward it was, and then the all-gathers that its end opens the way
-for.  Those of the first step come before everything, what no block owns is reduced after the last step, and the parts
-of a norm after that.
+The lane of collectives runs its tasks in the order of the schedule ([Note: Ranks] in ``shared/compile/compile.py``):
+behind every step the reductions of the chunks whose last backward it was, and then the all-gathers that its end opens
+the way for.  Those of the first step come before everything, what no block owns is reduced after the last step, and
+the parts of a norm after that.
 """
 
 from __future__ import annotations

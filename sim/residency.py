@@ -1,7 +1,7 @@
 """One residency (persistent chunks, buffers) of a layout: when its chunks are gathered and where they stay.
 
-This restates the compiler's policy ([Note: Steps] in ``shared/compile.py``) in numbers of tasks and positions, without
-building tasks; what travels besides is added in ``sim/traffic.py``.
+This restates the compiler's policy ([Note: Steps] in ``shared/compile/compile.py``) in numbers of tasks and positions,
+without building tasks; what travels besides is added in ``sim/traffic.py``.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from functools import cached_property
 
 import numpy as np
 
-from ..shared.layout import ChunkId
-from ..shared.slots import assign_slots
+from ..shared.layout.layout import ChunkId
+from ..shared.layout.slots import assign_slots
 from .chunk_table import ChunkTable
 from .compute_table import Positions
 from .space import IntArray

@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from enum import StrEnum
 from typing import Final
 
-from ..shared.hardware import DeviceKind, Hardware, Topology
-from ..shared.rank_share import machine_of_rank
-from ..shared.schedule import Lane
+from ..shared.catalogue.rank_share import machine_of_rank
+from ..shared.schema.hardware import DeviceKind, Hardware, Topology
+from ..shared.schema.schedule import Lane
 from .costs import host_adam_bytes_per_s
 from .efficiency import CORE_BYTES_PER_S
 from .fabrics import fabric_levels
@@ -60,7 +60,7 @@ def lane_demands(hardware: Hardware, num_ranks: int = 1) -> dict[Lane, dict[Reso
     """The share of every resource that each lane of one rank draws while it runs alone; none above 1.
 
     Where the CPU is the device, its memory is the host's, and its cores compute.  Several ranks have a lane of
-    collectives too, and each draws on its own part of the machine (``shared/rank_share.py``).
+    collectives too, and each draws on its own part of the machine (``shared/catalogue/rank_share.py``).
     Raises HardwareError if the machine does not have the ranks.
     """
     own = hardware if num_ranks == 1 else machine_of_rank(hardware, num_ranks)

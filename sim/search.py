@@ -11,11 +11,11 @@ Bounds sort, and never decide: the plan that is returned was compiled and simula
 
 from __future__ import annotations
 
-from ..shared.calibration import Calibration
-from ..shared.errors import PlanError
-from ..shared.hardware import Hardware
-from ..shared.search_result import SearchResult as SearchResult
-from ..shared.workload import Workload
+from ..shared.basics.errors import PlanError
+from ..shared.schema.calibration import Calibration
+from ..shared.schema.hardware import Hardware
+from ..shared.schema.search_result import SearchResult as SearchResult
+from ..shared.schema.workload import Workload
 from .hunt import Hunt, OnProgress, was_interrupted
 from .infeasible import explain_infeasible
 from .outcomes import search_result

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Final
 import typer
 from typer.core import TyperCommand
 
-from ..shared.errors import PlanError
+from ..shared.basics.errors import PlanError
 from .space import LARGEST_KNOB
 from .step_rule import MOST_MICRO_BATCHES
 

@@ -7,12 +7,12 @@ from functools import cached_property
 
 import numpy as np
 
-from ..shared.calibration import Calibration
-from ..shared.errors import PlanError
-from ..shared.hardware import DeviceKind, Hardware
-from ..shared.plan import Plan
-from ..shared.rank_share import machine_of_rank
-from ..shared.workload import Workload
+from ..shared.basics.errors import PlanError
+from ..shared.catalogue.rank_share import machine_of_rank
+from ..shared.schema.calibration import Calibration
+from ..shared.schema.hardware import DeviceKind, Hardware
+from ..shared.schema.plan import Plan
+from ..shared.schema.workload import Workload
 from .chunk_table import ChunkTable, chunk_table
 from .compute_table import ComputeTable, compute_table
 from .contention import ContentionModel

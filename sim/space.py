@@ -13,11 +13,11 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt
 
-from ..shared.errors import PlanError
-from ..shared.files import FrozenModel
-from ..shared.layout import ALIGNMENT_BYTES, Layout, aligned, build_layout
-from ..shared.plan import Plan
-from ..shared.workload import Workload
+from ..shared.basics.documents import FrozenModel
+from ..shared.basics.errors import PlanError
+from ..shared.layout.layout import ALIGNMENT_BYTES, Layout, aligned, build_layout
+from ..shared.schema.plan import Plan
+from ..shared.schema.workload import Workload
 from .chunk_places import ChunkPlaces
 from .prefixes import Prefix, distinct_prefixes
 from .step_rule import StepRule

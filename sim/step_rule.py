@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from math import isfinite
 from typing import Final
 
-from ..shared.errors import PlanError
-from ..shared.plan import ParallelMode
+from ..shared.basics.errors import PlanError
+from ..shared.schema.plan import ParallelMode
 
 MOST_MICRO_BATCHES: Final = 4096
 """An iteration of more has millions of tasks."""

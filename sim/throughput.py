@@ -34,7 +34,7 @@ from typing import Final, Self
 import numpy as np
 import numpy.typing as npt
 
-from ..shared.schedule import LANES_ALONE, Lane
+from ..shared.schema.schedule import LANES_ALONE, Lane
 from .contention import ContentionModel
 
 FloatArray = npt.NDArray[np.float64]

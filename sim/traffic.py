@@ -2,7 +2,7 @@
 
 Every lane runs its tasks in order, so whatever a task waits for is one number per other lane: how many of that lane's
 tasks must have ended, counted within the iteration; below 1 for tasks of the iterations before.  The order of the
-tasks and their waits restate ``shared/compile.py`` and its ``compile_`` modules in arrays.
+tasks and their waits restate ``shared/compile/compile.py`` and its ``compile_`` modules in arrays.
 
 [Note: What is surely over]
 A chain of waits from one lane to another and back to a lane adds nothing there, since a lane's tasks are in order
@@ -17,7 +17,7 @@ from functools import cached_property
 
 import numpy as np
 
-from ..shared.schedule import Lane
+from ..shared.schema.schedule import Lane
 from .compute_table import ComputeTable, FloatArray, Positions
 from .happens_before import NOTHING, Waits
 from .residency import Residency

@@ -10,14 +10,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ..shared.calibration import Calibration
-from ..shared.errors import HardwareError, PlanError
-from ..shared.hardware import Hardware, Link
-from ..shared.plan import ParallelMode
-from ..shared.rank_share import machine_of_rank
-from ..shared.search_result import SearchResult, WhatIf
-from ..shared.units import format_bytes
-from ..shared.workload import Workload
+from ..shared.basics.errors import HardwareError, PlanError
+from ..shared.basics.units import format_bytes
+from ..shared.catalogue.rank_share import machine_of_rank
+from ..shared.schema.calibration import Calibration
+from ..shared.schema.hardware import Hardware, Link
+from ..shared.schema.plan import ParallelMode
+from ..shared.schema.search_result import SearchResult, WhatIf
+from ..shared.schema.workload import Workload
 from .batch_search import WorkloadAt, batch_sizes, search_batches
 from .hunt import OnProgress
 from .least_memory import least_device

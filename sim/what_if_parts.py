@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from ..shared.calibration import Calibration
-from ..shared.errors import CalibrationError, CatalogueError, HardwareError, WorkloadError
-from ..shared.hardware import Device, Hardware
-from ..shared.machine_parts import device_names, host_names, link_names, network_names, node_names
-from ..shared.machines import cluster_names, machine, machine_names, override_hardware
-from ..shared.nearest import did_you_mean
-from ..shared.workload import Workload
+from ..shared.basics.errors import CalibrationError, CatalogueError, HardwareError, WorkloadError
+from ..shared.basics.suggestions import did_you_mean
+from ..shared.catalogue.machines import cluster_names, machine, machine_names, override_hardware
+from ..shared.catalogue.parts import device_names, host_names, link_names, network_names, node_names
+from ..shared.schema.calibration import Calibration
+from ..shared.schema.hardware import Device, Hardware
+from ..shared.schema.workload import Workload
 from .search_options import USUAL
 from .step_rule import MOST_RANKS
 from .what_if import Question, Setting, machine_with_room

@@ -14,11 +14,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
-from ..shared.errors import FileError
-from ..shared.files import Document
-from ..shared.hardware import DeviceKind
-from ..shared.training_options import FULL_TRAINING, TrainingOptions
-from ..shared.workload import Workload
+from ..shared.basics.documents import Document
+from ..shared.basics.errors import FileError
+from ..shared.schema.hardware import DeviceKind
+from ..shared.schema.training_options import FULL_TRAINING, TrainingOptions
+from ..shared.schema.workload import Workload
 
 _SOFTWARE: Final = ("protwin", "torch", "transformers")
 _MAX_ENTRIES: Final = 64
@@ -100,7 +100,7 @@ def _version(package: str) -> str | None:
 
 def _tracer_fingerprint() -> str | None:
     """Hash of the tracer's sources, which change between releases in an editable installation; imports nothing."""
-    spec, shared = find_spec("protwin.runtime"), find_spec("protwin.shared.observation")
+    spec, shared = find_spec("protwin.runtime"), find_spec("protwin.shared.workloads.observation")
     if spec is None or spec.origin is None or shared is None or shared.origin is None:
         return None
     digest = hashlib.sha256()

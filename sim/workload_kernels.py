@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Final
 
-from ..shared.errors import WorkloadError
-from ..shared.hardware import DeviceKind, Hardware
-from ..shared.workload import Workload
+from ..shared.basics.errors import WorkloadError
+from ..shared.schema.hardware import DeviceKind, Hardware
+from ..shared.schema.workload import Workload
 
 _FUSED_ATTENTION: Final = "_scaled_dot_product_flash_attention"
 

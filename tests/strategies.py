@@ -13,15 +13,15 @@ from typing import Final
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 
-from protwin.shared.calibration import Calibration, Contention, Factor
-from protwin.shared.hardware import Device, DeviceKind, Hardware, Host, Link, LinkPoint
-from protwin.shared.layout import Layout, build_layout
-from protwin.shared.memory_accounts import DeviceReserved, HostMemory, PinnedRule
-from protwin.shared.plan import ActivationMode, ParallelMode, Plan
-from protwin.shared.record import Holding, LaneUse, MemoryCurve, Origin, Record, TaskTiming
-from protwin.shared.schedule import LANE_OF, Content, Lane, Memory, TaskKind
-from protwin.shared.shared_inputs import SharedInput
-from protwin.shared.workload import (
+from protwin.shared.layout.layout import Layout, build_layout
+from protwin.shared.schema.calibration import Calibration, Contention, Factor
+from protwin.shared.schema.hardware import Device, DeviceKind, Hardware, Host, Link, LinkPoint
+from protwin.shared.schema.memory_accounts import DeviceReserved, HostMemory, PinnedRule
+from protwin.shared.schema.plan import ActivationMode, ParallelMode, Plan
+from protwin.shared.schema.record import Holding, LaneUse, MemoryCurve, Origin, Record, TaskTiming
+from protwin.shared.schema.schedule import LANE_OF, Content, Lane, Memory, TaskKind
+from protwin.shared.schema.shared_inputs import SharedInput
+from protwin.shared.schema.workload import (
     Block,
     BlockProfile,
     DType,

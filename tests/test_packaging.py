@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from protwin.shared.units import parse_bytes
+from protwin.shared.basics.units import parse_bytes
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("shared", "sim", "runtime", "calibration")
@@ -27,7 +27,8 @@ def python(code: str, *, executable: Path = Path(sys.executable), cwd: Path) -> 
 
 
 def modules_of(folder: str) -> list[str]:
-    return [f"protwin.{folder}.{module.name}" for module in pkgutil.iter_modules([str(ROOT / folder)])]
+    found = pkgutil.walk_packages([str(ROOT / folder)], f"protwin.{folder}.")
+    return [module.name for module in found if not module.ispkg]
 
 
 def importing(modules: list[str], *, without: tuple[str, ...]) -> str:
@@ -74,7 +75,7 @@ def test_shared_needs_no_simpy(tmp_path: Path) -> None:
 def test_runtime_and_sim_do_not_meet(tmp_path: Path) -> None:
     check = "assert not [name for name in sys.modules if name.split('.')[:2] == ['protwin', {other!r}]]\n"
     for folder, other in (("runtime", "sim"), ("sim", "runtime")):
-        plain = [name for name in modules_of(folder) if not name.endswith(".commands")]
+        plain = [name for name in modules_of(folder) if ".commands." not in name]
         result = python(
             importing(plain, without=("simpy",) if folder == "runtime" else ()) + check.format(other=other),
             cwd=tmp_path,
@@ -89,7 +90,7 @@ def test_spawned_workers_find_the_package() -> None:
 
 def test_modules_start_by_name(tmp_path: Path) -> None:
     result = subprocess.run(
-        [sys.executable, "-m", "protwin.shared.units"], cwd=tmp_path, capture_output=True, text=True, check=False
+        [sys.executable, "-m", "protwin.shared.basics.units"], cwd=tmp_path, capture_output=True, text=True, check=False
     )
     assert (result.returncode, result.stderr) == (0, "")
 
@@ -155,7 +156,7 @@ def test_a_wheel_works_in_an_environment_of_its_own(wheel: Path, tmp_path: Path)
 
     spawning = (
         "import multiprocessing, concurrent.futures as futures\n"
-        "from protwin.shared.units import parse_bytes\n"
+        "from protwin.shared.basics.units import parse_bytes\n"
         "if __name__ == '__main__':\n"
         "    with futures.ProcessPoolExecutor(1, mp_context=multiprocessing.get_context('spawn')) as pool:\n"
         "        print(pool.submit(parse_bytes, '3KiB').result())\n"

@@ -15,12 +15,12 @@ import torch
 from torch import nn
 
 from protwin.runtime import CpuDevice, carry_out, trace
-from protwin.shared.compile import compile_schedule
-from protwin.shared.hardware import DeviceKind
-from protwin.shared.layout import build_layout
-from protwin.shared.memory_bound import guaranteed_device_peak
-from protwin.shared.plan import Plan
-from protwin.shared.workload import Workload
+from protwin.shared.compile.compile import compile_schedule
+from protwin.shared.layout.layout import build_layout
+from protwin.shared.schema.hardware import DeviceKind
+from protwin.shared.schema.plan import Plan
+from protwin.shared.schema.workload import Workload
+from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
 from protwin.sim.host_memory import host_memory
 from tests.sim.hand_made import machine
 

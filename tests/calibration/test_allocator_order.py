@@ -7,8 +7,8 @@ from collections import Counter
 from hypothesis import given, settings
 
 from protwin.runtime.stream_memory import stream_memory
-from protwin.shared.compile import compile_schedule
-from protwin.shared.schedule import BufferId, Lane, Memory, Schedule, TaskId
+from protwin.shared.compile.compile import compile_schedule
+from protwin.shared.schema.schedule import BufferId, Lane, Memory, Schedule, TaskId
 from protwin.sim.allocator_program import Act, allocation_program
 from tests.strategies import PlannedWorkload, planned_workloads
 

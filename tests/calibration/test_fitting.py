@@ -10,15 +10,15 @@ import pytest
 
 from protwin.calibration.fitting import Pair, fit_calibration
 from protwin.calibration.plans import bootstrap_plans, spanning_plans
-from protwin.shared.calibration import Calibration, Contention, Factor
-from protwin.shared.compile import compile_schedule
-from protwin.shared.errors import CalibrationError
-from protwin.shared.hardware import Device, DeviceKind, Hardware, Host, Link
-from protwin.shared.layout import build_layout
-from protwin.shared.record import Origin
-from protwin.shared.schedule import Lane, TaskKind
-from protwin.shared.verify import verify_schedule
-from protwin.shared.workload import Block, BlockProfile, DType, Parameter, Phase, Workload
+from protwin.shared.basics.errors import CalibrationError
+from protwin.shared.compile.compile import compile_schedule
+from protwin.shared.layout.layout import build_layout
+from protwin.shared.schema.calibration import Calibration, Contention, Factor
+from protwin.shared.schema.hardware import Device, DeviceKind, Hardware, Host, Link
+from protwin.shared.schema.record import Origin
+from protwin.shared.schema.schedule import Lane, TaskKind
+from protwin.shared.schema.workload import Block, BlockProfile, DType, Parameter, Phase, Workload
+from protwin.shared.verify.verify import verify_schedule
 from protwin.sim import simulate
 
 MACHINE = Hardware(

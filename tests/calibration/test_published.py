@@ -50,9 +50,9 @@ from protwin.calibration.published_workloads import (
     with_depth,
     with_divisions,
 )
-from protwin.shared.layout import build_layout
-from protwin.shared.workload import DType, Workload
-from protwin.shared.workload_catalogue import shipped_family
+from protwin.shared.layout.layout import build_layout
+from protwin.shared.schema.workload import DType, Workload
+from protwin.shared.workloads.shipped import shipped_family
 from protwin.sim.costs import copy_time_s
 from protwin.sim.efficiency import DISPATCHES_PER_LAUNCH
 from protwin.sim.fabrics import CALL_OVERHEAD_S

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from protwin.shared.hardware import DeviceKind
+from protwin.shared.schema.hardware import DeviceKind
 from protwin.sim.host_memory import PROCESS_BYTES
 
 MIB = 2**20

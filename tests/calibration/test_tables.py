@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from protwin.calibration.tables import calibration_tables
-from protwin.shared.calibration import Calibration
-from protwin.shared.plan import Plan
-from protwin.shared.tables import as_text, plan_table
+from protwin.shared.schema.calibration import Calibration
+from protwin.shared.schema.plan import Plan
+from protwin.shared.tables.record import as_text, plan_table
 
 
 def test_a_calibration_has_the_look_of_a_plan() -> None:

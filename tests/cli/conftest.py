@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from protwin.shared.calibration import Calibration
-from protwin.shared.cli import main
-from protwin.shared.machines import hardware_to_toml, machine
-from protwin.shared.plan import Plan
+from protwin.shared.catalogue.machines import hardware_to_toml, machine
+from protwin.shared.cli.main import main
+from protwin.shared.schema.calibration import Calibration
+from protwin.shared.schema.plan import Plan
 from tests.cli.saved import decoder
 
 Protwin = Callable[..., "subprocess.CompletedProcess[str]"]

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from typing import Final
 
-from protwin.shared.workload import Block, BlockProfile, DType, Operation, OperationClass, Parameter, Phase, Workload
+from protwin.shared.schema.workload import (
+    Block,
+    BlockProfile,
+    DType,
+    Operation,
+    OperationClass,
+    Parameter,
+    Phase,
+    Workload,
+)
 
 WIDTH: Final = 1024
 NUM_TOKENS: Final = 2 * 512

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from protwin.shared.advice import Advice, AdviceState
-from protwin.shared.machines import hardware_to_toml, machine
+from protwin.shared.catalogue.machines import hardware_to_toml, machine
+from protwin.shared.schema.advice import Advice, AdviceState
 from tests.cli.conftest import Protwin
 from tests.cli.saved import decoder
 from tests.shared.report_pages import check_self_contained, parse
@@ -24,7 +24,7 @@ DEADLINE_S = 60.0
 MACHINES = ("rtx-3090", QUICK, "rtx-5090")
 COMMAND = """
 import protwin.sim.advise_command as commands
-from protwin.shared.cli import main
+from protwin.shared.cli.main import main
 from tests.sim.slow_search import search_one
 
 commands.search_machine = search_one

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from protwin.shared.calibration import Calibration
+from protwin.shared.schema.calibration import Calibration
 from tests.cli.conftest import Protwin
 from tests.cli.refusals import SEARCH, SIMULATE, refusal, replaced
 from tests.cli.saved import decoder

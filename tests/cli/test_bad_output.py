@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from protwin.shared.workload import Workload
+from protwin.shared.schema.workload import Workload
 from tests.cli.conftest import Protwin
 from tests.cli.refusals import CALIBRATE, RUN, SEARCH, SIMULATE, contents, refusal, replaced
 from tests.cli.saved import decoder

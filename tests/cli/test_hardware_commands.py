@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from protwin.shared.hardware import Hardware
-from protwin.shared.machine_parts import host_names, link_names, network_names, node_names
-from protwin.shared.machines import cluster_names, hardware_to_toml, machine, machine_names
+from protwin.shared.catalogue.machines import cluster_names, hardware_to_toml, machine, machine_names
+from protwin.shared.catalogue.parts import host_names, link_names, network_names, node_names
+from protwin.shared.schema.hardware import Hardware
 from tests.cli.conftest import Protwin
 
 

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from protwin.shared.machines import machine
-from protwin.shared.plan import Plan
+from protwin.shared.catalogue.machines import machine
+from protwin.shared.schema.plan import Plan
 from tests.cli.saved import decoder
 
 WATCHDOG_S = 60
@@ -38,7 +38,7 @@ INTERRUPTED = """
     from contextlib import contextmanager
 
     import {module} as commands
-    from protwin.shared.cli import main
+    from protwin.shared.cli.main import main
 
     timers = []
 

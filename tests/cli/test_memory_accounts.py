@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from protwin.shared.machines import machine
-from protwin.shared.plan import Plan
-from protwin.shared.record import Record
+from protwin.shared.catalogue.machines import machine
+from protwin.shared.schema.plan import Plan
+from protwin.shared.schema.record import Record
 from tests.cli.conftest import Protwin
 from tests.cli.saved import decoder
 

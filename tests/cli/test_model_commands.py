@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from protwin.shared.models import ModelList, model_names
-from protwin.shared.search_result import SearchResult
-from protwin.shared.workload import Workload
+from protwin.shared.catalogue.models import ModelList, model_names
+from protwin.shared.schema.search_result import SearchResult
+from protwin.shared.schema.workload import Workload
 from tests.cli.conftest import Protwin
 
 SMALL = ("--model", "gpt2", "--hardware", "rtx-3090", "--batch-size", "2", "--n-checkpoint", "12", "--n-persist", "2")

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from protwin.shared.cli_options import cache_folder, changes_of, examples, keep_apart, options_of, writable
-from protwin.shared.errors import FileError, ProtwinError
-from protwin.shared.training_options import FULL_TRAINING, LoraOptions, TrainingOptions
-from protwin.shared.workload import DType
+from protwin.shared.basics.errors import FileError, ProtwinError
+from protwin.shared.cli.options import cache_folder, changes_of, examples, keep_apart, options_of, writable
+from protwin.shared.schema.training_options import FULL_TRAINING, LoraOptions, TrainingOptions
+from protwin.shared.schema.workload import DType
 
 
 def test_changes_are_a_mapping() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from protwin.shared.record import Origin, Record
+from protwin.shared.schema.record import Origin, Record
 from tests.cli.conftest import Protwin
 from tests.cli.saved import decoder
 from tests.shared.report_pages import check_self_contained, parse

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from protwin.shared.cli_root import COMMANDS
+from protwin.shared.cli.root import COMMANDS
 from tests.cli.conftest import Protwin
 
 HEAVY = ("numpy", "psutil", "pydantic", "rich", "scipy", "simpy", "torch", "transformers")
@@ -37,8 +37,8 @@ RUN_ROOT = """
     import sys, types
     from importlib.metadata import EntryPoint
 
-    import protwin.shared.cli_root as cli_root
-    from protwin.shared.cli import main
+    import protwin.shared.cli.root as cli_root
+    from protwin.shared.cli.main import main
 
     def entry_points(group):
         assert group == "protwin.commands"
@@ -87,7 +87,7 @@ def test_help_imports_nothing_heavy(environment: dict[str, str]) -> None:
         heavy = {HEAVY!r}
         atexit.register(lambda: print(sorted(m for m in heavy if m in sys.modules), file=sys.stderr))
         {{extra}}
-        from protwin.shared.cli import main
+        from protwin.shared.cli.main import main
         sys.argv = ["protwin", "--help"]
         main()
     """
@@ -107,14 +107,14 @@ def test_an_unknown_command_names_the_nearest(protwin: Protwin, typed: str) -> N
 
 
 def test_a_mistake_is_one_message_and_exit_code_2(environment: dict[str, str]) -> None:
-    body = "from protwin.shared.errors import PlanError; raise PlanError('n_buffer is 0. Raise it to 2.')"
+    body = "from protwin.shared.basics.errors import PlanError; raise PlanError('n_buffer is 0. Raise it to 2.')"
     result = planted(body, environment)
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr == "error: n_buffer is 0. Raise it to 2.\n"
 
 
 def test_a_validation_error_is_a_mistake_too(environment: dict[str, str]) -> None:
-    body = "from protwin.shared.plan import Plan; Plan(workload_id='w', chunk_bytes=-1, n_persist=0, n_buffer=1)"
+    body = "from protwin.shared.schema.plan import Plan; Plan(workload_id='w', chunk_bytes=-1, n_persist=0, n_buffer=1)"
     result = planted(body, environment)
     assert result.returncode == 2
     assert result.stderr.startswith("error: Plan is inconsistent: chunk_bytes: ")
@@ -140,7 +140,7 @@ def test_an_interruption_while_it_starts_leaves_no_traceback(environment: dict[s
             def find_spec(self, name, path=None, target=None):
                 if name == "typer":
                     raise KeyboardInterrupt
-        from protwin.shared.cli import main
+        from protwin.shared.cli.main import main
         sys.meta_path.insert(0, Interrupting())
         sys.argv = ["protwin", "--help"]
         main()
@@ -158,8 +158,8 @@ def test_a_signal_interrupts_a_running_command(environment: dict[str, str]) -> N
 @pytest.mark.parametrize("where", ["parse_args", "make_context"])
 def test_an_interruption_while_arguments_are_read_is_told_too(where: str, environment: dict[str, str]) -> None:
     code = f"""
-        import protwin.shared.cli_root as cli_root
-        from protwin.shared.cli import main
+        import protwin.shared.cli.root as cli_root
+        from protwin.shared.cli.main import main
         def interrupted(*_, **__):
             raise KeyboardInterrupt
         setattr(cli_root._RootGroup.__mro__[{int(where == "make_context")}], {where!r}, interrupted)
@@ -222,7 +222,7 @@ def test_commands_without_their_extra_are_still_listed(environment: dict[str, st
     code = """
         import sys
         sys.modules["torch"] = sys.modules["transformers"] = sys.modules["psutil"] = None
-        from protwin.shared.cli import main
+        from protwin.shared.cli.main import main
         sys.argv = ["protwin", "--help"]
         main()
     """
@@ -242,7 +242,7 @@ def test_a_command_of_another_package_appears_last(environment: dict[str, str]) 
 
 @pytest.mark.skipif(not hasattr(pty, "openpty"), reason="needs a pseudo-terminal")
 def test_errors_are_red_on_a_terminal_alone(environment: dict[str, str]) -> None:
-    body = "from protwin.shared.errors import ProtwinError; raise ProtwinError('no.')"
+    body = "from protwin.shared.basics.errors import ProtwinError; raise ProtwinError('no.')"
     code = textwrap.dedent(RUN_ROOT.format(body=body))
 
     def errors_on_a_terminal(variables: dict[str, str]) -> bytes:
@@ -270,7 +270,7 @@ def test_every_entry_point_names_a_module_of_its_folder() -> None:
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no device that is always full")
 def test_standard_output_that_is_full() -> None:
-    command = [sys.executable, "-c", "from protwin.shared.cli import main; main()", "hardware", "list"]
+    command = [sys.executable, "-c", "from protwin.shared.cli.main import main; main()", "hardware", "list"]
     with open("/dev/full", "w") as full:
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120, check=False)
     assert done.returncode == 2

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from protwin.shared.compile import compile_schedule
-from protwin.shared.memory_bound import guaranteed_device_peak
-from protwin.shared.plan import Plan
-from protwin.shared.units import format_bytes, format_enough_bytes
-from protwin.shared.workload import Workload
+from protwin.shared.basics.units import format_bytes, format_enough_bytes
+from protwin.shared.compile.compile import compile_schedule
+from protwin.shared.schema.plan import Plan
+from protwin.shared.schema.workload import Workload
+from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
 from tests.cli.conftest import Protwin
 from tests.cli.refusals import RUN, refusal
 

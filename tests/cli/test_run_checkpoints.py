@@ -9,9 +9,9 @@ import pytest
 
 from protwin.runtime.checkpoints import read_checkpoint
 from protwin.runtime.run_checkpoints import RunCheckpoints
-from protwin.shared.errors import FileError, ProtwinError
-from protwin.shared.plan import Plan
-from protwin.shared.workload import Workload
+from protwin.shared.basics.errors import FileError, ProtwinError
+from protwin.shared.schema.plan import Plan
+from protwin.shared.schema.workload import Workload
 from tests.cli.conftest import Protwin
 from tests.runtime.resuming import kept, offloaded, same_bits
 

@@ -8,17 +8,17 @@ from typing import Any
 
 import pytest
 
-from protwin.shared.cli_root import COMMANDS
-from protwin.shared.compile import compile_schedule
-from protwin.shared.hardware import Hardware
-from protwin.shared.layout import build_layout
-from protwin.shared.machines import machine, machine_names
-from protwin.shared.memory_bound import guaranteed_device_peak
-from protwin.shared.plan import Plan
-from protwin.shared.record import Record
-from protwin.shared.search_result import SearchResult
-from protwin.shared.verify import verify_schedule
-from protwin.shared.workload import Workload
+from protwin.shared.catalogue.machines import machine, machine_names
+from protwin.shared.cli.root import COMMANDS
+from protwin.shared.compile.compile import compile_schedule
+from protwin.shared.layout.layout import build_layout
+from protwin.shared.schema.hardware import Hardware
+from protwin.shared.schema.plan import Plan
+from protwin.shared.schema.record import Record
+from protwin.shared.schema.search_result import SearchResult
+from protwin.shared.schema.workload import Workload
+from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
+from protwin.shared.verify.verify import verify_schedule
 from tests.cli.conftest import Protwin
 from tests.cli.saved import decoder
 

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from protwin.shared.calibration import Calibration
-from protwin.shared.comparison import Comparison
-from protwin.shared.hardware import Hardware
-from protwin.shared.plan import Plan
-from protwin.shared.record import Origin, Record
-from protwin.shared.workload import Workload
+from protwin.shared.records.comparison import Comparison
+from protwin.shared.schema.calibration import Calibration
+from protwin.shared.schema.hardware import Hardware
+from protwin.shared.schema.plan import Plan
+from protwin.shared.schema.record import Origin, Record
+from protwin.shared.schema.workload import Workload
 from tests.cli.conftest import Protwin
 
 BUDGET_BYTES = 12 * 2**20

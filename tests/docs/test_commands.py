@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import typer
 
-from protwin.shared.cli_root import COMMANDS, root_command
+from protwin.shared.cli.root import COMMANDS, root_command
 from tests.docs.documents import DOCUMENTS, ROOT, Block, Command, blocks_of, commands_of
 
 COMMAND_LINES = [

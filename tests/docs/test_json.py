@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import typer
 
-from protwin.shared.cli_root import COMMANDS, root_command
-from protwin.shared.comparison import compare_records
-from protwin.shared.files import Document
-from protwin.shared.machines import load_hardware
+from protwin.shared.basics.documents import Document
+from protwin.shared.catalogue.machines import load_hardware
+from protwin.shared.cli.root import COMMANDS, root_command
+from protwin.shared.records.comparison import compare_records
 from tests.cli.conftest import Protwin, protwin_here, variables, work
 from tests.shared.laid_out import laid_out
 

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from protwin.runtime import CudaDevice, Training, TrainingDevice, carry_out
-from protwin.shared.layout import build_layout
-from protwin.shared.plan import ActivationMode, Plan
+from protwin.shared.layout.layout import build_layout
+from protwin.shared.schema.plan import ActivationMode, Plan
 from tests.runtime.models import SEED, Batch, Case, snapshot
 
 DEVICE = torch.device("cuda", 0)

@@ -9,7 +9,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from protwin.runtime import NonFiniteGradientError, carry_out
-from protwin.shared.errors import ScheduleError
+from protwin.shared.basics.errors import ScheduleError
 from tests.gpu.subject import (
     CHECKPOINT,
     DEVICE,

@@ -7,10 +7,10 @@ import torch
 
 from protwin.runtime import CudaDevice, carry_out, probe_hardware, trace
 from protwin.runtime.stream_clock import Stamp
-from protwin.shared.hardware import DeviceKind
-from protwin.shared.record import Origin
-from protwin.shared.schedule import Lane
-from protwin.shared.workload import DType
+from protwin.shared.schema.hardware import DeviceKind
+from protwin.shared.schema.record import Origin
+from protwin.shared.schema.schedule import Lane
+from protwin.shared.schema.workload import DType
 from tests.gpu.subject import CHECKPOINT, DEVICE, KEEP, SWAP, make_device, on_device, plan_of, train
 from tests.runtime.models import Case, cases, llama, token_batches
 

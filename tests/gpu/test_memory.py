@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from protwin.runtime import CudaDevice, Training, carry_out, trace
-from protwin.shared.errors import DeviceOutOfMemoryError
-from protwin.shared.layout import build_layout
-from protwin.shared.plan import ActivationMode, Plan
-from protwin.shared.schedule import Memory
-from protwin.shared.workload import Workload
+from protwin.shared.basics.errors import DeviceOutOfMemoryError
+from protwin.shared.layout.layout import build_layout
+from protwin.shared.schema.plan import ActivationMode, Plan
+from protwin.shared.schema.schedule import Memory
+from protwin.shared.schema.workload import Workload
 from tests.gpu.subject import CHECKPOINT, DEVICE, KEEP, SWAP, make_device, on_device
 from tests.runtime.models import VOCABULARY, adamw, llama, token_batches
 

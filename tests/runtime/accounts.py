@@ -7,8 +7,8 @@ import gc
 import torch
 
 from protwin.runtime import CpuDevice, carry_out
-from protwin.shared.layout import build_layout
-from protwin.shared.plan import ActivationMode, Plan
+from protwin.shared.layout.layout import build_layout
+from protwin.shared.schema.plan import ActivationMode, Plan
 from tests.runtime.eager_lanes import WATCHED, AccountedPeak, settled_lanes
 from tests.runtime.models import SEED, Case
 from tests.runtime.test_memory import copies

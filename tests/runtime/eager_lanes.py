@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from protwin.runtime import Training
-from protwin.shared.schedule import Lane, Memory, Schedule, Task, TaskId
+from protwin.shared.schema.schedule import Lane, Memory, Schedule, Task, TaskId
 
 WATCHED = 3
 """Iterations whose memory is watched."""

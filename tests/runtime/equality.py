@@ -10,9 +10,9 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 
 from protwin.runtime import carry_out
-from protwin.shared.layout import Chunk, Layout, build_layout
-from protwin.shared.plan import ActivationMode, Plan
-from protwin.shared.workload import Workload
+from protwin.shared.layout.layout import Chunk, Layout, build_layout
+from protwin.shared.schema.plan import ActivationMode, Plan
+from protwin.shared.schema.workload import Workload
 from tests.runtime.models import SEED, Case, differences
 from tests.strategies import plans
 

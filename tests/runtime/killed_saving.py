@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import protwin.runtime.checkpoints as checkpoints
-from protwin.shared.errors import FileError
+from protwin.shared.basics.errors import FileError
 from tests.runtime.file_operations import before_every_operation, loaded_step, save
 
 

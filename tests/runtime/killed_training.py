@@ -25,8 +25,8 @@ from typing import Any
 import torch
 
 from protwin.runtime.checkpoints import has_checkpoint
-from protwin.shared.plan import Plan
-from protwin.shared.workload import Workload
+from protwin.shared.schema.plan import Plan
+from protwin.shared.schema.workload import Workload
 from tests.runtime.models import SEED, STEPS, Case, cases, differences
 from tests.runtime.resuming import kept, mixed, offloaded, other_weights, start
 

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from protwin.runtime import trace
-from protwin.shared.workload import Workload
+from protwin.shared.schema.workload import Workload
 
 SEED = 0
 STEPS = 4

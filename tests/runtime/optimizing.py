@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.optim import lr_scheduler
 
-from protwin.shared.layout import build_layout
-from protwin.shared.plan import Plan
-from protwin.shared.workload import Workload
+from protwin.shared.layout.layout import build_layout
+from protwin.shared.schema.plan import Plan
+from protwin.shared.schema.workload import Workload
 from tests.runtime.models import Case, hand_written, point_batches
 
 STEPS = 6

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from protwin.runtime import Training, carry_out
-from protwin.shared.layout import build_layout
-from protwin.shared.plan import Plan
-from protwin.shared.workload import Workload
+from protwin.shared.layout.layout import build_layout
+from protwin.shared.schema.plan import Plan
+from protwin.shared.schema.workload import Workload
 from tests.runtime.models import SEED, STEPS, Case, differences
 
 

@@ -17,8 +17,8 @@ from torch import nn
 
 from protwin.runtime import CpuDevice, CpuOutOfMemoryError, Training, carry_out
 from protwin.runtime.lane_tasks import LaneTasks
-from protwin.shared.plan import Plan
-from protwin.shared.schedule import Lane, Task, TaskId, TaskKind
+from protwin.shared.schema.plan import Plan
+from protwin.shared.schema.schedule import Lane, Task, TaskId, TaskKind
 from tests.runtime.eager_lanes import settle
 from tests.runtime.models import SEED, Case
 from tests.runtime.test_life_cycle import check_ordinary, ordinary_facts

@@ -12,7 +12,7 @@ from torch import nn
 
 from protwin.runtime import CpuDevice, Training, carry_out
 from protwin.runtime.blocks import find_blocks
-from protwin.shared.plan import Plan
+from protwin.shared.schema.plan import Plan
 from tests.runtime.models import SEED, Batch, Case, Masters, snapshot
 from tests.runtime.test_life_cycle import plan_for
 

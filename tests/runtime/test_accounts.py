@@ -8,10 +8,10 @@ from functools import lru_cache
 import pytest
 import torch
 
-from protwin.shared.compile import compile_schedule
-from protwin.shared.memory_bound import guaranteed_device_peak
-from protwin.shared.schedule import Content, Schedule, TaskKind
-from protwin.shared.shared_inputs import SharedInput
+from protwin.shared.compile.compile import compile_schedule
+from protwin.shared.schema.schedule import Content, Schedule, TaskKind
+from protwin.shared.schema.shared_inputs import SharedInput
+from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
 from tests.runtime.accounts import BAR, MIXTURES, RESIDENCIES, error_frac, measured_peak_bytes, plan_of
 from tests.runtime.eager_lanes import eager_peak
 from tests.runtime.families import family_cases
@@ -122,7 +122,7 @@ def test_parameters_that_nothing_uses_leave_no_gradients(monkeypatch: pytest.Mon
 
     assert worst_error() < 1e-3
     monkeypatch.setattr(
-        "protwin.shared.compile._Compiler._own_gradient_bytes",
+        "protwin.shared.compile.compile._Compiler._own_gradient_bytes",
         lambda compiler, phase, buffers_bytes: max(buffers_bytes, compiler._added_bytes(phase)),
     )
     assert worst_error() > 2e-3

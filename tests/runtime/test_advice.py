@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from protwin.runtime import Training, carry_out, trace, training_of
-from protwin.shared.errors import PlanError, ProtwinError, ScheduleError, WorkloadError
-from protwin.shared.layout import build_layout
-from protwin.shared.plan import ActivationMode, Plan
+from protwin.shared.basics.errors import PlanError, ProtwinError, ScheduleError, WorkloadError
+from protwin.shared.layout.layout import build_layout
+from protwin.shared.schema.plan import ActivationMode, Plan
 from tests.runtime.watchdog import ends_in_time, lanes_alive
 
 POINTS = torch.linspace(-1, 1, 30).view(6, 5)

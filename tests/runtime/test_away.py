@@ -12,7 +12,7 @@ from torch import nn
 
 from protwin.runtime import carry_out
 from protwin.runtime.training import Training
-from protwin.shared.errors import ScheduleError
+from protwin.shared.basics.errors import ScheduleError
 from tests.runtime.models import Case, cases, differences
 from tests.runtime.optimizing import half_offloaded
 

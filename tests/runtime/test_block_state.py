@@ -11,8 +11,8 @@ from torch import nn
 import protwin.runtime.walk as walk_module
 from protwin.runtime import carry_out, trace
 from protwin.runtime.block_state import BlockState
-from protwin.shared.errors import ScheduleError
-from protwin.shared.plan import Plan
+from protwin.shared.basics.errors import ScheduleError
+from protwin.shared.schema.plan import Plan
 from tests.runtime.models import adamw
 
 WIDTH = 8

@@ -12,8 +12,8 @@ from torch import nn
 
 from protwin.runtime import Training, carry_out, trace
 from protwin.runtime.taken_over import TakenOver
-from protwin.shared.errors import ScheduleError
-from protwin.shared.plan import Plan
+from protwin.shared.basics.errors import ScheduleError
+from protwin.shared.schema.plan import Plan
 from tests.runtime.misuse import check_goes_on
 from tests.runtime.models import Case, differences, hand_written, token_batches
 from tests.runtime.test_life_cycle import plan_for

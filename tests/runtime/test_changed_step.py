@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from protwin.shared.errors import FileError
-from protwin.shared.plan import Plan
+from protwin.shared.basics.errors import FileError
+from protwin.shared.schema.plan import Plan
 from tests.runtime.models import SEED, Case, cases, differences
 from tests.runtime.resuming import kept, offloaded, other_weights, start
 from tests.runtime.watchdog import ends_in_time

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from protwin.runtime.checkpoints import has_checkpoint
-from protwin.shared.errors import FileError
+from protwin.shared.basics.errors import FileError
 from tests.runtime.file_operations import before_every_operation, loaded_step, save
 from tests.runtime.killed_training import SUBJECTS
 from tests.runtime.models import SEED, STEPS, cases, differences

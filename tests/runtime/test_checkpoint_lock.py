@@ -16,7 +16,7 @@ import pytest
 
 from protwin.runtime import checkpoint_folder
 from protwin.runtime.checkpoint_lock import FolderLock
-from protwin.shared.errors import FileError
+from protwin.shared.basics.errors import FileError
 from tests.runtime.file_operations import before_every_operation, loaded_step, save
 
 BEING_SAVED = "is being saved by somebody else"

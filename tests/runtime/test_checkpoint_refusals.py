@@ -14,7 +14,7 @@ from torch import nn
 
 from protwin.runtime import Training
 from protwin.runtime.checkpoints import MANIFEST, Manifest, SavedFile, read_checkpoint
-from protwin.shared.errors import FileError
+from protwin.shared.basics.errors import FileError
 from tests.runtime.models import SEED, cases
 from tests.runtime.resuming import kept, mixed, same_bits, saved_after, sgd, start, train
 

@@ -21,9 +21,9 @@ from transformers import AutoModelForCausalLM, GPT2LMHeadModel
 from protwin.runtime import CpuDevice, LossScaling, Training, device_steps
 from protwin.runtime.checkpoints import read_checkpoint
 from protwin.runtime.chunks import DeviceChunk
-from protwin.shared.errors import FileError, ScheduleError
-from protwin.shared.plan import Plan
-from protwin.shared.workload import Workload
+from protwin.shared.basics.errors import FileError, ScheduleError
+from protwin.shared.schema.plan import Plan
+from protwin.shared.schema.workload import Workload
 from tests.runtime.families import families
 from tests.runtime.models import SEED, STEPS, Case, cases, differences, hand_written, llama, token_batches
 from tests.runtime.resuming import (

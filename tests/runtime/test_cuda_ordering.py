@@ -14,10 +14,10 @@ import torch
 from protwin.runtime import CudaDevice, Training, carry_out, stream_clock
 from protwin.runtime.lane_tasks import LaneTasks
 from protwin.runtime.swapping import SwappedBlock
-from protwin.shared.errors import HardwareError, ScheduleError
-from protwin.shared.layout import build_layout
-from protwin.shared.plan import ActivationMode, Plan
-from protwin.shared.schedule import Memory
+from protwin.shared.basics.errors import HardwareError, ScheduleError
+from protwin.shared.layout.layout import build_layout
+from protwin.shared.schema.plan import ActivationMode, Plan
+from protwin.shared.schema.schedule import Memory
 from tests.runtime.deferred_cuda import DeferredCuda, StandInStream
 from tests.runtime.models import Case, adamw, differences, hand_written, llama, point_batches, snapshot, token_batches
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from protwin.runtime.tracing_configurations import workload_of_configuration
-from protwin.shared.errors import WorkloadError
+from protwin.shared.basics.errors import WorkloadError
 
 T5 = {"model_type": "t5", "d_model": 32, "num_layers": 2, "num_heads": 2, "d_ff": 48, "d_kv": 16, "vocab_size": 64}
 BART = {

@@ -7,7 +7,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from protwin.runtime import device_steps
-from protwin.shared.plan import Plan
+from protwin.shared.schema.plan import Plan
 from tests.runtime.equality import first, miscounted, offloaded_chunks, random_plans, trained
 from tests.runtime.families import family_cases
 from tests.runtime.models import Case, cases

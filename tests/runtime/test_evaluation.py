@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM
 from protwin.runtime import CpuDevice, CpuOutOfMemoryError, Training, carry_out
 from protwin.runtime.chunks import DeviceChunk
 from protwin.runtime.evaluation import Evaluation
-from protwin.shared.errors import ScheduleError
-from protwin.shared.plan import Plan
+from protwin.shared.basics.errors import ScheduleError
+from protwin.shared.schema.plan import Plan
 from tests.runtime.equality import offloaded_chunks, random_plans
 from tests.runtime.models import SEED, Case, cases, differences, gpt2, token_batches
 from tests.runtime.test_cuda_ordering import POINTS, STREAMS, backward, cuda_device, plan_of, stand_in

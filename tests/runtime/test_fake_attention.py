@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from protwin.runtime import trace
 from protwin.runtime.fake_attention import fused_dropout
 from protwin.runtime.operations import describe_operation
-from protwin.shared.hardware import DeviceKind
-from protwin.shared.workload import Operation, OperationClass, Workload
+from protwin.shared.schema.hardware import DeviceKind
+from protwin.shared.schema.workload import Operation, OperationClass, Workload
 from protwin.sim.workload_kernels import has_fused_dropout
 from tests.runtime.models import gpt2, token_batches
 

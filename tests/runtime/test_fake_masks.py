@@ -15,9 +15,9 @@ from transformers.masking_utils import AttentionMaskInterface, create_causal_mas
 
 from protwin.runtime import trace
 from protwin.runtime.fake import plain_batches
-from protwin.shared.errors import WorkloadError
-from protwin.shared.hardware import DeviceKind
-from protwin.shared.workload import OperationClass, Workload
+from protwin.shared.basics.errors import WorkloadError
+from protwin.shared.schema.hardware import DeviceKind
+from protwin.shared.schema.workload import OperationClass, Workload
 
 BATCH, LENGTH = 2, 24
 RENAMED = "renamed_sdpa"

@@ -12,11 +12,11 @@ from torch import nn
 
 from protwin.runtime import carry_out, trace
 from protwin.runtime.blocks import find_blocks
-from protwin.shared.errors import ScheduleError, WorkloadError
-from protwin.shared.hardware import DeviceKind
-from protwin.shared.layout import build_layout
-from protwin.shared.plan import Plan
-from protwin.shared.workload import Phase, Workload
+from protwin.shared.basics.errors import ScheduleError, WorkloadError
+from protwin.shared.layout.layout import build_layout
+from protwin.shared.schema.hardware import DeviceKind
+from protwin.shared.schema.plan import Plan
+from protwin.shared.schema.workload import Phase, Workload
 from tests.runtime.families import families
 from tests.runtime.models import adamw, gpt2, hand_written, llama, snapshot, token_batches
 

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from protwin.runtime import CpuDevice, CudaDevice, Training, carry_out
-from protwin.shared.errors import HardwareError, PlanError, ProtwinError
-from protwin.shared.plan import Plan
+from protwin.shared.basics.errors import HardwareError, PlanError, ProtwinError
+from protwin.shared.schema.plan import Plan
 from tests.runtime.misuse import check_goes_on
 from tests.runtime.models import Case, adamw, copy_of, gpt2, llama
 from tests.runtime.test_life_cycle import check_ordinary, ordinary_facts, plan_for

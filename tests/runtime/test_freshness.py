@@ -14,11 +14,11 @@ from torch import nn
 
 import protwin.runtime.training as training_module
 from protwin.runtime import CpuDevice, Training, carry_out
-from protwin.shared.compile import compile_schedule
-from protwin.shared.layout import Layout, build_layout
-from protwin.shared.plan import Plan
-from protwin.shared.schedule import Schedule, TaskKind
-from protwin.shared.workload import Workload
+from protwin.shared.compile.compile import compile_schedule
+from protwin.shared.layout.layout import Layout, build_layout
+from protwin.shared.schema.plan import Plan
+from protwin.shared.schema.schedule import Schedule, TaskKind
+from protwin.shared.schema.workload import Workload
 from tests.runtime.models import Case, cases
 from tests.runtime.weights_seen import weights_seen
 

@@ -14,7 +14,7 @@ from torch.optim import optimizer as torch_optimizer
 import protwin.runtime.training as training_module
 from protwin.runtime import Training, carry_out
 from protwin.runtime.guards import OffloadedWeights
-from protwin.shared.errors import ScheduleError
+from protwin.shared.basics.errors import ScheduleError
 from tests.runtime.models import Case, adamw, cases, differences
 from tests.runtime.test_life_cycle import plan_for
 from tests.runtime.watchdog import ends_in_time

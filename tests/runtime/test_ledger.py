@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from protwin.runtime.ledger import CpuOutOfMemoryError, MemoryLedger
 from protwin.runtime.tensors import storage_bytes
-from protwin.shared.errors import DeviceOutOfMemoryError, ProtwinError
+from protwin.shared.basics.errors import DeviceOutOfMemoryError, ProtwinError
 
 KIB = 1024
 

@@ -17,9 +17,9 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from transformers import AutoModelForCausalLM
 
 from protwin.runtime import CpuDevice, CpuOutOfMemoryError, Training, carry_out
-from protwin.shared.layout import build_layout
-from protwin.shared.plan import Plan
-from protwin.shared.workload import Workload
+from protwin.shared.layout.layout import build_layout
+from protwin.shared.schema.plan import Plan
+from protwin.shared.schema.workload import Workload
 from tests.runtime.models import SEED, Case, adamw, cases, differences, snapshot
 from tests.runtime.test_tracing import hooks_of, same
 from tests.runtime.watchdog import FaultyDevice, ends_in_time, lanes_alive
@@ -372,7 +372,7 @@ def test_a_failed_training_says_so_until_it_is_closed(case: Case) -> None:
 
 
 def training_error() -> type[Exception]:
-    from protwin.shared.errors import ScheduleError
+    from protwin.shared.basics.errors import ScheduleError
 
     return ScheduleError
 

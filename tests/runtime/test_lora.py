@@ -12,11 +12,11 @@ from protwin.runtime import carry_out, trace
 from protwin.runtime.freezing import freeze
 from protwin.runtime.lora import LowRankLinear, add_lora
 from protwin.runtime.tracing_configurations import workload_of_configuration
-from protwin.shared.errors import WorkloadError
-from protwin.shared.layout import build_layout
-from protwin.shared.plan import Plan
-from protwin.shared.training_options import TrainingOptions
-from protwin.shared.workload import DType, Workload
+from protwin.shared.basics.errors import WorkloadError
+from protwin.shared.layout.layout import build_layout
+from protwin.shared.schema.plan import Plan
+from protwin.shared.schema.training_options import TrainingOptions
+from protwin.shared.schema.workload import DType, Workload
 from tests.runtime.models import adamw, gpt2, llama, snapshot, token_batches
 
 CONFIGURATION = {"model_type": "gpt2", "n_layer": 1, "n_head": 2, "n_embd": 64, "vocab_size": 256, "n_positions": 64}

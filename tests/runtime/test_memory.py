@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from protwin.runtime import CpuDevice, CpuOutOfMemoryError, carry_out
 from protwin.runtime.ledger import MemoryLedger
 from protwin.runtime.plain import train_plainly
-from protwin.shared.compile import compile_schedule
-from protwin.shared.layout import Layout, build_layout
-from protwin.shared.memory_bound import guaranteed_device_peak
-from protwin.shared.plan import Plan
-from protwin.shared.schedule import Content, Memory
-from protwin.shared.units import format_bytes
-from protwin.shared.workload import Phase as WorkloadPhase
+from protwin.shared.basics.units import format_bytes
+from protwin.shared.compile.compile import compile_schedule
+from protwin.shared.layout.layout import Layout, build_layout
+from protwin.shared.schema.plan import Plan
+from protwin.shared.schema.schedule import Content, Memory
+from protwin.shared.schema.workload import Phase as WorkloadPhase
+from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
 from tests.runtime.models import SEED, Batch, Case, cases
 from tests.strategies import plans
 

@@ -13,9 +13,9 @@ import protwin.runtime.taken_over as taken_over_module
 import protwin.runtime.tracing as tracing_module
 from protwin.runtime import carry_out, trace
 from protwin.runtime.optimizer import default_optimizer
-from protwin.shared.errors import PlanError, WorkloadError
-from protwin.shared.plan import Plan
-from protwin.shared.workload import Workload
+from protwin.shared.basics.errors import PlanError, WorkloadError
+from protwin.shared.schema.plan import Plan
+from protwin.shared.schema.workload import Workload
 from tests.runtime.models import differences, llama, token_batches
 from tests.runtime.watchdog import ends_in_time
 

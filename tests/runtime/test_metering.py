@@ -8,7 +8,7 @@ import torch
 
 from protwin.runtime.ledger import MemoryLedger
 from protwin.runtime.metering import METERED_ITERATIONS, LedgerMetering
-from protwin.shared.schedule import Task, TaskId, TaskKind
+from protwin.shared.schema.schedule import Task, TaskId, TaskKind
 
 TASK = Task(TaskId(0), TaskKind.FORWARD)
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from protwin.runtime import Training, carry_out
-from protwin.shared.errors import PlanError, ProtwinError, ScheduleError
+from protwin.shared.basics.errors import PlanError, ProtwinError, ScheduleError
 from tests.runtime.misuse import check_goes_on
 from tests.runtime.models import Case, adamw, differences
 from tests.runtime.test_life_cycle import plan_for

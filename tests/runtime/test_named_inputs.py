@@ -12,8 +12,8 @@ from torch.utils.checkpoint import get_device_states
 
 import protwin.runtime.walk as walk
 from protwin.runtime import carry_out, trace
-from protwin.shared.layout import build_layout
-from protwin.shared.plan import Plan
+from protwin.shared.layout.layout import build_layout
+from protwin.shared.schema.plan import Plan
 from tests.runtime.models import SEED, adamw, differences, snapshot
 from tests.runtime.named_inputs import NamedInputBlock
 

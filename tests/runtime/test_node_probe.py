@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from protwin.runtime import node_probe
-from protwin.shared.hardware import Topology
-from protwin.shared.machines import machine
+from protwin.shared.catalogue.machines import machine
+from protwin.shared.schema.hardware import Topology
 
 BRIDGED = """\tGPU0\tGPU1\tCPU Affinity\tNUMA Affinity
 GPU0\t X \tNV4\t0-15\t0

@@ -11,7 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from protwin.runtime.operations import describe_operation
-from protwin.shared.workload import Operation, OperationClass
+from protwin.shared.schema.workload import Operation, OperationClass
 
 
 class _Seen(TorchDispatchMode):

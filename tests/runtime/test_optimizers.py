@@ -11,7 +11,7 @@ from torch import nn
 
 from protwin.runtime import Training, carry_out
 from protwin.runtime.non_finite import NonFiniteGradientError, non_finite
-from protwin.shared.errors import PlanError, ScheduleError
+from protwin.shared.basics.errors import PlanError, ScheduleError
 from tests.runtime.models import SEED, Case, differences
 from tests.runtime.optimizing import (
     CASE,

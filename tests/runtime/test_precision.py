@@ -23,9 +23,9 @@ from protwin.runtime import carry_out, device_steps, trace
 from protwin.runtime.loss_scaling import LossScaler, LossScaling
 from protwin.runtime.non_finite import NonFiniteGradientError
 from protwin.runtime.optimizer import ChunkOptimizer
-from protwin.shared.errors import FileError, PlanError, ScheduleError
-from protwin.shared.memory_bound import guaranteed_device_peak
-from protwin.shared.plan import Plan
+from protwin.shared.basics.errors import FileError, PlanError, ScheduleError
+from protwin.shared.schema.plan import Plan
+from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
 from tests.runtime.models import (
     SEED,
     Case,

@@ -12,8 +12,8 @@ import pytest
 
 from benchmarks import prove, prove_equality, prove_faults
 from benchmarks.prove_claims import Claim, Settings
-from protwin.shared.plan import Plan
-from protwin.shared.progress import no_progress
+from protwin.shared.basics.progress import no_progress
+from protwin.shared.schema.plan import Plan
 from tests.runtime.equality import Outcome, trained
 from tests.runtime.models import Case
 

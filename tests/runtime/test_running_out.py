@@ -7,9 +7,9 @@ from functools import lru_cache, partial
 
 import pytest
 
-from protwin.shared.compile import compile_schedule
-from protwin.shared.plan import ActivationMode, Plan
-from protwin.shared.schedule import LANE_OF, LANES_ALONE, Lane, Task, TaskKind
+from protwin.shared.compile.compile import compile_schedule
+from protwin.shared.schema.plan import ActivationMode, Plan
+from protwin.shared.schema.schedule import LANE_OF, LANES_ALONE, Lane, Task, TaskKind
 from tests.runtime.models import Case, llama, three_groups, token_batches
 from tests.runtime.resuming import plan_of
 from tests.runtime.running_out import run_out

@@ -16,7 +16,7 @@ from torch.optim import lr_scheduler
 
 from protwin.runtime import Training, carry_out
 from protwin.runtime.step_options import StepOptions
-from protwin.shared.plan import Plan
+from protwin.shared.schema.plan import Plan
 from tests.runtime.models import SEED, differences
 from tests.runtime.optimizing import (
     CASE,

@@ -20,8 +20,8 @@ from protwin.runtime.compute_lane import ComputeLane
 from protwin.runtime.last_step import _Kept
 from protwin.runtime.optimizer import ChunkOptimizer
 from protwin.runtime.placed_model import PlacedModel
-from protwin.shared.plan import ActivationMode, Plan
-from protwin.shared.schedule import Content, Task, TaskKind
+from protwin.shared.schema.plan import ActivationMode, Plan
+from protwin.shared.schema.schedule import Content, Task, TaskKind
 from tests.runtime.eager_lanes import settle
 from tests.runtime.equality import offloaded_chunks, random_plans
 from tests.runtime.models import Case, cases, differences

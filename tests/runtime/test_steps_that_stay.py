@@ -12,7 +12,7 @@ import pytest
 from protwin.runtime import CpuOutOfMemoryError
 from protwin.runtime.chunks import DeviceChunk
 from protwin.runtime.placed_model import PlacedModel
-from protwin.shared.errors import ScheduleError
+from protwin.shared.basics.errors import ScheduleError
 from tests.runtime.eager_lanes import settle
 from tests.runtime.models import Case, cases, differences
 from tests.runtime.skipping import Fault, run_step, start

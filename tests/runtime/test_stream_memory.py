@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 
 from protwin.runtime.stream_memory import Copying, StreamMemory, stream_memory
-from protwin.shared.compile import compile_schedule
-from protwin.shared.memory_bound import guaranteed_device_peak
-from protwin.shared.schedule import BufferId, Content, Lane, Memory, Schedule, Task, TaskId, TaskKind
+from protwin.shared.compile.compile import compile_schedule
+from protwin.shared.schema.schedule import BufferId, Content, Lane, Memory, Schedule, Task, TaskId, TaskKind
+from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
 from tests.shared.small_models import chain, plan
 from tests.strategies import PlannedWorkload, planned_workloads
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from protwin.runtime import StepSummary, carry_out
-from protwin.shared.errors import ProtwinError
-from protwin.shared.record import Record
-from protwin.shared.schedule import Lane
-from protwin.shared.units import format_seconds
+from protwin.shared.basics.errors import ProtwinError
+from protwin.shared.basics.units import format_seconds
+from protwin.shared.schema.record import Record
+from protwin.shared.schema.schedule import Lane
 from tests.runtime.models import SEED, cases
 from tests.runtime.optimizing import half_offloaded
 

@@ -6,8 +6,8 @@ import pytest
 from torch import nn
 
 from protwin.runtime import carry_out
-from protwin.shared.errors import PlanError
-from protwin.shared.plan import ParallelMode
+from protwin.shared.basics.errors import PlanError
+from protwin.shared.schema.plan import ParallelMode
 from tests.runtime.models import Case, differences
 from tests.runtime.test_life_cycle import plan_for
 

@@ -9,9 +9,9 @@ from torch import nn
 from protwin.runtime import CpuDevice, carry_out, trace
 from protwin.runtime.ledger import MemoryLedger
 from protwin.runtime.swapping import SavedActivations, SwappableTally, SwappedBlock
-from protwin.shared.layout import build_layout
-from protwin.shared.plan import ActivationMode, Plan
-from protwin.shared.schedule import Memory, TaskKind
+from protwin.shared.layout.layout import build_layout
+from protwin.shared.schema.plan import ActivationMode, Plan
+from protwin.shared.schema.schedule import Memory, TaskKind
 from tests.runtime.models import SEED, Case, cases, differences
 
 KEEP, CHECKPOINT, SWAP = ActivationMode.KEEP, ActivationMode.CHECKPOINT, ActivationMode.SWAP

@@ -15,12 +15,12 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from protwin.runtime import trace
 from protwin.runtime.tracing import TRACED_MODES
-from protwin.shared.compile import compile_schedule
-from protwin.shared.errors import ProtwinError, WorkloadError
-from protwin.shared.layout import build_layout
-from protwin.shared.plan import ActivationMode, Plan
-from protwin.shared.schedule import Part, Section, TaskKind
-from protwin.shared.workload import BlockId, DType, Operation, OperationClass, Phase, Workload
+from protwin.shared.basics.errors import ProtwinError, WorkloadError
+from protwin.shared.compile.compile import compile_schedule
+from protwin.shared.layout.layout import build_layout
+from protwin.shared.schema.plan import ActivationMode, Plan
+from protwin.shared.schema.schedule import Part, Section, TaskKind
+from protwin.shared.schema.workload import BlockId, DType, Operation, OperationClass, Phase, Workload
 from tests.runtime.models import cases, gpt2, hand_written, llama, point_batches, snapshot, token_batches
 
 # -- left as found ---------------------------------------------------------------------------------------------------

@@ -14,12 +14,12 @@ from protwin.runtime.configurations import build_model, quiet
 from protwin.runtime.fake import representatives
 from protwin.runtime.tracing_configurations import workload_of_configuration
 from protwin.runtime.tracing_families import family_of_configuration
-from protwin.shared.errors import WorkloadError
-from protwin.shared.models import model_configuration, model_names
-from protwin.shared.training_options import LoraOptions, TrainingOptions
-from protwin.shared.workload import DType, Workload
-from protwin.shared.workload_catalogue import shipped_family
-from protwin.shared.workload_family import OutsideFamilyError, WorkloadFamily
+from protwin.shared.basics.errors import WorkloadError
+from protwin.shared.catalogue.models import model_configuration, model_names
+from protwin.shared.schema.training_options import LoraOptions, TrainingOptions
+from protwin.shared.schema.workload import DType, Workload
+from protwin.shared.workloads.family import OutsideFamilyError, WorkloadFamily
+from protwin.shared.workloads.shipped import shipped_family
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",

@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from protwin.shared.layout import ChunkId, Layout
-from protwin.shared.plan import ActivationMode, ParallelMode, Plan
-from protwin.shared.schedule import (
+from protwin.shared.layout.layout import ChunkId, Layout
+from protwin.shared.schema.plan import ActivationMode, ParallelMode, Plan
+from protwin.shared.schema.schedule import (
     BufferId,
     Content,
     Lane,
@@ -25,7 +25,7 @@ from protwin.shared.schedule import (
     TaskId,
     TaskKind,
 )
-from protwin.shared.workload import BlockId, Workload
+from protwin.shared.schema.workload import BlockId, Workload
 
 Value = tuple[object, ...]
 """What a buffer holds: ``("parameters", chunk, steps)``, ``("output", section, iteration)`` and so on."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from protwin.shared.schedule import Lane, TaskId
+from protwin.shared.schema.schedule import Lane, TaskId
 from tests.shared.abstract_machine import Adversary, Event
 
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
-from protwin.shared.layout import ChunkId
-from protwin.shared.schedule import (
+from protwin.shared.layout.layout import ChunkId
+from protwin.shared.schema.schedule import (
     BufferId,
     Content,
     Lane,
@@ -24,7 +24,7 @@ from protwin.shared.schedule import (
     TaskId,
     TaskKind,
 )
-from protwin.shared.workload import BlockId, Phase
+from protwin.shared.schema.workload import BlockId, Phase
 
 
 @dataclass(frozen=True)

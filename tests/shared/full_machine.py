@@ -9,9 +9,9 @@ from typing import Any
 
 from pydantic import BaseModel
 
-import protwin.shared.hardware
-from protwin.shared.hardware import Device, DeviceKind, Hardware, Host, Link, LinkPoint, Network, Node, Topology
-from protwin.shared.workload import DType, OperationClass
+import protwin.shared.schema.hardware
+from protwin.shared.schema.hardware import Device, DeviceKind, Hardware, Host, Link, LinkPoint, Network, Node, Topology
+from protwin.shared.schema.workload import DType, OperationClass
 
 
 def full_hardware() -> Hardware:
@@ -88,5 +88,5 @@ def read_back(text: str, folder: Path) -> Hardware:
 
 def whole_file(name: str) -> dict[str, Any]:
     """A file in the folder of machines, parsed in one go."""
-    folder = Path(protwin.shared.hardware.__file__).parent / "catalogue" / "machines"
+    folder = Path(protwin.shared.schema.hardware.__file__).parents[1] / "catalogue" / "data" / "machines"
     return tomllib.loads((folder / f"{name}.toml").read_text(encoding="utf-8"))

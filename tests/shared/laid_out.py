@@ -5,13 +5,13 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from protwin.shared.compile import compile_schedule
-from protwin.shared.layout import build_layout
-from protwin.shared.memory_bound import guaranteed_device_peak
-from protwin.shared.plan import Plan
-from protwin.shared.record import Holding, LaneUse, MemoryCurve, Origin, Record, TaskTiming
-from protwin.shared.schedule import Content, Lane, Memory, Schedule, Task, TaskKind
-from protwin.shared.workload import Block, BlockProfile, DType, Parameter, Phase, Workload
+from protwin.shared.compile.compile import compile_schedule
+from protwin.shared.layout.layout import build_layout
+from protwin.shared.schema.plan import Plan
+from protwin.shared.schema.record import Holding, LaneUse, MemoryCurve, Origin, Record, TaskTiming
+from protwin.shared.schema.schedule import Content, Lane, Memory, Schedule, Task, TaskKind
+from protwin.shared.schema.workload import Block, BlockProfile, DType, Parameter, Phase, Workload
+from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
 
 MIB = 2**20
 _NUM_ITERATIONS = 4

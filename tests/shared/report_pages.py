@@ -10,15 +10,15 @@ from hashlib import sha256
 from html.parser import HTMLParser
 from importlib.resources import files
 
-from protwin.shared.comparison import Comparison
-from protwin.shared.record import Record, TaskTiming
-from protwin.shared.report import html_report
-from protwin.shared.schedule import LANES_ALONE, Memory, TaskKind
+from protwin.shared.records.comparison import Comparison
+from protwin.shared.report.report import html_report
+from protwin.shared.schema.record import Record, TaskTiming
+from protwin.shared.schema.schedule import LANES_ALONE, Memory, TaskKind
 from tests.shared.laid_out import LaidOut
 
 VOID = {"meta", "wbr"}
-PAGE_CSS = files("protwin.shared").joinpath("report.css").read_text(encoding="utf-8")
-FIGURES_CSS = files("protwin.shared").joinpath("report_figures.css").read_text(encoding="utf-8")
+PAGE_CSS = files("protwin.shared.report").joinpath("report.css").read_text(encoding="utf-8")
+FIGURES_CSS = files("protwin.shared.report").joinpath("report_figures.css").read_text(encoding="utf-8")
 CSS = PAGE_CSS + FIGURES_CSS
 LOSSES = [5.0 * math.exp(-step / 10) + 2.0 for step in range(30)]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from protwin.shared.plan import Plan
-from protwin.shared.workload import Block, BlockProfile, DType, Parameter, Phase, Workload
+from protwin.shared.schema.plan import Plan
+from protwin.shared.schema.workload import Block, BlockProfile, DType, Parameter, Phase, Workload
 
 OUTPUT_BYTES = 1_000
 SAVED_BYTES = 10_000

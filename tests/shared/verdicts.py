@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from protwin.shared.compile import compile_schedule
-from protwin.shared.errors import ScheduleError
-from protwin.shared.order import HappensBefore, Occurrence
-from protwin.shared.schedule import Schedule
-from protwin.shared.verify import verify_schedule
+from protwin.shared.basics.errors import ScheduleError
+from protwin.shared.compile.compile import compile_schedule
+from protwin.shared.schema.schedule import Schedule
+from protwin.shared.verify.happens_before import HappensBefore, Occurrence
+from protwin.shared.verify.verify import verify_schedule
 from tests.shared.abstract_machine import AbstractMachine, Violation
 from tests.shared.adversaries import holding
 from tests.strategies import PlannedWorkload

@@ -8,12 +8,12 @@ import numpy as np
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 
-from protwin.shared.compile import compile_schedule
-from protwin.shared.hardware import Hardware
-from protwin.shared.layout import Layout, build_layout
-from protwin.shared.plan import Plan
-from protwin.shared.schedule import Schedule
-from protwin.shared.workload import Workload
+from protwin.shared.compile.compile import compile_schedule
+from protwin.shared.layout.layout import Layout, build_layout
+from protwin.shared.schema.hardware import Hardware
+from protwin.shared.schema.plan import Plan
+from protwin.shared.schema.schedule import Schedule
+from protwin.shared.schema.workload import Workload
 from protwin.sim.chunk_places import ChunkPlaces
 from protwin.sim.chunk_table import ChunkTable, chunk_table
 from protwin.sim.compute_table import ComputeTable, compute_table

@@ -8,15 +8,15 @@ from itertools import product
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 
-from protwin.shared.calibration import Calibration
-from protwin.shared.compile import compile_schedule
-from protwin.shared.hardware import Hardware
-from protwin.shared.layout import build_layout
-from protwin.shared.memory_bound import guaranteed_device_peak
-from protwin.shared.plan import Plan
-from protwin.shared.schedule import Memory
-from protwin.shared.search_result import SearchResult
-from protwin.shared.workload import Workload
+from protwin.shared.compile.compile import compile_schedule
+from protwin.shared.layout.layout import build_layout
+from protwin.shared.schema.calibration import Calibration
+from protwin.shared.schema.hardware import Hardware
+from protwin.shared.schema.plan import Plan
+from protwin.shared.schema.schedule import Memory
+from protwin.shared.schema.search_result import SearchResult
+from protwin.shared.schema.workload import Workload
+from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
 from protwin.sim.contention import ContentionModel
 from protwin.sim.costs import CostModel
 from protwin.sim.search import search

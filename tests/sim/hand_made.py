@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 import pytest
 
-from protwin.shared.hardware import Device, DeviceKind, Hardware, Host, Link
-from protwin.shared.plan import Plan
-from protwin.shared.record import Record
-from protwin.shared.schedule import Lane, Task, TaskId, TaskKind
-from protwin.shared.workload import Block, BlockProfile, DType, OperationClass, Parameter, Phase, Workload
+from protwin.shared.schema.hardware import Device, DeviceKind, Hardware, Host, Link
+from protwin.shared.schema.plan import Plan
+from protwin.shared.schema.record import Record
+from protwin.shared.schema.schedule import Lane, Task, TaskId, TaskKind
+from protwin.shared.schema.workload import Block, BlockProfile, DType, OperationClass, Parameter, Phase, Workload
 
 CHUNK_BYTES = 256
 STEPPED_BYTES = 64 * (24 + 4)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 
-from protwin.shared.hardware import Hardware, Link, Node, Topology
+from protwin.shared.schema.hardware import Hardware, Link, Node, Topology
 from protwin.sim.contention import ContentionModel
 from protwin.sim.costs import CostModel
 from tests.sim.bound_cases import Case, case

@@ -6,7 +6,7 @@ import os
 import time
 from pathlib import Path
 
-from protwin.shared.advice import MachineAdvice
+from protwin.shared.schema.advice import MachineAdvice
 from protwin.sim.advise import Asked, Request
 
 QUICK = "rtx-4090"

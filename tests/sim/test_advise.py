@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from protwin.shared.advice import Advice, MachineAdvice
-from protwin.shared.advice_tables import advice_tables
-from protwin.shared.errors import FileError, HardwareError, ProtwinError
-from protwin.shared.hardware import Hardware
-from protwin.shared.machines import machine as known_machine
-from protwin.shared.progress import no_progress
-from protwin.shared.tables import as_text
+from protwin.shared.basics.errors import FileError, HardwareError, ProtwinError
+from protwin.shared.basics.progress import no_progress
+from protwin.shared.catalogue.machines import machine as known_machine
+from protwin.shared.schema.advice import Advice, MachineAdvice
+from protwin.shared.schema.hardware import Hardware
+from protwin.shared.tables.advice import advice_tables
+from protwin.shared.tables.record import as_text
 from protwin.sim.advise import Asked, Request, advise, machines_with, search_machine, whole_machines
 from protwin.sim.batch_search import search_batches
 from protwin.sim.rank_batches import search_rank_batches

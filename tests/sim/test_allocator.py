@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protwin.shared.errors import PlanError
+from protwin.shared.basics.errors import PlanError
 from protwin.sim.allocator import AllocatorFullError, CachingAllocator
 from protwin.sim.allocator_blocks import Block
 from protwin.sim.allocator_rules import AllocatorSettings, round_size, segment_size

@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protwin.shared.compile import compile_schedule
-from protwin.shared.hardware import Device, DeviceKind
-from protwin.shared.layout import build_layout
-from protwin.shared.machines import machine as catalogue_machine
-from protwin.shared.memory_bound import guaranteed_device_peak
-from protwin.shared.plan import Plan
-from protwin.shared.schedule import Content, Memory, Schedule
-from protwin.shared.workload import Workload
+from protwin.shared.catalogue.machines import machine as catalogue_machine
+from protwin.shared.compile.compile import compile_schedule
+from protwin.shared.layout.layout import build_layout
+from protwin.shared.schema.hardware import Device, DeviceKind
+from protwin.shared.schema.plan import Plan
+from protwin.shared.schema.schedule import Content, Memory, Schedule
+from protwin.shared.schema.workload import Workload
+from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
 from protwin.sim.allocator import AllocatorFullError, CachingAllocator
 from protwin.sim.allocator_account import device_reserved
 from protwin.sim.allocator_program import Act, Step, allocation_program

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 
-from protwin.shared.compile import compile_schedule
+from protwin.shared.compile.compile import compile_schedule
 from protwin.sim.allocator import AllocatorFullError, CachingAllocator
 from protwin.sim.allocator_program import AllocationProgram, allocation_program
 from protwin.sim.allocator_replay import Inside, RequestLog, Requests, replay

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protwin.shared.errors import InfeasibleError, PlanError
-from protwin.shared.search_result import BatchSearchResult
-from protwin.shared.workload import BlockProfile, Phase, Workload
+from protwin.shared.basics.errors import InfeasibleError, PlanError
+from protwin.shared.schema.search_result import BatchSearchResult
+from protwin.shared.schema.workload import BlockProfile, Phase, Workload
 from protwin.sim.batch_search import divisors, search_batches
 from protwin.sim.search import search
 from protwin.sim.space import SearchSpace

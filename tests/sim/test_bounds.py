@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import linprog
 
-from protwin.shared.calibration import Calibration, Contention
-from protwin.shared.hardware import Hardware
-from protwin.shared.memory_bound import guaranteed_device_peak
-from protwin.shared.schedule import LANES_ALONE, Lane, Memory
+from protwin.shared.schema.calibration import Calibration, Contention
+from protwin.shared.schema.hardware import Hardware
+from protwin.shared.schema.schedule import LANES_ALONE, Lane, Memory
+from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
 from protwin.sim import lane_programs, replay
 from protwin.sim.chunk_table import chunk_table
 from protwin.sim.contention import ContentionModel

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from protwin.shared.errors import PlanError
+from protwin.shared.basics.errors import PlanError
 from protwin.sim.collectives import (
     Algorithm,
     Collective,

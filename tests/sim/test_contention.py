@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protwin.shared.calibration import Calibration, Contention
-from protwin.shared.hardware import DeviceKind, Hardware, Network
-from protwin.shared.machines import machine as known_machine
-from protwin.shared.machines import machine_names
-from protwin.shared.schedule import LANES_ALONE, Lane, lanes_of
+from protwin.shared.catalogue.machines import machine as known_machine
+from protwin.shared.catalogue.machines import machine_names
+from protwin.shared.schema.calibration import Calibration, Contention
+from protwin.shared.schema.hardware import DeviceKind, Hardware, Network
+from protwin.shared.schema.schedule import LANES_ALONE, Lane, lanes_of
 from protwin.sim.contention import ContentionModel
 from protwin.sim.fair_share import fair_shares
 from protwin.sim.resources import Resource, lane_demands

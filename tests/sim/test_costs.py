@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protwin.shared.calibration import Calibration, Factor
-from protwin.shared.errors import CalibrationError, HardwareError, WorkloadError
-from protwin.shared.hardware import Device, DeviceKind, Hardware, Link, LinkPoint
-from protwin.shared.machines import machine as known_machine
-from protwin.shared.schedule import LANE_OF, Lane, Task, TaskId, TaskKind
-from protwin.shared.workload import DType, Operation, OperationClass, Phase
+from protwin.shared.basics.errors import CalibrationError, HardwareError, WorkloadError
+from protwin.shared.catalogue.machines import machine as known_machine
+from protwin.shared.schema.calibration import Calibration, Factor
+from protwin.shared.schema.hardware import Device, DeviceKind, Hardware, Link, LinkPoint
+from protwin.shared.schema.schedule import LANE_OF, Lane, Task, TaskId, TaskKind
+from protwin.shared.schema.workload import DType, Operation, OperationClass, Phase
 from protwin.sim.costs import CostModel, copy_time_s, host_adam_bytes_per_s, matrix_flop_per_s, roofline_s
 from protwin.sim.efficiency import DISPATCHES_PER_LAUNCH, KERNEL_FIXED_S, efficiency_frac
 from protwin.sim.simulator import simulate

@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protwin.shared.compile import compile_schedule
-from protwin.shared.layout import build_layout
-from protwin.shared.memory_bound import guaranteed_device_peak
-from protwin.shared.plan import ParallelMode, Plan
-from protwin.shared.schedule import Lane, Memory, TaskKind
-from protwin.shared.workload import Workload
+from protwin.shared.compile.compile import compile_schedule
+from protwin.shared.layout.layout import build_layout
+from protwin.shared.schema.plan import ParallelMode, Plan
+from protwin.shared.schema.schedule import Lane, Memory, TaskKind
+from protwin.shared.schema.workload import Workload
+from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
 from protwin.sim.allocator_tensors import static_tensors
 from protwin.sim.contention import ContentionModel
 from protwin.sim.host_memory import loading_peak_bytes

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protwin.shared.errors import HardwareError, PlanError
-from protwin.shared.hardware import Hardware
-from protwin.shared.machines import cluster_names, machine, override_hardware
+from protwin.shared.basics.errors import HardwareError, PlanError
+from protwin.shared.catalogue.machines import cluster_names, machine, override_hardware
+from protwin.shared.schema.hardware import Hardware
 from protwin.sim.collectives import Algorithm, Collective, Shape, hierarchical_s
 from protwin.sim.fabrics import CALL_OVERHEAD_S, fabric_levels, flat_fabric, machine_collective
 

@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protwin.shared.compile import compile_schedule
-from protwin.shared.hardware import DeviceKind
-from protwin.shared.layout import build_layout
-from protwin.shared.memory_accounts import HostMemory, PinnedRule
-from protwin.shared.plan import ParallelMode
-from protwin.shared.shards import rank_part
-from protwin.shared.workload import DType, Workload
+from protwin.shared.compile.compile import compile_schedule
+from protwin.shared.layout.layout import build_layout
+from protwin.shared.layout.shards import rank_part
+from protwin.shared.schema.hardware import DeviceKind
+from protwin.shared.schema.memory_accounts import HostMemory, PinnedRule
+from protwin.shared.schema.plan import ParallelMode
+from protwin.shared.schema.workload import DType, Workload
 from protwin.sim.host_memory import (
     PAGE_BYTES,
     PROCESS_BYTES,

@@ -10,11 +10,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from hypothesis.strategies import DataObject
 
-from protwin.shared.errors import InfeasibleError
-from protwin.shared.hardware import DeviceKind, Hardware
-from protwin.shared.plan import Plan
-from protwin.shared.units import parse_bytes
-from protwin.shared.workload import Workload
+from protwin.shared.basics.errors import InfeasibleError
+from protwin.shared.basics.units import parse_bytes
+from protwin.shared.schema.hardware import DeviceKind, Hardware
+from protwin.shared.schema.plan import Plan
+from protwin.shared.schema.workload import Workload
 from protwin.sim import infeasible
 from protwin.sim.host_memory import default_reserve_bytes, memory_with_room
 from protwin.sim.infeasible import Changes, smallest_changes

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protwin.shared.hardware import Device, DeviceKind
-from protwin.shared.machine_parts import device_part
-from protwin.shared.workload import DType, Operation, OperationClass, Phase
+from protwin.shared.catalogue.parts import device_part
+from protwin.shared.schema.hardware import Device, DeviceKind
+from protwin.shared.schema.workload import DType, Operation, OperationClass, Phase
 from protwin.sim.costs import roofline_s
 from protwin.sim.efficiency import KERNEL_FIXED_S, POWER_LIMITED_FRAC, sustained_flop_per_s
 from protwin.sim.kernels import attention_s, kernel_s, product_s, runs_flash

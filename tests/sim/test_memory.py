@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protwin.shared.calibration import Calibration
-from protwin.shared.compile import compile_schedule
-from protwin.shared.hardware import Hardware
-from protwin.shared.layout import ChunkId
-from protwin.shared.memory_bound import guaranteed_device_peak
-from protwin.shared.record import Holding, MemoryCurve
-from protwin.shared.schedule import Buffer, BufferId, Content, Lane, Memory, Schedule, Task, TaskId, TaskKind
-from protwin.shared.workload import BlockId, Phase
+from protwin.shared.compile.compile import compile_schedule
+from protwin.shared.layout.layout import ChunkId
+from protwin.shared.schema.calibration import Calibration
+from protwin.shared.schema.hardware import Hardware
+from protwin.shared.schema.record import Holding, MemoryCurve
+from protwin.shared.schema.schedule import Buffer, BufferId, Content, Lane, Memory, Schedule, Task, TaskId, TaskKind
+from protwin.shared.schema.workload import BlockId, Phase
+from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
 from protwin.sim.contention import ContentionModel
 from protwin.sim.memory import DeviceMemory, pinned_host_curve, window_s
 from protwin.sim.simulator import simulate, simulate_timing

@@ -6,11 +6,11 @@ import numpy as np
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from protwin.shared.compile import compile_schedule
-from protwin.shared.hardware import Hardware
-from protwin.shared.layout import Layout
-from protwin.shared.plan import ActivationMode, Plan, place_activation_modes
-from protwin.shared.workload import Workload
+from protwin.shared.compile.compile import compile_schedule
+from protwin.shared.layout.layout import Layout
+from protwin.shared.schema.hardware import Hardware
+from protwin.shared.schema.plan import ActivationMode, Plan, place_activation_modes
+from protwin.shared.schema.workload import Workload
 from protwin.sim.activation_levels import activation_levels
 from protwin.sim.contention import ContentionModel
 from protwin.sim.costs import CostModel

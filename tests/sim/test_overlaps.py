@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protwin.shared.schedule import Lane, TaskKind
+from protwin.shared.schema.schedule import Lane, TaskKind
 from protwin.sim.contention import ContentionModel
 from protwin.sim.overlaps import Overlaps
 from protwin.sim.residency import residency

@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.testing import assert_allclose
 
-from protwin.shared.compile import compile_schedule
-from protwin.shared.errors import HardwareError, PlanError
-from protwin.shared.hardware import Hardware
-from protwin.shared.machines import machine as known_machine
-from protwin.shared.plan import ParallelMode, Plan
-from protwin.shared.schedule import Lane, Schedule, TaskKind
-from protwin.shared.workload import Workload
+from protwin.shared.basics.errors import HardwareError, PlanError
+from protwin.shared.catalogue.machines import machine as known_machine
+from protwin.shared.compile.compile import compile_schedule
+from protwin.shared.schema.hardware import Hardware
+from protwin.shared.schema.plan import ParallelMode, Plan
+from protwin.shared.schema.schedule import Lane, Schedule, TaskKind
+from protwin.shared.schema.workload import Workload
 from protwin.sim.contention import ContentionModel
 from protwin.sim.rank_groups import RankGroup, simulate_group_timings, simulate_groups
 from protwin.sim.simulator import simulate, simulate_timing

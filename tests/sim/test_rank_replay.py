@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from protwin.shared.layout import build_layout
-from protwin.shared.machines import machine as known_machine
-from protwin.shared.memory_bound import guaranteed_device_peak
-from protwin.shared.plan import ParallelMode, Plan
-from protwin.shared.schedule import Lane
+from protwin.shared.catalogue.machines import machine as known_machine
+from protwin.shared.layout.layout import build_layout
+from protwin.shared.schema.plan import ParallelMode, Plan
+from protwin.shared.schema.schedule import Lane
+from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
 from protwin.sim.contention import ContentionModel
 from protwin.sim.costs import CostModel
 from protwin.sim.happens_before import NOTHING

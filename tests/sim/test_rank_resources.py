@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from protwin.shared.errors import HardwareError
-from protwin.shared.machines import machine as known_machine
-from protwin.shared.plan import ParallelMode, Plan
-from protwin.shared.schedule import LANES_ALONE, Lane
-from protwin.shared.workload import DType
-from protwin.shared.workload_catalogue import shipped_family
+from protwin.shared.basics.errors import HardwareError
+from protwin.shared.catalogue.machines import machine as known_machine
+from protwin.shared.schema.plan import ParallelMode, Plan
+from protwin.shared.schema.schedule import LANES_ALONE, Lane
+from protwin.shared.schema.workload import DType
+from protwin.shared.workloads.shipped import shipped_family
 from protwin.sim import simulate
 from protwin.sim.contention import ContentionModel
 from protwin.sim.fabrics import fabric_levels

@@ -12,16 +12,16 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 
-from protwin.shared.compile import compile_schedule
-from protwin.shared.errors import InfeasibleError, PlanError
-from protwin.shared.hardware import Hardware
-from protwin.shared.layout import build_layout
-from protwin.shared.machines import machine as known_machine
-from protwin.shared.memory_bound import guaranteed_device_peak
-from protwin.shared.plan import ParallelMode, Plan
-from protwin.shared.schedule import Lane, Memory
-from protwin.shared.search_result import SearchResult
-from protwin.shared.workload import Workload
+from protwin.shared.basics.errors import InfeasibleError, PlanError
+from protwin.shared.catalogue.machines import machine as known_machine
+from protwin.shared.compile.compile import compile_schedule
+from protwin.shared.layout.layout import build_layout
+from protwin.shared.schema.hardware import Hardware
+from protwin.shared.schema.plan import ParallelMode, Plan
+from protwin.shared.schema.schedule import Lane, Memory
+from protwin.shared.schema.search_result import SearchResult
+from protwin.shared.schema.workload import Workload
+from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
 from protwin.sim.contention import ContentionModel
 from protwin.sim.costs import CostModel
 from protwin.sim.memory_bounds import MemoryBounds

@@ -7,8 +7,8 @@ from typing import Final
 
 import pytest
 
-from protwin.shared.hardware import DeviceKind, Hardware, Link, Network, Node, Topology
-from protwin.shared.schedule import Lane
+from protwin.shared.schema.hardware import DeviceKind, Hardware, Link, Network, Node, Topology
+from protwin.shared.schema.schedule import Lane
 from protwin.sim.resources import Resource, lane_demands
 from tests.sim.hand_made import machine
 

@@ -11,16 +11,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protwin.shared.calibration import Calibration, Contention
-from protwin.shared.compile import compile_schedule
-from protwin.shared.errors import InfeasibleError, PlanError, WorkloadError
-from protwin.shared.hardware import DeviceKind, Hardware
-from protwin.shared.layout import build_layout
-from protwin.shared.plan import Plan
-from protwin.shared.schedule import Lane, Memory
-from protwin.shared.search_result import SearchResult
-from protwin.shared.verify import verify_schedule
-from protwin.shared.workload import Workload
+from protwin.shared.basics.errors import InfeasibleError, PlanError, WorkloadError
+from protwin.shared.compile.compile import compile_schedule
+from protwin.shared.layout.layout import build_layout
+from protwin.shared.schema.calibration import Calibration, Contention
+from protwin.shared.schema.hardware import DeviceKind, Hardware
+from protwin.shared.schema.plan import Plan
+from protwin.shared.schema.schedule import Lane, Memory
+from protwin.shared.schema.search_result import SearchResult
+from protwin.shared.schema.workload import Workload
+from protwin.shared.verify.verify import verify_schedule
 from protwin.sim import search_problem
 from protwin.sim.search import search
 from protwin.sim.search_problem import default_host_budget_bytes

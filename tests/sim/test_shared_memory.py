@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from protwin.shared.errors import InfeasibleError
-from protwin.shared.hardware import DeviceKind, Hardware
+from protwin.shared.basics.errors import InfeasibleError
+from protwin.shared.schema.hardware import DeviceKind, Hardware
 from protwin.sim.search import search
 from protwin.sim.space import SearchSpace
 from tests.sim.hand_made import machine, workload

@@ -13,12 +13,12 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from numpy.testing import assert_allclose
 
-from protwin.shared.calibration import Calibration, Contention
-from protwin.shared.compile import compile_schedule
-from protwin.shared.errors import CalibrationError, PlanError, ScheduleError, WorkloadError
-from protwin.shared.hardware import Hardware
-from protwin.shared.record import Origin, Record
-from protwin.shared.schedule import Lane, Schedule, Task, TaskId, TaskKind
+from protwin.shared.basics.errors import CalibrationError, PlanError, ScheduleError, WorkloadError
+from protwin.shared.compile.compile import compile_schedule
+from protwin.shared.schema.calibration import Calibration, Contention
+from protwin.shared.schema.hardware import Hardware
+from protwin.shared.schema.record import Origin, Record
+from protwin.shared.schema.schedule import Lane, Schedule, Task, TaskId, TaskKind
 from protwin.sim.contention import ContentionModel
 from protwin.sim.longest_path import longest_path_s
 from protwin.sim.simulator import simulate, simulate_timing
@@ -342,7 +342,7 @@ _SIMULATE_AND_PRINT = """
 from protwin.sim import simulate
 from tests.sim.hand_made import machine, plan, workload
 from tests.sim.test_simulator import slowed
-from protwin.shared.schedule import Lane
+from protwin.shared.schema.schedule import Lane
 model = workload(5)
 chosen = plan(model, n_persist=1, n_buffer=2, n_checkpoint=2)
 calibration = slowed((Lane.COMPUTE, Lane.H2D, Lane.CPU_OPTIM), 1.7)

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from protwin.shared.compile import compile_schedule
-from protwin.shared.errors import PlanError
-from protwin.shared.layout import Layout, build_layout
-from protwin.shared.plan import ActivationMode, ParallelMode, Plan
-from protwin.shared.workload import DType, Parameter, Workload
+from protwin.shared.basics.errors import PlanError
+from protwin.shared.compile.compile import compile_schedule
+from protwin.shared.layout.layout import Layout, build_layout
+from protwin.shared.schema.plan import ActivationMode, ParallelMode, Plan
+from protwin.shared.schema.workload import DType, Parameter, Workload
 from protwin.sim.search import search
 from protwin.sim.space import LayoutGrid, SearchSpace, chunk_sizes, enumerate_space
 from protwin.sim.step_rule import StepRule

@@ -15,14 +15,14 @@ NEVER = (
     "numpy.ma",
     "protwin.calibration",
     "protwin.runtime",
-    "protwin.shared.comparison",
+    "protwin.shared.records.comparison",
     "psutil",
     "scipy",
     "torch",
     "transformers",
 )
 """Modules that take their time to import, and are another command's."""
-FOR_TABLES = ("protwin.shared.tables", "protwin.shared.timeline", "rich")
+FOR_TABLES = ("protwin.shared.tables.record", "protwin.shared.records.chrome_trace", "rich")
 """Modules that programs, which ask for JSON, have no use for."""
 
 _WATCH = """
@@ -30,7 +30,7 @@ _WATCH = """
     watched = {watched!r}
     atexit.register(lambda: print(sorted(name for name in watched if name in sys.modules), file=sys.stderr))
     {extra}
-    from protwin.shared.cli import main
+    from protwin.shared.cli.main import main
     sys.argv = ["protwin", *{arguments!r}]
     main()
 """
@@ -60,7 +60,7 @@ def test_a_search_for_programs_draws_no_tables(arguments: list[str]) -> None:
     assert imported([*arguments, "--json"], NEVER + FOR_TABLES) == []
 
 
-@pytest.mark.parametrize("name", ["numpy.ma", "protwin.shared.comparison", "rich"])
+@pytest.mark.parametrize("name", ["numpy.ma", "protwin.shared.records.comparison", "rich"])
 def test_the_watch_sees_imports(arguments: list[str], name: str) -> None:
     assert imported([*arguments, "--json"], NEVER + FOR_TABLES, extra=f"import {name}") == [name]
 
@@ -68,7 +68,7 @@ def test_the_watch_sees_imports(arguments: list[str], name: str) -> None:
 def test_collections_go_on_after_work_without_them() -> None:
     code = (
         "import gc\n"
-        "from protwin.shared.uncollected import uncollected\n"
+        "from protwin.shared.basics.gc_pause import uncollected\n"
         "with uncollected():\n    assert not gc.isenabled()\n"
         "assert gc.isenabled()\n"
         "gc.disable()\n"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from protwin.shared.calibration import Calibration
-from protwin.shared.errors import CalibrationError, CatalogueError, HardwareError, WorkloadError
-from protwin.shared.machine_parts import device_part, host_part, link_part
-from protwin.shared.machines import cluster_names, machine
+from protwin.shared.basics.errors import CalibrationError, CatalogueError, HardwareError, WorkloadError
+from protwin.shared.catalogue.machines import cluster_names, machine
+from protwin.shared.catalogue.parts import device_part, host_part, link_part
+from protwin.shared.schema.calibration import Calibration
 from protwin.sim.search import search
 from protwin.sim.search_options import USUAL
 from protwin.sim.space import SearchSpace

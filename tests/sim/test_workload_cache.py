@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from protwin.shared.errors import FileError
-from protwin.shared.hardware import DeviceKind
-from protwin.shared.workload import Workload
+from protwin.shared.basics.errors import FileError
+from protwin.shared.schema.hardware import DeviceKind
+from protwin.shared.schema.workload import Workload
 from protwin.sim import workload_cache
 from protwin.sim.workload_cache import TraceRequest, cache_key, load_cached, store_cached
 from tests.shared.laid_out import decoder_workload

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from protwin.shared.errors import WorkloadError
-from protwin.shared.hardware import DeviceKind
-from protwin.shared.workload import Workload
+from protwin.shared.basics.errors import WorkloadError
+from protwin.shared.schema.hardware import DeviceKind
+from protwin.shared.schema.workload import Workload
 from protwin.sim.costs import CostModel
 from protwin.sim.workload_kernels import has_fused_dropout
 from protwin.sim.workload_source import resolve_family

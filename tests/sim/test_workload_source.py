@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from protwin.shared.errors import CatalogueError, FileError, ProtwinError, WorkloadError
-from protwin.shared.hardware import DeviceKind
-from protwin.shared.plan import Plan
-from protwin.shared.training_options import FULL_TRAINING, LoraOptions, TrainingOptions
-from protwin.shared.workload import DType, Workload
+from protwin.shared.basics.errors import CatalogueError, FileError, ProtwinError, WorkloadError
+from protwin.shared.schema.hardware import DeviceKind
+from protwin.shared.schema.plan import Plan
+from protwin.shared.schema.training_options import FULL_TRAINING, LoraOptions, TrainingOptions
+from protwin.shared.schema.workload import DType, Workload
 from protwin.sim import workload_source
 from protwin.sim.workload_source import resolve_family, resolve_workload
 from tests.shared.laid_out import decoder_workload

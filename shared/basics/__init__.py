@@ -1,0 +1,1 @@
+"""What everything stands on: errors, units, documents on disk, and small courtesies."""

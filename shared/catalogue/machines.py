@@ -1,0 +1,96 @@
+"""The catalogue of machines, and machine descriptions of the user's own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any, Final
+
+import tomli_w
+
+from ..basics.errors import CatalogueError, FileError
+from ..basics.suggestions import did_you_mean
+from ..schema.hardware import Hardware
+from .data_files import machine_sections, read_machine_table
+from .overrides import override_hardware
+from .parts import device_part, host_part, link_part, network_part, node_part
+from .plausibility import check_plausible
+
+_SUFFIXES: Final = (".toml", ".json")
+_HEADER: Final = '# A machine.  Sizes may be written as "24GiB", bandwidths as "25GB/s"; bare numbers are bytes.\n'
+
+
+def machine_names() -> tuple[str, ...]:
+    """Names of the catalogue's machines with one device, by vendor and generation."""
+    return tuple(name for name in machine_sections("machines") if "node" not in _parts(name))
+
+
+def cluster_names() -> tuple[str, ...]:
+    """Names of the catalogue's machines with several devices, by vendor and generation."""
+    return tuple(name for name in machine_sections("machines") if "node" in _parts(name))
+
+
+def machine(name: str) -> Hardware:
+    """The catalogue's machine of that name, with one device or several.
+
+    Raises CatalogueError, with the nearest names, if there is none.
+    """
+    known = machine_sections("machines")
+    if name not in known:
+        raise CatalogueError(
+            f"there is no machine {name!r} in the catalogue. {did_you_mean(name, known)} "
+            f"protwin hardware list shows them; for a machine of your own, pass the path of its .toml or .json file."
+        )
+    parts = _parts(name)
+    link = link_part(parts["link"])
+    return Hardware(
+        name=name,
+        device=device_part(parts["device"]),
+        host=host_part(parts["host"]),
+        host_to_device=link.host_to_device,
+        device_to_host=link.device_to_host,
+        full_duplex=link.full_duplex,
+        node=node_part(parts["node"]) if "node" in parts else None,
+        network=network_part(parts["network"], parts["adapters_per_node"]) if "network" in parts else None,
+    )
+
+
+def load_hardware(name_or_path: str | Path) -> Hardware:
+    """A catalogue machine by name, or the machine that a ``.toml`` or ``.json`` file describes.
+
+    Raises CatalogueError if it is neither a known name nor a file, FileError if the file is damaged or of another
+    kind, HardwareError if it describes an impossible machine.
+    """
+    name = str(name_or_path)
+    if name in machine_sections("machines"):
+        return machine(name)
+    path = Path(name_or_path)
+    if path.suffix not in _SUFFIXES:
+        if path.is_file():
+            raise FileError(f"{path} is no machine file: its name must end in .toml or .json.")
+        return machine(name)
+    hardware = Hardware.load(path)
+    check_plausible(hardware, origin=str(path))
+    return hardware
+
+
+def hardware_to_toml(hardware: Hardware) -> str:
+    """``hardware`` as TOML text that ``Hardware.load`` reads back equal; fields that are None are left out."""
+    head = {"kind": hardware.KIND, "schema_version": hardware.SCHEMA_VERSION}
+    return _HEADER + tomli_w.dumps(head | _without_none(hardware.model_dump(mode="json")))
+
+
+def _without_none(table: Mapping[str, Any]) -> dict[str, Any]:
+    """TOML has no null; every field that may be None is None by default, so that leaving it out says the same."""
+    kept = ((key, value) for key, value in table.items() if value is not None)
+    return {key: _without_none(value) if isinstance(value, dict) else value for key, value in kept}
+
+
+@cache
+def _parts(name: str) -> Mapping[str, Any]:
+    """The names of a machine's parts."""
+    return read_machine_table("machines", name)
+
+
+__all__ = ["cluster_names", "hardware_to_toml", "load_hardware", "machine", "machine_names", "override_hardware"]

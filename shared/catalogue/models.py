@@ -1,0 +1,138 @@
+"""The catalogue of models, and configurations of the user's own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, ClassVar, Final, Self
+
+from pydantic import PositiveInt
+
+from ..basics.documents import Document, FrozenModel, read_mapping
+from ..basics.errors import CatalogueError, FileError
+from ..basics.suggestions import did_you_mean
+from ..schema.workload import DType
+from .data_files import model_file_names, read_model_file
+from .model_check import check_model_configuration
+from .model_size import num_parameters_of
+
+_OTHER_NAMES: Final = {"llama-3-405b": "llama-3.1-405b"}
+"""What models are called besides; Llama 3 had its largest model with release 3.1."""
+
+
+class ModelConfiguration(Document):
+    """A model without its weights."""
+
+    KIND: ClassVar[str] = "model"
+
+    name: str
+    source: str
+    """Where the configuration was published, or the file that it was read from."""
+    num_parameters: PositiveInt | None
+    """Scalars of the model as it is trained, tied ones once; None if the family is not counted."""
+    config: dict[str, Any]
+    """The published ``config.json`` in the Hugging Face form, as transformers takes it."""
+
+    @property
+    def dtype(self) -> DType | None:
+        """Element type in which the weights were published; None where the configuration names none."""
+        stated = self.config.get("dtype", self.config.get("torch_dtype"))
+        name = stated.removeprefix("torch.") if isinstance(stated, str) else None
+        return DType(name) if name is not None and name != "auto" else None
+
+
+class ListedModel(FrozenModel):
+    """One line of the catalogue."""
+
+    name: str
+    num_parameters: PositiveInt | None
+    dtype: DType
+    """Element type in which the weights were published."""
+    architecture: str
+    source: str
+
+
+class ModelList(Document):
+    """All models of the catalogue, by name."""
+
+    KIND: ClassVar[str] = "model_list"
+
+    models: tuple[ListedModel, ...]
+
+    @classmethod
+    def of_catalogue(cls) -> Self:
+        """The list as it is shipped."""
+        return cls(models=tuple(_listed(model_configuration(name)) for name in model_names()))
+
+
+def _listed(model: ModelConfiguration) -> ListedModel:
+    return ListedModel(
+        name=model.name,
+        num_parameters=model.num_parameters,
+        dtype=model.dtype or DType.FLOAT32,
+        architecture=str(model.config["model_type"]),
+        source=model.source,
+    )
+
+
+def model_names() -> tuple[str, ...]:
+    """Names of the catalogue's models, sorted."""
+    return model_file_names()
+
+
+def known_model(name: str) -> str | None:
+    """The catalogue's name of the model called ``name``, which may be another usual name of it; None if it has none."""
+    name = _OTHER_NAMES.get(name, name)
+    return name if name in model_names() else None
+
+
+def model_configuration(name: str) -> ModelConfiguration:
+    """The catalogue's configuration of ``name``.  Raises CatalogueError, with the nearest names, if there is none."""
+    known = known_model(name)
+    if known is None:
+        raise CatalogueError(
+            f"there is no model {name!r} in the catalogue. {did_you_mean(name, model_names())} "
+            f"protwin models lists them; for a model of your own, pass the path of its config.json (Hugging Face form)."
+        )
+    return ModelConfiguration.from_mapping(read_model_file(known), origin=f"catalogue entry {known}")
+
+
+def read_model_configuration(path: str | Path) -> ModelConfiguration:
+    """The model that a ``config.json`` describes; ``path`` may be the folder that holds it.
+
+    It is named after its file, or its folder if the file is called ``config.json``.  Raises FileError if the file is
+    missing, damaged, or describes no model; the message names the field.
+    """
+    path = Path(path)
+    if path.is_dir():
+        path = path / "config.json"
+    content = read_mapping(path)
+    if "kind" in content and "schema_version" in content:
+        if content["kind"] != ModelConfiguration.KIND:
+            raise FileError(
+                f"{path} is a {content['kind']} file of protwin, and no model configuration. Pass the config.json that "
+                f"lies beside a model's weights on the Hugging Face hub."
+            )
+        found = ModelConfiguration.from_mapping(content, origin=str(path))
+        check_model_configuration(found.config, origin=str(path))
+        return found
+    check_model_configuration(content, origin=str(path))
+    return ModelConfiguration(
+        name=path.resolve().parent.name if path.name == "config.json" else path.stem,
+        source=str(path),
+        num_parameters=num_parameters_of(content),
+        config=content,
+    )
+
+
+def load_model_configuration(name_or_path: str | Path) -> ModelConfiguration:
+    """A catalogue model by name, or the model that a ``config.json`` describes.
+
+    Raises CatalogueError if it is neither a known name nor a file, FileError if the file describes no model.
+    """
+    name = str(name_or_path)
+    if known_model(name) is not None:
+        return model_configuration(name)
+    path = Path(name_or_path)
+    if name.strip() and (path.exists() or path.suffix == ".json"):
+        return read_model_configuration(path)
+    return model_configuration(name)

@@ -1,0 +1,233 @@
+"""A machine with some of its parts or figures replaced.
+
+[Note: Measured figures under an override]
+A link's measured table stands in for its bandwidth and latency, and a host's measured Adam rate for what its memory
+bandwidth would give.  Changing the figure alone would change nothing that the simulator reads.  So an override drops
+the measurement that it contradicts, unless the override sets that measurement too.  Another number of memory channels
+scales the host's bandwidth, unless that is set too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+from pydantic import BaseModel, ValidationError
+
+from ..basics.documents import describe
+from ..basics.errors import HardwareError
+from ..basics.suggestions import did_you_mean, nearest_names
+from ..basics.units import format_rate
+from ..schema.hardware import Device, Hardware, Host, Link, Network, Node
+from ..schema.workload import DType, OperationClass
+from .parts import device_part, host_part, link_part, network_part, node_part
+from .plausibility import check_plausible
+
+_DIRECTIONS: Final = ("host_to_device", "device_to_host")
+_PARTS: Final[Mapping[str, type[BaseModel]]] = {
+    "device": Device,
+    "host": Host,
+    "link": Link,
+    "host_to_device": Link,
+    "device_to_host": Link,
+    "node": Node,
+    "network": Network,
+}
+_WITHIN: Final[Mapping[str, type[BaseModel]]] = {
+    "node.device_link": Link,
+    "node.host_path": Link,
+    "network.link": Link,
+}
+"""Parts of parts; they are no names of the catalogue's."""
+_TOP: Final = ("name", "full_duplex", "price_usd_per_hour")
+_KEYED: Final[Mapping[str, tuple[str, ...]]] = {
+    "device.peak_flop_per_s": tuple(DType),
+    "device.efficiency": tuple(OperationClass),
+}
+"""Fields that are tables of their own, with the keys that they may have."""
+_UNSETTABLE: Final = ("table",)
+"""Fields that one line of text cannot give."""
+_MEASURED: Final[Mapping[str, tuple[str, object]]] = {
+    "host.memory_bandwidth_bytes_per_s": ("host.adam_bytes_per_s", None),
+    "host.num_cores": ("host.adam_bytes_per_s", None),
+    "host.num_memory_channels": ("host.adam_bytes_per_s", None),
+    **{
+        f"{direction}.{figure}": (f"{direction}.table", ())
+        for direction in (*_DIRECTIONS, *_WITHIN)
+        for figure in ("bandwidth_bytes_per_s", "latency_s")
+    },
+}
+"""Measurements that replace a figure (see the note), with the value that stands for none."""
+
+
+_LONGEST_COUNT: Final = 9
+"""Digits of a number of channels that could be one."""
+_FORMS: Final = "Write sizes as 24GiB, bandwidths as 25GB/s, FLOP/s as 71e12, seconds as 5e-6."
+
+
+def override_fields() -> tuple[str, ...]:
+    """Every name that ``override_hardware`` takes."""
+    return tuple(_fields())
+
+
+def override_hardware(hardware: Hardware, overrides: Mapping[str, str]) -> Hardware:
+    """``hardware`` with parts or single figures replaced.
+
+    Names are either a part, with the catalogue's name of another as value (``host=epyc-64``, ``link=pcie5-x16``), or a
+    dotted field with its new value (``device.memory_bytes=40GiB``, ``link.bandwidth_bytes_per_s=50GB/s``,
+    ``device.peak_flop_per_s.bfloat16=100e12``, ``node.sockets=4,4``).  ``link`` means both directions between host and
+    device.  The order of ``overrides`` does not matter: parts come before fields, and ``link`` before a single
+    direction.  A machine whose device is replaced is named after the new one; another network joins as many nodes with
+    as many adapters as the one before; what was set by hand is noted in the source of its part.
+
+    Raises HardwareError if a name is unknown or a value impossible, CatalogueError if there is no such part.
+    """
+    for name in overrides:
+        _check_name(name)
+    content: dict[str, Any] = hardware.model_dump()
+    if "device" in overrides:
+        content["device"] = device_part(overrides["device"]).model_dump()
+    if "host" in overrides:
+        content["host"] = host_part(overrides["host"]).model_dump()
+    _replace_links(content, overrides)
+    _replace_node_and_network(content, overrides)
+    if "device" in overrides:
+        node = content["node"]
+        content["name"] = overrides["device"] + ("" if node is None else f"-x{node['num_devices']}")
+    changes = dict(_changes(overrides))
+    for field, value in changes.items():
+        _check_present(content, field, hardware.name)
+        if field == "host.num_memory_channels" and "host.memory_bandwidth_bytes_per_s" not in changes:
+            _scale_host_bandwidth(content["host"], value)
+        measured, nothing = _MEASURED.get(field, ("", None))
+        if measured and measured not in changes and _get(content, measured):
+            _set(content, measured, nothing)
+            _note(content, measured, "none, since it was measured otherwise")
+        _set(content, field, value)
+        _note(content, field, value)
+    origin = "the machine with " + ", ".join(f"{name}={value}" for name, value in overrides.items())
+    try:
+        changed = Hardware.model_validate(content)
+    except ValidationError as error:
+        raise HardwareError(f"{origin} is impossible: {describe(error)} {_FORMS}") from error
+    check_plausible(changed, origin=origin)
+    return changed
+
+
+def _fields() -> Iterator[str]:
+    yield from _TOP
+    for part, model in {**_PARTS, **_WITHIN}.items():
+        if part in _PARTS:
+            yield part
+        for field in model.model_fields:
+            keys = _KEYED.get(f"{part}.{field}")
+            if keys is not None:
+                yield from (f"{part}.{field}.{key}" for key in keys)
+            elif field not in _UNSETTABLE and f"{part}.{field}" not in _WITHIN:
+                yield f"{part}.{field}"
+
+
+def _check_name(name: str) -> None:
+    if name in _fields():
+        return
+    part, _, field = name.partition(".")
+    if part in _PARTS and field.rpartition(".")[2] in _UNSETTABLE:
+        raise HardwareError(f"{name} is a table and cannot be set in one line. Write it into a machine's .toml file.")
+    if name in _WITHIN:
+        raise HardwareError(f"{name} has several figures: set one, as in {name}.bandwidth_bytes_per_s=50GB/s.")
+    if name in _KEYED:
+        raise HardwareError(f"{name} needs a key: {name}.{_KEYED[name][0]}, for one of {', '.join(_KEYED[name])}.")
+    candidates = [known for known in _fields() if part in _PARTS and known.startswith(f"{part}.")] or list(_fields())
+    advice = (
+        did_you_mean(name, candidates)
+        if nearest_names(name, candidates)
+        else f"Its parts are {', '.join(_PARTS)}; a field is written as device.memory_bytes."
+    )
+    raise HardwareError(f"a machine has no part or field {name!r}. {advice}")
+
+
+def _replace_links(content: dict[str, Any], overrides: Mapping[str, str]) -> None:
+    """Put links of the catalogue into the machine.  Both run at full speed side by side if neither is known not to."""
+    names = {direction: overrides.get(direction, overrides.get("link")) for direction in _DIRECTIONS}
+    pairs = {direction: link_part(name) for direction, name in names.items() if name is not None}
+    for direction, pair in pairs.items():
+        content[direction] = getattr(pair, direction).model_dump()
+    if pairs:
+        stays = len(pairs) == len(_DIRECTIONS) or content["full_duplex"]
+        content["full_duplex"] = stays and all(pair.full_duplex for pair in pairs.values())
+
+
+def _replace_node_and_network(content: dict[str, Any], overrides: Mapping[str, str]) -> None:
+    if "node" in overrides:
+        content["node"] = node_part(overrides["node"]).model_dump()
+    if "network" in overrides:
+        before = content["network"] or {}
+        counts = {field: before[field] for field in ("num_nodes", "adapters_per_node") if field in before}
+        content["network"] = network_part(overrides["network"]).model_dump() | counts
+
+
+def _scale_host_bandwidth(host: dict[str, Any], num_channels: str) -> None:
+    """Channels carry equal shares of a host's bandwidth."""
+    before = host["num_memory_channels"]
+    if before is None:
+        raise HardwareError(
+            f"{host['name']} does not state how many memory channels its bandwidth is of. "
+            f"Set host.memory_bandwidth_bytes_per_s instead of host.num_memory_channels, or both."
+        )
+    if not num_channels.isdecimal() or len(num_channels) > _LONGEST_COUNT:
+        return  # what it says of itself is refused with its name
+    host["memory_bandwidth_bytes_per_s"] *= int(num_channels) / before
+    shown = format_rate(host["memory_bandwidth_bytes_per_s"])
+    host["source"] += (
+        f"{'; ' if host['source'] else ''}set by hand: memory_bandwidth_bytes_per_s = {shown}, as its channels"
+    )
+
+
+def _check_present(content: Mapping[str, Any], field: str, machine_name: str) -> None:
+    """Raise HardwareError if ``field`` belongs to a part that the machine does not have."""
+    within: Any = content
+    *path, _ = field.split(".")
+    for step in path:
+        within = within[step]
+        if within is None:
+            part, _, inner = field.partition(".")
+            advice = (
+                f"Choose one with {part}=NAME (protwin hardware parts lists them), or write it into a machine's file"
+                if step == part
+                else "Write it into a machine's file"
+            )
+            missing = part if step == part else f"{part}.{inner.partition('.')[0]}"
+            raise HardwareError(f"{machine_name} has no {missing}, so that {field} cannot be set. {advice}.")
+
+
+def _changes(overrides: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Single fields and their values, ``link`` spelt out, what is more specific last."""
+    fields = {name: value for name, value in overrides.items() if name not in _PARTS}
+    for name, value in fields.items():
+        if name.startswith("link."):
+            for direction in _DIRECTIONS:
+                yield f"{direction}.{name.removeprefix('link.')}", value
+    for name, value in fields.items():
+        if not name.startswith("link."):
+            yield name, value
+
+
+def _get(content: dict[str, Any], field: str) -> object:
+    value: Any = content
+    for step in field.split("."):
+        value = value[step]
+    return value
+
+
+def _set(content: dict[str, Any], field: str, value: object) -> None:
+    *path, last = field.split(".")
+    for step in path:
+        content = content[step]
+    content[last] = value
+
+
+def _note(content: dict[str, Any], field: str, value: str) -> None:
+    part, _, rest = field.partition(".")
+    if rest and rest not in ("name", "source"):
+        source = content[part]["source"]
+        content[part]["source"] = f"{source}{'; ' if source else ''}set by hand: {rest} = {value}"

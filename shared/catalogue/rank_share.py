@@ -1,0 +1,92 @@
+"""The part of a machine that one of several equal ranks has, when all of them do the same at the same time."""
+
+from __future__ import annotations
+
+from itertools import islice
+
+from ..basics.errors import HardwareError
+from ..schema.hardware import Hardware, Host, Link, LinkPoint
+
+
+def machine_of_rank(hardware: Hardware, num_ranks: int) -> Hardware:
+    """The machine of one device that the slowest of ``num_ranks`` equal ranks works on.
+
+    Ranks take the devices of a node in order and fill a node before the next.  Those at one socket divide its cores,
+    memory and memory bandwidth evenly, those below one PCIe root its bandwidth in each direction: fair shares of equal
+    users that want the same at every moment.  One rank alone has the machine's own figures.
+
+    Raises HardwareError if there are more ranks than devices, or fewer cores at a socket than ranks.
+    """
+    if not 1 <= num_ranks <= hardware.num_devices:
+        raise HardwareError(f"{num_ranks} ranks do not fit on {hardware.name}, which has {_devices_of(hardware)}.")
+    alone = hardware.model_copy(update={"node": None, "network": None})
+    node = hardware.node
+    if node is None:
+        return alone
+    on_node = min(num_ranks, node.num_devices)
+    at_socket, below_root = _most(node.sockets, on_node), _most(node.pcie_roots, on_node)
+    root = node.root_bandwidth_bytes_per_s
+    links = {
+        direction: _capped(link, None if root is None else root / below_root)
+        for direction, link in (
+            ("host_to_device", hardware.host_to_device),
+            ("device_to_host", hardware.device_to_host),
+        )
+    }
+    return alone.model_copy(update={"host": host_share(hardware.host, at_socket), **links})
+
+
+def _devices_of(hardware: Hardware) -> str:
+    """In words, with what to do where they are too few."""
+    if hardware.num_devices == 1:
+        return "one device. Use one rank, or a machine with more"
+    nodes = f", {hardware.devices_per_node} in each of {hardware.num_nodes} nodes" if hardware.num_nodes > 1 else ""
+    more = "" if hardware.network is None else ", or set network.num_nodes"
+    return f"{hardware.num_devices} devices{nodes}. Use between 1 and that many{more}"
+
+
+def price_of_ranks(hardware: Hardware, num_ranks: int) -> float | None:
+    """US dollars per hour for so many devices and their shares of the machine; None where no price is known."""
+    price = hardware.price_usd_per_hour
+    return None if price is None else price / hardware.devices_per_node * num_ranks
+
+
+def _most(groups: tuple[int, ...], num_ranks: int) -> int:
+    """Ranks in the fullest group, when they fill the groups in order."""
+    places = (group for group, size in enumerate(groups) for _ in range(size))
+    taken = list(islice(places, num_ranks))
+    return max(taken.count(group) for group in set(taken))
+
+
+def host_share(host: Host, num_ranks: int) -> Host:
+    """One of ``num_ranks`` equal parts of a host.  Raises HardwareError if it has fewer cores."""
+    if num_ranks > host.num_cores:
+        raise HardwareError(
+            f"{num_ranks} ranks share a socket of {host.name} but it has {host.num_cores} cores (host.num_cores). "
+            f"Each rank needs one at least: use a larger host, or fewer ranks."
+        )
+    if num_ranks == 1:
+        return host
+    adam = host.adam_bytes_per_s
+    return host.model_copy(
+        update={
+            "num_cores": host.num_cores // num_ranks,
+            "memory_bytes": host.memory_bytes // num_ranks,
+            "memory_bandwidth_bytes_per_s": host.memory_bandwidth_bytes_per_s / num_ranks,
+            "adam_bytes_per_s": None if adam is None else adam / num_ranks,
+        }
+    )
+
+
+def _capped(link: Link, bandwidth_bytes_per_s: float | None) -> Link:
+    """``link`` with no more than this bandwidth; measured copies take as long as they did, or as the cap makes them."""
+    if bandwidth_bytes_per_s is None or bandwidth_bytes_per_s >= link.bandwidth_bytes_per_s:
+        return link
+    table = tuple(
+        LinkPoint(
+            size_bytes=point.size_bytes,
+            seconds=max(point.seconds, link.latency_s + point.size_bytes / bandwidth_bytes_per_s),
+        )
+        for point in link.table
+    )
+    return link.model_copy(update={"bandwidth_bytes_per_s": bandwidth_bytes_per_s, "table": table})

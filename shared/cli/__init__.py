@@ -1,0 +1,1 @@
+"""The command-line root and what all commands share."""

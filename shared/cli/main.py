@@ -1,0 +1,83 @@
+"""The ``protwin`` command: what a mistake, an interruption or a closed pipe looks like from outside.
+
+Nothing but the standard library is imported until ``main`` runs, so that Ctrl-C during start-up leaves no traceback
+either.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from sys import UnraisableHookArgs
+
+EXIT_MISTAKE: Final = 2
+"""Exit code of everything that the user can mend."""
+EXIT_INTERRUPTED: Final = 130
+"""Exit code after Ctrl-C: 128 + SIGINT, as shells report it."""
+EXIT_CLOSED_PIPE: Final = 1
+"""Exit code when the reader of standard output has gone."""
+
+
+_AGAIN_S: Final = 0.05
+"""Seconds until an interruption that was lost is tried again."""
+
+
+def main() -> None:
+    """Run ``protwin`` with the arguments of this process; never returns normally."""
+    sys.unraisablehook = _interrupt_again
+    try:
+        from .root import root_command
+
+        root_command()(prog_name="protwin")
+    except KeyboardInterrupt:
+        sys.exit(report_interruption())
+    except BrokenPipeError:
+        sys.exit(discard_output())
+
+
+def _interrupt_again(unraisable: UnraisableHookArgs) -> None:
+    """Interrupt once more where an interruption was lost.
+
+    [Note: Lost interruptions]
+    Ctrl-C raises KeyboardInterrupt wherever the main thread happens to be.  In a destructor, or in what runs when an
+    object dies, Python prints it and goes on, and the command would train to its end.  The hook for such errors cannot
+    raise either, so a thread sends the signal anew when the hook has returned.
+    """
+    if unraisable.exc_type is not KeyboardInterrupt:
+        sys.__unraisablehook__(unraisable)
+        return
+    import signal
+    import threading
+
+    main_thread = threading.main_thread()
+    assert main_thread.ident is not None
+    again = threading.Timer(_AGAIN_S, signal.pthread_kill, (main_thread.ident, signal.SIGINT))
+    again.daemon = True
+    again.start()
+
+
+def report_mistake(message: str) -> int:
+    """Print one message on standard error, its head in red on a terminal; gives the exit code."""
+    sys.stderr.write(f"{_in_red('error:')} {message}\n")
+    return EXIT_MISTAKE
+
+
+def report_interruption() -> int:
+    """Say that the user stopped the command; gives the exit code."""
+    sys.stderr.write(f"{_in_red('interrupted')}\n")
+    return EXIT_INTERRUPTED
+
+
+def discard_output() -> int:
+    """Let what is still buffered go nowhere, since nobody reads it; gives the exit code."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return EXIT_CLOSED_PIPE
+
+
+def _in_red(text: str) -> str:
+    if not sys.stderr.isatty() or "NO_COLOR" in os.environ:
+        return text
+    return f"\033[1;31m{text}\033[0m"

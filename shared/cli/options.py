@@ -1,0 +1,229 @@
+"""What the commands of all folders share: how an app is made, and options that mean the same everywhere."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Final
+
+import typer
+
+from ..basics.errors import FileError, ProtwinError
+from ..basics.units import parse_bytes, parse_bytes_per_s
+from ..schema.training_options import LoraOptions, TrainingOptions
+from ..schema.workload import DType
+
+
+def writable(path: Path | None) -> Path | None:
+    """``path``, once it is sure that it can be written: hours of work must not end in a wrong folder.
+
+    Raises FileError if it is a folder or protected, or if its folder cannot be made or written.
+    """
+    if path is None:
+        return None
+    if path.is_dir():
+        raise FileError(f"{path} is a folder; name a file in it.")
+    if path.exists():
+        if not os.access(path, os.W_OK):
+            raise FileError(f"{path} cannot be written: it is not writable for you.")
+        if not path.is_file():
+            return path  # a device or a pipe, which is written to and not replaced
+    above = next(folder for folder in Path(os.path.realpath(path)).parents if folder.exists())
+    if not above.is_dir():
+        raise FileError(f"{path} cannot be written: {above} is no folder.")
+    if not os.access(above, os.W_OK | os.X_OK):
+        raise FileError(f"{path} cannot be written: {above} is not writable for you.")
+    return path
+
+
+def writable_json(path: Path | None) -> Path | None:
+    """``path``, once it is sure that JSON can be written to it.  Raises FileError."""
+    if path is not None and path.suffix == ".toml":
+        raise FileError(f"{path} would hold JSON, which its name denies. Choose a name that ends in .json.")
+    return writable(path)
+
+
+def writable_machine(path: Path | None) -> Path | None:
+    """``path``, once it is sure that a machine can be written to it and read again.  Raises FileError."""
+    if path is not None and path.suffix not in (".toml", ".json") and (path.is_file() or not path.exists()):
+        raise FileError(f"{path} says neither TOML nor JSON. Choose a name that ends in .toml or .json.")
+    return writable(path)
+
+
+def keep_apart(outputs: Mapping[str, Path | None], inputs: Mapping[str, str | Path | None]) -> None:
+    """Make sure that no output, by option, takes the place of another or of what the command reads.
+
+    Raises FileError; devices and pipes hold nothing that could be lost.
+    """
+    taken = {os.path.realpath(path): option for option, path in inputs.items() if path and Path(path).is_file()}
+    for option, path in outputs.items():
+        if path is None or (path.exists() and not path.is_file()):
+            continue
+        owner = taken.setdefault(os.path.realpath(path), option)
+        if owner != option:
+            raise FileError(f"{option} {path} would take the place of {owner}, the same file. Name another one.")
+
+
+def size_option(text: str) -> int:
+    """The bytes of an option's value; raises typer.BadParameter, which names the option."""
+    try:
+        return parse_bytes(text)
+    except ProtwinError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+def rate_option(text: str) -> float:
+    """The bytes per second of an option's value; raises typer.BadParameter, which names the option."""
+    try:
+        return parse_bytes_per_s(text)
+    except ProtwinError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+_AUTOCAST: Final = (DType.BFLOAT16, DType.FLOAT16)
+
+JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON for programs instead of tables.")]
+OutputPath = Annotated[
+    Path | None,
+    typer.Option("--output", "-o", metavar="FILE", callback=writable_json, help="Write the result to this file."),
+]
+TimelinePath = Annotated[
+    Path | None,
+    typer.Option(
+        "--timeline", metavar="FILE", callback=writable_json, help="Write a Chrome trace (open it in Perfetto)."
+    ),
+]
+ConfigurationName = Annotated[
+    str, typer.Option("--model", "-m", metavar="NAME|FILE", help="A model of the catalogue, or a config.json.")
+]
+ModelName = Annotated[
+    str,
+    typer.Option(
+        "--model",
+        "-m",
+        metavar="NAME|FILE",
+        help="A model of the catalogue, a config.json in the Hugging Face form, or a saved workload.",
+    ),
+]
+HardwareName = Annotated[
+    str,
+    typer.Option(
+        "--hardware", metavar="NAME|FILE", help="A machine of the catalogue (protwin hardware list), or its file."
+    ),
+]
+BatchSize = Annotated[int | None, typer.Option("--batch-size", metavar="N", min=1, help="Samples per iteration.")]
+RequiredBatchSize = Annotated[int, typer.Option("--batch-size", metavar="N", min=1, help="Samples per iteration.")]
+RequiredSequenceLength = Annotated[
+    int, typer.Option("--sequence-length", metavar="N", min=1, help="Tokens per sample.")
+]
+SequenceLength = Annotated[int | None, typer.Option("--sequence-length", metavar="N", min=1, help="Tokens per sample.")]
+DTypeName = Annotated[
+    str | None,
+    typer.Option("--dtype", metavar="NAME", help="Element type of parameters, instead of the configuration's."),
+]
+HardwareChanges = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", metavar="PART=VALUE", help="Change one part of the machine: device.memory_bytes=40GiB (repeatable)."
+    ),
+]
+DeviceBudget = Annotated[
+    int | None,
+    typer.Option(
+        "--device-budget",
+        parser=size_option,
+        metavar="SIZE",
+        help="Device memory that training may use (10GiB), instead of all that the machine has.",
+    ),
+]
+Seed = Annotated[
+    int,
+    typer.Option("--seed", metavar="N", min=0, max=2**63 - 1, help="Seed of the random weights and of the batches."),
+]
+CalibrationPath = Annotated[
+    Path | None,
+    typer.Option("--calibration", metavar="FILE", help="What protwin calibrate wrote."),
+]
+LoraRank = Annotated[
+    int | None,
+    typer.Option(
+        "--lora-rank", min=1, metavar="RANK", help="Train low-rank matrices beside linear maps, not the model."
+    ),
+]
+LoraTargets = Annotated[
+    str | None,
+    typer.Option(
+        "--lora-targets", metavar="NAMES", help="Linear maps that get them (q_proj,v_proj), instead of all of a block."
+    ),
+]
+FrozenParts = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--freeze",
+        metavar="PATTERN",
+        help="Do not train these: model.embed_tokens, 'model.layers.[0-9].*' (repeatable).",
+    ),
+]
+AutocastName = Annotated[
+    str | None,
+    typer.Option("--autocast", metavar="NAME", help="Compute in this element type, by autocast (bfloat16, float16)."),
+]
+NoCacheFlag = Annotated[bool, typer.Option("--no-cache", help="Trace the model anew and keep nothing of it.")]
+
+
+def command_app() -> typer.Typer:
+    """An app for one entry of the group ``protwin.commands``; give it one command, or several as subcommands."""
+    return typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None)
+
+
+def examples(*lines: str) -> str:
+    """The ``epilog`` of a command: example calls, kept line by line in its help."""
+    return "\b\n" + "\n".join(("Examples:" if len(lines) > 1 else "Example:", *(f"  {line}" for line in lines)))
+
+
+def options_of(
+    lora_rank: int | None, lora_targets: str | None, frozen: list[str] | None, autocast: str | None
+) -> TrainingOptions:
+    """What the options say of how a model is trained.  Raises ProtwinError if they make no sense together."""
+    if autocast is not None and autocast not in _AUTOCAST:
+        raise ProtwinError(f"--autocast {autocast} is not known. Use {' or '.join(_AUTOCAST)}.")
+    targets = tuple(name.strip() for name in (lora_targets or "").split(",") if name.strip())
+    if lora_targets is not None and (lora_rank is None or not targets):
+        missing = "--lora-rank is missing" if lora_rank is None else "it names nothing"
+        raise ProtwinError(
+            f"--lora-targets is {lora_targets!r}, but {missing}. Write --lora-rank 16 --lora-targets q_proj."
+        )
+    lora = LoraOptions(rank=lora_rank, targets=targets) if lora_rank is not None else None
+    return TrainingOptions(
+        lora=lora, frozen=tuple(frozen or ()), autocast=DType(autocast) if autocast is not None else None
+    )
+
+
+def changes_of(assignments: list[str] | None) -> dict[str, str]:
+    """``--set`` options as a mapping from dotted field to value.
+
+    Raises ProtwinError if one is no assignment, or if two set the same field.
+    """
+    changes: dict[str, str] = {}
+    for assignment in assignments or ():
+        field, equals, value = assignment.partition("=")
+        if not (field.strip() and equals and value.strip()):
+            raise ProtwinError(f"--set {assignment} is no assignment. Write it as device.memory_bytes=40GiB.")
+        if field.strip() in changes:
+            raise ProtwinError(f"--set {assignment} is the second value for {field.strip()}. Give it one.")
+        changes[field.strip()] = value.strip()
+    return changes
+
+
+def cache_folder() -> Path:
+    """Where this user's traced workloads are kept: ``$XDG_CACHE_HOME/protwin/workloads``, else under ~/.cache."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    root = Path(base) if Path(base).is_absolute() else Path.home() / ".cache"
+    return root / "protwin" / "workloads"
+
+
+def warn(message: str) -> None:
+    """Print a warning on standard error; the command goes on."""
+    sys.stderr.write(f"warning: {message}\n")

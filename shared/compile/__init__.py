@@ -1,0 +1,1 @@
+"""From a Plan to its Schedule; all policy."""

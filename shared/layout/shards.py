@@ -1,0 +1,117 @@
+"""What one rank holds of a chunk that is gathered: the whole of it, or one of several equal parts.
+
+An offloaded chunk lies on the hosts, a sharded one on the devices; the parts are the same.
+
+[Note: Shards]
+A *region* is a run of neighbouring parameters of a chunk with one element type and one trainability, the alignment
+between them included.  Each region is cut into as many equal shards as there are ranks, of whole elements, and the last
+one is padded.  So every rank steps equally many scalars, a collective moves equal parts, which lie in the chunk's
+buffer in the order of the ranks, and a chunk of fewer elements than ranks has shards of one element.  Parameters begin
+at multiples of 256 bytes: with 2, 4, 8 and up to 64 ranks there is nothing to pad for elements of at most 4 bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+from ..schema.plan import ParallelMode
+from ..schema.workload import DType, Parameter
+from .layout import STEP_COUNT_BYTES, Chunk, aligned, master_bytes, moment_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """Neighbouring parameters of one chunk that are treated alike; see [Note: Shards]."""
+
+    dtype: DType
+    trainable: bool
+    size_bytes: int
+    """With the alignment after each parameter."""
+
+    def shard_elements(self, num_ranks: int) -> int:
+        """Elements of one rank's shard, padding included."""
+        return -(-(self.size_bytes // self.dtype.item_bytes) // num_ranks)
+
+
+@dataclass(frozen=True, slots=True)
+class RankPart:
+    """What one rank holds of an offloaded or sharded chunk, and what its optimizer does with it."""
+
+    parameter_bytes: int
+    """What a gather begins with: copies to the device, or finds there."""
+    gathered_bytes: int
+    """The buffer on the device, with the parts of all ranks."""
+    gradient_bytes: int
+    """What is left of the gradients when ranks have added them up; an offload copies it to the host."""
+    staging_bytes: int
+    """Where that arrives on the host."""
+    reduced_bytes: int
+    """The gradients that ranks add up: all of the chunk's, with what pads the shards."""
+    state_bytes: int
+    num_stepped: int
+    """Scalars that Adam steps."""
+    stepped_bytes: int
+    """Memory traffic of that."""
+
+
+@cache
+def adam_traffic_bytes(dtype: DType) -> int:
+    """Memory traffic of Adam per scalar: moments and master in and out, its gradient in, a narrow weight out."""
+    master = master_bytes(dtype)
+    state = moment_bytes(dtype) + (master or dtype.item_bytes)
+    return 2 * state + dtype.item_bytes + (dtype.item_bytes if master else 0)
+
+
+def stepped_bytes(chunk: Chunk, parameters: Sequence[Parameter]) -> int:
+    """Memory traffic of Adam on all of a chunk."""
+    total = 0
+    for placed in chunk.parameters:
+        parameter = parameters[placed.index]
+        if parameter.trainable:
+            total += parameter.num_elements * adam_traffic_bytes(parameter.dtype)
+    return total
+
+
+def regions(chunk: Chunk, parameters: Sequence[Parameter]) -> list[Region]:
+    """The regions of a chunk, in order."""
+    found: list[Region] = []
+    for placed in chunk.parameters:
+        parameter = parameters[placed.index]
+        size_bytes = aligned(parameter.size_bytes)
+        if found and (found[-1].dtype, found[-1].trainable) == (parameter.dtype, parameter.trainable):
+            size_bytes += found.pop().size_bytes
+        found.append(Region(parameter.dtype, parameter.trainable, size_bytes))
+    return found
+
+
+def rank_part(chunk: Chunk, parameters: Sequence[Parameter], parallel: ParallelMode, num_ranks: int) -> RankPart:
+    """What each of so many ranks holds of ``chunk``, if it is offloaded or sharded over the devices."""
+    if parallel is not ParallelMode.SHARDED:
+        return RankPart(
+            parameter_bytes=chunk.size_bytes,
+            gathered_bytes=chunk.size_bytes,
+            gradient_bytes=sum(chunk.gradient_bytes),
+            staging_bytes=chunk.staging_bytes,
+            reduced_bytes=sum(chunk.gradient_bytes),
+            state_bytes=chunk.state_bytes,
+            num_stepped=chunk.num_trainable,
+            stepped_bytes=stepped_bytes(chunk, parameters),
+        )
+    shards = [(region, region.shard_elements(num_ranks)) for region in regions(chunk, parameters)]
+    parameter_bytes = sum(count * region.dtype.item_bytes for region, count in shards)
+    trained = [(region.dtype, count) for region, count in shards if region.trainable]
+    gradient_bytes = sum(count * dtype.item_bytes for dtype, count in trained)
+    return RankPart(
+        parameter_bytes=parameter_bytes,
+        gathered_bytes=num_ranks * parameter_bytes,
+        gradient_bytes=gradient_bytes,
+        staging_bytes=gradient_bytes,
+        reduced_bytes=num_ranks * gradient_bytes,
+        state_bytes=sum(
+            count * (moment_bytes(dtype) + master_bytes(dtype)) + STEP_COUNT_BYTES for dtype, count in trained
+        ),
+        num_stepped=sum(count for _, count in trained),
+        stepped_bytes=sum(count * adam_traffic_bytes(dtype) for dtype, count in trained),
+    )

@@ -1,0 +1,124 @@
+"""Losses in the report: several runs over the same steps, drawn so that identical ones are seen to be identical."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from .svg import Figure, Scale, Unit, line, tag, text, ticks
+from .svg import value_text as px
+
+_WIDTH: Final = 1120.0
+_LEFT: Final = 112.0
+_RIGHT: Final = 1096.0
+_TOP: Final = 12.0
+_BOTTOM: Final = 252.0
+_COLOURS: Final = ("sky", "orange", "blue", "green", "purple")
+_MOST_MARKERS: Final = 60
+_ONE: Final = Unit(1.0, "")
+
+
+def losses_chart(losses: Mapping[str, Sequence[float]]) -> Figure | None:
+    """The first run as a broad band, every other as a thin line with rings upon it; None without a finite loss."""
+    finite = [loss for run in losses.values() for loss in run if math.isfinite(loss)]
+    if not finite:
+        return None
+    low, high = min(finite), max(finite)
+    margin = 0.05 * (high - low) or 0.05 * abs(high) or 1.0
+    across = Scale(0.0, max(1, max(len(run) for run in losses.values()) - 1), _LEFT, _RIGHT)
+    upwards = Scale(low - margin, high + margin, _BOTTOM, _TOP)
+    drawn = [_axes(across, upwards)]
+    marks = []
+    for index, (name, run) in enumerate(losses.items()):
+        colour = _COLOURS[index % len(_COLOURS)]
+        line_class = f"line stroke-{colour}" + (" broad" if index == 0 and len(losses) > 1 else "")
+        drawn.append(tag("path", d=_path(run, across, upwards), class_=line_class))
+        mark = line(0, 6, 24, 6, line_class)
+        if index > 0 or len(losses) == 1:
+            drawn.append(_rings(run, across, upwards, colour))
+            mark += tag("circle", cx=12.0, cy=6.0, r=3.5, class_=f"ring stroke-{colour}")
+        marks.append((mark, name))
+    return Figure(
+        name="losses",
+        width=_WIDTH,
+        height=_BOTTOM + 36,
+        drawing="".join(drawn),
+        label="Loss by step: " + ", ".join(losses),
+        caption=_caption(losses),
+        legend=tuple(marks),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """How several runs relate to the first."""
+
+    headline: str
+    detail: str
+
+
+def _caption(losses: Mapping[str, Sequence[float]]) -> tuple[str, str]:
+    found = agreement(losses)
+    return (found.headline.capitalize(), f", {found.detail}") if found is not None else ("", "")
+
+
+def agreement(losses: Mapping[str, Sequence[float]]) -> Agreement | None:
+    """Whether the runs are identical, and if not, by how much they differ; None for a single run."""
+    runs = list(losses.values())
+    if len(runs) < 2 or not any(runs):
+        return None
+    steps = len(runs[0])
+    if any(len(run) != steps for run in runs):
+        return Agreement("different", f"runs of {', '.join(str(len(run)) for run in runs)} steps")
+    if all(_same(left, right) for run in runs[1:] for left, right in zip(runs[0], run, strict=True)):
+        return Agreement("identical", f"bit for bit in all {steps} steps")
+    first = next(step for step in range(steps) if any(not _same(runs[0][step], run[step]) for run in runs[1:]))
+    gaps = [abs(left - right) for run in runs[1:] for left, right in zip(runs[0], run, strict=True)]
+    by = f"by at most {max(gaps):.3g}" if all(map(math.isfinite, gaps)) else "some of them not finite"
+    return Agreement("different", f"from step {first} on, {by}")
+
+
+def _same(left: float, right: float) -> bool:
+    return left == right or (math.isnan(left) and math.isnan(right))
+
+
+def _axes(across: Scale, upwards: Scale) -> str:
+    drawn = []
+    for tick in ticks(upwards.low, upwards.high, _ONE, at_most=7):
+        y = upwards(tick.value)
+        drawn.append(line(_LEFT, y, _RIGHT, y, "grid"))
+        drawn.append(text(_LEFT - 8, y, tick.label, anchor="end"))
+    for tick in ticks(0, across.high, _ONE, at_most=13):
+        if tick.value == round(tick.value):
+            drawn.append(text(across(tick.value), _BOTTOM + 12, f"{tick.value:.0f}", anchor="middle"))
+    drawn.append(text((_LEFT + _RIGHT) / 2, _BOTTOM + 28, "step", anchor="middle"))
+    drawn.append(text(0, _TOP, "loss"))
+    return "".join(drawn)
+
+
+def _path(run: Sequence[float], across: Scale, upwards: Scale) -> str:
+    """A line through the finite losses, broken where there is none."""
+    path, is_drawing = [], False
+    for step, loss in enumerate(run):
+        if math.isfinite(loss):
+            path.append(f"{'L' if is_drawing else 'M'}{px(across(step))} {px(upwards(loss))}")
+        is_drawing = math.isfinite(loss)
+    return "".join(path)
+
+
+def _rings(run: Sequence[float], across: Scale, upwards: Scale, colour: str) -> str:
+    every = max(1, math.ceil(len(run) / _MOST_MARKERS))
+    return "".join(
+        tag(
+            "circle",
+            tag("title", f"step {step}: {loss:.6g}"),
+            cx=across(step),
+            cy=upwards(loss),
+            r=3.5,
+            class_=f"ring stroke-{colour}",
+        )
+        for step, loss in enumerate(run)
+        if step % every == 0 and math.isfinite(loss)
+    )

@@ -1,0 +1,323 @@
+"""Memory in the report: both curves against the budget, and what was alive at the peak."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Final
+
+from ..basics.units import format_bytes, format_seconds
+from ..records.chrome_trace import is_slowed, paced_times_s
+from ..records.memory_by_content import Stack
+from ..schema.memory_accounts import DeviceReserved
+from ..schema.record import MemoryCurve, Record
+from ..schema.schedule import Content, Memory
+from ..tables.labels import CONTENT_NAMES, ORIGIN_NAMES, Alive, alive_at_peak, format_share
+from .bars import LEFT_PX, RIGHT_PX
+from .svg import Figure, Scale, area_mark, bytes_axis, bytes_unit, line, spread, tag, text, ticks, time_axis
+from .svg import value_text as px
+
+CONTENT_COLOURS: Final[dict[Content | None, str]] = {
+    Content.PARAMETERS: "blue",
+    Content.OPTIMIZER_STATE: "purple",
+    Content.GRADIENTS: "orange",
+    Content.ARRIVING_GRADIENTS: "pink",
+    Content.ACTIVATIONS: "green",
+    Content.SWAPPED: "teal",
+    Content.OUTPUT: "sky",
+    Content.INCOMING_GRADIENT: "red",
+    Content.RESIDENT: "grey",
+    Content.FLAT_GRADIENTS: "olive",
+    Content.REDUCED_GRADIENTS: "brown",
+    None: "gold",
+}
+CURVE_COLOURS: Final = ("blue", "orange")
+"""Of the first record and the second; the second is also dashed."""
+
+_WIDTH: Final = 1120.0
+_TOP: Final = 16.0
+_BOTTOM: Final = 316.0
+_FAR_FACTOR: Final = 3.0
+"""A limit this many times above the peaks is named at the upper edge instead of flattening the curves."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """A horizontal line to hold the curves against."""
+
+    words: str
+    size_bytes: int
+    line_class: str
+    text_class: str | None = None
+
+
+def limits(
+    *, budget_bytes: int | None, plain_peak_bytes: int | None, reserved: DeviceReserved | None = None
+) -> list[Limit]:
+    """The budget, what plain training needs and what the allocator reserves, where they are known."""
+    known = []
+    if budget_bytes is not None:
+        known.append(Limit(f"budget {format_bytes(budget_bytes)}", budget_bytes, "limit-line", "limit"))
+    if plain_peak_bytes is not None:
+        known.append(Limit(f"plain training {format_bytes(plain_peak_bytes)}", plain_peak_bytes, "plain-line"))
+    if reserved is not None:
+        size_bytes = reserved.expected_bytes
+        known.append(Limit(f"reserved by the allocator {format_bytes(size_bytes)}", size_bytes, "plain-line"))
+    return known
+
+
+def memory_chart(
+    records: Sequence[Record], time_range_s: tuple[float, float], limits: Sequence[Limit]
+) -> Figure | None:
+    """The device memory of all records over time, one drawing; None if none holds a curve."""
+    curves = [(record, curve) for record in records if (curve := record.curve(Memory.DEVICE)) and curve.times_s]
+    if not curves:
+        return None
+    highest = max(max(curve.peak_bytes, *curve.levels_bytes) for _, curve in curves)
+    near = [limit for limit in limits if limit.size_bytes <= _FAR_FACTOR * highest]
+    top_bytes = 1.06 * max(highest, 1, *(limit.size_bytes for limit in near))
+    across = Scale(*time_range_s, LEFT_PX, RIGHT_PX)
+    upwards = Scale(0.0, top_bytes, _BOTTOM, _TOP)
+    drawn = [time_axis(across, top=_TOP, bottom=_BOTTOM), bytes_axis(upwards, left=LEFT_PX, right=RIGHT_PX)]
+    for index, (record, curve) in enumerate(curves):
+        drawn.append(_curve(record, curve, across, upwards, _line_class(index), has_wash=index == 0))
+    drawn.append(_limit_lines(limits, upwards))
+    marks = [(_curve_mark(_line_class(i)), _curve_words(record, curve)) for i, (record, curve) in enumerate(curves)]
+    return Figure(
+        name="memory",
+        width=_WIDTH,
+        height=_BOTTOM + 24,
+        drawing="".join(drawn),
+        label="Device memory over one iteration: " + "; ".join(words for _, words in marks),
+        legend=tuple(marks),
+    )
+
+
+def stack_chart(stack: Stack, time_range_s: tuple[float, float], limits: Sequence[Limit]) -> Figure:
+    """Predicted device memory over time, stacked by what it holds; where a pixel has several levels, its highest."""
+    total = stack.total_bytes
+    highest = int(total.max())
+    near = [limit for limit in limits if limit.size_bytes <= _FAR_FACTOR * highest]
+    across = Scale(*time_range_s, LEFT_PX, RIGHT_PX)
+    upwards = Scale(0.0, 1.06 * max(highest, 1, *(limit.size_bytes for limit in near)), _BOTTOM, _TOP)
+    columns = _highest_per_pixel(stack, across)
+    drawn = [time_axis(across, top=_TOP, bottom=_BOTTOM), bytes_axis(upwards, left=LEFT_PX, right=RIGHT_PX)]
+    contents = [content for content in CONTENT_COLOURS if content in stack.levels_bytes]
+    base = [0] * len(columns)
+    ends_s = [float(stack.begins_s[step]) for step in columns[1:]] + [stack.end_s]
+    xs = [px(across(float(stack.begins_s[step]))) for step in columns]
+    x_ends = [px(across(end_s)) for end_s in ends_s]
+    for content in contents:
+        levels = stack.levels_bytes[content]
+        top = [below + int(levels[step]) for below, step in zip(base, columns, strict=True)]
+        peak = format_bytes(int(levels.max()))
+        area = _area(xs, x_ends, [px(upwards(level)) for level in base], [px(upwards(level)) for level in top])
+        words = f"{CONTENT_NAMES[content]}, at most {peak}"
+        drawn.append(tag("path", tag("title", escape(words)), d=area, class_=f"layer fill-{CONTENT_COLOURS[content]}"))
+        base = top
+    drawn.append(_limit_lines(limits, upwards))
+    return Figure(
+        name="memory-contents",
+        width=_WIDTH,
+        height=_BOTTOM + 24,
+        drawing="".join(drawn),
+        label="Predicted device memory over one iteration by content: "
+        + ", ".join(CONTENT_NAMES[content] for content in contents),
+        caption=("What it holds", ", predicted, with the most of each at any time"),
+        legend=tuple(
+            (
+                area_mark(CONTENT_COLOURS[content]),
+                f"{CONTENT_NAMES[content]}, {format_bytes(int(stack.levels_bytes[content].max()))}",
+            )
+            for content in reversed(contents)
+        ),
+    )
+
+
+def _highest_per_pixel(stack: Stack, across: Scale) -> list[int]:
+    """Per pixel column the step with the highest total, of those that begin within it; ascending."""
+    total = stack.total_bytes
+    columns: dict[int, int] = {}
+    for step, begin_s in enumerate(stack.begins_s.tolist()):
+        column = int(across(begin_s))
+        best = columns.setdefault(column, step)
+        if total[step] > total[best]:
+            columns[column] = step
+    return sorted(columns.values())
+
+
+def _area(xs: Sequence[str], x_ends: Sequence[str], low: Sequence[str], high: Sequence[str]) -> str:
+    """The stepped area between two curves: along the upper one, and back along the lower one."""
+    there, back = [f"M{xs[0]} {high[0]}"], []
+    for place in range(len(xs)):
+        if place == 0 or high[place] != high[place - 1]:
+            there.append(f"H{xs[place]}V{high[place]}")
+        if place + 1 == len(xs) or low[place] != low[place + 1]:
+            back.append(f"H{x_ends[place]}V{low[place]}")
+    return "".join([*there, f"H{x_ends[-1]}", *reversed(back), f"H{xs[0]}Z"])
+
+
+def _line_class(index: int) -> str:
+    return f"line stroke-{CURVE_COLOURS[index % 2]}" + (" dashed" if index % 2 else "")
+
+
+def _curve_words(record: Record, curve: MemoryCurve) -> str:
+    words = f"{ORIGIN_NAMES[record.origin]}, peak {format_bytes(curve.peak_bytes)} in {curve.peak_at}"
+    if is_slowed(record, curve):
+        watched = format_seconds(curve.times_s[-1])
+        words += f" (from an iteration that watching stretched to {watched}, drawn to the length of the timed ones)"
+    return words
+
+
+def _curve_mark(line_class: str) -> str:
+    ring = line_class.replace("line", "ring").replace(" dashed", "")
+    return line(0, 6, 24, 6, line_class) + tag("circle", cx=12.0, cy=6.0, r=3.5, class_=ring)
+
+
+def _curve(
+    record: Record, curve: MemoryCurve, across: Scale, upwards: Scale, line_class: str, *, has_wash: bool
+) -> str:
+    """The steps of one curve up to the end of the iteration, and a ring at its peak."""
+    times_s = paced_times_s(record, curve)
+    points = thinned(times_s, curve.levels_bytes, across.per_px)
+    end_s = max(record.iteration_s, points[-1][0])
+    path = f"M{px(across(points[0][0]))} {px(upwards(points[0][1]))}"
+    path += "".join(f"H{px(across(at_s))}V{px(upwards(level))}" for at_s, level in points[1:])
+    path += f"H{px(across(end_s))}"
+    drawn = []
+    if has_wash:
+        base = upwards(0)
+        area = f"{path}V{px(base)}H{px(across(points[0][0]))}Z"
+        drawn.append(tag("path", d=area, class_="wash"))
+    drawn.append(tag("path", d=path, class_=line_class))
+    peak_s = times_s[curve.levels_bytes.index(max(curve.levels_bytes))]
+    words = f"{_curve_words(record, curve)}"
+    drawn.append(
+        tag(
+            "circle",
+            tag("title", escape(words)),
+            cx=across(peak_s),
+            cy=upwards(curve.peak_bytes),
+            r=4.5,
+            class_=line_class.replace("line", "ring").replace(" dashed", ""),
+        )
+    )
+    return "".join(drawn)
+
+
+def thinned(times_s: Sequence[float], levels: Sequence[int], per_px: float) -> list[tuple[float, int]]:
+    """The points of a step curve, at most four per pixel: first, lowest, highest and last, in order of time.
+
+    Levels that hold for no time at all are left out.
+    """
+    held = [index for index in range(len(times_s)) if index + 1 == len(times_s) or times_s[index + 1] > times_s[index]]
+    columns: dict[int, list[int]] = {}
+    for index in held:
+        columns.setdefault(int((times_s[index] - times_s[0]) / per_px) if per_px > 0 else index, []).append(index)
+    kept: set[int] = set()
+    for members in columns.values():
+        kept |= {members[0], members[-1]}
+        kept |= {min(members, key=lambda i: levels[i]), max(members, key=lambda i: levels[i])}
+    return [(times_s[index], levels[index]) for index in sorted(kept)]
+
+
+def _limit_lines(limits: Sequence[Limit], upwards: Scale) -> str:
+    """The limits, each named above its line; those far above the drawing are named at its upper edge."""
+    heights = [upwards(min(limit.size_bytes, upwards.high)) for limit in limits]
+    # Names make room upwards: moved down, one would lie on its own line.  They lie upon the lines of the others.
+    label_ys = [-label_y for label_y in spread([-y for y in heights], gap=16.0)]
+    lines, names = [], []
+    for limit, y, label_y in zip(limits, heights, label_ys, strict=True):
+        is_far = limit.size_bytes > upwards.high
+        if not is_far:
+            lines.append(line(LEFT_PX, y, RIGHT_PX, y, limit.line_class))
+        words = f"{limit.words}{' ↑' if is_far else ''}"
+        names.append(text(RIGHT_PX, label_y - 9, words, anchor="end", class_=f"halo {limit.text_class or ''}".strip()))
+    return "".join([*lines, *names])
+
+
+# -- what was alive at the peak --------------------------------------------------------------------------------------
+
+_BAR_LEFT: Final = 112.0
+_BAR_RIGHT: Final = 1096.0
+_BAR_HEIGHT: Final = 36.0
+_BAR_PITCH: Final = 52.0
+_CHARACTER_PX: Final = 7.2
+
+
+def alive_chart(records: Sequence[Record], limits: Sequence[Limit]) -> Figure | None:
+    """One stacked bar per record of what its device memory held at the peak; None if none holds a curve."""
+    curves = [(record, curve) for record in records if (curve := record.curve(Memory.DEVICE)) and curve.peak_bytes]
+    if not curves:
+        return None
+    highest = max(curve.peak_bytes for _, curve in curves)
+    near = [limit for limit in limits if limit.line_class == "limit-line" and limit.size_bytes <= 1.5 * highest]
+    across = Scale(
+        0.0, 1.02 * max(highest, *(limit.size_bytes for limit in near)) if near else highest, _BAR_LEFT, _BAR_RIGHT
+    )
+    bottom = 20 + len(curves) * _BAR_PITCH
+    drawn = [_alive_axis(across, bottom)]
+    for row, (record, curve) in enumerate(curves):
+        top = 24 + row * _BAR_PITCH
+        drawn.append(text(0, top + _BAR_HEIGHT / 2, ORIGIN_NAMES[record.origin], class_="strong"))
+        drawn.append(_stack(alive_at_peak(curve), across, top, curve.peak_bytes))
+    for limit in near:
+        x = across(limit.size_bytes)
+        drawn.append(line(x, 16, x, bottom, limit.line_class))
+        drawn.append(text(x, 6, limit.words, anchor="end" if x > _WIDTH - 100 else "middle", class_=limit.text_class))
+    return Figure(
+        name="alive",
+        width=_WIDTH,
+        height=bottom + 24,
+        drawing="".join(drawn),
+        label="Device memory at the peak by content",
+        legend=_contents_legend([curve for _, curve in curves]),
+    )
+
+
+def _contents_legend(curves: Sequence[MemoryCurve]) -> tuple[tuple[str, str], ...]:
+    held = {row.content for curve in curves for row in alive_at_peak(curve) if row.is_itemized}
+    marks = [
+        (area_mark(colour), CONTENT_NAMES[content]) for content, colour in CONTENT_COLOURS.items() if content in held
+    ]
+    if any(not row.is_itemized for curve in curves for row in alive_at_peak(curve)):
+        marks.append((area_mark("rest"), "not itemized"))
+    return tuple(marks)
+
+
+def _alive_axis(across: Scale, bottom: float) -> str:
+    unit = bytes_unit(across.high)
+    drawn = []
+    for tick in ticks(across.low, across.high, unit, at_most=10):
+        x = across(tick.value)
+        drawn.append(line(x, 16, x, bottom, "grid"))
+        drawn.append(text(x, bottom + 12, f"{tick.label} {unit.name}", anchor="middle"))
+    return "".join(drawn)
+
+
+def _stack(rows: Sequence[Alive], across: Scale, top: float, peak_bytes: int) -> str:
+    """The segments of one bar, each with its size where there is room."""
+    order = {name: place for place, name in enumerate(CONTENT_NAMES[content] for content in CONTENT_COLOURS)}
+    drawn, level = [], 0
+    for row in sorted(rows, key=lambda row: order.get(row.name, len(order))):
+        left, right = across(level), across(level + row.size_bytes)
+        level += row.size_bytes
+        colour = CONTENT_COLOURS[row.content] if row.is_itemized else None
+        words = f"{row.name}: {format_bytes(row.size_bytes)}, {format_share(row.size_bytes / peak_bytes)} of the peak"
+        drawn.append(
+            tag(
+                "rect",
+                tag("title", escape(words)),
+                x=left,
+                y=top,
+                width=max(0.5, right - left),
+                height=_BAR_HEIGHT,
+                class_=f"segment fill-{colour or 'rest'}",
+            )
+        )
+        size = format_bytes(row.size_bytes)
+        if colour and len(size) * _CHARACTER_PX + 8 <= right - left:
+            middle = (left + right) / 2
+            drawn.append(text(middle, top + _BAR_HEIGHT / 2, size, anchor="middle", class_=f"mark on-{colour}"))
+    return "".join(drawn)

@@ -1,0 +1,1 @@
+"""The documents of DESIGN: plan, workload, hardware, schedule, record, answers; data and validation alone."""

@@ -1,0 +1,129 @@
+"""Which machines were asked about, and what each would do: the outcome of ``protwin advise``."""
+
+from __future__ import annotations
+
+from math import inf
+from typing import ClassVar
+
+from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
+
+from ..basics.documents import Document, FrozenModel
+from .plan import Plan
+
+
+class MachineAdvice(FrozenModel):
+    """The best plan on one machine, or on some of its devices; without ``plan``, why there is none."""
+
+    hardware_name: str
+    num_ranks: PositiveInt = 1
+    """Devices that train together; ``plan`` says how."""
+    num_devices: PositiveInt = 1
+    """Devices whose rent counts: all of the machine where it was asked about as a whole, else those that train."""
+    price_usd_per_hour: PositiveFloat | None
+    """Of these devices with their share of the machine."""
+    plan: Plan | None = None
+    micro_batch_size: PositiveInt | None = None
+    """Samples that each device takes at a time."""
+    iteration_s: PositiveFloat | None = None
+    num_tokens: PositiveInt | None = None
+    """Per iteration."""
+    tokens_per_s: PositiveFloat | None = None
+    usd_per_million_tokens: PositiveFloat | None = None
+    """None without a price."""
+    guaranteed_peak_device_bytes: PositiveInt | None = None
+    is_certified: bool = False
+    """Whether the search proved its plan the best within its tolerance; false where there is no plan, and where it
+    ended early: then ``gap_frac`` is what it proved."""
+    gap_frac: NonNegativeFloat | None = None
+    """How much faster any plan of the space could at most be."""
+    reason: str = ""
+    """Why no plan fits; empty where one does."""
+
+    def rank(self) -> tuple[float, str, int]:
+        """Fastest first, machines that nothing fits last."""
+        return (inf if self.iteration_s is None else self.iteration_s), self.hardware_name, self.num_ranks
+
+    @property
+    def name(self) -> str:
+        """The machine, and its devices where several train."""
+        return self.hardware_name if self.num_ranks == 1 else f"{self.hardware_name}, {self.num_ranks:,} ranks"
+
+    @property
+    def devices_per_rate(self) -> float:
+        """Rented devices over tokens per second: what a token costs, in the rent of a device.  Infinite without one."""
+        return inf if self.tokens_per_s is None else self.num_devices / self.tokens_per_s
+
+
+class Advice(Document):
+    """Machines ranked by time."""
+
+    KIND: ClassVar[str] = "advice"
+
+    model: str
+    """As it was asked for: a name of the catalogue or a file."""
+    sequence_length: int | None
+    """Tokens per sample; None where the model's file fixes it, or has none."""
+    global_batch_size: PositiveInt
+    """Samples per step."""
+    ranks: tuple[PositiveInt, ...] = ()
+    """The numbers of devices that were asked about; empty: all devices of every machine, and one of them alone."""
+    machines: tuple[MachineAdvice, ...]
+    """Fastest first; a machine with several devices more than once."""
+    unanswered: tuple[str, ...] = ()
+    """Machines that were asked about too, but that Ctrl-C left no time for."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every machine that was asked about is ranked."""
+        return not self.unanswered
+
+    @property
+    def deals(self) -> tuple[MachineAdvice, ...]:
+        """Those with a plan, fastest first; of a machine's devices one alone only where its tokens cost less.
+
+        Nor where a machine with a single device is its equal.  Where numbers of devices were named, all of them.
+        """
+        found = [one for one in self.machines if one.plan is not None]
+        if self.ranks:
+            return tuple(found)
+        together = {one.hardware_name: one for one in self.machines if one.num_ranks > 1}
+        singles = {
+            (one.iteration_s, one.plan, one.price_usd_per_hour) for one in found if one.hardware_name not in together
+        }
+
+        def is_shown(one: MachineAdvice) -> bool:
+            whole = together.get(one.hardware_name)
+            if one.num_ranks > 1 or whole is None:
+                return True
+            is_cheaper = one.devices_per_rate < whole.devices_per_rate
+            return is_cheaper and (one.iteration_s, one.plan, one.price_usd_per_hour) not in singles
+
+        return tuple(one for one in found if is_shown(one))
+
+    @property
+    def without_plan(self) -> tuple[MachineAdvice, ...]:
+        """Why machines have no plan, for those that have none with any number of devices; of each the most devices."""
+        answered = {one.hardware_name for one in self.machines if one.plan is not None}
+        without: dict[str, MachineAdvice] = {}
+        for one in self.machines:
+            if one.hardware_name not in answered:
+                most = without.get(one.hardware_name, one)
+                without[one.hardware_name] = one if one.num_ranks >= most.num_ranks else most
+        return tuple(without.values())
+
+    @property
+    def by_cost(self) -> tuple[MachineAdvice, ...]:
+        """Those with a plan and a price, cheapest token first."""
+        priced = [(cost, one) for one in self.deals if (cost := one.usd_per_million_tokens) is not None]
+        return tuple(one for _, one in sorted(priced, key=lambda pair: (pair[0], pair[1].rank()[1:])))
+
+
+class AdviceState(Document):
+    """Answers so far, so that a sweep that was interrupted goes on where it ended."""
+
+    KIND: ClassVar[str] = "advice_state"
+
+    request: str
+    """What they are answers to (``sim/advise.py``)."""
+    answers: dict[str, MachineAdvice]
+    """By the hash of the machine's description, with the numbers of devices that train and that are paid for."""

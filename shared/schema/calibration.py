@@ -1,0 +1,69 @@
+"""The calibration: how one machine differs from what the cost model says of it."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Self
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+
+from ..basics.documents import Document, FrozenModel
+from .schedule import Lane, TaskKind
+
+
+class Factor(FrozenModel):
+    """Measured over modelled seconds of one task kind."""
+
+    value: PositiveFloat = 1.0
+    relative_std: NonNegativeFloat = 0.0
+    """Standard deviation of the value over itself, from the spread of the pairs that it was fitted to."""
+    num_pairs: NonNegativeInt = 0
+
+
+class Contention(FrozenModel):
+    """How much slower each lane of a set runs while exactly these lanes run side by side."""
+
+    lanes: tuple[Lane, ...] = Field(min_length=2)
+    slowdowns: tuple[float, ...]
+    """One per lane, at least 1."""
+
+    @model_validator(mode="after")
+    def _matches(self) -> Self:
+        if len(self.lanes) != len(self.slowdowns) or len(set(self.lanes)) != len(self.lanes):
+            raise ValueError("slowdowns must name each lane once")
+        if any(slowdown < 1 for slowdown in self.slowdowns):
+            raise ValueError("a slowdown below 1 would make a lane faster in company than alone")
+        return self
+
+
+class Calibration(Document):
+    """Factors that make the simulator agree with one machine."""
+
+    KIND: ClassVar[str] = "calibration"
+
+    hardware_name: str
+    machine: str
+    """The machine that was measured: processor or device, cores, memory."""
+    software: dict[str, str] = {}
+    factors: dict[TaskKind, Factor] = {}
+    """Kinds that are absent have factor 1."""
+    overhead_s: dict[TaskKind, NonNegativeFloat] = {}
+    """Seconds added to every task of a kind: hooks, launches, thread hand-over."""
+    contention: tuple[Contention, ...] = ()
+    """Measured sets of lanes; sets that are absent are composed from what is known (``sim/contention.py``)."""
+    iteration_noise_frac: NonNegativeFloat = 0.0
+    """Run-to-run spread of the measured iteration time: median absolute deviation over the median."""
+    fitted_to: tuple[str, ...] = ()
+    """Names of the workloads that the factors were fitted to."""
+    num_runs: PositiveInt = 1
+
+    @model_validator(mode="after")
+    def _sets_are_distinct(self) -> Self:
+        sets = [frozenset(entry.lanes) for entry in self.contention]
+        if len(set(sets)) != len(sets):
+            raise ValueError("contention names a set of lanes twice")
+        return self
+
+    def factor(self, kind: TaskKind) -> float:
+        """The factor of a task kind; 1 where none was fitted."""
+        found = self.factors.get(kind)
+        return found.value if found is not None else 1.0

@@ -1,0 +1,237 @@
+"""The machine: a device, a host and the links between them, each part replaceable."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from itertools import accumulate
+from typing import Annotated, ClassVar, Self
+
+from pydantic import BeforeValidator, Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
+
+from ..basics.documents import Document, FrozenModel
+from ..basics.errors import ProtwinError
+from ..basics.units import parse_bytes, parse_bytes_per_s
+from .workload import DType, OperationClass
+
+
+def _as_bytes(value: object) -> object:
+    """The bytes that a text says; whether a field may be 0 is for its own bounds to say."""
+    try:
+        return parse_bytes(value, least_bytes=0) if isinstance(value, str) else value
+    except ProtwinError as error:
+        raise ValueError(str(error)) from error
+
+
+def _as_bytes_per_s(value: object) -> object:
+    try:
+        return parse_bytes_per_s(value) if isinstance(value, str) else value
+    except ProtwinError as error:
+        raise ValueError(str(error)) from error
+
+
+def _as_counts(value: object) -> object:
+    """``"4,4"`` as ``("4", "4")``; one line of text can give a list of counts."""
+    return tuple(part.strip() for part in value.split(",")) if isinstance(value, str) else value
+
+
+MemorySize = Annotated[int, BeforeValidator(_as_bytes), Field(gt=0, lt=2**62)]
+"""Bytes; people may write ``"80GiB"``."""
+Bandwidth = Annotated[float, BeforeValidator(_as_bytes_per_s), Field(gt=0)]
+"""Bytes per second; people may write ``"64GB/s"``."""
+Counts = Annotated[tuple[PositiveInt, ...], BeforeValidator(_as_counts)]
+"""Counts of devices; on one line written ``4,4``."""
+
+
+class DeviceKind(StrEnum):
+    """What carries out the compute lane."""
+
+    CUDA = "cuda"
+    CPU = "cpu"
+
+
+class Device(FrozenModel):
+    """The accelerator, or the CPU in its place."""
+
+    name: str
+    kind: DeviceKind
+    memory_bytes: MemorySize
+    reserved_bytes: Annotated[int, BeforeValidator(_as_bytes), Field(ge=0, lt=2**62)] = 0
+    """Memory that training cannot have: driver context, libraries, the allocator's rounding."""
+    memory_bandwidth_bytes_per_s: Bandwidth
+    peak_flop_per_s: dict[DType, PositiveFloat]
+    """Dense peak of matrix products by element type."""
+    vector_flop_per_s: PositiveFloat
+    """Peak outside matrix units, in float32."""
+    launch_overhead_s: NonNegativeFloat
+    """Time of an operation that does nothing."""
+    num_multiprocessors: PositiveInt | None = None
+    """Processors that a kernel's blocks are dealt out to (NVIDIA: SMs, AMD: CUs); None: matrix products take no notice
+    of how evenly their tiles fill them."""
+    efficiency: dict[OperationClass, Annotated[float, Field(gt=0, le=1)]] = {}
+    """Share of the roofline that operations of a class reach; ``sim/costs.py`` has the defaults and their sources."""
+    source: str = ""
+
+    @model_validator(mode="after")
+    def _leaves_memory(self) -> Self:
+        if self.reserved_bytes >= self.memory_bytes:
+            raise ValueError(f"reserved_bytes {self.reserved_bytes} leaves nothing of memory_bytes {self.memory_bytes}")
+        if not self.peak_flop_per_s:
+            raise ValueError("peak_flop_per_s names no element type")
+        return self
+
+    @property
+    def usable_bytes(self) -> int:
+        """Memory that a plan may fill."""
+        return self.memory_bytes - self.reserved_bytes
+
+
+class Host(FrozenModel):
+    """The machine around the device."""
+
+    name: str
+    num_cores: PositiveInt
+    memory_bytes: MemorySize
+    num_memory_channels: PositiveInt | None = None
+    """Channels with memory in them; None: not stated.  The bandwidth is that of all of them."""
+    memory_bandwidth_bytes_per_s: Bandwidth
+    """What a stream of all cores reaches, reads and writes together."""
+    adam_bytes_per_s: Bandwidth | None = None
+    """Measured rate of fused CPU Adam, in bytes of memory it moves; None: derived from the memory bandwidth."""
+    source: str = ""
+
+
+class LinkPoint(FrozenModel):
+    """A measured copy."""
+
+    size_bytes: PositiveInt
+    seconds: PositiveFloat
+
+
+class Link(FrozenModel):
+    """One direction between host and device."""
+
+    name: str
+    latency_s: NonNegativeFloat
+    bandwidth_bytes_per_s: Bandwidth
+    """What large copies reach, not the signalling rate."""
+    table: tuple[LinkPoint, ...] = ()
+    """Measured copies, ascending in size; they replace latency and bandwidth within their range."""
+    source: str = ""
+
+    @model_validator(mode="after")
+    def _table_ascends(self) -> Self:
+        sizes = [point.size_bytes for point in self.table]
+        if sizes != sorted(set(sizes)):
+            raise ValueError("table must ascend strictly in size_bytes")
+        return self
+
+
+class Topology(StrEnum):
+    """How the devices of a node reach each other."""
+
+    HOST = "host"
+    """Over PCIe, through the host."""
+    PAIRS = "pairs"
+    """A bridge joins devices 0 and 1, 2 and 3, and so on; every other way leads through the host."""
+    RING = "ring"
+    """Links from device to device that form rings through all of them."""
+    MESH = "mesh"
+    """One link between every two devices."""
+    SWITCH = "switch"
+    """A switch, through which each device reaches any other at full speed."""
+
+
+class Node(FrozenModel):
+    """Several equal devices in one machine.  Devices are numbered, and groups of them are given by their sizes."""
+
+    name: str
+    num_devices: PositiveInt
+    sockets: Counts
+    """Devices at each processor socket.  Every socket is a host of its own: the machine's ``host`` describes one."""
+    pcie_roots: Counts
+    """Devices that share one way into their socket: a root port, or the uplink of a PCIe switch."""
+    root_bandwidth_bytes_per_s: Bandwidth | None = None
+    """What that way carries in one direction; None: as much as its devices ask for."""
+    topology: Topology
+    device_link: Link | None = None
+    """One direction.  RING, SWITCH: what a device sends to all others together; MESH, PAIRS: what it sends to one other
+    device.  None for HOST alone."""
+    host_path: Link | None = None
+    """What a device sends to another one through the host, alone; None: what its copies to the host reach."""
+    through_host_memory: bool = False
+    """Whether what takes the host's path is written to the host's memory and read from there (devices that may not
+    write into each other)."""
+    reduces_in_switch: bool = False
+    """Whether the switch adds up what several devices send, and copies to several (NVLink SHARP)."""
+    source: str = ""
+
+    @model_validator(mode="after")
+    def _groups_hold_the_devices(self) -> Self:
+        for field, groups in (("sockets", self.sockets), ("pcie_roots", self.pcie_roots)):
+            if sum(groups) != self.num_devices:
+                shown = ",".join(map(str, groups))
+                raise ValueError(
+                    f"{field} {shown} hold {sum(groups)} devices, but num_devices is {self.num_devices}"
+                    f"; change both, as in node.num_devices=4 with node.{field}=2,2"
+                )
+        if not set(accumulate(self.sockets)) <= set(accumulate(self.pcie_roots)):
+            raise ValueError("pcie_roots: a root belongs to one socket, but here one has devices of two")
+        return self
+
+    @model_validator(mode="after")
+    def _links_match_the_topology(self) -> Self:
+        if (self.device_link is None) != (self.topology is Topology.HOST):
+            wanted = "has no device_link" if self.topology is Topology.HOST else "needs a device_link"
+            raise ValueError(f"device_link: topology {self.topology} {wanted}")
+        if self.topology is Topology.PAIRS and self.num_devices % 2:
+            raise ValueError(f"num_devices: {self.num_devices} devices cannot be joined in pairs")
+        if self.reduces_in_switch and self.topology is not Topology.SWITCH:
+            raise ValueError(f"reduces_in_switch: topology {self.topology} has no switch")
+        return self
+
+
+class Network(FrozenModel):
+    """What joins nodes; every node reaches any other at full speed."""
+
+    name: str
+    num_nodes: PositiveInt = 1
+    adapters_per_node: PositiveInt = 1
+    link: Link
+    """One adapter, one direction."""
+    source: str = ""
+
+
+class Hardware(Document):
+    """A machine: one device, or several equal ones in a node, or several such nodes."""
+
+    KIND: ClassVar[str] = "hardware"
+
+    name: str
+    device: Device
+    host: Host
+    """One socket and the memory beside it."""
+    host_to_device: Link
+    device_to_host: Link
+    full_duplex: bool = True
+    """Whether both directions run at full speed side by side."""
+    node: Node | None = None
+    """None: one device in one machine."""
+    network: Network | None = None
+    """None: one machine."""
+    price_usd_per_hour: PositiveFloat | None = None
+    """Rent of one machine with all of its devices, in US dollars."""
+
+    @property
+    def devices_per_node(self) -> int:
+        """Devices in one machine."""
+        return 1 if self.node is None else self.node.num_devices
+
+    @property
+    def num_nodes(self) -> int:
+        """Machines."""
+        return 1 if self.network is None else self.network.num_nodes
+
+    @property
+    def num_devices(self) -> int:
+        """Devices in all machines together."""
+        return self.devices_per_node * self.num_nodes

@@ -1,0 +1,127 @@
+"""The plan: the handful of knobs that a person or the search chooses."""
+
+from __future__ import annotations
+
+import hashlib
+from enum import StrEnum
+from functools import cached_property
+from typing import ClassVar, Self
+
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+
+from ..basics.documents import Document
+from ..basics.errors import PlanError
+
+
+class ActivationMode(StrEnum):
+    """What becomes of a block's saved activations between its forward and its backward."""
+
+    KEEP = "keep"
+    """They stay on the device."""
+    CHECKPOINT = "checkpoint"
+    """Only the block's input stays; the rest is recomputed in backward."""
+    SWAP = "swap"
+    """What the block itself made and saved goes to the host and comes back; its input stays."""
+
+
+class ParallelMode(StrEnum):
+    """What several equal ranks, each with a device of its own, do together in one step."""
+
+    SINGLE = "single"
+    """One rank alone."""
+    DDP = "ddp"
+    """Data parallel: every rank has all chunks on its device; gradients are added up."""
+    REPLICATED = "replicated"
+    """Data parallel with offloaded chunks, all of which every rank has on its host."""
+    SHARDED = "sharded"
+    """Data parallel with chunks of which every rank has one equal part: of offloaded ones on its host, of ``n_shard``
+    chunks on its device."""
+
+
+class Plan(Document):
+    """How one workload is trained on one device, or on several equal ranks: each trains on a batch of its own.
+
+    Small enough to write by hand.  ``workload_id`` binds it to the workload that it was made for.
+    """
+
+    KIND: ClassVar[str] = "plan"
+
+    workload_id: str
+    """Identity of the workload (``Workload.identity``)."""
+    chunk_bytes: PositiveInt
+    """Upper bound of a chunk's size; a larger parameter has a chunk of its own."""
+    n_persist: NonNegativeInt
+    """The first ``n_persist`` chunks stay on the device for good."""
+    n_shard: NonNegativeInt = 0
+    """The next ``n_shard`` chunks are sharded over the devices of all ranks, which only SHARDED knows: every device has
+    one equal part of their parameters, gradients and optimizer state for good."""
+    n_buffer: NonNegativeInt
+    """Device places for the chunks that are gathered: sharded over devices, or offloaded."""
+    prefetch_depth: PositiveInt = 1
+    """How many blocks ahead of the running one chunks may be gathered, and how many behind it gradients may lag."""
+    n_swap: NonNegativeInt = 0
+    """Blocks in mode SWAP, the first ones (``place_activation_modes``)."""
+    n_checkpoint: NonNegativeInt = 0
+    """Blocks in mode CHECKPOINT, interleaved among the others (``place_activation_modes``)."""
+    activation_modes: tuple[ActivationMode, ...] | None = Field(default=None)
+    """One mode per block, instead of ``n_swap``, ``n_checkpoint`` and their placement rule."""
+    micro_batches: PositiveInt = 1
+    """Forwards and backwards per step, each on a batch of the workload's shape; their gradients add up."""
+    max_gradient_norm: PositiveFloat | None = None
+    """Limit of the norm of all gradients together; None for no limit.  CPU Adam then waits for the last gradient."""
+    parallel: ParallelMode = ParallelMode.SINGLE
+    """What the ranks do together."""
+    num_ranks: PositiveInt = 1
+    """Ranks, each with a device; a step trains on the micro-batches of all of them."""
+
+    @model_validator(mode="after")
+    def _ranks_agree(self) -> Self:
+        if (self.parallel is ParallelMode.SINGLE) != (self.num_ranks == 1):
+            remedy = "name ddp, replicated or sharded" if self.num_ranks > 1 else "it needs 2 at least"
+            raise ValueError(f"parallel: {self.parallel} with num_ranks {self.num_ranks}; {remedy}")
+        if self.n_shard and self.parallel is not ParallelMode.SHARDED:
+            raise ValueError(
+                f"n_shard: {self.n_shard} with parallel {self.parallel}; only ranks in mode sharded have chunks that "
+                f"lie on their devices in parts"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _modes_agree(self) -> Self:
+        if self.activation_modes is not None:
+            for name, mode in (("n_swap", ActivationMode.SWAP), ("n_checkpoint", ActivationMode.CHECKPOINT)):
+                if getattr(self, name) != self.activation_modes.count(mode):
+                    raise ValueError(f"{name} differs from the number of {mode.name} entries in activation_modes")
+        return self
+
+    @cached_property
+    def identity(self) -> str:
+        """Hash of all knobs and of the workload that they are for; ``Schedule.plan_id``."""
+        return hashlib.sha256(f"{self.workload_id}\n{self.to_json()}".encode()).hexdigest()[:16]
+
+    def modes(self, num_blocks: int) -> tuple[ActivationMode, ...]:
+        """The mode of every block.  Raises PlanError if the plan names another number of blocks."""
+        if self.activation_modes is not None:
+            if len(self.activation_modes) != num_blocks:
+                raise PlanError(
+                    f"activation_modes names {len(self.activation_modes)} blocks but the workload has {num_blocks}."
+                )
+            return self.activation_modes
+        return place_activation_modes(num_blocks, n_checkpoint=self.n_checkpoint, n_swap=self.n_swap)
+
+
+def place_activation_modes(num_blocks: int, *, n_checkpoint: int, n_swap: int = 0) -> tuple[ActivationMode, ...]:
+    """The first ``n_swap`` blocks swap: their way back is the longest, so that the copies have most time.
+
+    Among the other n, checkpointed blocks are spread evenly and centred: ``((2k + 1) * n) // (2 * n_checkpoint)``.
+    Source of the rules: ProTrain (arXiv 2406.08334), section on interleaved block management.
+    Raises PlanError if the two exceed ``num_blocks``.
+    """
+    if n_checkpoint + n_swap > num_blocks:
+        swapped = f" and n_swap is {n_swap}" if n_swap else ""
+        raise PlanError(f"n_checkpoint is {n_checkpoint}{swapped} but the workload has {num_blocks} blocks. Lower it.")
+    others = num_blocks - n_swap
+    modes = [ActivationMode.SWAP] * n_swap + [ActivationMode.KEEP] * others
+    for k in range(n_checkpoint):
+        modes[n_swap + ((2 * k + 1) * others) // (2 * n_checkpoint)] = ActivationMode.CHECKPOINT
+    return tuple(modes)

@@ -1,0 +1,170 @@
+"""The record: what happened in one iteration, in one form for prediction and measurement."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import ClassVar, Final, Self
+
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+
+from ..basics.documents import Document, FrozenModel
+from .memory_accounts import DeviceReserved, HostMemory
+from .plan import Plan
+from .schedule import LANES_ALONE, Content, Lane, Memory, TaskKind
+
+_SECONDS_PER_HOUR: Final = 3600
+
+
+class Origin(StrEnum):
+    """Where a record comes from."""
+
+    SIMULATED = "simulated"
+    MEASURED = "measured"
+
+
+class TaskTiming(FrozenModel):
+    """One task of the iteration.
+
+    Seconds since the iteration's first compute task started; gathers that were issued ahead start below zero.
+    """
+
+    task: NonNegativeInt
+    """The task's id in the schedule."""
+    name: str
+    kind: TaskKind
+    lane: Lane
+    start_s: float
+    end_s: float
+    duration_s: NonNegativeFloat
+    """Seconds it took."""
+
+
+class Holding(FrozenModel):
+    """Bytes of one kind that were alive at a peak."""
+
+    content: Content | None
+    """None: what the running task itself held beyond buffers (its transient tensors)."""
+    size_bytes: NonNegativeInt
+
+
+class MemoryCurve(FrozenModel):
+    """One memory over the iteration."""
+
+    memory: Memory
+    times_s: tuple[float, ...]
+    """Ascending; the level holds from each time to the next."""
+    levels_bytes: tuple[NonNegativeInt, ...]
+    peak_bytes: NonNegativeInt
+    peak_at: str
+    """Name of the compute task during which the peak occurs."""
+    alive_at_peak: tuple[Holding, ...] = ()
+
+    @model_validator(mode="after")
+    def _matches(self) -> Self:
+        if len(self.times_s) != len(self.levels_bytes):
+            raise ValueError("times_s and levels_bytes must have the same length")
+        return self
+
+
+class LaneUse(FrozenModel):
+    """What one lane did."""
+
+    lane: Lane
+    num_tasks: NonNegativeInt
+    busy_s: NonNegativeFloat
+    """Seconds of its tasks together, slowdown by other lanes included."""
+    moved_bytes: NonNegativeInt = 0
+
+
+class Record(Document):
+    """One iteration in steady state, predicted or measured."""
+
+    KIND: ClassVar[str] = "record"
+
+    origin: Origin
+    plan: Plan
+    plan_id: str
+    """``Schedule.plan_id``."""
+    model_name: str
+    hardware_name: str
+    machine: str = ""
+    """The machine that measured it; empty for a prediction."""
+    software: dict[str, str] = {}
+    emulated: tuple[str, ...] = ()
+    """What was emulated, in words: a budget on host memory, throttled links."""
+    num_samples: PositiveInt
+    """Samples of one iteration, of all ranks together."""
+    num_tokens: PositiveInt
+    """Tokens of one iteration, of all ranks together."""
+    iteration_s: PositiveFloat
+    """Period of the steady state."""
+    iteration_noise_frac: NonNegativeFloat = 0.0
+    """Median absolute deviation of iterations from ``iteration_s``, over it; 0 in an uncalibrated prediction."""
+    num_iterations: PositiveInt = 1
+    """Timed iterations; times are means over the typical half of them."""
+    forward_s: NonNegativeFloat
+    backward_s: NonNegativeFloat
+    optimizer_s: NonNegativeFloat
+    """From the end of backward to the start of the next iteration."""
+    tasks: tuple[TaskTiming, ...]
+    lanes: tuple[LaneUse, ...]
+    memory: tuple[MemoryCurve, ...]
+    guaranteed_peak_device_bytes: NonNegativeInt
+    """What no timing of this schedule can exceed."""
+    price_usd_per_hour: PositiveFloat | None = None
+    """Rent of the devices of all ranks with their shares of the machine; None where no price is known."""
+    num_gathers: NonNegativeInt
+    num_cpu_adam_steps: NonNegativeInt
+    device_reserved: DeviceReserved | None = None
+    """What the device's allocator holds beyond what is allocated; None where it is not predicted."""
+    host_memory: HostMemory | None = None
+    """What the process holds of the host's memory; None where it is not predicted."""
+
+    @model_validator(mode="after")
+    def _tasks_agree(self) -> Self:
+        seen: set[int] = set()
+        for timing in self.tasks:
+            if timing.task in seen:
+                raise ValueError(f"task {timing.task} ({timing.name}) occurs twice in tasks")
+            seen.add(timing.task)
+            if timing.end_s < timing.start_s:
+                raise ValueError(f"{timing.name} ends at {timing.end_s} s, before its start at {timing.start_s} s")
+        return self
+
+    def curve(self, memory: Memory) -> MemoryCurve | None:
+        """The curve of one memory, if the record holds it."""
+        return next((curve for curve in self.memory if curve.memory is memory), None)
+
+    @property
+    def peak_device_bytes(self) -> int:
+        """Peak of device memory; 0 if it was not measured."""
+        curve = self.curve(Memory.DEVICE)
+        return curve.peak_bytes if curve is not None else 0
+
+    @property
+    def peak_pinned_bytes(self) -> int:
+        """Peak of pinned host memory; 0 if it was not measured."""
+        curve = self.curve(Memory.PINNED_HOST)
+        return curve.peak_bytes if curve is not None else 0
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Throughput in steady state, of all ranks together."""
+        return self.num_tokens / self.iteration_s
+
+    @property
+    def usd_per_million_tokens(self) -> float | None:
+        """What a million tokens cost; None where no price is known."""
+        if self.price_usd_per_hour is None:
+            return None
+        return self.price_usd_per_hour / _SECONDS_PER_HOUR / self.tokens_per_s * 10**6
+
+    @property
+    def lanes_shown(self) -> tuple[Lane, ...]:
+        """The lanes of one rank, and that of collectives if anything ran on it."""
+        has_collectives = any(task.lane is Lane.COLLECTIVE for task in self.tasks)
+        return tuple(Lane) if has_collectives or self.lane(Lane.COLLECTIVE).num_tasks else LANES_ALONE
+
+    def lane(self, lane: Lane) -> LaneUse:
+        """What ``lane`` did; nothing if the record does not name it."""
+        return next((use for use in self.lanes if use.lane is lane), LaneUse(lane=lane, num_tasks=0, busy_s=0.0))

@@ -1,0 +1,227 @@
+"""The schedule: the static program of one training iteration in steady state, which simulator and runtime interpret.
+
+An iteration is an ordered list of tasks.  Each lane runs its tasks in the order of the list; lanes run side by side.
+A task starts when the previous task of its lane has ended and so has every task that it waits for, in this iteration
+(``after``) or in the previous one (``after_previous``).  It allocates its buffers when it starts and frees buffers
+when it ends.  Iterations follow each other without a barrier: the same program again, with only these rules between.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
+from typing import Final, NewType
+
+from ..layout.layout import ChunkId
+from .plan import ParallelMode
+from .workload import BlockId, Phase
+
+TaskId = NewType("TaskId", int)
+BufferId = NewType("BufferId", int)
+
+
+class Lane(StrEnum):
+    """What runs tasks one after another, beside the other lanes."""
+
+    COMPUTE = "compute"
+    """The device's kernels: forward, recomputation, backward, device Adam."""
+    H2D = "h2d"
+    """Copies from host to device."""
+    D2H = "d2h"
+    """Copies from device to host."""
+    CPU_OPTIM = "cpu_optim"
+    """CPU Adam."""
+    COLLECTIVE = "collective"
+    """What devices of several ranks do together.  Every rank runs the same schedule, so all meet in one order."""
+
+
+LANES_ALONE: Final = (Lane.COMPUTE, Lane.H2D, Lane.D2H, Lane.CPU_OPTIM)
+"""The lanes of one rank alone."""
+
+
+def lanes_of(num_ranks: int) -> tuple[Lane, ...]:
+    """The lanes of each of so many ranks."""
+    return LANES_ALONE if num_ranks == 1 else tuple(Lane)
+
+
+class TaskKind(StrEnum):
+    """What a task does."""
+
+    FORWARD = "forward"
+    RECOMPUTE = "recompute"
+    BACKWARD = "backward"
+    GATHER = "gather"
+    """Copy a chunk's parameters to the device."""
+    GRADIENT_OFFLOAD = "gradient_offload"
+    """Copy a chunk's gradients to the host."""
+    GRADIENT_ACCUMULATE = "gradient_accumulate"
+    """Add a micro-batch's gradients of a chunk to those of earlier ones, on the host."""
+    ACTIVATION_OFFLOAD = "activation_offload"
+    """Copy what a block saved to the host."""
+    ACTIVATION_FETCH = "activation_fetch"
+    """Copy it back."""
+    GRADIENT_NORM = "gradient_norm"
+    """The norm of all gradients together, wherever they are."""
+    CPU_ADAM = "cpu_adam"
+    DEVICE_ADAM = "device_adam"
+    """Step every persistent chunk, and the rank's part of every one that is sharded over the devices; ends the
+    iteration even where there is nothing to step."""
+    ALL_GATHER = "all_gather"
+    """Every rank sends its shard of a chunk to all others, in their buffers; from the buffer, where a gather has copied
+    it, or from where it lies on the device."""
+    REDUCE_SCATTER = "reduce_scatter"
+    """Add up a chunk's gradients over all ranks; each keeps its shard."""
+    ALL_REDUCE = "all_reduce"
+    """Add up gradients, or the norm's parts, over all ranks; each keeps all."""
+
+
+LANE_OF: dict[TaskKind, Lane] = {
+    TaskKind.FORWARD: Lane.COMPUTE,
+    TaskKind.RECOMPUTE: Lane.COMPUTE,
+    TaskKind.BACKWARD: Lane.COMPUTE,
+    TaskKind.DEVICE_ADAM: Lane.COMPUTE,
+    TaskKind.GATHER: Lane.H2D,
+    TaskKind.GRADIENT_OFFLOAD: Lane.D2H,
+    TaskKind.GRADIENT_ACCUMULATE: Lane.CPU_OPTIM,
+    TaskKind.ACTIVATION_OFFLOAD: Lane.D2H,
+    TaskKind.ACTIVATION_FETCH: Lane.H2D,
+    TaskKind.GRADIENT_NORM: Lane.CPU_OPTIM,
+    TaskKind.CPU_ADAM: Lane.CPU_OPTIM,
+    TaskKind.ALL_GATHER: Lane.COLLECTIVE,
+    TaskKind.REDUCE_SCATTER: Lane.COLLECTIVE,
+    TaskKind.ALL_REDUCE: Lane.COLLECTIVE,
+}
+
+
+class Part(StrEnum):
+    """The parts of the model outside its blocks."""
+
+    PROLOGUE = "prologue"
+    EPILOGUE = "epilogue"
+
+
+Section = BlockId | Part
+"""What a compute task runs: a block by its index, or the part before the first or after the last."""
+
+
+class Memory(StrEnum):
+    """Where a buffer lies."""
+
+    DEVICE = "device"
+    PINNED_HOST = "pinned_host"
+    """Host memory that copies read and write: page-locked on CUDA."""
+    HOST = "host"
+
+
+class Content(StrEnum):
+    """What a buffer holds."""
+
+    PARAMETERS = "parameters"
+    GRADIENTS = "gradients"
+    ARRIVING_GRADIENTS = "arriving_gradients"
+    """A chunk's gradients of a later micro-batch, on the host, to be added to those of earlier ones."""
+    FLAT_GRADIENTS = "flat_gradients"
+    """A chunk's gradients in the order of the ranks' shards, while they are added up."""
+    REDUCED_GRADIENTS = "reduced_gradients"
+    """One rank's shard of a chunk's gradients, added up over all ranks: on its way to the host, or, of a chunk that is
+    sharded over the devices, where it stays."""
+    OPTIMIZER_STATE = "optimizer_state"
+    ACTIVATIONS = "activations"
+    """Tensors saved for a section's backward."""
+    SWAPPED = "swapped"
+    """Those of them that travel to the host and back."""
+    OUTPUT = "output"
+    """A section's output, which the next section reads in forward and, saved, in backward."""
+    INCOMING_GRADIENT = "incoming_gradient"
+    """What one section's backward hands to the next, with the gradients of parameters outside every block."""
+    RESIDENT = "resident"
+    """Module buffers and the batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """A stretch of memory with a lifetime: allocated by one task and freed by a later one, or there for good."""
+
+    id: BufferId
+    content: Content
+    memory: Memory
+    size_bytes: int
+    chunk: ChunkId | None = None
+    section: Section | None = None
+    micro_batch: int = 0
+    slot: int | None = None
+    """The device place that a gathered chunk occupies; buffers of one slot never live at the same time."""
+    is_static: bool = False
+    """There for good: no task allocates or frees it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One entry of the program."""
+
+    id: TaskId
+    kind: TaskKind
+    section: Section | None = None
+    chunk: ChunkId | None = None
+    micro_batch: int = 0
+    after: tuple[TaskId, ...] = ()
+    """Tasks of this iteration that must have ended before it starts."""
+    after_previous: tuple[TaskId, ...] = ()
+    """Tasks of the previous iteration that must have ended before it starts."""
+    allocates: tuple[BufferId, ...] = ()
+    frees: tuple[BufferId, ...] = ()
+    reads: tuple[BufferId, ...] = ()
+    writes: tuple[BufferId, ...] = ()
+    phase: Phase | None = None
+    """What a forward, recomputation or backward does."""
+    moved_bytes: int = 0
+    """Bytes that a copy moves; of a collective, the whole buffer that every rank begins or ends with."""
+    num_stepped: int = 0
+    """Scalars that an Adam task steps."""
+    stepped_bytes: int = 0
+    """Bytes of memory that a task of Adam, of adding gradients up or of their norm reads and writes."""
+    num_ranks: int = 1
+    """Ranks that do it together."""
+
+    @property
+    def lane(self) -> Lane:
+        """The lane that runs it."""
+        return LANE_OF[self.kind]
+
+    @property
+    def name(self) -> str:
+        """``forward 3``, ``gather chunk 7``, ``backward 3 of micro-batch 1``; unique together with the id."""
+        of = f" of micro-batch {self.micro_batch}" if self.micro_batch else ""
+        if self.chunk is not None:
+            return f"{self.kind} chunk {self.chunk}{of}"
+        return f"{self.kind} {self.section}{of}" if self.section is not None else f"{self.kind}{of}"
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The program of one iteration.  ``compile_schedule`` makes it, ``verify_schedule`` proves it."""
+
+    plan_id: str
+    """Hash of plan and workload: ranks and interpreters agree on it."""
+    tasks: tuple[Task, ...]
+    """In an order that respects every ``after``; each lane keeps it."""
+    buffers: tuple[Buffer, ...]
+    num_slots: int
+    num_blocks: int
+    prefetch_depth: int
+    micro_batches: int = 1
+    num_ranks: int = 1
+    parallel: ParallelMode = ParallelMode.SINGLE
+
+    @cached_property
+    def lanes(self) -> dict[Lane, tuple[TaskId, ...]]:
+        """The program of every lane."""
+        programs: dict[Lane, list[TaskId]] = {lane: [] for lane in Lane}
+        for task in self.tasks:
+            programs[task.lane].append(task.id)
+        return {lane: tuple(program) for lane, program in programs.items()}
+
+    def static_bytes(self, memory: Memory) -> int:
+        """Bytes that are there for good."""
+        return sum(b.size_bytes for b in self.buffers if b.is_static and b.memory is memory)

@@ -1,0 +1,161 @@
+"""The search result: the best plan that was found, what is proven about it, and the plans next to it."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Self
+
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+
+from ..basics.documents import Document, FrozenModel
+from .plan import ParallelMode, Plan
+from .record import Record
+
+
+class PlanOutcome(FrozenModel):
+    """What the search knows of one plan that fits."""
+
+    plan: Plan
+    iteration_s: PositiveFloat
+    is_simulated: bool
+    """Whether the simulator ran it; otherwise it was replayed by the same rules, beside many others, and the two agree
+    to five digits."""
+    guaranteed_peak_device_bytes: NonNegativeInt
+    """What no timing of the plan's schedule can exceed."""
+    pinned_host_bytes: NonNegativeInt
+    host_bytes: NonNegativeInt
+    """Host memory that is not pinned: optimizer state of offloaded chunks."""
+
+
+class Certificate(FrozenModel):
+    """What the search proves, and how.
+
+    Every candidate of the space is in exactly one of the four counts below ``num_candidates``.
+    """
+
+    num_candidates: PositiveInt
+    """Distinct plans in the space."""
+    num_bounded_by_memory: NonNegativeInt
+    """Left out since a lower bound of their device peak, or their host memory, exceeds its budget."""
+    num_bounded_by_time: NonNegativeInt
+    """Left out since a lower bound of their iteration time is too high to win."""
+    num_simulated: PositiveInt
+    """Run by the simulator."""
+    num_undecided: NonNegativeInt = 0
+    """Left over where a cap or Ctrl-C ended the search early; then nothing is proven about them."""
+    is_interrupted: bool = False
+    """Whether Ctrl-C ended the search: the plan is then the best so far."""
+    best_iteration_s: PositiveFloat
+    """The shortest iteration of all simulated plans."""
+    best_unsimulated_bound_s: NonNegativeFloat | None
+    """No decided plan that fits and was not simulated has a shorter iteration; None if all of these were simulated."""
+    tolerance_frac: NonNegativeFloat
+    """No plan that was left out is faster than the fastest one by more.  Plans that are slower than the fastest by less
+    count as equals, of which the simplest is chosen."""
+
+    @property
+    def is_certified(self) -> bool:
+        """Whether every plan of the space was simulated or excluded by a bound."""
+        return self.num_undecided == 0 and not self.is_interrupted
+
+    @property
+    def shortest_possible_s(self) -> float:
+        """No decided plan that fits has a shorter iteration."""
+        bound_s = self.best_unsimulated_bound_s
+        return self.best_iteration_s if bound_s is None else min(self.best_iteration_s, bound_s)
+
+    @model_validator(mode="after")
+    def _adds_up(self) -> Self:
+        decided = self.num_bounded_by_memory + self.num_bounded_by_time + self.num_simulated + self.num_undecided
+        if decided != self.num_candidates:
+            raise ValueError(f"the counts add up to {decided}, not to num_candidates {self.num_candidates}")
+        return self
+
+
+class WhatIf(FrozenModel):
+    """What one change of the machine would do to the best plan's time."""
+
+    change: str
+    """What would be different, in words: ``"2 GiB more device memory"``."""
+    iteration_s: PositiveFloat | None
+    """Of the best plan then; None if none fits."""
+    speedup: PositiveFloat | None
+    """How many times as fast tokens then come: other numbers of ranks may train on more of them in an iteration."""
+    reason: str = ""
+    """Why nothing fits."""
+
+
+class ModeChoice(FrozenModel):
+    """What became of one parallel mode."""
+
+    parallel: ParallelMode
+    num_candidates: NonNegativeInt
+    num_simulated: NonNegativeInt
+    best_iteration_s: PositiveFloat | None
+    """The shortest iteration of its simulated plans; None where none was simulated: none fits, or none can win."""
+    shortest_possible_s: NonNegativeFloat | None
+    """No plan of this mode that fits has a shorter iteration; None where none fits, or where nothing is proven."""
+    reason: str = ""
+    """Why it has no plan, or none that fits."""
+
+
+class SearchResult(Document):
+    """The outcome of one search."""
+
+    KIND: ClassVar[str] = "search_result"
+
+    model_name: str
+    hardware_name: str
+    device_budget_bytes: PositiveInt
+    host_budget_bytes: NonNegativeInt
+    plan: Plan
+    prediction: Record
+    certificate: Certificate
+    alternatives: tuple[PlanOutcome, ...]
+    """The next best plans that differ in chunk size, persistent chunks or checkpointed blocks, fastest first."""
+    pareto: tuple[PlanOutcome, ...]
+    """The front of iteration time against guaranteed device peak, of the plans that the search looked at closely.
+
+    Fastest first; each is slower than those before it, and needs at least a hundredth less memory.
+    """
+    what_if: tuple[WhatIf, ...] = ()
+    """What other machines would change, if that was asked."""
+    modes: tuple[ModeChoice, ...] = ()
+    """Of several ranks: every parallel mode that was allowed, over all sizes of the micro-batch where several were."""
+
+    @property
+    def gap_frac(self) -> float:
+        """How much faster than ``plan`` any plan of the space could at most be, as a fraction of its time."""
+        return max(0.0, 1 - self.certificate.shortest_possible_s / self.prediction.iteration_s)
+
+
+class BatchChoice(FrozenModel):
+    """What became of one size of the micro-batch, of several ranks in all parallel modes together."""
+
+    micro_batch_size: PositiveInt
+    micro_batches: PositiveInt
+    num_candidates: PositiveInt
+    num_simulated: NonNegativeInt
+    best_iteration_s: PositiveFloat | None
+    """The shortest iteration of its simulated plans; None where none was simulated: none fits, or none can win."""
+    shortest_possible_s: NonNegativeFloat | None
+    """No plan of this size that fits has a shorter iteration; None where none fits, or where nothing is proven."""
+    parallel: ParallelMode | None = None
+    """The mode of its best simulated plan."""
+
+
+class BatchSearchResult(Document):
+    """The outcome of a search over the sizes of the micro-batch at one global batch.
+
+    A step's samples are ``micro_batch_size`` times the plan's ``micro_batches`` and ``num_ranks``.
+    """
+
+    KIND: ClassVar[str] = "batch_search_result"
+
+    global_batch_size: PositiveInt
+    """Samples per step, of all ranks together."""
+    micro_batch_size: PositiveInt
+    """That of the best plan: samples that a rank takes at a time."""
+    result: SearchResult
+    """The best plan; its certificate covers all sizes."""
+    choices: tuple[BatchChoice, ...]
+    """Every size, ascending."""

@@ -1,0 +1,334 @@
+"""The workload: what one model does in one training iteration, at one shape, on any machine.
+
+Bytes are device bytes as a ledger of live storages counts them.  A *phase* is a stretch of the compute lane that the
+schedule knows as one task; its memory is given relative to the level at its start, so that phases can be laid end to
+end in any mixture of activation modes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from enum import StrEnum
+from functools import cached_property
+from math import prod
+from typing import Annotated, ClassVar, Final, NewType, Self
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, model_validator
+
+from ..basics.documents import Document, FrozenModel
+from ..basics.errors import PlanError
+from .plan import ActivationMode, Plan
+from .shared_inputs import SharedInput
+
+BlockId = NewType("BlockId", int)
+
+MAX_BYTES: Final = 2**60
+Bytes = Annotated[int, Field(ge=0, le=MAX_BYTES)]
+SignedBytes = Annotated[int, Field(ge=-MAX_BYTES, le=MAX_BYTES)]
+
+
+class DType(StrEnum):
+    """Element types of parameters and compute, by their torch names."""
+
+    FLOAT64 = "float64"
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+    FLOAT8_E4M3FN = "float8_e4m3fn"
+    FLOAT8_E5M2 = "float8_e5m2"
+    INT64 = "int64"
+    INT32 = "int32"
+    INT16 = "int16"
+    INT8 = "int8"
+    UINT8 = "uint8"
+    BOOL = "bool"
+
+    @property
+    def item_bytes(self) -> int:
+        """Bytes of one element."""
+        return _ITEM_BYTES[self]
+
+
+_ITEM_BYTES: Final[dict[DType, int]] = {
+    DType.FLOAT64: 8,
+    DType.FLOAT32: 4,
+    DType.BFLOAT16: 2,
+    DType.FLOAT16: 2,
+    DType.FLOAT8_E4M3FN: 1,
+    DType.FLOAT8_E5M2: 1,
+    DType.INT64: 8,
+    DType.INT32: 4,
+    DType.INT16: 2,
+    DType.INT8: 1,
+    DType.UINT8: 1,
+    DType.BOOL: 1,
+}
+
+
+class OperationClass(StrEnum):
+    """Operations whose cost follows the same law."""
+
+    MATMUL = "matmul"
+    ATTENTION = "attention"
+    NORMALIZATION = "normalization"
+    ELEMENTWISE = "elementwise"
+    REDUCTION = "reduction"
+    EMBEDDING = "embedding"
+
+
+class Operation(FrozenModel):
+    """Operations of one kind and size within a phase."""
+
+    name: str
+    """The ATen operator."""
+    operation_class: OperationClass
+    dtype: DType
+    flops: NonNegativeInt
+    """Floating-point operations of one call (a multiply-add is two)."""
+    bytes_moved: Bytes
+    """Bytes read plus bytes written by one call, each tensor once."""
+    count: PositiveInt = 1
+    shape: tuple[NonNegativeInt, ...] = ()
+    """Of a matrix product (batch, m, n, k): batch products of m x k by k x n; of attention (batch * heads, queries,
+    keys, width of a head); () where it is not known or does not matter."""
+
+
+class Phase(FrozenModel):
+    """One stretch of the compute lane: its operations, its memory, and its seconds where they were measured."""
+
+    operations: tuple[Operation, ...] = ()
+    net_bytes: SignedBytes = 0
+    """Device bytes alive at its end minus at its start, its parameters' gradients included."""
+    gradient_bytes: Bytes = 0
+    """Of these, gradients of parameters that had none before.  Where they have some already, a backward adds to them
+    and leaves so much less behind."""
+    curve: tuple[tuple[Annotated[float, Field(gt=0, le=1)], SignedBytes], ...] = ()
+    """Highest level, relative to the start, within consecutive stretches: (end of stretch as a fraction of the
+    phase's time, bytes).  Ascending, the last fraction is 1; empty for an empty phase."""
+    adding_curve: tuple[tuple[Annotated[float, Field(gt=0, le=1)], SignedBytes], ...] = ()
+    """``curve`` where all of ``gradient_bytes`` are added to gradients that are there already: each goes as soon as it
+    is final.  Empty where there are none, or where that is not known."""
+    measured_s: NonNegativeFloat | None = None
+    """Median seconds on ``Workload.measured_on``, alone on the machine."""
+
+    @property
+    def adding(self) -> Phase:
+        """The phase as it is in a later micro-batch, if all its gradients are added to those of the first.
+
+        Without ``adding_curve``, its levels are those of the first: an upper bound.
+        """
+        return self._adding if self.gradient_bytes else self
+
+    @cached_property
+    def _adding(self) -> Phase:
+        # Made anew: a copy would take along what is cached here.
+        return Phase(
+            operations=self.operations,
+            net_bytes=self.net_bytes - self.gradient_bytes,
+            curve=self.adding_curve or self.curve,
+            measured_s=self.measured_s,
+        )
+
+    def with_shared(self, *, held_bytes: int = 0, freed_bytes: int = 0) -> Phase:
+        """The phase where it does not let go of ``held_bytes`` of shared inputs, or does of ``freed_bytes``.
+
+        The first are there all the time; the last go at its end.  See [Note: Shared inputs] in ``shared_inputs.py``.
+        """
+        if not held_bytes and not freed_bytes:
+            return self
+        key = (held_bytes, freed_bytes)
+        if key not in self._with_shared:
+            self._with_shared[key] = Phase(
+                operations=self.operations,
+                net_bytes=self.net_bytes + held_bytes - freed_bytes,
+                gradient_bytes=self.gradient_bytes,
+                curve=tuple((end, level + held_bytes) for end, level in self.curve),
+                adding_curve=tuple((end, level + held_bytes) for end, level in self.adding_curve),
+                measured_s=self.measured_s,
+            )
+        return self._with_shared[key]
+
+    @cached_property
+    def _with_shared(self) -> dict[tuple[int, int], Phase]:
+        """Each made once: costs know phases by their identity."""
+        return {}
+
+    @cached_property
+    def peak_bytes(self) -> int:
+        """Highest level within the phase above the level at its start, both of its ends included; at least 0."""
+        return max(0, self.net_bytes, *(level for _, level in self.curve))
+
+    @cached_property
+    def flops(self) -> int:
+        """Floating-point operations of the whole phase."""
+        return sum(op.flops * op.count for op in self.operations)
+
+    @model_validator(mode="after")
+    def _curve_ascends(self) -> Self:
+        for name in ("curve", "adding_curve"):
+            ends = [end for end, _ in getattr(self, name)]
+            if ends and (ends != sorted(set(ends)) or ends[-1] != 1):
+                raise ValueError(f"{name} fractions must ascend strictly and end at 1")
+        return self
+
+
+class BlockProfile(FrozenModel):
+    """What a block does in either activation mode; equal blocks share one profile."""
+
+    output_bytes: Bytes
+    """Bytes of the block's output that outlive its forward as the next block's input."""
+    forward: Phase
+    """Forward in mode KEEP."""
+    backward: Phase
+    """Backward in mode KEEP."""
+    checkpoint_forward: Phase
+    """Forward in mode CHECKPOINT: nothing but the output outlives it."""
+    recompute: Phase
+    """The forward again, within backward, up to the last tensor that backward needs."""
+    checkpoint_backward: Phase
+    """Backward proper after the recomputation."""
+    swappable_bytes: Bytes = 0
+    """Of what ``forward`` saves, the bytes that mode SWAP moves: made by the block itself, no part of its output, and
+    not tiny."""
+
+    @property
+    def phases(self) -> tuple[Phase, ...]:
+        """All phases, of both modes."""
+        return (self.forward, self.backward, self.checkpoint_forward, self.recompute, self.checkpoint_backward)
+
+    def forward_in(self, mode: ActivationMode) -> Phase:
+        """The forward phase of a block in ``mode``."""
+        return self.checkpoint_forward if mode is ActivationMode.CHECKPOINT else self.forward
+
+    def backward_in(self, mode: ActivationMode) -> Phase:
+        """The backward phase of a block in ``mode``, without recomputation."""
+        return self.checkpoint_backward if mode is ActivationMode.CHECKPOINT else self.backward
+
+
+class Parameter(FrozenModel):
+    """One parameter tensor; tied names are listed once."""
+
+    name: str
+    shape: tuple[NonNegativeInt, ...]
+    dtype: DType
+    trainable: bool = True
+    block: NonNegativeInt | None = None
+    """Index of the block that owns it; None for parameters outside every block."""
+    aliases: tuple[str, ...] = ()
+    """Other names of the same tensor."""
+
+    @cached_property
+    def num_elements(self) -> int:
+        """Number of scalars."""
+        return prod(self.shape)
+
+    @cached_property
+    def size_bytes(self) -> int:
+        """Bytes of the tensor, without alignment."""
+        return self.num_elements * self.dtype.item_bytes
+
+
+class Block(FrozenModel):
+    """One transformer layer, in execution order."""
+
+    name: str
+    """Dotted module path."""
+    profile: NonNegativeInt
+    """Index into ``Workload.profiles``."""
+
+
+class Workload(Document):
+    """One model, one batch shape: everything that a machine-independent prediction needs."""
+
+    KIND: ClassVar[str] = "workload"
+
+    model_name: str
+    model_hash: str
+    """Hash of the model's structure: module classes, parameter names, shapes, dtypes, trainability, buffers."""
+    batch_shapes: dict[str, tuple[NonNegativeInt, ...]]
+    """Shape of every tensor of the batch, by name."""
+    num_samples: PositiveInt
+    """Samples per iteration (size of the batch's first dim)."""
+    num_tokens: PositiveInt
+    """Tokens (or positions) per iteration."""
+    compute_dtype: DType
+    parameters: tuple[Parameter, ...]
+    """In execution order."""
+    blocks: tuple[Block, ...]
+    profiles: tuple[BlockProfile, ...]
+    prologue_forward: Phase
+    epilogue_forward: Phase
+    epilogue_backward: Phase
+    prologue_backward: Phase
+    shared_inputs: tuple[SharedInput, ...] = ()
+    """Tensors whose life depends on the activation modes of several blocks.  Phases count them as if no block held them
+    for its backward."""
+    resident_bytes: Bytes = 0
+    """Device bytes alive all the time besides parameters, gradients and optimizer state: module buffers, the batch."""
+    traced_with: str
+    """``"real"`` or ``"fake"`` tensors."""
+    measured_on: str | None = None
+    """The machine that the ``measured_s`` come from; None where there are none."""
+    software: dict[str, str] = {}
+
+    @model_validator(mode="after")
+    def _is_consistent(self) -> Self:
+        if not self.blocks:
+            raise ValueError("a workload needs at least one block")
+        for block in self.blocks:
+            if block.profile >= len(self.profiles):
+                raise ValueError(f"block {block.name} names profile {block.profile} of {len(self.profiles)}")
+        for shared in self.shared_inputs:
+            named = max(shared.blocks, default=0)
+            if named >= len(self.blocks):
+                raise ValueError(f"a shared input names block {named} of {len(self.blocks)}")
+        names: set[str] = set()
+        for parameter in self.parameters:
+            if parameter.block is not None and parameter.block >= len(self.blocks):
+                raise ValueError(f"parameter {parameter.name} names block {parameter.block} of {len(self.blocks)}")
+            for name in (parameter.name, *parameter.aliases):
+                if name in names:
+                    raise ValueError(f"parameter name {name} occurs twice")
+                names.add(name)
+        return self
+
+    @cached_property
+    def identity(self) -> str:
+        """Hash of what a plan depends on: model, batch shapes, parameters and their blocks; not of any timing."""
+        facts = [
+            self.model_hash,
+            sorted((name, list(shape)) for name, shape in self.batch_shapes.items()),
+            [[p.name, list(p.shape), p.dtype, p.trainable, p.block] for p in self.parameters],
+            [block.name for block in self.blocks],
+        ]
+        return hashlib.sha256(json.dumps(facts, separators=(",", ":")).encode()).hexdigest()[:16]
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of blocks."""
+        return len(self.blocks)
+
+    def profile_of(self, block: int) -> BlockProfile:
+        """The profile of block ``block``."""
+        return self.profiles[self.blocks[block].profile]
+
+    @cached_property
+    def num_parameters(self) -> int:
+        """Scalars in all parameters, tied ones once."""
+        return sum(parameter.num_elements for parameter in self.parameters)
+
+    @cached_property
+    def is_measured(self) -> bool:
+        """Whether every block phase carries measured seconds."""
+        return all(phase.measured_s is not None for profile in self.profiles for phase in profile.phases)
+
+
+def check_plan(plan: Plan, workload: Workload) -> None:
+    """Raise PlanError if ``plan`` was made for another workload."""
+    if plan.workload_id != workload.identity:
+        shapes = ", ".join(f"{name} {list(shape)}" for name, shape in workload.batch_shapes.items())
+        raise PlanError(
+            f"the plan belongs to workload {plan.workload_id}, not to {workload.identity} "
+            f"({workload.model_name}, {shapes}). Search a plan for this one."
+        )

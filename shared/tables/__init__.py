@@ -1,0 +1,1 @@
+"""Everything in words and tables, for a terminal and for a page."""

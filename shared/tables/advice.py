@@ -1,0 +1,91 @@
+"""Advice as a table."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from ..basics.units import format_bytes, format_number, format_seconds
+from ..schema.advice import Advice, MachineAdvice
+from .labels import NO_VALUE, format_share
+from .style import FittingTable, titled
+
+_PRICES: Final = (">USD per\nhour", ">USD per\nM tokens")
+_PEAK: Final = ">device\npeak"
+_MICRO_BATCH: Final = ">micro-\nbatch"
+_WITHIN: Final = ">best\nwithin"
+
+
+def advice_tables(advice: Advice) -> RenderableType:
+    """Machines by time, what a million tokens costs where a price is known, and why others cannot."""
+    columns: tuple[str, ...] = (
+        "machine",
+        ">iteration",
+        ">tokens\nper s",
+        ">ranks",
+        "mode",
+        _WITHIN,
+        _PEAK,
+        _MICRO_BATCH,
+        *_PRICES,
+    )
+    rows = [_cells(one) for one in advice.deals]
+    if not any(one.price_usd_per_hour for one in advice.deals):
+        columns, rows = columns[: -len(_PRICES)], [row[: -len(_PRICES)] for row in rows]
+    title = f"{advice.model}, global batch {advice.global_batch_size:,}: machines by time"
+    expendable = tuple(name for name in (_PRICES[0], _PEAK, _MICRO_BATCH) if name in columns)
+    parts: list[RenderableType] = [titled(title, FittingTable(columns, rows, always=3, expendable=expendable))]
+    parts += [Text(""), Text(sentence)] if (sentence := meaning_sentence(advice)) else []
+    if advice.by_cost:
+        best = advice.by_cost[0]
+        parts += [Text(""), Text(f"Cheapest: {best.name}, ${best.usd_per_million_tokens:.3f} a million tokens.")]
+    without = [one.name for one in advice.without_plan]
+    if without:
+        parts += [Text(""), Text(f"Nothing fits, or nothing is known: {'; '.join(without)}.  --json says why.")]
+    if not advice.is_complete:
+        parts += [Text(""), Text(interruption_sentence(advice))]
+    return Group(*parts)
+
+
+def meaning_sentence(advice: Advice) -> str:
+    """What the table says of machines with several devices, and of how sure it is; nothing without plans."""
+    if not advice.deals:
+        return ""
+    proven = "No plan is faster than the one of its row by more than what stands under best within."
+    if advice.ranks or all(one.num_devices == 1 for one in advice.machines):
+        return proven
+    return (
+        f"{proven} Machines with several devices are rented and used as a whole, as far as they can share the batch; "
+        f"one device alone is shown where its tokens cost less, unless a machine with a single device is its equal."
+    )
+
+
+def interruption_sentence(advice: Advice) -> str:
+    """What an interrupted sweep did not get to."""
+    complete = {one.hardware_name for one in advice.machines} - set(advice.unanswered)
+    asked = len(complete) + len(advice.unanswered)
+    return (
+        f"interrupted: this is the ranking so far, and it is not complete: {len(complete)} of {asked} machines. "
+        f"Not searched: {', '.join(advice.unanswered)}."
+    )
+
+
+def _cells(one: MachineAdvice) -> tuple[str, ...]:
+    assert one.iteration_s is not None
+    assert one.tokens_per_s is not None
+    assert one.plan is not None
+    cost, price = one.usd_per_million_tokens, one.price_usd_per_hour
+    return (
+        one.hardware_name,
+        format_seconds(one.iteration_s),
+        format_number(one.tokens_per_s),
+        f"{one.num_ranks:,}",
+        one.plan.parallel,
+        NO_VALUE if one.gap_frac is None else format_share(one.gap_frac),
+        format_bytes(one.guaranteed_peak_device_bytes or 0),
+        f"{one.micro_batch_size} x {one.plan.micro_batches}",
+        NO_VALUE if price is None else f"{price:.2f}",
+        NO_VALUE if cost is None else f"{cost:.3f}",
+    )

@@ -1,0 +1,335 @@
+"""What a plan does with every block and chunk, in figures and in words: read off its schedule, before anything runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from ..basics.units import format_bytes
+from ..compile.compile import compile_schedule
+from ..layout.layout import Chunk, ChunkId, Layout, build_layout, master_bytes
+from ..schema.plan import ActivationMode, ParallelMode, Plan
+from ..schema.schedule import Buffer, Content, Lane, Memory, Part, Schedule, Section, TaskKind
+from ..schema.workload import BlockId, Workload
+from ..verify.guaranteed_peak import guaranteed_device_peak
+from .labels import NO_VALUE, format_share, knobs
+from .record import as_text
+from .style import add_row, plain_table
+
+
+class Stepper(StrEnum):
+    """Who steps a chunk."""
+
+    CPU_ADAM = "CPU Adam"
+    DEVICE_ADAM = "device Adam"
+    NOBODY = "nobody, frozen"
+
+
+@dataclass(frozen=True, slots=True)
+class SectionAccount:
+    """What one iteration does with a block, or with the part before the first or after the last."""
+
+    section: Section
+    name: str
+    mode: ActivationMode
+    chunks: tuple[ChunkId, ...]
+    kept_bytes: int
+    """On the device from its forward to its backward: its output, and what it saved that stays; of one micro-batch."""
+    recomputed_bytes: int
+    """Saved activations that recomputation makes again, of all micro-batches."""
+    moved_bytes: int
+    """Saved activations to the host and back, of all micro-batches."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkAccount:
+    """What one iteration does with a chunk."""
+
+    chunk: Chunk
+    num_scalars: int
+    is_sharded: bool
+    """Whether it is sharded over the devices: each has a part of it."""
+    slots: tuple[int, ...]
+    """The buffers that it is gathered into; none if it is persistent."""
+    num_gathers: int
+    gathered_bytes: int
+    gradient_bytes: int
+    """Gradients sent to the host."""
+    stepper: Stepper
+
+    @property
+    def is_persistent(self) -> bool:
+        """Whether it stays on the device for good; what is not is gathered in every iteration."""
+        return not self.slots
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """One iteration, block by block and chunk by chunk."""
+
+    sections: tuple[SectionAccount, ...]
+    """The prologue, the blocks, the epilogue."""
+    chunks: tuple[ChunkAccount, ...]
+
+
+def account(schedule: Schedule, plan: Plan, workload: Workload, layout: Layout) -> Account:
+    """The account of one iteration of ``schedule``, which must be the one of the other three."""
+    modes = plan.modes(workload.num_blocks)
+    unowned = tuple(sorted(layout.unowned))
+    keep = ActivationMode.KEEP
+    return Account(
+        sections=(
+            _section(schedule, Part.PROLOGUE, "prologue", keep, unowned),
+            *(
+                _section(schedule, BlockId(index), block.name, modes[index], layout.chunks_of_block[index])
+                for index, block in enumerate(workload.blocks)
+            ),
+            _section(schedule, Part.EPILOGUE, "epilogue", keep, unowned),
+        ),
+        chunks=tuple(_chunk(schedule, chunk, workload) for chunk in layout.chunks),
+    )
+
+
+def _section(
+    schedule: Schedule, section: Section, name: str, mode: ActivationMode, chunks: tuple[ChunkId, ...]
+) -> SectionAccount:
+    kept_bytes = recomputed_bytes = moved_bytes = 0
+    for task in schedule.tasks:
+        if task.section != section:
+            continue
+        made = [schedule.buffers[buffer] for buffer in task.allocates]
+        if task.kind is TaskKind.FORWARD and task.micro_batch == 0:
+            kept_bytes += _size_bytes(made, Content.OUTPUT, Content.ACTIVATIONS)
+        elif task.kind is TaskKind.RECOMPUTE:
+            recomputed_bytes += _size_bytes(made, Content.ACTIVATIONS)
+        elif task.kind in (TaskKind.ACTIVATION_OFFLOAD, TaskKind.ACTIVATION_FETCH):
+            moved_bytes += task.moved_bytes
+    return SectionAccount(section, name, mode, chunks, kept_bytes, recomputed_bytes, moved_bytes)
+
+
+def _size_bytes(buffers: Iterable[Buffer], *contents: Content) -> int:
+    return sum(buffer.size_bytes for buffer in buffers if buffer.content in contents)
+
+
+def _chunk(schedule: Schedule, chunk: Chunk, workload: Workload) -> ChunkAccount:
+    of_chunk = [task for task in schedule.tasks if task.chunk == chunk.id]
+    gathers = [task for task in of_chunk if task.kind in (TaskKind.GATHER, TaskKind.ALL_GATHER) and task.allocates]
+    slots = {schedule.buffers[buffer].slot for task in gathers for buffer in task.allocates}
+    stepper = Stepper.DEVICE_ADAM if chunk.is_trainable else Stepper.NOBODY
+    if any(task.kind is TaskKind.CPU_ADAM for task in of_chunk):
+        stepper = Stepper.CPU_ADAM
+    return ChunkAccount(
+        chunk=chunk,
+        num_scalars=sum(workload.parameters[placed.index].num_elements for placed in chunk.parameters),
+        is_sharded=any(task.kind is TaskKind.ALL_GATHER for task in gathers),
+        slots=tuple(sorted(slot for slot in slots if slot is not None)),
+        num_gathers=len(gathers),
+        gathered_bytes=sum(task.moved_bytes for task in gathers),
+        gradient_bytes=sum(task.moved_bytes for task in of_chunk if task.kind is TaskKind.GRADIENT_OFFLOAD),
+        stepper=stepper,
+    )
+
+
+# -- words -----------------------------------------------------------------------------------------------------------
+
+
+def explain_plan(plan: Plan, workload: Workload) -> str:
+    """``explain`` of the schedule that carries ``plan`` out.  Raises PlanError if the workload cannot follow it."""
+    layout = build_layout(workload.parameters, num_blocks=workload.num_blocks, chunk_bytes=plan.chunk_bytes)
+    return explain(compile_schedule(plan, workload, layout), plan, workload, layout)
+
+
+def explain(schedule: Schedule, plan: Plan, workload: Workload, layout: Layout) -> str:
+    """What one iteration does with every block and every chunk, as text: two tables and a summary."""
+    found = account(schedule, plan, workload, layout)
+    parts: list[RenderableType] = [
+        Text(f"One iteration of {workload.model_name}: what the plan does with its blocks and chunks"),
+        Text(""),
+        _section_table(found),
+        Text(""),
+        _chunk_table(found),
+        Text(""),
+        *(Text(f"- {sentence}") for sentence in _summary(found, schedule, plan, workload)),
+    ]
+    return as_text(Group(*parts), width=120)
+
+
+def _section_table(found: Account) -> Table:
+    table = plain_table("block", "activations", "chunks", "where", ">kept", ">recomputed", ">moved")
+    places = {chunk.chunk.id: chunk for chunk in found.chunks}
+    for section in found.sections:
+        add_row(
+            table,
+            section.name,
+            section.mode,
+            _runs(section.chunks),
+            _places([places[chunk] for chunk in section.chunks]),
+            _bytes(section.kept_bytes),
+            _bytes(section.recomputed_bytes),
+            _bytes(section.moved_bytes),
+        )
+    return table
+
+
+def _chunk_table(found: Account) -> Table:
+    table = plain_table(
+        ">chunk", ">tensors", ">parameters", ">size", "place", ">gathers", ">gradients out", "stepped by"
+    )
+    for chunk in found.chunks:
+        stepped = str(chunk.stepper)
+        if 0 < chunk.chunk.num_trainable < chunk.num_scalars:
+            stepped += f", {chunk.chunk.num_trainable:,} of them"
+        add_row(
+            table,
+            str(chunk.chunk.id),
+            str(len(chunk.chunk.parameters)),
+            f"{chunk.num_scalars:,}",
+            format_bytes(chunk.chunk.size_bytes),
+            _places([chunk]),
+            str(chunk.num_gathers) if chunk.num_gathers else NO_VALUE,
+            _bytes(chunk.gradient_bytes),
+            stepped,
+        )
+    return table
+
+
+def _summary(found: Account, schedule: Schedule, plan: Plan, workload: Workload) -> list[str]:
+    values = ", ".join(f"{knob.name} = {knob.value}" for knob in knobs(plan, num_blocks=schedule.num_blocks))
+    persistent = [chunk for chunk in found.chunks if chunk.is_persistent]
+    sharded = [chunk for chunk in found.chunks if chunk.is_sharded]
+    offloaded = [chunk for chunk in found.chunks if not (chunk.is_persistent or chunk.is_sharded)]
+    peak = guaranteed_device_peak(schedule)
+    sentences = [
+        f"Plan: {values}.",
+        f"Device memory: {len(persistent)} of {_count(len(found.chunks), 'chunk')} persistent "
+        f"({_total(c.chunk.size_bytes for c in persistent)}); in all at most {format_bytes(peak.size_bytes)}, in or "
+        f"before {schedule.tasks[peak.task].name}.",
+    ]
+    if sharded:
+        num_gathers = sum(chunk.num_gathers for chunk in sharded)
+        sentences.append(
+            f"Shards: {_count(len(sharded), 'chunk')} sharded over the devices "
+            f"({_total(c.chunk.size_bytes for c in sharded)}, 1/{plan.num_ranks:,} of it on each, with gradients and "
+            f"optimizer state), gathered {_count(num_gathers, 'time')} "
+            f"({_total(c.gathered_bytes for c in sharded)}) into {_count(schedule.num_slots, 'buffer')}."
+        )
+    if offloaded:
+        num_gathers = sum(chunk.num_gathers for chunk in offloaded)
+        sentences.append(
+            f"Parameters: {_count(len(offloaded), 'chunk')} on the host "
+            f"({_total(c.chunk.size_bytes for c in offloaded)}), gathered {_count(num_gathers, 'time')} "
+            f"({_total(c.gathered_bytes for c in offloaded)}) into {_count(schedule.num_slots, 'buffer')}; "
+            f"{_total(c.gradient_bytes for c in offloaded)} of gradients go to the host."
+        )
+    if plan.num_ranks > 1:
+        sent_bytes = _total(task.moved_bytes for task in schedule.tasks if task.lane is Lane.COLLECTIVE)
+        places = (("device", "sharded", sharded), ("host", "offloaded", offloaded))
+        parts = [f"every {place} has 1/{plan.num_ranks:,} of the {kind} chunks" for place, kind, some in places if some]
+        words = {
+            ParallelMode.DDP: "every device has all chunks",
+            ParallelMode.REPLICATED: "every host has all of the offloaded chunks",
+            ParallelMode.SHARDED: " and ".join(parts) or "every device has all chunks",
+        }[plan.parallel]
+        sentences.append(f"Ranks: {plan.num_ranks:,} train together; {words}; {sent_bytes} pass between them.")
+    pinned_bytes, other_bytes = (schedule.static_bytes(memory) for memory in (Memory.PINNED_HOST, Memory.HOST))
+    if pinned_bytes or other_bytes:
+        sentences.append(f"Host memory: {format_bytes(pinned_bytes)} pinned, {format_bytes(other_bytes)} besides.")
+    sentences.append(_activation_sentence(found, schedule, plan))
+    sentences.append(_stepping_sentence(found, plan))
+    narrow = [parameter for parameter in workload.parameters if parameter.trainable and master_bytes(parameter.dtype)]
+    if narrow:
+        dtypes = " and ".join(sorted({parameter.dtype for parameter in narrow}))
+        sentences.append(
+            f"Precision: {sum(parameter.num_elements for parameter in narrow):,} parameters in {dtypes} are stepped as "
+            f"float32 masters and rounded after every step; a plain loop that steps them in {dtypes} comes to other "
+            f"weights."
+        )
+    return sentences
+
+
+def _activation_sentence(found: Account, schedule: Schedule, plan: Plan) -> str:
+    counts = {mode: sum(s.mode is mode for s in found.sections[1:-1]) for mode in ActivationMode}
+    recomputed_flops, total_flops = _flops(schedule)
+    words = [f"{count} {_DEED[mode]}" for mode, count in counts.items() if count]
+    sentence = f"Activations of {_count(schedule.num_blocks, 'block')}: {', '.join(words)}"
+    if recomputed_flops:
+        sentence += f"; recomputing is {format_share(recomputed_flops / total_flops)} of all FLOPs"
+    moved_bytes = sum(section.moved_bytes for section in found.sections)
+    if moved_bytes:
+        sentence += f"; {format_bytes(moved_bytes)} travel to the host and back"
+    if plan.micro_batches > 1:
+        sentence += f"; {plan.micro_batches} micro-batches one after another"
+    return f"{sentence}."
+
+
+_DEED = {
+    ActivationMode.KEEP: "kept on the device",
+    ActivationMode.CHECKPOINT: "recomputed",
+    ActivationMode.SWAP: "swapped",
+}
+
+
+def _stepping_sentence(found: Account, plan: Plan) -> str:
+    def scalars(stepper: Stepper) -> int:
+        return sum(c.chunk.num_trainable for c in found.chunks if c.stepper is stepper)
+
+    on_host, on_device = scalars(Stepper.CPU_ADAM), scalars(Stepper.DEVICE_ADAM)
+    frozen = sum(chunk.num_scalars - chunk.chunk.num_trainable for chunk in found.chunks)
+    words = []
+    if on_host:
+        when = "beside backward, as gradients arrive"
+        if plan.max_gradient_norm is not None:
+            when = "after the norm of all gradients is known"
+        words.append(f"CPU Adam steps {on_host:,} parameters {when}")
+    if on_device:
+        words.append(f"device Adam {on_device:,} at the end")
+    if frozen:
+        words.append(f"{frozen:,} are frozen")
+    return f"Steps: {', '.join(words) or 'nothing is trainable'}."
+
+
+def _flops(schedule: Schedule) -> tuple[int, int]:
+    """FLOPs of recomputations, and of all phases."""
+    phases = [(task.kind, task.phase.flops) for task in schedule.tasks if task.phase is not None]
+    return sum(flops for kind, flops in phases if kind is TaskKind.RECOMPUTE), sum(flops for _, flops in phases)
+
+
+# -- cells -----------------------------------------------------------------------------------------------------------
+
+
+def _places(chunks: Sequence[ChunkAccount]) -> str:
+    """``"device"``, ``"sharded, buffers 0–1"``, ``"host, buffers 0–1"``, or several of them."""
+    found = ["device"] if any(chunk.is_persistent for chunk in chunks) else []
+    for place, is_sharded in (("sharded", True), ("host", False)):
+        slots = sorted({slot for chunk in chunks if chunk.is_sharded is is_sharded for slot in chunk.slots})
+        if slots:
+            found.append(f"{place}, buffer{'s' if len(slots) > 1 else ''} {_runs(slots)}")
+    return " and ".join(found) or NO_VALUE
+
+
+def _runs(numbers: Sequence[int]) -> str:
+    """``"0–2, 5"`` for ascending 0, 1, 2, 5."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}–{run[-1]}" for run in runs) or NO_VALUE
+
+
+def _bytes(size_bytes: int) -> str:
+    return format_bytes(size_bytes) if size_bytes else NO_VALUE
+
+
+def _total(sizes_bytes: Iterable[int]) -> str:
+    return format_bytes(sum(sizes_bytes))
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -1,0 +1,186 @@
+"""What tables and reports say alike: names of things in words, formatted figures, and facts read off a record."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Final
+
+from ..basics.units import format_bytes
+from ..records.chrome_trace import subject_of
+from ..schema.plan import ParallelMode, Plan
+from ..schema.record import MemoryCurve, Origin, Record
+from ..schema.schedule import Content, Lane, Memory, TaskKind
+
+KIND_NAMES: Final[dict[TaskKind, str]] = {
+    TaskKind.FORWARD: "forward",
+    TaskKind.RECOMPUTE: "recompute",
+    TaskKind.BACKWARD: "backward",
+    TaskKind.GATHER: "gather",
+    TaskKind.GRADIENT_OFFLOAD: "gradient offload",
+    TaskKind.GRADIENT_ACCUMULATE: "adding gradients up",
+    TaskKind.GRADIENT_NORM: "gradient norm",
+    TaskKind.ACTIVATION_OFFLOAD: "activation offload",
+    TaskKind.ACTIVATION_FETCH: "activation fetch",
+    TaskKind.CPU_ADAM: "CPU Adam",
+    TaskKind.DEVICE_ADAM: "device Adam",
+    TaskKind.ALL_GATHER: "all-gather",
+    TaskKind.REDUCE_SCATTER: "reduce-scatter",
+    TaskKind.ALL_REDUCE: "all-reduce",
+}
+LANE_NAMES: Final[dict[Lane, str]] = {
+    Lane.COMPUTE: "compute",
+    Lane.H2D: "host to device",
+    Lane.D2H: "device to host",
+    Lane.CPU_OPTIM: "CPU Adam",
+    Lane.COLLECTIVE: "between ranks",
+}
+CONTENT_NAMES: Final[dict[Content | None, str]] = {
+    Content.PARAMETERS: "parameters",
+    Content.GRADIENTS: "gradients",
+    Content.ARRIVING_GRADIENTS: "arriving gradients",
+    Content.OPTIMIZER_STATE: "optimizer state",
+    Content.ACTIVATIONS: "saved activations",
+    Content.SWAPPED: "swapped activations",
+    Content.OUTPUT: "block outputs",
+    Content.INCOMING_GRADIENT: "incoming gradient",
+    Content.RESIDENT: "module buffers and batch",
+    Content.FLAT_GRADIENTS: "gradients, laid flat",
+    Content.REDUCED_GRADIENTS: "shards of gradients",
+    None: "transient, running task",
+}
+MEMORY_NAMES: Final[dict[Memory, str]] = {
+    Memory.DEVICE: "device memory",
+    Memory.PINNED_HOST: "pinned host memory",
+    Memory.HOST: "host memory",
+}
+ORIGIN_NAMES: Final[dict[Origin, str]] = {Origin.SIMULATED: "predicted", Origin.MEASURED: "measured"}
+
+NO_VALUE: Final = "–"
+_SMALLEST_SHOWN_FRAC: Final = 0.0005
+"""Shares below this would be shown as nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Knob:
+    """One knob of a plan, ready to be shown."""
+
+    name: str
+    value: str
+    meaning: str
+
+
+@dataclass(frozen=True, slots=True)
+class Alive:
+    """One row of what was alive at a peak."""
+
+    content: Content | None
+    name: str
+    size_bytes: int
+    is_itemized: bool = True
+    """False for the rest that the record does not break down."""
+
+
+def format_error(error_frac: float | None) -> str:
+    """``"+2.5 %"``, ``"−0.3 %"`` or, without a sign, ``"0.0 %"``; a dash where the error has no value."""
+    if error_frac is None:
+        return NO_VALUE
+    shown = f"{error_frac * 100:+.1f} %".replace("-", "−")
+    return shown[1:] if shown[1:] == "0.0 %" else shown
+
+
+def format_share(share_frac: float) -> str:
+    """``"45.2 %"``; what is more than nothing is never ``"0.0 %"``."""
+    shown = f"{share_frac * 100:.1f} %"
+    return "< 0.1 %" if shown == "0.0 %" and share_frac > 0 else shown
+
+
+def how_much_faster(gap_frac: float) -> str:
+    """What is true of no other plan: ``"is faster"``, or ``"is more than 0.8 % faster"``."""
+    if gap_frac == 0:
+        return "is faster"
+    if gap_frac < _SMALLEST_SHOWN_FRAC:
+        return f"is faster by {format_share(2 * _SMALLEST_SHOWN_FRAC)}"
+    return f"is more than {format_share(gap_frac)} faster"
+
+
+def task_name(name: str, kind: TaskKind) -> str:
+    """``"CPU Adam chunk 7"`` for ``"cpu_adam chunk 7"``."""
+    return name.replace(str(kind), KIND_NAMES[kind], 1) if name.startswith(str(kind)) else name
+
+
+_PARALLEL_WORDS: Final[dict[ParallelMode, str]] = {
+    ParallelMode.SINGLE: "one rank alone",
+    ParallelMode.DDP: "every rank has all chunks on its device",
+    ParallelMode.REPLICATED: "every rank has all offloaded chunks on its host",
+    ParallelMode.SHARDED: "every rank has an equal part of every chunk that is not persistent",
+}
+
+
+def knobs(plan: Plan, *, num_blocks: int | None = None) -> tuple[Knob, ...]:
+    """The plan's knobs in the order of ``Plan``, each in words."""
+    of_blocks = f" of {num_blocks}" if num_blocks else ""
+    shown = [
+        Knob("chunk_bytes", format_bytes(plan.chunk_bytes), "parameters packed into one flat buffer, at most"),
+        Knob("n_persist", str(plan.n_persist), "first chunks that stay on the device for good"),
+        *(
+            [Knob("n_shard", str(plan.n_shard), "next chunks, sharded over the devices; the rest lie on the hosts")]
+            if plan.n_shard
+            else []
+        ),
+        Knob("n_buffer", str(plan.n_buffer), "device places for the other chunks"),
+        Knob("prefetch_depth", str(plan.prefetch_depth), "blocks ahead that chunks are gathered"),
+        Knob("n_checkpoint", f"{plan.n_checkpoint}{of_blocks}", "blocks whose activations are recomputed"),
+    ]
+    if plan.n_swap:
+        shown.append(
+            Knob("n_swap", f"{plan.n_swap}{of_blocks}", "blocks whose activations travel to the host and back")
+        )
+    if plan.micro_batches > 1:
+        shown.append(Knob("micro_batches", str(plan.micro_batches), "forwards and backwards per step"))
+    if plan.max_gradient_norm is not None:
+        shown.append(Knob("max_gradient_norm", f"{plan.max_gradient_norm:g}", "limit of the norm of all gradients"))
+    if plan.num_ranks > 1:
+        shown.append(Knob("parallel", plan.parallel, _PARALLEL_WORDS[plan.parallel]))
+        shown.append(Knob("num_ranks", f"{plan.num_ranks:,}", "devices that train together, each on its own batches"))
+    if plan.activation_modes is not None:
+        runs = [(mode, len(list(group))) for mode, group in groupby(plan.activation_modes)]
+        modes = ", ".join(f"{mode} × {count}" for mode, count in runs)
+        shown.append(Knob("activation_modes", modes, "one mode per block, in order"))
+    return tuple(shown)
+
+
+def num_blocks(record: Record) -> int:
+    """Blocks of the record's model: those that its forward tasks name, without prologue and epilogue."""
+    subjects = {subject_of(timing) for timing in record.tasks if timing.kind is TaskKind.FORWARD}
+    return sum(subject is not None and subject[1].isdecimal() for subject in subjects)
+
+
+def busy_frac(record: Record, lane: Lane) -> float:
+    """Share of the iteration during which ``lane`` runs tasks."""
+    return record.lane(lane).busy_s / record.iteration_s
+
+
+def bottleneck(record: Record) -> Lane | None:
+    """The busiest lane, which bounds the iteration from below; None if no lane does anything."""
+    busiest = max(Lane, key=lambda lane: record.lane(lane).busy_s)
+    return busiest if record.lane(busiest).busy_s > 0 else None
+
+
+def alive_at_peak(curve: MemoryCurve) -> tuple[Alive, ...]:
+    """What the peak consists of, largest first, and last whatever the record does not break down."""
+    rows = [
+        Alive(holding.content, CONTENT_NAMES[holding.content], holding.size_bytes)
+        for holding in curve.alive_at_peak
+        if holding.size_bytes
+    ]
+    rows.sort(key=lambda row: (-row.size_bytes, row.name))
+    rest_bytes = curve.peak_bytes - sum(row.size_bytes for row in rows)
+    if rest_bytes > 0:
+        rows.append(Alive(None, "not itemized", rest_bytes, is_itemized=False))
+    return tuple(rows)
+
+
+def title_of(record: Record) -> str:
+    """``"predicted: llama-3-8b on rtx-3090"``."""
+    return f"{ORIGIN_NAMES[record.origin]}: {record.model_name} on {record.hardware_name}"

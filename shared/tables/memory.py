@@ -1,0 +1,93 @@
+"""The memory beyond what the schedule allocates, in words: rows of tables and warnings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..basics.units import format_bytes
+from ..schema.memory_accounts import DeviceReserved, HostMemory, PinnedRule
+from ..schema.record import Record
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryRow:
+    """One account, ready to be shown."""
+
+    name: str
+    size_bytes: int
+    words: str
+
+
+def beyond_the_schedule(record: Record) -> tuple[MemoryRow, ...]:
+    """What the device's allocator reserves and what the host's process holds, where the record predicts them."""
+    rows = []
+    reserved, host = record.device_reserved, record.host_memory
+    if reserved is not None:
+        rows.append(MemoryRow("reserved by the allocator", reserved.expected_bytes, _reserved_words(reserved)))
+        rows.append(
+            MemoryRow(
+                "device in all",
+                reserved.expected_bytes + reserved.outside_bytes,
+                f"with {format_bytes(reserved.outside_bytes)} of driver and context",
+            )
+        )
+    if host is not None:
+        rows.append(MemoryRow("host in all", host.total_bytes, _host_words(host)))
+    return tuple(rows)
+
+
+def _reserved_words(reserved: DeviceReserved) -> str:
+    words = f"{format_bytes(reserved.at_least_bytes)} to {format_bytes(reserved.at_most_bytes)}"
+    if reserved.workspace_bytes:
+        words += f", {format_bytes(reserved.workspace_bytes)} of it workspaces"
+    return words
+
+
+def _host_words(host: HostMemory) -> str:
+    is_rounded = host.pinned_rule is PinnedRule.POWER_OF_TWO
+    parts = [
+        (host.pinned_bytes, "pinned in powers of two" if is_rounded else "pinned"),
+        (host.state_bytes, "optimizer state"),
+        (host.device_bytes, "in the device's place"),
+        (host.process_bytes, "Python and libraries"),
+    ]
+    listed = ", ".join(f"{format_bytes(size)} {name}" for size, name in parts if size)
+    training_bytes = host.pinned_bytes + host.state_bytes + host.device_bytes
+    if host.loading_bytes > training_bytes:
+        return f"while the model loads; then {listed}"
+    return listed
+
+
+def allocator_warning(record: Record) -> str | None:
+    """What to do if cached segments of the allocator do not fit beside each other; None if they do."""
+    reserved = record.device_reserved
+    if reserved is None or reserved.num_retries == 0:
+        return None
+    held = f"{format_bytes(reserved.expected_bytes)} in segments but can have {format_bytes(reserved.limit_bytes)}"
+    wants = f"the device's allocator is expected to want {held}"
+    if reserved.fits:
+        return f"{wants}: it will give cached segments back, and wait. {_advice(reserved)}"
+    if reserved.needs_expandable:
+        return f"{wants}: this plan runs out of memory with the allocator's own settings. {_advice(reserved)}"
+    return f"{wants}: this plan may run out of memory, with expandable segments too. Lower --device-budget."
+
+
+def _advice(reserved: DeviceReserved) -> str:
+    if reserved.expandable_bytes is None or reserved.expandable_retries is None:
+        return "Lower --device-budget."
+    enough = f"{format_bytes(reserved.expandable_bytes)} are expected"
+    if reserved.expandable_retries:
+        enough = "free pages go back in time"
+    setting = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+    return f"Set {setting}, as protwin run does, with which {enough}, or lower --device-budget."
+
+
+def host_warning(record: Record, memory_bytes: int) -> str | None:
+    """What to do if the process does not fit into the host's ``memory_bytes``; None if it does."""
+    host = record.host_memory
+    if host is None or host.total_bytes <= memory_bytes:
+        return None
+    return (
+        f"this plan needs {format_bytes(host.total_bytes)} of host memory in all, but the host has "
+        f"{format_bytes(memory_bytes)}. Keep more chunks persistent (n_persist), or use --set host.memory_bytes=SIZE."
+    )

@@ -1,0 +1,228 @@
+"""What the verifier examines, the tables that its parts share, and the form that every schedule has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NoReturn
+
+from ..basics.errors import ScheduleError
+from ..layout.layout import Chunk, ChunkId, Layout
+from ..schema.plan import ActivationMode, Plan
+from ..schema.schedule import Buffer, BufferId, Content, Lane, Schedule, Task, TaskId, TaskKind
+from ..schema.workload import BlockId, Workload
+from .shards import Held, held
+
+
+@dataclass(frozen=True)
+class Case:
+    """A schedule, and what it claims to carry out."""
+
+    schedule: Schedule
+    plan: Plan
+    workload: Workload
+    layout: Layout
+
+    @cached_property
+    def modes(self) -> tuple[ActivationMode, ...]:
+        """The activation mode of every block."""
+        return self.plan.modes(self.workload.num_blocks)
+
+    @cached_property
+    def persistent(self) -> frozenset[ChunkId]:
+        """The chunks that stay on the device, whole."""
+        return self.layout.persistent(self.plan.n_persist)
+
+    @cached_property
+    def sharded(self) -> frozenset[ChunkId]:
+        """The chunks of which every device has its part for good."""
+        first, number = self.plan.n_persist, self.plan.n_shard
+        return frozenset(c.id for c in self.layout.chunks if c.blocks and first <= c.id < first + number)
+
+    @cached_property
+    def allocating(self) -> dict[BufferId, TaskId]:
+        """The task that allocates each buffer."""
+        return {buffer: task.id for task in self.schedule.tasks for buffer in task.allocates}
+
+    @cached_property
+    def freeing(self) -> dict[BufferId, TaskId]:
+        """The task that frees each buffer."""
+        return {buffer: task.id for task in self.schedule.tasks for buffer in task.frees}
+
+    @cached_property
+    def readers(self) -> dict[BufferId, list[TaskId]]:
+        """The tasks that read each buffer, in the order of the program."""
+        return self._users([task.reads for task in self.schedule.tasks])
+
+    @cached_property
+    def writers(self) -> dict[BufferId, list[TaskId]]:
+        """The tasks that write each buffer, in the order of the program."""
+        return self._users([task.writes for task in self.schedule.tasks])
+
+    def _users(self, used: Sequence[Sequence[BufferId]]) -> dict[BufferId, list[TaskId]]:
+        users: dict[BufferId, list[TaskId]] = {buffer.id: [] for buffer in self.schedule.buffers}
+        for place, buffers in enumerate(used):
+            for buffer in buffers:
+                users[buffer].append(TaskId(place))
+        return users
+
+    @cached_property
+    def homes(self) -> dict[tuple[Content, ChunkId | None], Buffer]:
+        """The static buffer for each content of each chunk."""
+        return {(buffer.content, buffer.chunk): buffer for buffer in self.schedule.buffers if buffer.is_static}
+
+    @cached_property
+    def gradients(self) -> dict[tuple[ChunkId | None, int], list[Buffer]]:
+        """The gradients of each chunk on the device, by micro-batch."""
+        found: dict[tuple[ChunkId | None, int], list[Buffer]] = {}
+        for buffer in self.schedule.buffers:
+            if buffer.content is Content.GRADIENTS and not buffer.is_static:
+                found.setdefault((buffer.chunk, buffer.micro_batch), []).append(buffer)
+        return found
+
+    @cached_property
+    def swapping(self) -> dict[BlockId, int]:
+        """Blocks in mode SWAP that have anything to swap, with its bytes."""
+        sizes = {BlockId(b): self.workload.profile_of(b).swappable_bytes for b in range(self.workload.num_blocks)}
+        return {b: size for b, size in sizes.items() if size and self.modes[b] is ActivationMode.SWAP}
+
+    def freed_by(self, kind: TaskKind) -> list[BufferId]:
+        """What the tasks of one kind free."""
+        return [buffer for task in self.tasks_of(kind) for buffer in task.frees]
+
+    def tasks_of(self, kind: TaskKind) -> list[Task]:
+        """The tasks of one kind, in the order of the program."""
+        return [task for task in self.schedule.tasks if task.kind is kind]
+
+    def on_compute(self, tasks: Iterable[TaskId]) -> list[TaskId]:
+        """Those of ``tasks`` that the compute lane runs."""
+        return [task for task in tasks if self.schedule.tasks[task].lane is Lane.COMPUTE]
+
+    @cached_property
+    def updated(self) -> list[ChunkId]:
+        """The chunks that CPU Adam steps."""
+        others = self.persistent | self.sharded
+        return [chunk.id for chunk in self.layout.chunks if chunk.is_trainable and chunk.id not in others]
+
+    @cached_property
+    def scattered(self) -> list[ChunkId]:
+        """The chunks of which device Adam steps the rank's part."""
+        return [chunk.id for chunk in self.layout.chunks if chunk.is_trainable and chunk.id in self.sharded]
+
+    @cached_property
+    def held(self) -> dict[ChunkId, Held]:
+        """What one rank has, on its host or its device, of every chunk that is gathered."""
+        return {
+            chunk.id: held(chunk, self.workload.parameters, self.plan)
+            for chunk in self.layout.chunks
+            if chunk.id not in self.persistent
+        }
+
+    def buffer(self, buffer_id: BufferId) -> Buffer:
+        """A buffer by its id."""
+        return self.schedule.buffers[buffer_id]
+
+    def is_gathered(self, buffer_id: BufferId) -> bool:
+        """Whether a buffer holds a whole chunk's parameters for the length of a stay."""
+        buffer = self.buffer(buffer_id)
+        return buffer.content is Content.PARAMETERS and not buffer.is_static
+
+    def name(self, task_id: TaskId) -> str:
+        """How messages call a task."""
+        return self.schedule.tasks[task_id].name
+
+
+def reject(fact: str) -> NoReturn:
+    """Raise ScheduleError: the schedule has a fault."""
+    raise ScheduleError(f"the schedule is unsafe: {fact}. Compile it again from its plan.")
+
+
+def check_form(case: Case) -> None:
+    """Ids are places, names exist, the program lists what is waited for first, buffers come and go once."""
+    schedule = case.schedule
+    plan = case.plan
+    for name, found, expected in (
+        ("plan_id", schedule.plan_id, plan.identity),
+        ("num_slots", schedule.num_slots, plan.n_buffer),
+        ("num_blocks", schedule.num_blocks, case.workload.num_blocks),
+        ("prefetch_depth", schedule.prefetch_depth, plan.prefetch_depth),
+        ("micro_batches", schedule.micro_batches, plan.micro_batches),
+        ("num_ranks", schedule.num_ranks, plan.num_ranks),
+        ("parallel", schedule.parallel, plan.parallel),
+    ):
+        if found != expected:
+            reject(f"its {name} is {found}, that of the plan is {expected}")
+    for place, buffer in enumerate(schedule.buffers):
+        if buffer.id != place:
+            reject(f"buffer {buffer.id} stands at place {place}")
+        if not 0 <= buffer.micro_batch < plan.micro_batches:
+            reject(f"buffer {buffer.id} names micro-batch {buffer.micro_batch} of {plan.micro_batches}")
+        if buffer.size_bytes < 0:
+            reject(f"buffer {buffer.id} has {buffer.size_bytes} bytes")
+        if buffer.chunk is not None and not 0 <= buffer.chunk < len(case.layout.chunks):
+            reject(f"buffer {buffer.id} names chunk {buffer.chunk} of {len(case.layout.chunks)}")
+    for place, task in enumerate(schedule.tasks):
+        if task.id != place:
+            reject(f"task {task.id} stands at place {place}")
+        if not 0 <= task.micro_batch < plan.micro_batches:
+            reject(f"{task.name} names micro-batch {task.micro_batch} of {plan.micro_batches}")
+        if task.num_ranks != (plan.num_ranks if task.lane is Lane.COLLECTIVE else 1):
+            reject(f"{task.name} is done by {task.num_ranks} ranks together of {plan.num_ranks}")
+        _check_names(case, task)
+    _check_coming_and_going(case)
+
+
+def _check_names(case: Case, task: Task) -> None:
+    for buffers in (task.allocates, task.frees, task.reads, task.writes):
+        if len(set(buffers)) != len(buffers):
+            reject(f"{task.name} names a buffer twice")
+        if any(not 0 <= buffer < len(case.schedule.buffers) for buffer in buffers):
+            reject(f"{task.name} names a buffer that does not exist")
+    if any(not 0 <= other < task.id for other in task.after):
+        reject(f"{task.name} waits for a task that does not stand before it")
+    if any(not 0 <= other < len(case.schedule.tasks) for other in task.after_previous):
+        reject(f"{task.name} waits for a task of the previous iteration that does not exist")
+
+
+def _check_coming_and_going(case: Case) -> None:
+    """Every buffer that is not static is allocated once and freed once; static ones never."""
+    for verb, named in (
+        ("allocated", [b for task in case.schedule.tasks for b in task.allocates]),
+        ("freed", [b for task in case.schedule.tasks for b in task.frees]),
+    ):
+        counts = dict.fromkeys(range(len(case.schedule.buffers)), 0)
+        for buffer_id in named:
+            counts[buffer_id] += 1
+        for buffer in case.schedule.buffers:
+            expected = 0 if buffer.is_static else 1
+            if counts[buffer.id] != expected:
+                reject(f"buffer {buffer.id} ({buffer.content}) is {verb} {counts[buffer.id]} times, not {expected}")
+
+
+# -- one task --------------------------------------------------------------------------------------------------------
+
+
+def chunk_of(case: Case, task: Task) -> Chunk:
+    """The chunk that a task names.  Raises ScheduleError if there is none, or the task names more."""
+    if task.chunk is None or not 0 <= task.chunk < len(case.layout.chunks):
+        reject(f"task {task.id} ({task.kind}) names chunk {task.chunk} of {len(case.layout.chunks)}")
+    if task.section is not None or task.phase is not None:
+        reject(f"{task.name} has a section or a phase")
+    return case.layout.chunks[task.chunk]
+
+
+def compare_buffers(task: Task, found: Iterable[BufferId], expected: Iterable[Buffer], verb: str) -> None:
+    """Raise ScheduleError unless a task names the expected buffers and no others."""
+    if sorted(found) != sorted(buffer.id for buffer in expected):
+        reject(f"{task.name} {verb} buffers {sorted(found)}, not {sorted(buffer.id for buffer in expected)}")
+
+
+def check_amounts(task: Task, *, moved_bytes: int = 0, num_stepped: int = 0, stepped_bytes: int = 0) -> None:
+    """Raise ScheduleError unless a task moves and steps so much."""
+    found = (task.moved_bytes, task.num_stepped, task.stepped_bytes)
+    if found != (moved_bytes, num_stepped, stepped_bytes):
+        reject(
+            f"{task.name} moves {found[0]} B and steps {found[1]} scalars over {found[2]} B, "
+            f"not {moved_bytes} B, {num_stepped} scalars and {stepped_bytes} B"
+        )

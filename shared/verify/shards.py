@@ -1,0 +1,94 @@
+"""What one rank must hold of a chunk that is gathered, found by laying the chunk out element by element."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from ..layout.layout import Chunk
+from ..schema.plan import ParallelMode, Plan
+from ..schema.workload import DType, Parameter
+
+
+@dataclass(frozen=True)
+class Held:
+    """A rank's part of a chunk on its host or its device; the whole chunk unless ranks have shards."""
+
+    parameter_bytes: int
+    gradient_bytes: int
+    staging_bytes: int
+    state_bytes: int
+    stepped: Counter[DType]
+    """Scalars that Adam steps, by element type."""
+    num_parts: int
+    """Ranks that have such a part each, and together the chunk."""
+
+    @property
+    def gathered_bytes(self) -> int:
+        """The parameters of all parts together."""
+        return self.num_parts * self.parameter_bytes
+
+
+def held(chunk: Chunk, parameters: Sequence[Parameter], plan: Plan) -> Held:
+    """What each rank has of ``chunk``.
+
+    Sharded, every run of neighbouring parameters that are treated alike is dealt out in equal parts, rank by rank: the
+    first rank has the fullest.
+    """
+    if plan.parallel is not ParallelMode.SHARDED:
+        return Held(
+            chunk.size_bytes,
+            sum(chunk.gradient_bytes),
+            chunk.staging_bytes,
+            chunk.state_bytes,
+            trained_scalars([chunk], parameters),
+            1,
+        )
+    extents = _extents(chunk, parameters)
+    parameter_bytes = gradient_bytes = state_bytes = 0
+    stepped: Counter[DType] = Counter()
+    for (dtype, trainable), run in groupby(extents, key=lambda extent: (extent[0].dtype, extent[0].trainable)):
+        elements, rest = divmod(sum(size for _, size in run), dtype.item_bytes)
+        assert rest == 0, "alignment keeps elements whole"
+        each, left = divmod(elements, plan.num_ranks)
+        fullest = each + (left > 0)
+        parameter_bytes += fullest * dtype.item_bytes
+        if trainable:
+            gradient_bytes += fullest * dtype.item_bytes
+            # Two moments as wide as the master, a master beside narrow parameters, and a count of steps.
+            state_bytes += fullest * (3 * 4 if dtype.item_bytes < 4 else 2 * dtype.item_bytes) + 4
+            stepped[dtype] += fullest
+    return Held(parameter_bytes, gradient_bytes, gradient_bytes, state_bytes, stepped, plan.num_ranks)
+
+
+def fullest_regions(chunk: Chunk, parameters: Sequence[Parameter], num_ranks: int) -> list[tuple[DType, int]]:
+    """Element type and scalars of the fullest shard of every run of neighbouring trained parameters of one type."""
+    sizes = _extents(chunk, parameters)
+    runs = groupby(sizes, key=lambda extent: (extent[0].dtype, extent[0].trainable))
+    return [
+        (dtype, -(-sum(size for _, size in run) // (dtype.item_bytes * num_ranks)))
+        for (dtype, trainable), run in runs
+        if trainable
+    ]
+
+
+def _extents(chunk: Chunk, parameters: Sequence[Parameter]) -> list[tuple[Parameter, int]]:
+    """Every parameter of a chunk, with the bytes to where the next one begins."""
+    ends = [*(placed.offset_bytes for placed in chunk.parameters[1:]), chunk.size_bytes]
+    return [
+        (parameters[placed.index], end - placed.offset_bytes)
+        for placed, end in zip(chunk.parameters, ends, strict=True)
+    ]
+
+
+def trained_scalars(chunks: Iterable[Chunk], parameters: Sequence[Parameter]) -> Counter[DType]:
+    """Scalars of whole chunks that are trained, by element type."""
+    found: Counter[DType] = Counter()
+    for chunk in chunks:
+        for placed in chunk.parameters:
+            parameter = parameters[placed.index]
+            if parameter.trainable:
+                found[parameter.dtype] += parameter.num_elements
+    return found

@@ -1,0 +1,86 @@
+"""Proof that a schedule is safe, before anything runs.
+
+The verifier shares no code with the compiler beyond the data types: it derives what must hold from plan, workload and
+layout.  Three parts: ``verify_sections`` states what every compute task runs on, makes and drops; ``verify_chunks``
+states how parameters, gradients and optimizer state move; ``verify_order`` checks, with the happens-before relation
+of the unrolled program, that this holds for every timing.
+"""
+
+from __future__ import annotations
+
+from ..basics.errors import ScheduleError
+from ..basics.units import format_bytes
+from ..layout.layout import Layout, check_layout
+from ..schema.plan import Plan
+from ..schema.schedule import Memory, Schedule
+from ..schema.workload import Workload, check_plan
+from .case import Case, check_form
+from .chunks import check_chunks, check_swaps
+from .collectives import check_collectives
+from .guaranteed_peak import guaranteed_device_peak
+from .happens_before import HappensBefore, OrderError
+from .order import check_order
+from .sections import check_sections
+
+_ITERATIONS = 3
+"""The first, the one that is examined, and the one after it; dependencies reach no further."""
+
+
+def verify_schedule(
+    schedule: Schedule,
+    plan: Plan,
+    workload: Workload,
+    layout: Layout,
+    *,
+    device_limit_bytes: int | None = None,
+    pinned_limit_bytes: int | None = None,
+    host_limit_bytes: int | None = None,
+) -> None:
+    """Raise ScheduleError unless ``schedule`` carries out ``plan`` safely for every timing.
+
+    Checked: the compute lane runs the model's sections in order, each on the buffers that it needs and no others;
+    lanes cannot deadlock; every buffer has its size and place, is allocated before it is used and freed after its
+    last use, once; every read sees the write that it is meant to see; compute has its chunks resident and current;
+    every trainable chunk, or the rank's part of it, is stepped once by one Adam, after all of its gradients (under a
+    limit of their norm, after all gradients); of several ranks, chunks are gathered whole and gradients added up before
+    anybody needs them, in one order on all ranks; buffers of one slot never overlap; gathers and gradients keep to the
+    prefetch window; the memory that no timing can exceed stays under the limits.
+    ``host_limit_bytes`` bounds pinned and pageable host memory together.
+
+    Raises PlanError if plan, workload and layout do not belong together.
+    """
+    check_plan(plan, workload)
+    check_layout(layout, plan, workload)
+    case = Case(schedule, plan, workload, layout)
+    check_form(case)
+    check_sections(case)
+    check_chunks(case)
+    check_swaps(case)
+    check_collectives(case)
+    try:
+        order = HappensBefore(schedule, _ITERATIONS)
+    except OrderError as error:
+        raise ScheduleError(f"the schedule deadlocks: {error}.") from error
+    check_order(case, order)
+    if device_limit_bytes is not None:
+        _check_device(schedule, order, device_limit_bytes)
+    pinned_bytes = schedule.static_bytes(Memory.PINNED_HOST)
+    _check_host("pinned host memory", pinned_bytes, pinned_limit_bytes)
+    _check_host("host memory", pinned_bytes + schedule.static_bytes(Memory.HOST), host_limit_bytes)
+
+
+def _check_device(schedule: Schedule, order: HappensBefore, limit_bytes: int) -> None:
+    peak = guaranteed_device_peak(schedule, order)
+    if peak.size_bytes > limit_bytes:
+        raise ScheduleError(
+            f"device memory may reach {format_bytes(peak.size_bytes)} during {schedule.tasks[peak.task].name} but the "
+            f"limit is {format_bytes(limit_bytes)}. Keep fewer chunks persistent, or checkpoint more."
+        )
+
+
+def _check_host(what: str, size_bytes: int, limit_bytes: int | None) -> None:
+    if limit_bytes is not None and size_bytes > limit_bytes:
+        raise ScheduleError(
+            f"{what} reaches {format_bytes(size_bytes)} but the limit is {format_bytes(limit_bytes)}. "
+            f"Keep more chunks persistent."
+        )

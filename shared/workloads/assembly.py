@@ -1,0 +1,159 @@
+"""Observations put together to a workload: phases, and one profile for blocks that do the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from ..schema.plan import ActivationMode
+from ..schema.schedule import Part, Section, TaskKind
+from ..schema.workload import Block, BlockId, BlockProfile, DType, Parameter, Phase, Workload
+from .observation import Observation
+from .observed_inputs import ObservedInput, PhaseKey, unshared
+
+Seconds = Mapping[ActivationMode, Mapping[PhaseKey, float]]
+_PHASES: Final = ("forward", "backward", "checkpoint_forward", "recompute", "checkpoint_backward")
+
+
+@dataclass(frozen=True, slots=True)
+class TracedModel:
+    """What a trace says of a model at every shape."""
+
+    model_name: str
+    model_hash: str
+    compute_dtype: DType
+    parameters: tuple[Parameter, ...]
+    block_names: tuple[str, ...]
+    stands_for: tuple[int, ...]
+    """For every block, the observed one that does the same."""
+    traced_with: str
+    software: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class TracedShape:
+    """What a trace sees at one shape of the batch."""
+
+    batch_shapes: dict[str, tuple[int, ...]]
+    num_samples: int
+    num_tokens: int
+    resident_bytes: int
+    observed: Mapping[ActivationMode, Mapping[PhaseKey, Observation]]
+    shared_inputs: tuple[ObservedInput, ...] = ()
+
+
+def assemble(
+    model: TracedModel, shape: TracedShape, *, seconds: Seconds | None = None, measured_on: str | None = None
+) -> Workload:
+    """The workload of a model at a shape; ``seconds`` are medians measured on ``measured_on``.
+
+    Raises pydantic's ValidationError if a figure exceeds what a workload holds.
+    """
+    num_observed = 1 + max(model.stands_for)
+    assembly = _Assembly(num_observed, unshared(shape.observed, shape.shared_inputs), seconds or {})
+    profiles, profile_of_observed = assembly.profiles()
+    profile_of = [profile_of_observed[observed] for observed in model.stands_for]
+    return Workload(
+        model_name=model.model_name,
+        model_hash=model.model_hash,
+        batch_shapes=shape.batch_shapes,
+        num_samples=shape.num_samples,
+        num_tokens=shape.num_tokens,
+        compute_dtype=model.compute_dtype,
+        parameters=model.parameters,
+        blocks=tuple(Block(name=n, profile=p) for n, p in zip(model.block_names, profile_of, strict=True)),
+        profiles=profiles,
+        prologue_forward=assembly.outer_phase(TaskKind.FORWARD, Part.PROLOGUE),
+        epilogue_forward=assembly.outer_phase(TaskKind.FORWARD, Part.EPILOGUE),
+        epilogue_backward=assembly.outer_phase(TaskKind.BACKWARD, Part.EPILOGUE),
+        prologue_backward=assembly.outer_phase(TaskKind.BACKWARD, Part.PROLOGUE),
+        shared_inputs=tuple(given.shared_input(model.stands_for) for given in shape.shared_inputs),
+        resident_bytes=shape.resident_bytes,
+        traced_with=model.traced_with,
+        measured_on=measured_on,
+        software=model.software,
+    )
+
+
+class _Assembly:
+    """Observations and times as phases and profiles."""
+
+    def __init__(
+        self,
+        num_blocks: int,
+        observed: Mapping[ActivationMode, Mapping[PhaseKey, Observation]],
+        seconds: Seconds,
+    ) -> None:
+        self._num_blocks = num_blocks
+        self._observed = observed
+        self._seconds = seconds
+
+    def phase(self, mode: ActivationMode, kind: TaskKind, section: Section) -> Phase:
+        """One section's phase."""
+        observation = self._observed[mode][kind, section]
+        return Phase(
+            operations=observation.counted(),
+            net_bytes=observation.net_bytes,
+            gradient_bytes=max(0, observation.gradient_bytes),
+            curve=observation.curve(),
+            adding_curve=observation.adding_curve(),
+            measured_s=self._seconds.get(mode, {}).get((kind, section)),
+        )
+
+    def outer_phase(self, kind: TaskKind, section: Part) -> Phase:
+        """A phase outside the blocks.
+
+        Once shared inputs are counted alike it depends on no mode; where a difference remains, the phase that frees
+        less holds for all mixtures.
+        """
+        keep, again = (self.phase(mode, kind, section) for mode in (ActivationMode.KEEP, ActivationMode.CHECKPOINT))
+        larger = max(keep, again, key=lambda phase: (phase.net_bytes, phase.peak_bytes))
+        return larger.model_copy(update={"measured_s": keep.measured_s})
+
+    def profiles(self) -> tuple[tuple[BlockProfile, ...], list[int]]:
+        """Distinct profiles and the profile of each block; equal blocks share the median of their times."""
+        members: dict[BlockProfile, list[BlockProfile]] = {}
+        keys: list[BlockProfile] = []
+        for index in range(self._num_blocks):
+            profile = self._profile(index)
+            key = _map_phases(profile, lambda phase: phase.model_copy(update={"measured_s": None}))
+            members.setdefault(key, []).append(profile)
+            keys.append(key)
+        order = list(members)
+        return tuple(_merge(members[key]) for key in order), [order.index(key) for key in keys]
+
+    def _profile(self, index: int) -> BlockProfile:
+        keep, again = ActivationMode.KEEP, ActivationMode.CHECKPOINT
+        section = BlockId(index)
+        forward = self._observed[keep][TaskKind.FORWARD, section]
+        return BlockProfile(
+            output_bytes=forward.output_bytes,
+            forward=self.phase(keep, TaskKind.FORWARD, section),
+            backward=self.phase(keep, TaskKind.BACKWARD, section),
+            checkpoint_forward=self.phase(again, TaskKind.FORWARD, section),
+            recompute=self.phase(again, TaskKind.RECOMPUTE, section),
+            checkpoint_backward=self.phase(again, TaskKind.BACKWARD, section),
+            swappable_bytes=forward.swappable_bytes,
+        )
+
+
+def _map_phases(profile: BlockProfile, change: Callable[[Phase], Phase]) -> BlockProfile:
+    return profile.model_copy(update={name: change(getattr(profile, name)) for name in _PHASES})
+
+
+def _merge(profiles: Sequence[BlockProfile]) -> BlockProfile:
+    """One profile for equal blocks, with the median of each phase's times."""
+    updates = {}
+    for name in _PHASES:
+        phases = [getattr(profile, name) for profile in profiles]
+        times = [phase.measured_s for phase in phases if phase.measured_s is not None]
+        updates[name] = phases[0].model_copy(update={"measured_s": _median(times) if times else None})
+    return profiles[0].model_copy(update=updates)
+
+
+def _median(times: Sequence[float]) -> float:
+    """Of at least one time.  A shipped workload has none, and does without the module and what that imports."""
+    import statistics
+
+    return statistics.median(times)

@@ -1,0 +1,366 @@
+"""A model's workload at every shape of its batch: figures as polynomials instead of numbers.
+
+[Note: What is polynomial]
+A tensor's bytes and an operator's arithmetic are products of the batch's dims and of constants, so they are polynomials
+in batch size and sequence length, and so is every level of memory, which is a sum of tensors.  What a workload derives
+from them is not: equal operations are counted together, a lookup reads at most its table, curves keep the highest level
+of stretches whose ends depend on all operations' shares, tiny tensors are not swapped, equal blocks share a profile.
+So a family keeps what a trace records, call by call (``shared/workloads/observation.py``), and a workload at one shape
+is assembled from it as a trace's is (``shared/workloads/assembly.py``).
+
+[Note: Where a family holds]
+A model may do other things at other shapes: with a batch of one, copies become views; beyond a sliding window, masks
+appear.  A family is made of pieces, each with the range of shapes that it was fitted in and the shapes at which it was
+compared with a trace, and refuses every other shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import prod
+from typing import ClassVar, Final, Self
+
+from pydantic import PositiveInt, ValidationError, model_validator
+
+from ..basics.documents import Document, FrozenModel
+from ..basics.errors import WorkloadError
+from ..schema.plan import ActivationMode
+from ..schema.schedule import Part, TaskKind
+from ..schema.workload import BlockId, DType, Operation, OperationClass, Parameter, Workload
+from .assembly import TracedModel, TracedShape, assemble
+from .observation import Observation, OperatorCall
+from .observed_inputs import ObservedInput, PhaseKey
+
+BATCH_SIZE: Final = "batch_size"
+SEQUENCE_LENGTH: Final = "sequence_length"
+TARGET_LENGTH: Final = "target_length"
+"""Tokens of a decoder beside an encoder, which has ``sequence_length``."""
+MAX_TOKENS: Final = 2**40
+"""In one iteration; beyond it no figure is of this world."""
+
+
+class OutsideFamilyError(WorkloadError):
+    """A shape that makes sense, but at which nothing was proven."""
+
+
+Number = int
+"""Index of a polynomial within its piece."""
+
+
+class FamilyCall(FrozenModel):
+    """``OperatorCall`` with polynomials in place of numbers."""
+
+    name: str
+    operation_class: OperationClass
+    dtype: DType
+    flops: Number
+    reads: tuple[tuple[int, Number], ...]
+    """(storage, bytes)."""
+    writes: tuple[Number, ...]
+    shape: tuple[Number, ...] = ()
+
+
+class FamilySection(FrozenModel):
+    """``Observation`` with polynomials in place of numbers."""
+
+    calls: tuple[int, ...]
+    """In order, as indices into the piece's ``calls``."""
+    steps: tuple[Number, ...]
+    """Level after each call minus the level after the one before."""
+    adding: tuple[Number, ...]
+    """Level after each call, had gradients been added to earlier ones, minus the level."""
+    net: Number
+    gradient: Number
+    output: Number
+    saved: tuple[Number, ...] = ()
+
+
+class FamilyPlace(FrozenModel):
+    """Where in an iteration a section was seen."""
+
+    mode: ActivationMode
+    kind: TaskKind
+    section: int | Part
+    seen: int
+    """Index into the piece's ``sections``."""
+
+
+class FamilySharedInput(FrozenModel):
+    """``ObservedInput`` with a polynomial in place of its size."""
+
+    size: Number
+    blocks: tuple[int, ...]
+    kept: tuple[TaskKind, int | Part]
+    checkpointed: tuple[TaskKind, int | Part]
+
+
+class FamilyPiece(FrozenModel):
+    """A range of shapes in which a model does the same things."""
+
+    least: tuple[PositiveInt, ...]
+    """Smallest value of every variable."""
+    most: tuple[PositiveInt | None, ...]
+    """Largest value of every variable; None: as large as you like."""
+    monomials: tuple[tuple[int, ...], ...]
+    """Exponents of every variable."""
+    denominator: PositiveInt = 1
+    """Of all coefficients."""
+    polynomials: tuple[tuple[int, ...], ...]
+    """Coefficients, one for each monomial."""
+    calls: tuple[FamilyCall, ...]
+    sections: tuple[FamilySection, ...]
+    places: tuple[FamilyPlace, ...]
+    shared_inputs: tuple[FamilySharedInput, ...] = ()
+    batch: dict[str, tuple[Number, ...]]
+    """Shape of every tensor of the batch."""
+    num_samples: Number
+    num_tokens: Number
+    resident: Number
+    fitted_at: tuple[tuple[PositiveInt, ...], ...]
+    """Shapes whose traces the polynomials were fitted to."""
+    proven_at: tuple[tuple[PositiveInt, ...], ...]
+    """Further shapes at which every figure was compared with a trace."""
+
+    @model_validator(mode="after")
+    def _is_consistent(self) -> Self:
+        numbers = [self.num_samples, self.num_tokens, self.resident, *(n for dims in self.batch.values() for n in dims)]
+        numbers += (given.size for given in self.shared_inputs)
+        for call in self.calls:
+            numbers += (call.flops, *(n for _, n in call.reads), *call.writes, *call.shape)
+        for section in self.sections:
+            numbers += (*section.steps, *section.adding, section.net, section.gradient, section.output, *section.saved)
+            if not len(section.calls) == len(section.steps) == len(section.adding):
+                raise ValueError("a section needs one level for each of its calls")
+            if any(not 0 <= call < len(self.calls) for call in section.calls):
+                raise ValueError(f"a section names a call beyond the {len(self.calls)} that there are")
+        if numbers and not 0 <= min(numbers) <= max(numbers) < len(self.polynomials):
+            raise ValueError(f"a figure names a polynomial beyond the {len(self.polynomials)} that there are")
+        if any(not 0 <= place.seen < len(self.sections) for place in self.places):
+            raise ValueError(f"a place names a section beyond the {len(self.sections)} that there are")
+        if any(len(coefficients) != len(self.monomials) for coefficients in self.polynomials):
+            raise ValueError("a polynomial needs one coefficient for each monomial")
+        if any(len(exponents) != len(self.least) for exponents in self.monomials) or len(self.most) != len(self.least):
+            raise ValueError("a monomial needs one exponent for each variable")
+        return self
+
+    def holds(self, values: tuple[int, ...]) -> bool:
+        """Whether a shape lies within the range."""
+        return all(
+            least <= value and (most is None or value <= most)
+            for value, least, most in zip(values, self.least, self.most, strict=True)
+        )
+
+    def shape_at(self, values: tuple[int, ...]) -> TracedShape:
+        """What a trace would see at a shape within the range."""
+        numbers = self._numbers(values)
+        operations = [_call_at(call, numbers).operation() for call in self.calls]
+        seen = [_section_at(section, operations, numbers) for section in self.sections]
+        observed: dict[ActivationMode, dict[PhaseKey, Observation]] = {}
+        for place in self.places:
+            observed.setdefault(place.mode, {})[_phase_key((place.kind, place.section))] = seen[place.seen]
+        return TracedShape(
+            batch_shapes={name: tuple(numbers[dim] for dim in dims) for name, dims in self.batch.items()},
+            num_samples=numbers[self.num_samples],
+            num_tokens=numbers[self.num_tokens],
+            resident_bytes=numbers[self.resident],
+            observed=observed,
+            shared_inputs=tuple(
+                ObservedInput(numbers[given.size], given.blocks, _phase_key(given.kept), _phase_key(given.checkpointed))
+                for given in self.shared_inputs
+            ),
+        )
+
+    def _numbers(self, values: tuple[int, ...]) -> list[int]:
+        """Every polynomial's value."""
+        powers = [
+            prod(value**exponent for value, exponent in zip(values, exponents, strict=True))
+            for exponents in self.monomials
+        ]
+        sums = [sum(c * p for c, p in zip(row, powers, strict=True) if c) for row in self.polynomials]
+        if self.denominator == 1:
+            return sums
+        assert not any(total % self.denominator for total in sums), "a polynomial of counts is no whole number"
+        return [total // self.denominator for total in sums]
+
+
+def _phase_key(place: tuple[TaskKind, int | Part]) -> PhaseKey:
+    kind, section = place
+    return kind, section if isinstance(section, Part) else BlockId(section)
+
+
+def _call_at(call: FamilyCall, numbers: list[int]) -> OperatorCall:
+    return OperatorCall(
+        name=call.name,
+        operation_class=call.operation_class,
+        dtype=call.dtype,
+        flops=numbers[call.flops],
+        reads=tuple((storage, numbers[size]) for storage, size in call.reads),
+        writes_bytes=tuple(numbers[size] for size in call.writes),
+        shape=tuple(numbers[dim] for dim in call.shape),
+    )
+
+
+def _section_at(section: FamilySection, operations: list[Operation], numbers: list[int]) -> Observation:
+    observation = Observation(
+        0,
+        end_bytes=numbers[section.net],
+        operations=[operations[call] for call in section.calls],
+        gradient_bytes=numbers[section.gradient],
+        output_bytes=numbers[section.output],
+        saved_bytes=[numbers[size] for size in section.saved],
+    )
+    level = 0
+    for step, adding in zip(section.steps, section.adding, strict=True):
+        level += numbers[step]
+        observation.levels.append(level)
+        observation.adding_levels.append(level + numbers[adding])
+    return observation
+
+
+class Limit(FrozenModel):
+    """The largest value that the model itself takes."""
+
+    variable: str
+    most: PositiveInt
+    reason: str
+    """``"it has learned positions for 1024 tokens"``."""
+
+
+class WorkloadFamily(Document):
+    """One model, trained in one way, at every shape of its batch."""
+
+    KIND: ClassVar[str] = "workload_family"
+
+    model_name: str
+    model_hash: str
+    compute_dtype: DType
+    twins: dict[DType, str] = {}
+    """Other element types in which the model does the same, each with the model's hash in it."""
+    variables: tuple[str, ...]
+    """What a shape is made of: ``batch_size``, then ``sequence_length`` and ``target_length`` where there are such."""
+    limits: tuple[Limit, ...] = ()
+    parameters: tuple[Parameter, ...]
+    """In execution order."""
+    block_names: tuple[str, ...]
+    stands_for: tuple[int, ...]
+    """For every block, the traced one that does the same."""
+    pieces: tuple[FamilyPiece, ...]
+    software: dict[str, str] = {}
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        if not self.pieces:
+            raise ValueError("a family needs at least one piece")
+        if any(len(piece.least) != len(self.variables) for piece in self.pieces):
+            raise ValueError(f"every piece needs a range for each of {', '.join(self.variables)}")
+        if not self.block_names or len(self.block_names) != len(self.stands_for):
+            raise ValueError("a family needs blocks, and for each the traced one that does the same")
+        return self
+
+    @property
+    def has_sequence(self) -> bool:
+        """Whether a shape names a sequence's length."""
+        return SEQUENCE_LENGTH in self.variables
+
+    def at(self, *, batch_size: int, sequence_length: int | None = None, target_length: int | None = None) -> Workload:
+        """The workload at one shape: what a trace gives there, figure by figure.
+
+        ``target_length`` is the decoder's beside an encoder, and that of the encoder where none is given.  Raises
+        WorkloadError, naming the field, if a value is missing, superfluous, no count or too large, OutsideFamilyError
+        if it makes sense but nothing was proven there.
+        """
+        given = {BATCH_SIZE: batch_size, SEQUENCE_LENGTH: sequence_length, TARGET_LENGTH: target_length}
+        values = self._values(given)
+        piece = self._piece(values)
+        model = TracedModel(
+            model_name=self.model_name,
+            model_hash=self.model_hash,
+            compute_dtype=self.compute_dtype,
+            parameters=self.parameters,
+            block_names=self.block_names,
+            stands_for=self.stands_for,
+            traced_with="fake",
+            software=self.software,
+        )
+        try:
+            return assemble(model, piece.shape_at(values))
+        except ValidationError as error:
+            raise WorkloadError(
+                f"{self._shown(values)} is too large for {self.model_name}: a phase of one iteration would hold or "
+                f"move more than 2**60 bytes. Lower {' or '.join(self.variables)}."
+            ) from error
+
+    def in_dtype(self, dtype: DType) -> WorkloadFamily:
+        """The family in another element type of ``twins``.  Raises WorkloadError if it is not one."""
+        if dtype == self.compute_dtype:
+            return self
+        if dtype not in self.twins:
+            known = ", ".join((self.compute_dtype, *self.twins))
+            raise WorkloadError(f"{self.model_name} is known in {known}, not in {dtype}. Trace it in that dtype.")
+        own, other = self.compute_dtype, dtype
+
+        def swapped(found: DType) -> DType:
+            return other if found == own else found
+
+        pieces = tuple(
+            piece.model_copy(
+                update={"calls": tuple(c.model_copy(update={"dtype": swapped(c.dtype)}) for c in piece.calls)}
+            )
+            for piece in self.pieces
+        )
+        return self.model_copy(
+            update={
+                "model_hash": self.twins[dtype],
+                "compute_dtype": dtype,
+                "twins": {own: self.model_hash} | {t: h for t, h in self.twins.items() if t != dtype},
+                "parameters": tuple(p.model_copy(update={"dtype": swapped(p.dtype)}) for p in self.parameters),
+                "pieces": pieces,
+            }
+        )
+
+    def _values(self, given: Mapping[str, int | None]) -> tuple[int, ...]:
+        """The variables' values.  Raises WorkloadError."""
+        found: dict[str, int] = {}
+        for name, value in given.items():
+            if name not in self.variables:
+                if value is not None:
+                    raise WorkloadError(f"{name} is {value!r}, but {self.model_name} has none. Leave it out.")
+                continue
+            if value is None and name == TARGET_LENGTH:
+                value = given[SEQUENCE_LENGTH]
+            limit = min((limit for limit in self.limits if limit.variable == name), key=_most, default=None)
+            most = limit.most if limit is not None else MAX_TOKENS
+            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+                state = "is missing" if value is None else f"is {value!r}"
+                reason = f": {self.model_name} {limit.reason}" if limit is not None else ""
+                raise WorkloadError(f"{name} {state}; it must be a whole number from 1 to {most}{reason}.")
+            found[name] = value
+        tokens = found[BATCH_SIZE] * max((found[name] for name in found if name != BATCH_SIZE), default=1)
+        if tokens > MAX_TOKENS:
+            raise WorkloadError(
+                f"{self._shown(tuple(found.values()))} makes {tokens} tokens; at most {MAX_TOKENS} are predicted. "
+                f"Lower {' or '.join(self.variables)}."
+            )
+        return tuple(found[name] for name in self.variables)
+
+    def _piece(self, values: tuple[int, ...]) -> FamilyPiece:
+        for piece in self.pieces:
+            if piece.holds(values):
+                return piece
+        ranges = "; ".join(
+            ", ".join(
+                f"{name} {least} to {most}" if most is not None else f"{name} from {least}"
+                for name, least, most in zip(self.variables, piece.least, piece.most, strict=True)
+            )
+            for piece in self.pieces
+        )
+        raise OutsideFamilyError(
+            f"{self._shown(values)} is outside of what is known exactly of {self.model_name}, which is: {ranges}."
+        )
+
+    def _shown(self, values: tuple[int, ...]) -> str:
+        return " and ".join(f"{name} {value}" for name, value in zip(self.variables, values, strict=True))
+
+
+def _most(limit: Limit) -> int:
+    return limit.most

@@ -1,0 +1,136 @@
+"""What a trace sees of one section of an iteration, and the phase that follows from it.
+
+Tracing records calls and levels; a family of workloads (``shared/workloads/family.py``) computes the same calls and
+levels for another shape.  Everything that is derived from them lies here, so that both derive it alike.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from ..schema.workload import DType, Operation, OperationClass
+
+SMALLEST_SWAPPED_BYTES: Final = 512
+"""Storages below this stay on the device in mode SWAP."""
+_CURVE_STRETCHES: Final = 24
+_FLOPS_PER_BYTE: Final = 10.0
+"""Weighs an operation's arithmetic against its traffic when its share of a phase's time is estimated: the order of the
+machine balance of CPUs and GPUs alike outside tensor cores.  It only places levels within a phase."""
+_OPERATION_OVERHEAD: Final = 20_000.0
+"""Bytes that an operation of no size counts for, for the same purpose."""
+_FILLS: Final = frozenset(
+    ("fill_", "zero_", "zeros", "ones", "full", "zeros_like", "ones_like", "full_like", "new_zeros")
+)
+
+
+@dataclass(frozen=True, slots=True)
+class OperatorCall:
+    """One call of an ATen operator: the figures that its cost follows from."""
+
+    name: str
+    operation_class: OperationClass
+    dtype: DType
+    flops: int
+    reads: tuple[tuple[int, int], ...]
+    """(storage, bytes) of every tensor that it is given; storages are numbered within the call."""
+    writes_bytes: tuple[int, ...]
+    """Of every tensor that it gives."""
+    shape: tuple[int, ...] = ()
+    """``Operation.shape``."""
+
+    def operation(self) -> Operation:
+        """The call as a workload counts it."""
+        return Operation(
+            name=self.name,
+            operation_class=self.operation_class,
+            dtype=self.dtype,
+            flops=self.flops,
+            bytes_moved=moved_bytes(self.name, self.operation_class, self.reads, self.writes_bytes),
+            shape=self.shape,
+        )
+
+
+def moved_bytes(
+    name: str, operation_class: OperationClass, reads: Sequence[tuple[int, int]], writes_bytes: Sequence[int]
+) -> int:
+    """Bytes that one call reads and writes, each tensor once.  A lookup reads as much of its table as it writes."""
+    written = sum(writes_bytes)
+    if operation_class is OperationClass.EMBEDDING:
+        read = [size for _, size in reads]
+        largest = max(read, default=0)
+        return written + sum(read) - largest + min(largest, written)
+    if name in _FILLS:
+        return written
+    seen: dict[int, int] = {}
+    for storage, size in reads:
+        seen[storage] = max(seen.get(storage, 0), size)
+    return written + sum(seen.values())
+
+
+@dataclass(slots=True)
+class Observation:
+    """One section of one iteration."""
+
+    start_bytes: int
+    """Level when it begins."""
+    end_bytes: int = 0
+    operations: list[Operation] = field(default_factory=list)
+    """In order, every call on its own."""
+    calls: list[OperatorCall] = field(default_factory=list)
+    """What ``operations`` were made from; empty if they were computed."""
+    levels: list[int] = field(default_factory=list)
+    """After each operation, relative to the start."""
+    adding_levels: list[int] = field(default_factory=list)
+    """``levels``, had every gradient been added to one that was there before."""
+    final_bytes: int = 0
+    """Gradients that became final in this section so far, of parameters that had none when it began."""
+    gradient_bytes: int = 0
+    """Of parameters that had none when it began."""
+    output_bytes: int = 0
+    saved_bytes: list[int] = field(default_factory=list)
+    """Of a block's forward: the storages that it made, saved and did not hand on."""
+
+    @property
+    def net_bytes(self) -> int:
+        """Level at the end minus that at the start."""
+        return self.end_bytes - self.start_bytes
+
+    @property
+    def swappable_bytes(self) -> int:
+        """Of what a block's forward saves, the bytes that mode SWAP moves."""
+        return sum(size for size in self.saved_bytes if size >= SMALLEST_SWAPPED_BYTES)
+
+    def counted(self) -> tuple[Operation, ...]:
+        """Each distinct operation with its number of calls, in order of first occurrence."""
+        counts = Counter(self.operations)
+        return tuple(op if count == 1 else op.model_copy(update={"count": count}) for op, count in counts.items())
+
+    def curve(self) -> tuple[tuple[float, int], ...]:
+        """The section's levels as at most ``_CURVE_STRETCHES`` stretches, each with its highest level."""
+        return self._stretches(self.levels, self.net_bytes)
+
+    def adding_curve(self) -> tuple[tuple[float, int], ...]:
+        """``curve``, had every gradient been added to one that was there before; empty if none became final."""
+        if self.gradient_bytes <= 0:
+            return ()
+        return self._stretches(self.adding_levels, self.net_bytes - self.gradient_bytes)
+
+    def _stretches(self, levels: Sequence[int], net_bytes: int) -> tuple[tuple[float, int], ...]:
+        if not levels:
+            return ((1.0, net_bytes),) if net_bytes > 0 else ()
+        weights = [op.flops / _FLOPS_PER_BYTE + op.bytes_moved + _OPERATION_OVERHEAD for op in self.operations]
+        total = sum(weights)
+        stretches: list[tuple[float, int]] = []
+        done = 0.0
+        for weight, level in zip(weights, levels, strict=True):
+            done += weight
+            end = min(_CURVE_STRETCHES, int(_CURVE_STRETCHES * (done - weight / 2) / total) + 1) / _CURVE_STRETCHES
+            if stretches and (stretches[-1][0] >= end or stretches[-1][1] == level):
+                stretches[-1] = (max(stretches[-1][0], end), max(stretches[-1][1], level))
+            else:
+                stretches.append((end, level))
+        stretches[-1] = (1.0, stretches[-1][1])
+        return tuple(stretches)

@@ -1,0 +1,111 @@
+"""Shared inputs as a trace sees them, and the observations of a trace with them counted as a workload counts them.
+
+A trace has all blocks keep their activations, or all of them checkpointed.  Where a tensor goes in these two says where
+it goes in any mixture (Note: Shared inputs).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ..schema.plan import ActivationMode
+from ..schema.schedule import Part, Section, TaskKind
+from ..schema.shared_inputs import SharedInput
+from .observation import Observation
+
+PhaseKey = tuple[TaskKind, Section]
+
+
+@dataclass(frozen=True, slots=True)
+class ObservedInput:
+    """A tensor that was given to blocks."""
+
+    size_bytes: int
+    blocks: tuple[int, ...]
+    """The observed blocks that were given it."""
+    kept: PhaseKey
+    """Where it went with all blocks in mode KEEP."""
+    checkpointed: PhaseKey
+    """Where it went with all blocks in mode CHECKPOINT."""
+
+    @property
+    def let_go_by(self) -> Section | None:
+        """Whose forward lets it go where no block holds it; None if there are two answers."""
+        found = {section for kind, section in (self.kept, self.checkpointed) if kind is TaskKind.FORWARD}
+        return None if len(found) > 1 else found.pop() if found else Part.EPILOGUE
+
+    def held_by(self, gone: PhaseKey) -> tuple[int, ...]:
+        """The observed blocks that hold it for backward if it went so.
+
+        The one whose backward it went with does, and all later ones that were given it may.
+        """
+        kind, section = gone
+        if kind is TaskKind.FORWARD:
+            return ()
+        assert isinstance(section, int)
+        return (section, *(block for block in self.blocks if block > section))
+
+    def depends_on_modes(self, stands_for: Sequence[int]) -> bool:
+        """Whether phases alone do not say where it goes; ``stands_for``: see ``TracedModel``.
+
+        What only one block is given, the output of the block before above all, goes as that block's own mode says.
+        """
+        for kind, section in (self.kept, self.checkpointed):
+            is_followed = section is not Part.PROLOGUE and kind is not TaskKind.RECOMPUTE
+            if not is_followed or (kind is TaskKind.BACKWARD and section is Part.EPILOGUE):
+                return False
+        sections = {self.kept[1], self.checkpointed[1]}
+        if self.let_go_by is None or (len(self.blocks) == 1 and self._is_own(sections, stands_for)):
+            return False
+        # The one that is observed frees it, and those that it stands for do not.
+        stands_for_others = any(isinstance(section, int) and stands_for.count(section) > 1 for section in sections)
+        return self.kept != self.checkpointed or stands_for_others
+
+    def _is_own(self, sections: set[Section], stands_for: Sequence[int]) -> bool:
+        block = self.blocks[0]
+        return sections == {block} or stands_for.count(block) > 1
+
+    def shared_input(self, stands_for: Sequence[int]) -> SharedInput:
+        """It as a workload has it."""
+
+        def stood_for(observed: Sequence[int]) -> tuple[int, ...]:
+            return tuple(block for block, stand_in in enumerate(stands_for) if stand_in in observed)
+
+        by = self.let_go_by
+        return SharedInput(
+            size_bytes=self.size_bytes,
+            let_go_by=max(stood_for((by,))) if isinstance(by, int) else None,
+            kept_by=stood_for(self.held_by(self.kept)),
+            checkpointed_by=stood_for(self.held_by(self.checkpointed)),
+            freed_in_kept=stood_for(self.held_by(self.kept)[:1]),
+            freed_in_checkpointed=stood_for(self.held_by(self.checkpointed)[:1]),
+        )
+
+
+def unshared(
+    observed: Mapping[ActivationMode, Mapping[PhaseKey, Observation]], inputs: Sequence[ObservedInput]
+) -> dict[ActivationMode, dict[PhaseKey, Observation]]:
+    """Observations as if no block held ``inputs`` for its backward: what a workload's phases are made from."""
+    found = {mode: dict(sections) for mode, sections in observed.items()}
+    for given in inputs:
+        for mode, gone in ((ActivationMode.KEEP, given.kept), (ActivationMode.CHECKPOINT, given.checkpointed)):
+            sections, by = found[mode], given.let_go_by
+            assert by is not None
+            let_go: PhaseKey = (TaskKind.FORWARD, by)
+            if gone != let_go:
+                # Where a block holds it, all levels are raised again: this one, or for the epilogue any.
+                is_held = isinstance(by, Part) or by in given.held_by(gone)
+                sections[let_go] = _without(sections[let_go], given.size_bytes, within=is_held)
+    return found
+
+
+def _without(observation: Observation, size_bytes: int, *, within: bool) -> Observation:
+    """``observation`` with so much less left behind, and if ``within`` alive."""
+    less_bytes = size_bytes if within else 0
+    return replace(
+        observation,
+        end_bytes=observation.end_bytes - size_bytes,
+        levels=[level - less_bytes for level in observation.levels],
+        adding_levels=[level - less_bytes for level in observation.adding_levels],
+    )

@@ -1,0 +1,53 @@
+"""The families of workloads that come with the package, and how they lie on disk."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from functools import cache
+from importlib.resources.abc import Traversable
+from pathlib import Path
+from typing import Final
+
+from ..catalogue.data_files import data_folder
+from ..schema.workload import DType
+from .family import WorkloadFamily
+
+SHIPPED_DTYPES: Final = (DType.BFLOAT16, DType.FLOAT32)
+"""Models are shipped in these; in float16 most do what they do in bfloat16."""
+_SUFFIX: Final = ".json.gz"
+
+
+def shipped_family(name: str, dtype: DType) -> WorkloadFamily | None:
+    """The shipped family of full training of a model of the catalogue; None if there is none."""
+    own = DType.BFLOAT16 if dtype is DType.FLOAT16 else dtype
+    if shipped_path(name, own) not in _shipped_files():
+        return None
+    content = json.loads(zlib.decompress((_folder() / shipped_path(name, own)).read_bytes(), wbits=31))
+    family = WorkloadFamily.from_mapping(content, origin=f"catalogue entry {name}")
+    return family.in_dtype(dtype) if dtype in (family.compute_dtype, *family.twins) else None
+
+
+def shipped_path(name: str, dtype: DType) -> str:
+    """The name of a shipped family's file."""
+    return f"{name}.{dtype}{_SUFFIX}"
+
+
+def write_family(family: WorkloadFamily, path: Path) -> None:
+    """Write a family as the catalogue holds it; equal families give equal bytes."""
+    import gzip  # the command line reads families, and never writes one
+
+    text = json.dumps(json.loads(family.to_json()), separators=(",", ":"), ensure_ascii=False)
+    unfinished = path.with_name(f".{path.name}.part")
+    unfinished.write_bytes(gzip.compress(text.encode(), compresslevel=9, mtime=0))
+    unfinished.replace(path)
+
+
+def _folder() -> Traversable:
+    return data_folder("workloads")
+
+
+@cache
+def _shipped_files() -> frozenset[str]:
+    folder = _folder()
+    return frozenset(entry.name for entry in folder.iterdir()) if folder.is_dir() else frozenset()

@@ -1,0 +1,60 @@
+"""The progress bar: on a terminal, on standard error, and only for work that takes a while."""
+
+from __future__ import annotations
+
+import os
+import pty
+import subprocess
+import sys
+
+import pytest
+
+WORK = """
+import time
+from protwin.shared.basics import progress
+progress.PATIENCE_S = {patience_s}
+with progress.progress_bar("measuring") as on_progress:
+    for done in range(1, 6):
+        on_progress(done, 5)
+        time.sleep(0.05)
+print("done")
+"""
+
+
+def errors_on_a_terminal(code: str) -> str:
+    """What ``code`` writes to a terminal as standard error."""
+    ours, theirs = pty.openpty()
+    try:
+        result = subprocess.run(
+            [sys.executable, "-c", code],
+            stdout=subprocess.PIPE,
+            stderr=theirs,
+            timeout=60,
+            check=True,
+            env=os.environ | {"TERM": "xterm", "COLUMNS": "80"},
+        )
+        assert result.stdout == b"done\n"
+        os.write(theirs, b"end")
+        return os.read(ours, 100_000).decode()
+    finally:
+        os.close(ours)
+        os.close(theirs)
+
+
+@pytest.mark.skipif(not hasattr(pty, "openpty"), reason="needs a pseudo-terminal")
+def test_long_work_shows_a_bar() -> None:
+    shown = errors_on_a_terminal(WORK.format(patience_s=0))
+    assert "measuring" in shown
+    assert "100%" in shown
+
+
+@pytest.mark.skipif(not hasattr(pty, "openpty"), reason="needs a pseudo-terminal")
+def test_short_work_shows_none() -> None:
+    assert errors_on_a_terminal(WORK.format(patience_s=60)) == "end"
+
+
+def test_nobody_who_watches_gets_nothing() -> None:
+    result = subprocess.run(
+        [sys.executable, "-c", WORK.format(patience_s=0)], capture_output=True, timeout=60, check=True
+    )
+    assert (result.stdout, result.stderr) == (b"done\n", b"")

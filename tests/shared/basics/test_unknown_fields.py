@@ -1,0 +1,48 @@
+"""A misspelt field of a document is asked about by the name that it resembles, where it stands."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from protwin.shared.basics.errors import FileError
+from protwin.shared.catalogue.machines import hardware_to_toml, machine
+from protwin.shared.schema.hardware import Device, Hardware, Host
+
+
+def refused(path: Path) -> str:
+    with pytest.raises(FileError) as error:
+        Hardware.load(path)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("field", "typed"),
+    [("memory_bytes", "memory_byte"), ("memory_bandwidth_bytes_per_s", "memory_bandwith_bytes_per_s")],
+)
+def test_of_a_part(tmp_path: Path, field: str, typed: str) -> None:
+    content = json.loads(machine("rtx-3090").to_json())
+    content["device"][typed] = content["device"].pop(field)
+    (tmp_path / "machine.json").write_text(json.dumps(content))
+    assert f"device.{typed}: Extra inputs are not permitted" in refused(tmp_path / "machine.json")
+    assert f"Did you mean {field}" in refused(tmp_path / "machine.json")
+
+
+def test_of_the_whole_in_toml(tmp_path: Path) -> None:
+    path = tmp_path / "machine.toml"
+    path.write_text("nam = 'x'\n" + hardware_to_toml(machine("rtx-3090")))
+    assert "Did you mean name" in refused(path)
+
+
+def test_fields_of_other_parts_are_not_meant(tmp_path: Path) -> None:
+    """The wrong variant looks among all names of the document: a host has no multiprocessors, which a device has."""
+    assert "num_multiprocessors" in Device.model_fields.keys() - Host.model_fields.keys()
+    content = json.loads(machine("rtx-3090").to_json())
+    content["host"]["num_multiprocessor"] = 1
+    (tmp_path / "machine.json").write_text(json.dumps(content))
+    assert "num_multiprocessors" not in refused(tmp_path / "machine.json")
+    content["device"]["num_multiprocessor"] = content["host"].pop("num_multiprocessor")
+    (tmp_path / "machine.json").write_text(json.dumps(content))
+    assert "Did you mean num_multiprocessors" in refused(tmp_path / "machine.json")

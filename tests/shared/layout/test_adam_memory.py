@@ -1,0 +1,107 @@
+"""What device Adam of narrow parameters adds, against a ledger of its steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from protwin.shared.layout import adam_memory as widening
+from protwin.shared.layout.adam_memory import WIDENED_SCALARS, device_adam_peak_bytes, part_peak_bytes
+from protwin.shared.layout.layout import Layout, build_layout, master_bytes
+from protwin.shared.layout.shards import regions
+from protwin.shared.schema.workload import DType, Parameter
+from protwin.sim.chunk_table import chunk_table
+from protwin.sim.costs import CostModel
+from tests.sim.hand_made import machine
+from tests.strategies import PlannedWorkload, planned_workloads
+
+
+def stepped_peak_bytes(
+    layout: Layout, parameters: Sequence[Parameter], n_persist: int, piece: int = WIDENED_SCALARS
+) -> int:
+    """Every allocation of device Adam, one after the other; at least 0."""
+    chunks = [chunk for chunk in layout.chunks if chunk.id in layout.persistent(n_persist)]
+    stepped = [parameters[placed.index] for chunk in chunks for placed in chunk.parameters]
+    stepped = [parameter for parameter in stepped if parameter.trainable]
+    level = peak = 0
+    for wide in (p for p in stepped if not master_bytes(p.dtype)):
+        level -= wide.size_bytes
+    for narrow in (p for p in stepped if master_bytes(p.dtype)):
+        for start in range(0, narrow.num_elements, piece):
+            widened = 4 * min(piece, narrow.num_elements - start)
+            level += widened
+            peak = max(peak, level)
+            level -= widened
+        level -= narrow.size_bytes
+    return peak
+
+
+@given(planned_workloads(measured=None))
+@settings(max_examples=60)
+def test_one_gradient_is_widened_at_a_time_and_the_wide_ones_have_gone(planned: PlannedWorkload) -> None:
+    layout, parameters = planned.layout, planned.workload.parameters
+    table = chunk_table(planned.workload, layout, CostModel(machine(), use_measured=False))
+    found = []
+    for n_persist in range(len(layout.chunks) + 1):
+        chunks = [c for c in layout.chunks if c.is_trainable and c.id in layout.persistent(n_persist)]
+        found.append(device_adam_peak_bytes(chunks, parameters))
+        assert found[-1] == stepped_peak_bytes(layout, parameters, n_persist)
+    assert np.array_equal(table.device_adam_bytes, found)
+
+
+def with_parts_by_hand(
+    layout: Layout, parameters: Sequence[Parameter], n_persist: int, n_shard: int, num_ranks: int, piece: int
+) -> int:
+    """As ``stepped_peak_bytes``, then one rank's parts, region by region; their gradients stay."""
+    peak = stepped_peak_bytes(layout, parameters, n_persist, piece)
+    level = -sum(
+        parameters[placed.index].size_bytes
+        for chunk in layout.chunks
+        if chunk.id in layout.persistent(n_persist)
+        for placed in chunk.parameters
+        if parameters[placed.index].trainable
+    )
+    for chunk in layout.chunks:
+        if chunk.id in layout.sharded(n_persist, n_shard):
+            for region in regions(chunk, parameters):
+                left = region.shard_elements(num_ranks) if region.trainable and master_bytes(region.dtype) else 0
+                while left:
+                    widened = min(left, piece)
+                    peak = max(peak, level + 4 * widened)
+                    left -= widened
+    return peak
+
+
+SEVERAL = st.lists(
+    st.tuples(st.integers(1, 2000), st.sampled_from((DType.BFLOAT16, DType.BFLOAT16, DType.FLOAT32)), st.booleans()),
+    min_size=1,
+    max_size=12,
+)
+
+
+@given(SEVERAL, st.integers(1, 5), st.sampled_from((1000, 8192)), st.sampled_from((16, 500, 2**20)), st.data())
+def test_parts_of_a_rank_are_widened_when_the_persistent_gradients_have_gone(
+    drawn: list[tuple[int, DType, bool]], num_ranks: int, chunk_bytes: int, piece: int, data: st.DataObject
+) -> None:
+    parameters = [
+        Parameter(name=f"blocks.{place}.weight", shape=(elements,), dtype=dtype, block=place // 2, trainable=trainable)
+        for place, (elements, dtype, trainable) in enumerate(drawn)
+    ]
+    layout = build_layout(parameters, num_blocks=(len(parameters) + 1) // 2, chunk_bytes=chunk_bytes)
+    n_persist = data.draw(st.integers(0, len(layout.chunks)))
+    n_shard = data.draw(st.integers(0, len(layout.chunks) - n_persist))
+    trained = [chunk for chunk in layout.chunks if chunk.is_trainable]
+    persistent = [chunk for chunk in trained if chunk.id in layout.persistent(n_persist)]
+    shards = [chunk for chunk in trained if chunk.id in layout.sharded(n_persist, n_shard)]
+    with pytest.MonkeyPatch.context() as patched:
+        # Pieces so small that parameters of a few kilobytes have several.
+        patched.setattr(widening, "WIDENED_SCALARS", piece)
+        found = max(
+            device_adam_peak_bytes(persistent, parameters),
+            part_peak_bytes(shards, persistent, parameters, num_ranks),
+        )
+    assert found == with_parts_by_hand(layout, parameters, n_persist, n_shard, num_ranks, piece)

@@ -1,0 +1,249 @@
+"""The chunk layout: its rules, stated again one by one."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.strategies import DrawFn
+
+from protwin.shared.basics.errors import PlanError
+from protwin.shared.compile.compile import compile_schedule
+from protwin.shared.layout.layout import Chunk, Layout, build_layout, check_layout, master_bytes, moment_bytes
+from protwin.shared.schema.workload import DType, Parameter, Workload
+from tests.shared.small_models import chain, parameter, plan, workload
+from tests.strategies import CHUNK_BYTES, PlannedWorkload, planned_workloads, workloads
+
+ALIGNMENT = 256
+ANY_CHUNK_BYTES = st.sampled_from(CHUNK_BYTES) | st.integers(1, 20_000)
+
+
+@st.composite
+def parameter_lists(draw: DrawFn) -> tuple[list[Parameter], int]:
+    """Parameters of up to four blocks in any order, even one that no model has."""
+    num_blocks = draw(st.integers(1, 4))
+    number = draw(st.integers(0, 12))
+    return [
+        Parameter(
+            name=f"p{index}",
+            shape=(draw(st.integers(0, 700)), draw(st.integers(1, 2))),
+            dtype=draw(st.sampled_from((DType.FLOAT32, DType.BFLOAT16, DType.FLOAT64))),
+            trainable=draw(st.booleans()),
+            block=draw(st.none() | st.integers(0, num_blocks - 1)),
+        )
+        for index in range(number)
+    ], num_blocks
+
+
+def padded(parameter: Parameter) -> int:
+    size_bytes = parameter.size_bytes
+    while size_bytes % ALIGNMENT:
+        size_bytes += 1
+    return size_bytes
+
+
+def members(chunk: Chunk, parameters: list[Parameter]) -> list[Parameter]:
+    return [parameters[placed.index] for placed in chunk.parameters]
+
+
+def drawn_layout(drawn: tuple[list[Parameter], int], chunk_bytes: int) -> tuple[list[Parameter], Layout]:
+    parameters, num_blocks = drawn
+    return parameters, build_layout(parameters, num_blocks=num_blocks, chunk_bytes=chunk_bytes)
+
+
+@given(parameter_lists(), ANY_CHUNK_BYTES)
+def test_every_parameter_has_one_place(drawn: tuple[list[Parameter], int], chunk_bytes: int) -> None:
+    parameters, layout = drawn_layout(drawn, chunk_bytes)
+    placed = [member.index for chunk in layout.chunks for member in chunk.parameters]
+    assert sorted(placed) == list(range(len(parameters)))
+    assert [chunk.id for chunk in layout.chunks] == list(range(len(layout.chunks)))
+    assert all(chunk.parameters for chunk in layout.chunks)
+
+
+@given(parameter_lists(), ANY_CHUNK_BYTES)
+def test_places_are_aligned_and_do_not_overlap(drawn: tuple[list[Parameter], int], chunk_bytes: int) -> None:
+    parameters, layout = drawn_layout(drawn, chunk_bytes)
+    for chunk in layout.chunks:
+        end = 0
+        for placed in chunk.parameters:
+            assert placed.offset_bytes % ALIGNMENT == 0
+            assert placed.offset_bytes >= end
+            end = placed.offset_bytes + parameters[placed.index].size_bytes
+        assert end <= chunk.size_bytes
+
+
+@given(parameter_lists(), ANY_CHUNK_BYTES)
+def test_no_chunk_is_too_large_but_those_of_one_parameter(drawn: tuple[list[Parameter], int], chunk_bytes: int) -> None:
+    _, layout = drawn_layout(drawn, chunk_bytes)
+    for chunk in layout.chunks:
+        assert chunk.size_bytes <= chunk_bytes or len(chunk.parameters) == 1
+
+
+@given(parameter_lists(), ANY_CHUNK_BYTES)
+def test_nothing_is_wasted_but_the_alignment(drawn: tuple[list[Parameter], int], chunk_bytes: int) -> None:
+    parameters, layout = drawn_layout(drawn, chunk_bytes)
+    for chunk in layout.chunks:
+        assert chunk.size_bytes == sum(map(padded, members(chunk, parameters)))
+    wasted = sum(chunk.size_bytes for chunk in layout.chunks) - sum(p.size_bytes for p in parameters)
+    assert 0 <= wasted <= (ALIGNMENT - 1) * len(parameters)
+
+
+@given(parameter_lists(), ANY_CHUNK_BYTES)
+def test_unowned_parameters_share_with_no_block(drawn: tuple[list[Parameter], int], chunk_bytes: int) -> None:
+    parameters, layout = drawn_layout(drawn, chunk_bytes)
+    for chunk in layout.chunks:
+        owners = {p.block for p in members(chunk, parameters)}
+        assert (None in owners) == (owners == {None}) == (chunk.blocks == ()) == (chunk.id in layout.unowned)
+        assert chunk.blocks == tuple(sorted(owner for owner in owners if owner is not None))
+
+
+@given(parameter_lists(), ANY_CHUNK_BYTES)
+def test_a_block_stays_together_and_in_order(drawn: tuple[list[Parameter], int], chunk_bytes: int) -> None:
+    """Blocks come in the order of their first parameters, each whole, its parameters in their order."""
+    parameters, layout = drawn_layout(drawn, chunk_bytes)
+    placed = [member.index for chunk in layout.chunks for member in chunk.parameters]
+    first_of = {p.block: index for index, p in reversed(list(enumerate(parameters))) if p.block is not None}
+    expected = sorted(
+        range(len(parameters)),
+        key=lambda i: (first_of.get(parameters[i].block, i), i),  # type: ignore[arg-type]
+    )
+    assert placed == expected
+    for block, chunks in enumerate(layout.chunks_of_block):
+        assert list(chunks) == [c.id for c in layout.chunks if any(p.block == block for p in members(c, parameters))]
+        # With only one block's parameters between its first and its last chunk.
+        for chunk in chunks[1:-1]:
+            assert layout.chunks[chunk].blocks == (block,)
+
+
+@given(parameter_lists(), ANY_CHUNK_BYTES)
+def test_chunks_end_only_where_they_must(drawn: tuple[list[Parameter], int], chunk_bytes: int) -> None:
+    """What begins a chunk (a whole block, or within one block a parameter) did not fit into the one before."""
+    parameters, layout = drawn_layout(drawn, chunk_bytes)
+    for chunk, following in pairwise(layout.chunks):
+        first = parameters[following.parameters[0].index]
+        is_unowned = not chunk.blocks
+        if is_unowned != (first.block is None):
+            continue
+        if first.block is not None and first.block not in chunk.blocks:
+            needed = sum(padded(p) for p in parameters if p.block == first.block)
+        else:
+            needed = padded(first)
+        assert chunk.size_bytes + needed > chunk_bytes
+
+
+@given(parameter_lists(), ANY_CHUNK_BYTES)
+def test_a_shared_chunk_holds_each_later_block_whole(drawn: tuple[list[Parameter], int], chunk_bytes: int) -> None:
+    parameters, layout = drawn_layout(drawn, chunk_bytes)
+    for chunk in layout.chunks:
+        owners = list(dict.fromkeys(p.block for p in members(chunk, parameters)))
+        for owner in owners[1:] if chunk.blocks else ():
+            inside = [p for p in members(chunk, parameters) if p.block == owner]
+            assert inside == [p for p in parameters if p.block == owner]
+
+
+@given(parameter_lists(), ANY_CHUNK_BYTES)
+def test_sums_over_parameters(drawn: tuple[list[Parameter], int], chunk_bytes: int) -> None:
+    parameters, layout = drawn_layout(drawn, chunk_bytes)
+    for chunk in layout.chunks:
+        trained = [p for p in members(chunk, parameters) if p.trainable]
+        owners = chunk.blocks or (None,)
+        assert chunk.gradient_bytes == tuple(sum(p.size_bytes for p in trained if p.block == o) for o in owners)
+        assert chunk.staging_bytes == sum(map(padded, trained))
+        assert chunk.num_trainable == sum(p.shape[0] * p.shape[1] for p in trained)
+        assert chunk.is_trainable == any(p.size_bytes for p in trained)
+        # Two moments: float32, or float64 beside float64; a float32 master beside bfloat16; a count of steps.
+        per_element = {DType.FLOAT32: 8, DType.FLOAT64: 16, DType.BFLOAT16: 12}
+        assert chunk.state_bytes == sum(p.shape[0] * p.shape[1] * per_element[p.dtype] + 4 for p in trained)
+
+
+def test_moments_and_masters_by_type() -> None:
+    assert [(moment_bytes(d), master_bytes(d)) for d in (DType.FLOAT64, DType.FLOAT32, DType.BFLOAT16)] == [
+        (16, 0),
+        (8, 0),
+        (8, 4),
+    ]
+
+
+# -- residency -------------------------------------------------------------------------------------------------------
+
+
+@given(workloads(min_parameters=0), ANY_CHUNK_BYTES)
+def test_persistent_chunks_are_the_first_and_the_unowned(model: Workload, chunk_bytes: int) -> None:
+    layout = build_layout(model.parameters, num_blocks=model.num_blocks, chunk_bytes=chunk_bytes)
+    for n_persist in range(len(layout.chunks) + 1):
+        expected = {c.id for c in layout.chunks if c.id < n_persist or not c.blocks}
+        assert layout.persistent(n_persist) == expected
+        needs = [
+            sum(1 for c in layout.chunks if block in c.blocks and c.id not in expected)
+            for block in range(model.num_blocks)
+        ]
+        assert layout.min_buffers(n_persist) == max(needs)
+    with pytest.raises(PlanError, match=f"gives {len(layout.chunks)} chunks"):
+        layout.persistent(len(layout.chunks) + 1)
+
+
+@settings(max_examples=30)
+@given(planned_workloads())
+def test_min_buffers_is_the_fewest_that_compile(case: PlannedWorkload) -> None:
+    fewest = case.layout.min_buffers(case.plan.n_persist)
+    compile_schedule(case.plan.model_copy(update={"n_buffer": fewest}), case.workload, case.layout)
+    for n_buffer in range(max(0, fewest - 2), fewest):
+        with pytest.raises(PlanError, match=f"Raise n_buffer to {fewest},"):
+            compile_schedule(case.plan.model_copy(update={"n_buffer": n_buffer}), case.workload, case.layout)
+
+
+# -- by hand ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_layout_by_hand() -> None:
+    """Block 0 fits behind nothing unowned; block 1 does not fit whole behind it; block 2 fills up block 1's last."""
+    parameters = [
+        parameter("embedding", 64, None),  # 256 bytes
+        parameter("a", 100, 0),  # 400, padded to 512
+        parameter("b", 1, 0),  # 4, padded to 256
+        parameter("c", 64, 1),  # 256
+        parameter("d", 65, 1),  # 260, padded to 512
+        parameter("e", 1_000, 1),  # 4 000, too large: 4 096
+        parameter("f", 10, 1),  # padded to 256
+        parameter("g", 20, 2, trainable=False),  # padded to 256
+        parameter("h", 30, None),
+    ]
+    layout = build_layout(parameters, num_blocks=3, chunk_bytes=1_024)
+    assert [[parameters[m.index].name for m in chunk.parameters] for chunk in layout.chunks] == [
+        ["embedding"],
+        ["a", "b"],
+        ["c", "d"],
+        ["e"],
+        ["f", "g"],
+        ["h"],
+    ]
+    assert [chunk.size_bytes for chunk in layout.chunks] == [256, 768, 768, 4_096, 512, 256]
+    assert [m.offset_bytes for m in layout.chunks[1].parameters] == [0, 512]
+    assert layout.chunks[4].blocks == (1, 2)
+    assert layout.chunks[4].gradient_bytes == (40, 0)
+    assert layout.chunks[4].staging_bytes == 256
+    assert layout.chunks_of_block == ((1,), (2, 3, 4), (4,))
+    assert layout.unowned == {0, 5}
+    assert [layout.min_buffers(n) for n in range(7)] == [3, 3, 3, 2, 1, 0, 0]
+
+
+@pytest.mark.parametrize("chunk_bytes", [0, -1])
+def test_chunks_have_a_size(chunk_bytes: int) -> None:
+    with pytest.raises(PlanError, match="must be positive"):
+        build_layout([], num_blocks=1, chunk_bytes=chunk_bytes)
+
+
+def test_a_layout_belongs_to_a_plan_and_a_workload() -> None:
+    model, other = chain(3), chain(4)
+    knobs = plan(model)
+    layout = build_layout(model.parameters, num_blocks=3, chunk_bytes=knobs.chunk_bytes)
+    check_layout(layout, knobs, model)
+    with pytest.raises(PlanError, match="chunk_bytes = 4096 but the plan says 512"):
+        check_layout(layout, knobs.model_copy(update={"chunk_bytes": 512}), model)
+    with pytest.raises(PlanError, match="3 parameters of 3 blocks but the workload has 4 of 4"):
+        check_layout(layout, knobs, other)
+    with pytest.raises(PlanError, match="2 parameters of 3 blocks"):
+        check_layout(build_layout(model.parameters[:2], num_blocks=3, chunk_bytes=4_096), knobs, model)
+    assert workload(model.parameters, 3).identity == model.identity

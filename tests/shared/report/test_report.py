@@ -1,0 +1,227 @@
+"""The report: parsed as HTML, held against the records, and its names never taken for markup."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from protwin.shared.basics.errors import ProtwinError
+from protwin.shared.basics.units import format_bytes, format_seconds
+from protwin.shared.records.comparison import Comparison, compare_records
+from protwin.shared.records.waits import waits_of
+from protwin.shared.report import svg as report_svg
+from protwin.shared.report.bars import KIND_COLOURS
+from protwin.shared.report.memory import CONTENT_COLOURS
+from protwin.shared.report.report import html_report
+from protwin.shared.schema.schedule import TaskKind
+from tests.shared.laid_out import LaidOut, laid_out
+from tests.shared.report_pages import (
+    CSS,
+    HOSTILE,
+    LOSSES,
+    chart_bars,
+    check_self_contained,
+    full_report,
+    hostile,
+    parse,
+)
+
+
+@pytest.fixture(scope="module")
+def example() -> LaidOut:
+    return laid_out(8, noise_frac=0.2)
+
+
+@pytest.fixture(scope="module")
+def comparison(example: LaidOut) -> Comparison:
+    return compare_records(example.predicted, example.measured)
+
+
+def test_the_page_is_whole_and_needs_nothing_else(example: LaidOut, comparison: Comparison) -> None:
+    html = full_report(example, comparison)
+    page = parse(html)
+    check_self_contained(page)
+    assert "http" not in html.replace("http-equiv", "")
+
+
+def test_the_headline_figures_appear(example: LaidOut, comparison: Comparison) -> None:
+    words = parse(full_report(example, comparison)).words
+    for record in (example.predicted, example.measured):
+        assert format_seconds(record.iteration_s) in words
+        assert format_bytes(record.peak_device_bytes) in words
+    assert format_bytes(example.predicted.peak_device_bytes + 2**20) in words
+    assert format_bytes(2 * example.predicted.peak_device_bytes) in words
+    assert format_bytes(example.predicted.guaranteed_peak_device_bytes) in words
+    error = example.predicted.iteration_s / example.measured.iteration_s - 1
+    assert f"{error * 100:+.1f} %".replace("-", "−") in words
+    assert f"± {example.measured.iteration_noise_frac * 100:.1f} %" in words
+    assert "bit for bit in all 30 steps" in words
+    for name in ("chunk_bytes", "n_persist", "n_buffer", "prefetch_depth", "n_checkpoint"):
+        assert name in words
+    assert "One thing to know." in words
+    assert "device budget on host memory" in words
+
+
+def test_every_task_can_be_pointed_at(example: LaidOut, comparison: Comparison) -> None:
+    titles = [element.words for element in parse(full_report(example, comparison)).named("title")]
+    for record in (example.predicted, example.measured):
+        for timing in record.tasks:
+            span = f"{format_seconds(timing.start_s)} to {format_seconds(timing.end_s)}"
+            assert any(span in title for title in titles), timing.name
+    gather = next(task for task in example.schedule.tasks if task.kind is TaskKind.GATHER)
+    moved = f"{format_bytes(gather.moved_bytes)} moved"
+    assert any(title.startswith(f"gather chunk {gather.chunk}\n") and moved in title for title in titles)
+
+
+def test_bars_name_what_their_tasks_wait_for(example: LaidOut) -> None:
+    """Every edge of the schedule, read back from the page by the names of the bars."""
+    html = html_report(title="t", predicted=example.predicted, schedule=example.schedule)
+    (bars,) = chart_bars(html)
+    assert len(bars) == len(example.schedule.tasks), "nothing is thinned"
+    kind_words = {"gradient_offload": "gradient offload", "cpu_adam": "CPU Adam", "device_adam": "device Adam"}
+
+    def shown(name: str) -> str:
+        kind, *rest = name.split(" ")
+        return " ".join([kind_words.get(kind, kind), *rest])
+
+    names = [bar.words.split("\n")[0] for bar in bars]
+    assert sorted(names) == sorted(shown(task.name) for task in example.schedule.tasks)
+    for attribute, edges_of in (("data-after", lambda t: t.after), ("data-earlier", lambda t: t.after_previous)):
+        drawn = {
+            (name, names[int(place)])
+            for name, bar in zip(names, bars, strict=True)
+            for place in (bar.attributes.get(attribute) or "").split()
+        }
+        assert drawn == {
+            (shown(task.name), shown(example.schedule.tasks[other].name))
+            for task in example.schedule.tasks
+            for other in edges_of(task)
+        }
+
+
+def test_a_task_names_what_held_it_up(example: LaidOut) -> None:
+    """The records' tasks start as soon as they may, so that what holds one up ends when it starts."""
+    waits, ends_s = waits_of(example.predicted, example.schedule), {}
+    for timing in example.predicted.tasks:
+        ends_s[timing.task] = timing.end_s
+    for timing in example.predicted.tasks:
+        held_by = waits[timing.task].held_up_by
+        if held_by is None:
+            continue
+        earlier = held_by in waits[timing.task].earlier and ends_s[held_by] > timing.start_s + 1e-9
+        ended_s = ends_s[held_by] - (example.predicted.iteration_s if earlier else 0.0)
+        assert ended_s == pytest.approx(timing.start_s, abs=1e-9) or ended_s < timing.start_s
+
+
+def test_figures_have_words_for_those_who_cannot_see_them(example: LaidOut, comparison: Comparison) -> None:
+    page = parse(full_report(example, comparison))
+    for drawing in page.named("svg"):
+        if drawing.attributes.get("aria-hidden") != "true":
+            assert drawing.attributes["role"] == "img"
+            assert drawing.attributes["aria-label"]
+    assert all(cell.attributes.get("scope") for cell in page.named("th"))
+    identifiers = [e.attributes["id"] for e in page.elements if "id" in e.attributes]
+    assert len(identifiers) == len(set(identifiers))
+    headings = {heading.attributes["id"] for heading in page.named("h2")}
+    assert {s.attributes["aria-labelledby"] for s in page.named("section")} == headings
+    assert next(iter(page.named("html"))).attributes["lang"] == "en"
+
+
+def test_every_class_has_a_look(example: LaidOut, comparison: Comparison) -> None:
+    page = parse(full_report(example, comparison))
+    used = {name for e in page.elements for name in (e.attributes.get("class") or "").split()}
+    styled = set(re.findall(r"\.([a-z][a-z-]*)", re.sub(r"/\*.*?\*/", "", CSS, flags=re.DOTALL)))
+    assert used - styled - {"cards", "card"} == set()
+    palette = {*KIND_COLOURS.values(), *CONTENT_COLOURS.values()}
+    assert {f"{part}-{colour}" for part in ("fill", "on") for colour in palette} <= styled
+
+
+def test_a_prediction_alone_makes_a_report(example: LaidOut) -> None:
+    html = html_report(title="Planned", predicted=example.predicted)
+    page = parse(html)
+    check_self_contained(page)
+    assert "measured" not in page.words.lower()
+    assert "nan" not in page.words.lower()
+
+
+def test_records_without_tasks_or_memory_make_a_report(example: LaidOut) -> None:
+    bare = example.predicted.model_copy(update={"tasks": (), "memory": (), "lanes": ()})
+    page = parse(html_report(title="Bare", predicted=bare, budget_bytes=2**20, losses={"one": [], "two": []}))
+    assert "Device memory" not in [heading.words for heading in page.named("h2")]
+    assert "Losses" not in [heading.words for heading in page.named("h2")]
+
+
+def test_a_peak_above_the_budget_is_said(example: LaidOut) -> None:
+    peak_bytes = example.predicted.peak_device_bytes
+    page = parse(html_report(title="Over", predicted=example.predicted, budget_bytes=peak_bytes - 2**20))
+    assert "exceeded by 1 MiB" in page.words
+
+
+def test_an_unmeasured_peak_is_not_taken_for_zero(example: LaidOut) -> None:
+    measured = example.measured.model_copy(update={"memory": ()})
+    budget_bytes = example.predicted.peak_device_bytes + 2**20
+    html = html_report(title="t", predicted=example.predicted, measured=measured, budget_bytes=budget_bytes)
+    assert "1 MiB to spare" in parse(html).words
+
+
+def test_equal_input_gives_equal_bytes(comparison: Comparison, example: LaidOut) -> None:
+    assert full_report(example, comparison) == full_report(laid_out(8, noise_frac=0.2), comparison)
+
+
+def test_what_belongs_to_another_plan_is_refused(example: LaidOut, comparison: Comparison) -> None:
+    other = example.measured.model_copy(update={"plan_id": "another"})
+    with pytest.raises(ProtwinError, match="measured one another"):
+        full_report(example, None, measured=other)
+    with pytest.raises(ProtwinError, match="comparison is of plan another"):
+        full_report(example, comparison.model_copy(update={"plan_id": "another"}))
+    with pytest.raises(ProtwinError, match="schedule is that of plan"):
+        full_report(example, None, schedule=laid_out(3).schedule)
+
+
+# -- hostile names ---------------------------------------------------------------------------------------------------
+
+
+def hostile_report(example: LaidOut) -> str:
+    predicted, measured = hostile(example.predicted), hostile(example.measured)
+    return html_report(
+        title=HOSTILE,
+        predicted=predicted,
+        measured=measured,
+        budget_bytes=2**40,
+        losses={HOSTILE: LOSSES, f"{HOSTILE}2": LOSSES},
+        plain_peak_bytes=2**41,
+        comparison=compare_records(predicted, measured),
+        notes=[HOSTILE],
+    )
+
+
+def test_hostile_names_stay_words(example: LaidOut) -> None:
+    page = parse(hostile_report(example))
+    check_self_contained(page)
+    for place in ("h1", "code", "figcaption", "caption", "li", "p", "title"):
+        assert any("alert(1)" in element.words for element in page.named(place)) or place == "figcaption"
+
+
+def test_the_check_notices_a_name_that_is_not_escaped(example: LaidOut, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every module that escapes, one at a time, is given a version that does not."""
+    import protwin.shared.report.bars
+    import protwin.shared.report.memory
+    import protwin.shared.report.page
+    import protwin.shared.report.report
+    import protwin.shared.report.tables
+
+    modules = (
+        protwin.shared.report.report,
+        protwin.shared.report.memory,
+        protwin.shared.report.page,
+        protwin.shared.report.tables,
+        protwin.shared.report.bars,
+        report_svg,
+    )
+    for module in modules:
+        with monkeypatch.context() as patch:
+            patch.setattr(module, "escape", lambda words, quote=True: words)
+            html = hostile_report(example)
+            with pytest.raises(AssertionError):
+                check_self_contained(parse(html))

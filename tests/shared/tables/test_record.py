@@ -1,0 +1,202 @@
+"""Tables: their figures, what they mark, that names are no markup, and that equal input gives equal text."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+from protwin.shared.records.comparison import compare_records
+from protwin.shared.schema.plan import ActivationMode, Plan
+from protwin.shared.schema.record import Holding, LaneUse, MemoryCurve, Origin, Record
+from protwin.shared.schema.schedule import Content, Lane, Memory
+from protwin.shared.tables.record import as_text, comparison_tables, plan_table, record_tables
+from tests.shared.laid_out import LaidOut, laid_out
+
+MIB = 2**20
+PLAN = Plan(workload_id="w", chunk_bytes=8 * MIB, n_persist=3, n_buffer=4, prefetch_depth=2, n_checkpoint=6)
+
+
+@pytest.fixture(scope="module")
+def example() -> LaidOut:
+    return laid_out(6, noise_frac=0.3)
+
+
+def record(**changes: object) -> Record:
+    fields: dict[str, object] = {
+        "origin": Origin.SIMULATED,
+        "plan": PLAN,
+        "plan_id": "p",
+        "model_name": "small",
+        "hardware_name": "h",
+        "num_samples": 2,
+        "num_tokens": 4096,
+        "iteration_s": 2.0,
+        "forward_s": 0.5,
+        "backward_s": 1.25,
+        "optimizer_s": 0.25,
+        "tasks": (),
+        "lanes": (
+            LaneUse(lane=Lane.COMPUTE, num_tasks=5, busy_s=1.5),
+            LaneUse(lane=Lane.H2D, num_tasks=7, busy_s=1.9, moved_bytes=56 * MIB),
+            LaneUse(lane=Lane.CPU_OPTIM, num_tasks=3, busy_s=0.3),
+        ),
+        "memory": (
+            MemoryCurve(
+                memory=Memory.DEVICE,
+                times_s=(0.0, 1.0),
+                levels_bytes=(10 * MIB, 100 * MIB),
+                peak_bytes=100 * MIB,
+                peak_at="backward 3",
+                alive_at_peak=(
+                    Holding(content=Content.PARAMETERS, size_bytes=25 * MIB),
+                    Holding(content=Content.ACTIVATIONS, size_bytes=60 * MIB),
+                    Holding(content=None, size_bytes=5 * MIB),
+                ),
+            ),
+            MemoryCurve(
+                memory=Memory.PINNED_HOST, times_s=(0.0,), levels_bytes=(48 * MIB,), peak_bytes=48 * MIB, peak_at="x"
+            ),
+        ),
+        "guaranteed_peak_device_bytes": 110 * MIB,
+        "num_gathers": 7,
+        "num_cpu_adam_steps": 3,
+    }
+    return Record.model_validate(fields | changes)
+
+
+def rows(text: str) -> dict[str, list[str]]:
+    """The cells of every row by its first cell; cells are two or more spaces apart."""
+    found: dict[str, list[str]] = {}
+    for line in text.splitlines():
+        name, *cells = re.split(r"\s{2,}", line.strip())
+        found.setdefault(name, cells)
+    return found
+
+
+def test_the_plan_shows_every_knob() -> None:
+    shown = rows(as_text(plan_table(PLAN, num_blocks=12)))
+    assert {name: cells[0] for name, cells in shown.items() if "_" in name} == {
+        "chunk_bytes": "8 MiB",
+        "n_persist": "3",
+        "n_buffer": "4",
+        "prefetch_depth": "2",
+        "n_checkpoint": "6 of 12",
+    }
+
+
+def test_modes_named_one_by_one_are_shown_in_runs() -> None:
+    modes = [ActivationMode.KEEP] * 2 + [ActivationMode.CHECKPOINT] * 3 + [ActivationMode.KEEP]
+    plan = PLAN.model_copy(update={"activation_modes": tuple(modes), "n_checkpoint": 3})
+    assert "keep × 2, checkpoint × 3, keep × 1" in as_text(plan_table(plan))
+
+
+def test_a_record_shows_its_figures() -> None:
+    """Shares: 0.5 / 2, 1.25 / 2 and 0.25 / 2 of the iteration; 60, 25, 5 and the remaining 10 of 100 MiB."""
+    shown = rows(as_text(record_tables(record())))
+    assert shown["forward"] == ["500 ms", "25.0 %"]
+    assert shown["backward"] == ["1.25 s", "62.5 %"]
+    assert shown["optimizer"] == ["250 ms", "12.5 %"]
+    assert shown["iteration"] == ["2 s"]
+    assert shown["tokens per second"] == ["2,048"]
+    assert shown["device memory"] == ["100 MiB", "backward 3"]
+    assert shown["pinned host memory"][0] == "48 MiB"
+    assert shown["guaranteed device peak"][0] == "110 MiB"
+    assert shown["saved activations"] == ["60 MiB", "60.0 %"]
+    assert shown["parameters"] == ["25 MiB", "25.0 %"]
+    assert shown["transient, running task"] == ["5 MiB", "5.0 %"]
+    assert shown["not itemized"] == ["10 MiB", "10.0 %"]
+    assert shown["compute"] == ["5", "1.5 s", "75.0 %"]
+    assert shown["device to host"] == ["0", "0 s", "0.0 %"]
+
+
+def test_the_busiest_lane_alone_is_the_bottleneck() -> None:
+    text = as_text(record_tables(record()))
+    assert rows(text)["host to device"] == ["7", "56 MiB", "1.9 s", "95.0 %", "◀ bottleneck"]
+    assert text.count("bottleneck") == 1
+
+
+def test_a_record_without_work_has_no_bottleneck() -> None:
+    assert "bottleneck" not in as_text(record_tables(record(lanes=())))
+
+
+def test_what_was_emulated_is_said() -> None:
+    assert "emulated: throttled links" in as_text(record_tables(record(emulated=("throttled links",))))
+
+
+def test_noise_is_shown_where_it_is_known() -> None:
+    assert rows(as_text(record_tables(record(iteration_noise_frac=0.012))))["iteration"] == ["2 s", "± 1.2 %"]
+
+
+def test_a_comparison_shows_both_sides_and_signed_errors(example: LaidOut) -> None:
+    comparison = compare_records(example.predicted, example.measured)
+    text = as_text(comparison_tables(comparison), width=120)
+    error = comparison.iteration.error_frac
+    assert error is not None
+    shown = rows(text)["iteration"]
+    assert shown[-1].replace("−", "-") == f"{error * 100:+.1f} %"
+    assert comparison.first_parting is not None
+    assert f"parts by more than 10.0 %: {comparison.first_parting.name}" in text
+    for task in comparison.largest_differences:
+        name = task.name.replace("cpu_adam", "CPU Adam").replace("gradient_offload", "gradient offload")
+        assert f"\n{name}" in text
+
+
+def test_a_comparison_of_equals_says_so(example: LaidOut) -> None:
+    text = as_text(comparison_tables(compare_records(example.predicted, example.predicted)))
+    assert "No task parts by more than 10.0 %." in text
+    assert re.search(r"  0\.0 %$", text, re.MULTILINE)
+    assert "+0.0" not in text
+
+
+def test_errors_without_a_value_are_a_dash(example: LaidOut) -> None:
+    idle = example.measured.model_copy(update={"lanes": ()})
+    comparison = compare_records(example.predicted, idle)
+    table = as_text(comparison_tables(comparison)).partition("Lanes, busy")[2]
+    assert rows(table)["compute"][-1] == "–"
+
+
+@pytest.mark.parametrize("width", [66, 80, 100, 200])
+def test_no_line_is_wider_than_asked_where_figures_have_room(example: LaidOut, width: int) -> None:
+    comparison = compare_records(example.predicted, example.measured)
+    for tables in (plan_table(PLAN), record_tables(example.predicted), comparison_tables(comparison)):
+        assert max(map(len, as_text(tables, width=width).splitlines())) <= width
+
+
+def test_names_are_no_markup() -> None:
+    name = "[bold red]model[/] :smile: [link=x]y[/link]"
+    text = as_text(record_tables(record(model_name=name)))
+    assert name in text
+    from rich.console import Console
+
+    with_markup = Console(width=100, file=None).render_str(name, markup=True, emoji=False)
+    assert name not in with_markup.plain, "the name would not show the mistake"
+
+
+def test_text_is_the_same_in_every_terminal() -> None:
+    """Run with colours forced, as a dumb terminal, and with another width in the environment."""
+    code = (
+        "from tests.shared.tables.test_record import record;"
+        "from protwin.shared.tables.record import as_text, record_tables;"
+        "print(as_text(record_tables(record())))"
+    )
+    here = {"PATH": "/usr/bin:/bin", "PYTHONIOENCODING": "utf-8"}
+    outputs = {
+        subprocess.run([sys.executable, "-c", code], env=here | extra, capture_output=True, check=True).stdout
+        for extra in (
+            {},
+            {"FORCE_COLOR": "1", "COLORTERM": "truecolor"},
+            {"TERM": "dumb", "COLUMNS": "33"},
+            {"NO_COLOR": "1", "LINES": "3"},
+            {"PYTHONHASHSEED": "7", "TTY_COMPATIBLE": "1"},
+        )
+    }
+    assert len(outputs) == 1
+    assert outputs.pop().decode() == as_text(record_tables(record())) + "\n"
+
+
+def test_equal_input_gives_equal_text(example: LaidOut) -> None:
+    again = laid_out(6, noise_frac=0.3)
+    assert as_text(record_tables(example.measured)) == as_text(record_tables(again.measured))

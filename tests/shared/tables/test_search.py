@@ -1,0 +1,106 @@
+"""What a search says in words."""
+
+from __future__ import annotations
+
+import pytest
+
+from protwin.shared.schema.search_result import Certificate, PlanOutcome, SearchResult
+from protwin.shared.tables.record import as_text
+from protwin.shared.tables.search import certificate_sentence, search_tables
+from tests.shared.laid_out import laid_out
+
+
+def result(*, bound_over_best: float | None, num_alternatives: int = 2, num_undecided: int = 0) -> SearchResult:
+    """A result whose proof leaves ``bound_over_best`` times the best time to unsimulated plans."""
+    prediction = laid_out().predicted
+    outcome = PlanOutcome(
+        plan=prediction.plan,
+        iteration_s=prediction.iteration_s * 1.25,
+        is_simulated=True,
+        guaranteed_peak_device_bytes=prediction.guaranteed_peak_device_bytes,
+        pinned_host_bytes=2**30,
+        host_bytes=2**31,
+    )
+    return SearchResult(
+        model_name="decoder",
+        hardware_name="machine",
+        device_budget_bytes=2 * prediction.guaranteed_peak_device_bytes,
+        host_budget_bytes=2**36,
+        plan=prediction.plan,
+        prediction=prediction,
+        certificate=Certificate(
+            num_candidates=12_000 + num_undecided,
+            num_undecided=num_undecided,
+            num_bounded_by_memory=10_000,
+            num_bounded_by_time=1_990,
+            num_simulated=10,
+            best_iteration_s=prediction.iteration_s,
+            best_unsimulated_bound_s=None if bound_over_best is None else prediction.iteration_s * bound_over_best,
+            tolerance_frac=0.01,
+        ),
+        alternatives=(outcome,) * num_alternatives,
+        pareto=(outcome,),
+    )
+
+
+@pytest.mark.parametrize(
+    ("bound_over_best", "proof"),
+    [
+        (None, "No plan of the space is faster."),
+        (1.5, "No plan of the space is faster."),
+        (0.992, "No plan of the space is more than 0.8 % faster."),
+    ],
+)
+def test_the_proof_in_words(bound_over_best: float | None, proof: str) -> None:
+    sentence = certificate_sentence(result(bound_over_best=bound_over_best))
+    assert sentence == f"12,000 plans in the space: 10,000 cannot fit, 1,990 cannot be faster, 10 simulated. {proof}"
+
+
+def test_an_early_end_proves_nothing() -> None:
+    sentence = certificate_sentence(result(bound_over_best=None, num_undecided=7))
+    assert "7 left undecided" in sentence
+    assert "No plan of the space" not in sentence
+
+
+def test_the_tables_hold_the_plan_the_budget_and_what_comes_next() -> None:
+    text = as_text(search_tables(result(bound_over_best=None)))
+    assert "50.0 % of it" in text
+    assert text.count("+25.0 %") == 2
+    assert "Time against device memory" not in text, "one plan is no choice"
+
+
+def test_no_alternatives_leave_no_empty_table() -> None:
+    assert "Next best" not in as_text(search_tables(result(bound_over_best=None, num_alternatives=0)))
+
+
+def test_no_line_is_wider_than_the_terminal() -> None:
+    assert max(map(len, as_text(search_tables(result(bound_over_best=0.9))).splitlines())) <= 100
+
+
+@pytest.mark.parametrize("width", [80, 100, 120])
+def test_no_figure_is_cut(width: int) -> None:
+    """Rows as long as they get; the wrong variant is any table that shortens with an ellipsis."""
+    found = result(bound_over_best=0.9999)
+    plan = found.plan.model_copy(
+        update={"chunk_bytes": 1023 * 2**20 + 5, "n_persist": 353, "n_buffer": 120, "n_swap": 40, "prefetch_depth": 3}
+    )
+    rows = tuple(
+        found.alternatives[0].model_copy(
+            update={
+                "plan": plan.model_copy(update={"n_checkpoint": number, "n_swap": number, "n_buffer": 100 + number}),
+                "iteration_s": found.prediction.iteration_s * (0.9996 + number),
+                "guaranteed_peak_device_bytes": 1001 * 2**20 + number,
+                "pinned_host_bytes": 1002 * 2**20 + number * 2**30,
+            }
+        )
+        for number in range(3)
+    )
+    text = as_text(search_tables(found.model_copy(update={"alternatives": rows, "pareto": rows})), width=width)
+    assert "…" not in text
+    assert max(map(len, text.splitlines())) <= width
+    for figure in ("1001 MiB", "0.0 %", "353", "102"):
+        assert figure in text
+    assert "chunk_bytes 1023 MiB" in text
+    for wrong in ("−0.0 %", "-0.0 %", "more than 0.0 %", "e+0"):
+        assert wrong not in text
+    assert "No plan of the space is faster by 0.1 %." in " ".join(text.split())

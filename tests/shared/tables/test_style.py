@@ -1,0 +1,123 @@
+"""Tables at any width: no figure is ever cut, and what a narrow table leaves out is said."""
+
+from __future__ import annotations
+
+import re
+from io import StringIO
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from protwin.shared.tables.record import as_text
+from protwin.shared.tables.style import FittingTable, add_row, least_width, plain_table, spaced, titled
+
+FIGURES = st.from_regex(r"[−+]?[1-9][0-9]{0,8}(\.[0-9]{1,3})?( (GiB|ms|%))?", fullmatch=True)
+WORDS = st.text("abc def", min_size=1, max_size=60)
+
+
+@st.composite
+def filled(draw: st.DrawFn) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Column names and rows; figures in the columns that say so."""
+    is_figure = draw(st.lists(st.booleans(), min_size=1, max_size=10))
+    names = tuple(f"{'>' * one}column\n{place}" for place, one in enumerate(is_figure))
+    rows = draw(
+        st.lists(st.tuples(*(FIGURES if one else WORDS for one in is_figure)), min_size=1, max_size=4),
+    )
+    return names, rows
+
+
+def built(names: tuple[str, ...], rows: list[tuple[str, ...]]) -> Table:
+    table = plain_table(*names)
+    for row in rows:
+        add_row(table, *row)
+    return table
+
+
+def is_whole(text: str, figure: str) -> bool:
+    """Whether it stands somewhere with nothing of a figure beside it."""
+    return re.search(rf"(?<![\w.,−+]){re.escape(figure)}(?![\w.,%])", text) is not None
+
+
+@settings(max_examples=40)
+@given(content=filled(), width=st.integers(1, 130))
+def test_figures_are_whole_at_every_width(content: tuple[tuple[str, ...], list[tuple[str, ...]]], width: int) -> None:
+    names, rows = content
+    text = as_text(titled("t", built(names, rows)), width=width)
+    for row in rows:
+        for name, cell in zip(names, row, strict=True):
+            assert not name.startswith(">") or is_whole(text, cell)
+
+
+@settings(max_examples=40)
+@given(content=filled(), width=st.integers(1, 130))
+def test_lines_are_no_wider_than_asked_or_needed(
+    content: tuple[tuple[str, ...], list[tuple[str, ...]]], width: int
+) -> None:
+    table = built(*content)
+    assert max(map(len, as_text(table, width=width).splitlines())) <= max(width, least_width(spaced([table])))
+
+
+def test_the_check_notices_cut_figures() -> None:
+    """The wrong variants: what rich does by itself where room is short."""
+    for overflow in ("ellipsis", "crop", "fold"):
+        for no_wrap in (True, False):
+            table = Table()
+            for _ in range(8):
+                table.add_column(Text("figure"), no_wrap=no_wrap, overflow=overflow)  # type: ignore[arg-type]
+            table.add_row(*(Text("123456789.25") for _ in range(8)))
+            out = StringIO()
+            Console(file=out, width=60).print(table)
+            assert not is_whole(out.getvalue(), "123456789.25")
+
+
+@settings(max_examples=40)
+@given(content=filled(), width=st.integers(20, 130))
+def test_what_is_the_same_in_every_row_is_said_once(
+    content: tuple[tuple[str, ...], list[tuple[str, ...]]], width: int
+) -> None:
+    names, rows = content
+    assume(len(rows) > 1)
+    rows = [(*row, "42 GiB", "17") for row in rows]
+    table = FittingTable((*names, ">n_\nswap", ">micro-\nbatch"), rows, always=len(names))
+    text = " ".join(as_text(table, width=width).split())
+    assert text.endswith("In all of them: n_swap 42 GiB, micro-batch 17.")
+    assert text.count("42 GiB") >= 1
+    assert "n_ " not in text, "no heading is left"
+
+
+def test_one_row_is_shown_as_it_is() -> None:
+    text = as_text(FittingTable(("name", ">size"), [("a", "42 GiB")]))
+    assert "42 GiB" in text
+    assert "In all" not in text
+
+
+def test_what_is_expendable_goes_where_room_is_short_and_is_named() -> None:
+    rows = [("a", "123456789 GiB", "1", "7"), ("b", "987654321 GiB", "2", "8")]
+    table = FittingTable(
+        (">name", ">size", ">first\nto go", ">n_\nnext"), rows, expendable=(">first\nto go", ">n_\nnext")
+    )
+    wide, narrow, narrowest = (as_text(table, width=width) for width in (60, 30, 10))
+    assert "Left out" not in wide
+    assert "Left out for want of room: first to go (--json has all)." in " ".join(narrow.split())
+    assert "n_" in narrow.splitlines()[0]
+    assert "first to go, n_next" in " ".join(narrowest.split())
+    assert all(is_whole(text, "123456789 GiB") for text in (wide, narrow, narrowest))
+
+
+@pytest.mark.parametrize("width", [1, 40, 80])
+def test_words_wrap_and_are_never_lost(width: int) -> None:
+    table = plain_table("name", ">size", "words")
+    add_row(table, "first", "12.5 GiB", "a long sentence about what it is that this row says")
+    text = as_text(table, width=width)
+    for word in ["a", "long", "sentence", "about", "what", "it", "is", "that", "this", "row", "says"]:
+        assert word in text
+
+
+def test_columns_without_anything_go_without_a_word() -> None:
+    rows = [("a", "1", "–", ""), ("b", "2", "–", "")]
+    text = as_text(FittingTable(("name", ">size", ">price", ">more"), rows))
+    assert text.split() == ["name", "size", "─" * len("name   size"), "a", "1", "b", "2"]
