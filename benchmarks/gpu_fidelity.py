@@ -25,8 +25,8 @@ from protwin.shared.schema.calibration import Contention
 from protwin.shared.schema.plan import Plan
 from protwin.shared.schema.record import Record
 from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
-from protwin.sim.search import search
-from protwin.sim.simulator import simulate
+from protwin.sim.engine.simulator import simulate
+from protwin.sim.searching.search import search
 
 MEAN_ITERATION_ERROR: Final = 0.10
 WORST_ITERATION_ERROR: Final = 0.25

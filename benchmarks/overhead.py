@@ -53,9 +53,9 @@ from protwin.shared.compile.compile import compile_schedule
 from protwin.shared.schema.record import Record
 from protwin.shared.schema.workload import Workload
 from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
-from protwin.sim.search import search
-from protwin.sim.simulator import simulate
-from protwin.sim.space import SearchSpace
+from protwin.sim.engine.simulator import simulate
+from protwin.sim.searching.search import search
+from protwin.sim.space.space import SearchSpace
 
 Batch = dict[str, torch.Tensor]
 Burst = Callable[[int], list[float]]

@@ -21,8 +21,8 @@ from protwin.shared.layout.layout import build_layout
 from protwin.shared.schema.plan import Plan
 from protwin.shared.schema.workload import Workload
 from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
-from protwin.sim.search import search
-from protwin.sim.space import SearchSpace
+from protwin.sim.searching.search import search
+from protwin.sim.space.space import SearchSpace
 
 MAKE_OPTIMIZER: Final = partial(torch.optim.AdamW, lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, fused=True)
 

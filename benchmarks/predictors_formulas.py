@@ -12,7 +12,7 @@ from protwin.shared.catalogue.models import model_configuration
 from protwin.shared.layout.layout import build_layout
 from protwin.shared.schema.plan import Plan
 from protwin.shared.schema.schedule import Content, Memory
-from protwin.sim.simulator import simulate
+from protwin.sim.engine.simulator import simulate
 
 MODEL, DEVICE, BATCH_SIZE, SEQUENCE_LENGTH = "gpt2-xl", "a100-80gb", 4, 1024
 QUESTION = f"{MODEL} without dropout, {BATCH_SIZE} x {SEQUENCE_LENGTH}, bfloat16, plain, {DEVICE}"

@@ -25,7 +25,7 @@ from protwin.shared.catalogue.models import model_configuration
 from protwin.shared.layout.layout import build_layout
 from protwin.shared.schema.plan import Plan
 from protwin.shared.schema.schedule import Content, Memory
-from protwin.sim.simulator import simulate
+from protwin.sim.engine.simulator import simulate
 
 CHUNK_BYTES = 2**31
 

@@ -37,15 +37,15 @@ from protwin.shared.compile.compile import compile_schedule
 from protwin.shared.schema.search_result import SearchResult
 from protwin.shared.schema.workload import Workload
 from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
-from protwin.sim.candidates import Candidates
-from protwin.sim.contention import ContentionModel
-from protwin.sim.costs import CostModel
-from protwin.sim.replay import Replayer, ReplayPlan
-from protwin.sim.search import search
-from protwin.sim.search_problem import SearchProblem, search_problem
-from protwin.sim.simulator import simulate_timing
-from protwin.sim.space import SearchSpace
-from protwin.sim.step_rule import StepRule
+from protwin.sim.bounds.replay import Replayer, ReplayPlan
+from protwin.sim.costs.contention import ContentionModel
+from protwin.sim.costs.task_costs import CostModel
+from protwin.sim.engine.simulator import simulate_timing
+from protwin.sim.searching.candidates import Candidates
+from protwin.sim.searching.problem import SearchProblem, search_problem
+from protwin.sim.searching.search import search
+from protwin.sim.space.space import SearchSpace
+from protwin.sim.space.step_spec import StepRule
 from protwin.sim.workload_source import resolve_workload
 
 ROOMY_HOST_BYTES = 16 * 2**40

@@ -46,8 +46,8 @@ from ..shared.schema.record import Record
 from ..shared.schema.workload import Workload
 from ..shared.tables.record import comparison_tables
 from ..shared.tables.search import search_tables
-from ..sim.search import search
-from ..sim.simulator import simulate
+from ..sim.engine.simulator import simulate
+from ..sim.searching.search import search
 from .calibrating import calibrate, run_plan
 from .plans import bootstrap_plans
 

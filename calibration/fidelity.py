@@ -33,8 +33,8 @@ from ..shared.schema.plan import Plan
 from ..shared.schema.record import Record
 from ..shared.schema.workload import Workload
 from ..shared.verify.guaranteed_peak import guaranteed_device_peak
-from ..sim.search import search
-from ..sim.simulator import simulate
+from ..sim.engine.simulator import simulate
+from ..sim.searching.search import search
 from .fitting import Pair, fit_calibration
 from .plans import bootstrap_plans, spanning_plans
 from .slowdowns import measure_slowdowns

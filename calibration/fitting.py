@@ -23,9 +23,9 @@ from ..shared.schema.hardware import Hardware
 from ..shared.schema.record import Origin, Record
 from ..shared.schema.schedule import Schedule, TaskKind
 from ..shared.schema.workload import Workload
-from ..sim.contention import ContentionModel
-from ..sim.costs import CostModel
-from ..sim.simulator import simulate_timing
+from ..sim.costs.contention import ContentionModel
+from ..sim.costs.task_costs import CostModel
+from ..sim.engine.simulator import simulate_timing
 
 _ROUNDS: Final = 4
 _SPREAD: Final = 4.0

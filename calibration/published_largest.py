@@ -13,7 +13,7 @@ from ..shared.schema.plan import Plan
 from ..shared.schema.schedule import Memory
 from ..shared.schema.workload import Workload
 from ..shared.verify.guaranteed_peak import guaranteed_device_peak
-from ..sim.search_problem import default_host_budget_bytes
+from ..sim.searching.problem import default_host_budget_bytes
 from .published_prediction import Prediction
 from .published_rows import LARGEST_ON_24_GB, LARGEST_ON_80_GB, Quantity
 from .published_workloads import dense_workload, llama, with_depth

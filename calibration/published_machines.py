@@ -5,7 +5,7 @@ Four ranks of one machine copy at the same time, and all copies pass the host's 
 of the host's memory bandwidth at most.  GeForce boards have no access to each other's memory over PCIe, so a hop of a
 ring goes through the host's memory too: the sender writes it there, the receiver reads it.  A ring's all-gather of S
 bytes over N ranks brings (N - 1) / N of S to each rank in N - 1 hops, its all-reduce twice that
-(``sim/collectives.py``).  A sharded rank fetches its own Nth from the host before.
+(``sim/costs/collectives.py``).  A sharded rank fetches its own Nth from the host before.
 
 Plans of several ranks are simulated as such.  The search knows one rank alone: it is asked about a rank whose links are
 as slow as those of one of four, and the plan that it finds is then simulated on four.
@@ -20,9 +20,9 @@ from typing import Final
 from ..shared.catalogue.machines import machine
 from ..shared.catalogue.parts import host_part, link_part, node_part
 from ..shared.schema.hardware import Device, Hardware, Link
-from ..sim.collectives import Algorithm, Collective, Fabric, Shape, collective_time
-from ..sim.costs import copy_time_s
-from ..sim.fabrics import CALL_OVERHEAD_S
+from ..sim.costs.collectives import Algorithm, Collective, Fabric, Shape, collective_time
+from ..sim.costs.fabrics import CALL_OVERHEAD_S
+from ..sim.costs.task_costs import copy_time_s
 
 HOP_LATENCY_S: Final = 10e-6
 """A hop's copies by either side and the flag between them: two copies of 5 to 7 µs (catalogue, links)."""

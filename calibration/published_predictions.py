@@ -15,9 +15,9 @@ from ..shared.schema.hardware import Hardware
 from ..shared.schema.plan import ParallelMode, Plan
 from ..shared.schema.record import Record
 from ..shared.schema.workload import Workload
-from ..sim.search import search
-from ..sim.simulator import simulate
-from ..sim.space import SearchSpace
+from ..sim.engine.simulator import simulate
+from ..sim.searching.search import search
+from ..sim.space.space import SearchSpace
 from .published_adam import adam_predictions
 from .published_largest import largest_predictions
 from .published_machines import (

@@ -17,7 +17,7 @@ from ..shared.schema.hardware import Hardware
 from ..shared.schema.plan import ParallelMode, Plan
 from ..shared.schema.workload import DType, Workload
 from ..shared.workloads.shipped import shipped_family
-from ..sim.simulator import simulate
+from ..sim.engine.simulator import simulate
 from .published_machines import Range, slowed
 from .published_prediction import Prediction
 from .published_rows import Quantity, ShardedCase

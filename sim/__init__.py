@@ -11,22 +11,22 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from .rank_groups import RankGroup, simulate_groups
-    from .rank_search import search_ranks
-    from .search import SearchResult, search
-    from .simulator import simulate
-    from .space import SearchSpace
+    from .engine.rank_groups import RankGroup, simulate_groups
+    from .engine.simulator import simulate
+    from .searching.rank_search import search_ranks
+    from .searching.search import SearchResult, search
+    from .space.space import SearchSpace
 
 __all__ = ["RankGroup", "SearchResult", "SearchSpace", "search", "search_ranks", "simulate", "simulate_groups"]
 
 _HOME: Final = {
-    "RankGroup": ".rank_groups",
-    "SearchResult": ".search",
-    "SearchSpace": ".space",
-    "search": ".search",
-    "search_ranks": ".rank_search",
-    "simulate": ".simulator",
-    "simulate_groups": ".rank_groups",
+    "RankGroup": ".engine.rank_groups",
+    "SearchResult": ".searching.search",
+    "SearchSpace": ".space.space",
+    "search": ".searching.search",
+    "search_ranks": ".searching.rank_search",
+    "simulate": ".engine.simulator",
+    "simulate_groups": ".engine.rank_groups",
 }
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ..shared.schema.schedule import Lane, Schedule
-from .timing import Timeline
+from .engine.timing import Timeline
 
 
 def longest_path_s(schedule: Schedule, durations_s: Sequence[float], num_iterations: int) -> Timeline:

@@ -124,6 +124,6 @@ class AdviceState(Document):
     KIND: ClassVar[str] = "advice_state"
 
     request: str
-    """What they are answers to (``sim/advise.py``)."""
+    """What they are answers to (``sim/questions/advise.py``)."""
     answers: dict[str, MachineAdvice]
     """By the hash of the machine's description, with the numbers of devices that train and that are paid for."""

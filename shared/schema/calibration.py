@@ -49,7 +49,7 @@ class Calibration(Document):
     overhead_s: dict[TaskKind, NonNegativeFloat] = {}
     """Seconds added to every task of a kind: hooks, launches, thread hand-over."""
     contention: tuple[Contention, ...] = ()
-    """Measured sets of lanes; sets that are absent are composed from what is known (``sim/contention.py``)."""
+    """Measured sets of lanes; sets that are absent are composed from what is known (``sim/costs/contention.py``)."""
     iteration_noise_frac: NonNegativeFloat = 0.0
     """Run-to-run spread of the measured iteration time: median absolute deviation over the median."""
     fitted_to: tuple[str, ...] = ()

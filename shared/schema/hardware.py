@@ -68,7 +68,8 @@ class Device(FrozenModel):
     """Processors that a kernel's blocks are dealt out to (NVIDIA: SMs, AMD: CUs); None: matrix products take no notice
     of how evenly their tiles fill them."""
     efficiency: dict[OperationClass, Annotated[float, Field(gt=0, le=1)]] = {}
-    """Share of the roofline that operations of a class reach; ``sim/costs.py`` has the defaults and their sources."""
+    """Share of the roofline that operations of a class reach; ``sim/costs/task_costs.py`` has the defaults and their
+    sources."""
     source: str = ""
 
     @model_validator(mode="after")

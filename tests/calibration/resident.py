@@ -21,7 +21,7 @@ from protwin.shared.schema.hardware import DeviceKind
 from protwin.shared.schema.plan import Plan
 from protwin.shared.schema.workload import Workload
 from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
-from protwin.sim.host_memory import host_memory
+from protwin.sim.memory.host import host_memory
 from tests.sim.hand_made import machine
 
 NUM_BLOCKS = 4

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from protwin.runtime.stream_memory import stream_memory
 from protwin.shared.compile.compile import compile_schedule
 from protwin.shared.schema.schedule import BufferId, Lane, Memory, Schedule, TaskId
-from protwin.sim.allocator_program import Act, allocation_program
+from protwin.sim.memory.requests_of_schedule import Act, allocation_program
 from tests.strategies import PlannedWorkload, planned_workloads
 
 Placed = Counter[tuple[TaskId, Act, BufferId, int]]

@@ -53,10 +53,10 @@ from protwin.calibration.published_workloads import (
 from protwin.shared.layout.layout import build_layout
 from protwin.shared.schema.workload import DType, Workload
 from protwin.shared.workloads.shipped import shipped_family
-from protwin.sim.costs import copy_time_s
-from protwin.sim.efficiency import DISPATCHES_PER_LAUNCH
-from protwin.sim.fabrics import CALL_OVERHEAD_S
-from protwin.sim.simulator import simulate
+from protwin.sim.costs.efficiency import DISPATCHES_PER_LAUNCH
+from protwin.sim.costs.fabrics import CALL_OVERHEAD_S
+from protwin.sim.costs.task_costs import copy_time_s
+from protwin.sim.engine.simulator import simulate
 from tests.sim.hand_made import machine
 
 TINY = llama(32, 4, 2, 64, vocab_size=64)

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from protwin.shared.schema.hardware import DeviceKind
-from protwin.sim.host_memory import PROCESS_BYTES
+from protwin.sim.memory.host import PROCESS_BYTES
 
 MIB = 2**20
 WIDTH = 640

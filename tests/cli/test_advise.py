@@ -23,16 +23,16 @@ from tests.sim.slow_search import FOLDER, QUICK, SLOW_S
 DEADLINE_S = 60.0
 MACHINES = ("rtx-3090", QUICK, "rtx-5090")
 COMMAND = """
-import protwin.sim.advise_command as commands
+import protwin.sim.commands.advise as commands
 from protwin.shared.cli.main import main
 from tests.sim.slow_search import search_one
 
 commands.search_machine = search_one
 if {begin!r}:
-    import protwin.sim.advise
+    import protwin.sim.questions.advise
     import tests.sim.slow_search
 
-    protwin.sim.advise._begin = getattr(tests.sim.slow_search, {begin!r})
+    protwin.sim.questions.advise._begin = getattr(tests.sim.slow_search, {begin!r})
 main()
 """
 Start = Callable[..., "subprocess.Popen[str]"]

@@ -105,7 +105,7 @@ SEARCH = ("search", "--model=workload.json", "--hardware=rtx-3090", "--output=ou
 def test_before_a_search_has_found_anything(work: Path, environment: dict[str, str]) -> None:
     decoder().save(work / "workload.json")
     before = files_below(work)
-    result = interrupted(work, environment, SEARCH, module="protwin.sim.commands", after=-1)
+    result = interrupted(work, environment, SEARCH, module="protwin.sim.commands.search", after=-1)
     assert_nothing_is_left(result, work, before)
 
 
@@ -115,7 +115,7 @@ def test_in_the_middle_of_a_search(work: Path, environment: dict[str, str], as_j
     decoder().save(work / "workload.json")
     before = files_below(work)
     arguments = (*SEARCH, *(("--json",) if as_json else ()))
-    result = interrupted(work, environment, arguments, module="protwin.sim.commands")
+    result = interrupted(work, environment, arguments, module="protwin.sim.commands.search")
     assert (result.returncode, result.stderr) == (130, "interrupted\n")
     assert files_below(work) == before
     if as_json:
@@ -185,5 +185,5 @@ def test_in_the_middle_of_a_probe(work: Path, environment: dict[str, str]) -> No
     before = files_below(work)
     command = ("hardware", "probe", "--seconds=90", "--output=machine.toml")
     # 18 parts share the seconds, so it strikes within the second of them.
-    result = interrupted(work, environment, command, module="protwin.sim.hardware_commands", after=0, delay_s=1.0)
+    result = interrupted(work, environment, command, module="protwin.sim.commands.hardware", after=0, delay_s=1.0)
     assert_nothing_is_left(result, work, before)

@@ -61,7 +61,10 @@ def test_blocks_name_what_exists(document: Path) -> None:
 
 
 def test_missing_names_are_seen() -> None:
-    program = "import protwin.shared\nfrom protwin.shared.schema.plan import Plan, Plann\nprotwin.shared.no_such(protwin.other.x)"
+    program = (
+        "import protwin.shared\nfrom protwin.shared.schema.plan import Plan, Plann\n"
+        "protwin.shared.no_such(protwin.other.x)"
+    )
     assert missing_names(program) == ["protwin.other", "protwin.shared.no_such", "protwin.shared.schema.plan.Plann"]
 
 

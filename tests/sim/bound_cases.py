@@ -14,23 +14,23 @@ from protwin.shared.schema.hardware import Hardware
 from protwin.shared.schema.plan import Plan
 from protwin.shared.schema.schedule import Schedule
 from protwin.shared.schema.workload import Workload
-from protwin.sim.chunk_places import ChunkPlaces
-from protwin.sim.chunk_table import ChunkTable, chunk_table
-from protwin.sim.compute_table import ComputeTable, compute_table
-from protwin.sim.contention import ContentionModel
-from protwin.sim.costs import CostModel
-from protwin.sim.held_memory import guaranteed_peaks
-from protwin.sim.memory_bounds import MemoryBounds
-from protwin.sim.rank_traffic import traffic_of
-from protwin.sim.replay import Replayer, ReplayPlan
-from protwin.sim.residency import residency
-from protwin.sim.simulator import simulate_timing
-from protwin.sim.space import ModeRows
-from protwin.sim.step_rule import StepRule
-from protwin.sim.throughput import Throughput
-from protwin.sim.time_bounds import TimeBounds
-from protwin.sim.timing import Timing
-from protwin.sim.traffic import Traffic
+from protwin.sim.bounds.exact_peaks import guaranteed_peaks
+from protwin.sim.bounds.peak_bounds import MemoryBounds
+from protwin.sim.bounds.replay import Replayer, ReplayPlan
+from protwin.sim.bounds.throughput import Throughput
+from protwin.sim.bounds.time_bounds import TimeBounds
+from protwin.sim.costs.contention import ContentionModel
+from protwin.sim.costs.task_costs import CostModel
+from protwin.sim.engine.simulator import simulate_timing
+from protwin.sim.engine.timing import Timing
+from protwin.sim.space.chunk_table import ChunkTable, chunk_table
+from protwin.sim.space.compute_table import ComputeTable, compute_table
+from protwin.sim.space.gather_plan import residency
+from protwin.sim.space.placements import ChunkPlaces
+from protwin.sim.space.rank_side_lanes import traffic_of
+from protwin.sim.space.side_lanes import Traffic
+from protwin.sim.space.space import ModeRows
+from protwin.sim.space.step_spec import StepRule
 from tests.strategies import calibrations, hardware, plans, workloads
 
 

@@ -17,12 +17,12 @@ from protwin.shared.schema.schedule import Memory
 from protwin.shared.schema.search_result import SearchResult
 from protwin.shared.schema.workload import Workload
 from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
-from protwin.sim.contention import ContentionModel
-from protwin.sim.costs import CostModel
-from protwin.sim.search import search
-from protwin.sim.simulator import simulate_timing
-from protwin.sim.space import SearchSpace
-from protwin.sim.step_rule import StepRule
+from protwin.sim.costs.contention import ContentionModel
+from protwin.sim.costs.task_costs import CostModel
+from protwin.sim.engine.simulator import simulate_timing
+from protwin.sim.searching.search import search
+from protwin.sim.space.space import SearchSpace
+from protwin.sim.space.step_spec import StepRule
 from tests.strategies import calibrations, hardware, workloads
 
 

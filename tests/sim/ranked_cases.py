@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 
 from protwin.shared.schema.hardware import Hardware, Link, Node, Topology
-from protwin.sim.contention import ContentionModel
-from protwin.sim.costs import CostModel
+from protwin.sim.costs.contention import ContentionModel
+from protwin.sim.costs.task_costs import CostModel
 from tests.sim.bound_cases import Case, case
 from tests.strategies import hardware, parallel_workloads
 

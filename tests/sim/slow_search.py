@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from protwin.shared.schema.advice import MachineAdvice
-from protwin.sim.advise import Asked, Request
+from protwin.sim.questions.advise import Asked, Request
 
 QUICK = "rtx-4090"
 FOLDER = "SLOW_SEARCH_FOLDER"

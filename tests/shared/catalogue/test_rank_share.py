@@ -10,8 +10,8 @@ from protwin.shared.basics.errors import HardwareError
 from protwin.shared.catalogue.machines import cluster_names, machine, override_hardware
 from protwin.shared.catalogue.rank_share import machine_of_rank, price_of_ranks
 from protwin.shared.schema.hardware import Hardware, LinkPoint
-from protwin.sim.costs import copy_time_s, host_adam_bytes_per_s
-from protwin.sim.fair_share import fair_shares
+from protwin.sim.costs.fair_share import fair_shares
+from protwin.sim.costs.task_costs import copy_time_s, host_adam_bytes_per_s
 
 
 def test_one_rank_alone_has_all_that_a_machine_with_one_device_has() -> None:

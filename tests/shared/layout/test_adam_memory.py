@@ -14,8 +14,8 @@ from protwin.shared.layout.adam_memory import WIDENED_SCALARS, device_adam_peak_
 from protwin.shared.layout.layout import Layout, build_layout, master_bytes
 from protwin.shared.layout.shards import regions
 from protwin.shared.schema.workload import DType, Parameter
-from protwin.sim.chunk_table import chunk_table
-from protwin.sim.costs import CostModel
+from protwin.sim.costs.task_costs import CostModel
+from protwin.sim.space.chunk_table import chunk_table
 from tests.sim.hand_made import machine
 from tests.strategies import PlannedWorkload, planned_workloads
 

@@ -15,7 +15,7 @@ from protwin.shared.report.memory import stack_chart
 from protwin.shared.schema.plan import Plan
 from protwin.shared.schema.record import Record
 from protwin.shared.schema.schedule import Content, Memory, Schedule
-from protwin.sim.simulator import simulate
+from protwin.sim.engine.simulator import simulate
 from tests.shared.laid_out import MIB, decoder_workload, laid_out
 
 NUM_BLOCKS = 6

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from protwin.shared.report.report import html_report
-from protwin.sim.simulator import simulate
+from protwin.sim.engine.simulator import simulate
 from tests.sim.hand_made import machine, plan, workload
 
 

@@ -7,7 +7,7 @@ import pytest
 from protwin.shared.schema.memory_accounts import DeviceReserved, HostMemory, PinnedRule
 from protwin.shared.schema.record import Record
 from protwin.shared.tables.memory import allocator_warning, beyond_the_schedule, host_warning
-from protwin.sim.simulator import simulate
+from protwin.sim.engine.simulator import simulate
 from tests.sim.hand_made import machine, plan, workload
 
 GIB = 2**30

@@ -1,0 +1,313 @@
+"""The simulator's rules, carried out on many plans at once.
+
+[Note: Replay]
+A replay is no simulation to be believed but a bound to search with: it computes what ``simulate_timing`` would, for all
+plans along one numpy axis, without building tasks.  Every lane of every plan runs its program in order; a step lets
+each plan's time pass to its next end of a task, under the rates of the lanes that run.  Where the tasks have become
+periodic after as many iterations as the simulator runs at least, the period is the simulator's up to rounding, and
+``REPLAY_FRAC`` of it a lower bound.  Where they have not, there is no answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from ..costs.contention import ContentionModel
+from ..engine.simulator import MIN_ITERATIONS
+from ..space.compute_table import ComputeTable, FloatArray
+from ..space.side_lanes import COMPUTE, Traffic
+from ..space.space import BoolArray, IntArray
+from .lane_programs import WAITS_FOR, LaneProgram, copy_programs
+
+REPLAY_FRAC: Final = 1 - 1e-5
+"""Covers the tolerance of "periodic" and the rounding of sums in another order."""
+
+_STEADY_FRAC: Final = 1e-6
+"""How far, as a share of the period, tasks may be from periodic; as in ``sim/engine/timing.py``."""
+_UNROLLED: Final = MIN_ITERATIONS + 1
+"""Iterations of every program: while the last lane completes the last of them, others have begun the next."""
+_NEVER: Final = 2**40
+"""A wait that is never over."""
+_SIMULTANEOUS: Final = 1 + 1e-12
+_FOREVER_S: Final = 1e300
+_STEPS_BETWEEN_LOOKS: Final = 32
+_WORTH_DROPPING: Final = 0.75
+"""Plans that are done leave the arrays once fewer than this share is left."""
+
+
+@dataclass(frozen=True)
+class ReplayPlan:
+    """One plan to replay."""
+
+    traffic: Traffic
+    depth: int
+    """Prefetch depth."""
+    mode: int
+    """Row of the compute table."""
+
+
+@dataclass(frozen=True)
+class _Programs:
+    """The lanes of J plans over several iterations, as stretches of two flat arrays that many lanes may share."""
+
+    durations_s: FloatArray
+    """(N,)"""
+    waits: tuple[IntArray, ...]
+    """(M,) each: how many tasks the lanes of ``WAITS_FOR`` must have ended, since the beginning."""
+    first_duration: IntArray
+    """(J, L) where each plan's lanes begin in ``durations_s``; L lanes."""
+    first_wait: IntArray
+    """(J, L) where they begin in ``waits``."""
+    lengths: IntArray
+    """(J, L) tasks of one iteration."""
+
+
+class Replayer:
+    """Replays plans of one workload on one machine; what it has learnt of their copies it keeps."""
+
+    def __init__(self, compute: ComputeTable, contention: ContentionModel) -> None:
+        self._compute = compute
+        self._slowdowns = _slowdown_table(contention)
+        self._known: dict[tuple[int, int], tuple[Traffic, tuple[LaneProgram, ...]]] = {}
+        """By ``id`` and depth; the traffic itself keeps its id from being reused."""
+
+    def periods_s(self, plans: Sequence[ReplayPlan]) -> FloatArray:
+        """(J,) the period of every plan, NaN where it is not periodic after ``MIN_ITERATIONS`` iterations."""
+        if not plans:
+            return np.zeros(0)
+        builder = _Builder(self._compute)
+        programs = builder.programs([builder.lanes(plan, self._copies(plan)) for plan in plans])
+        ends_s = _run(programs, self._slowdowns)
+        lengths = programs.lengths
+        begins = np.append(0, lengths.sum(axis=1).cumsum()[:-1])
+        return _periods_s(ends_s, begins, begins + lengths[:, COMPUTE] - 1)
+
+    def _copies(self, plan: ReplayPlan) -> tuple[LaneProgram, ...]:
+        key = id(plan.traffic), plan.depth
+        known = self._known.get(key)
+        if known is None:
+            known = plan.traffic, copy_programs(plan.traffic, plan.depth, self._slowdowns.max(axis=0))
+            self._known[key] = known
+        return known[1]
+
+
+def _periods_s(ends_s: FloatArray, begins: IntArray, last: IntArray) -> FloatArray:
+    """The rule of ``steady_period_s``: every task ends one and the same period after its counterpart.
+
+    ``ends_s``: (iterations, tasks of all plans); ``begins`` and ``last``: (J,) where each plan's tasks begin, and its
+    device Adam stands.
+    """
+    periods = np.full(len(begins), np.nan)
+    lengths = np.diff(np.append(begins, ends_s.shape[1]))
+    for cycle in range(MIN_ITERATIONS - 1, 0, -1):
+        shift_s = ends_s[-1] - ends_s[-1 - cycle]
+        reference_s = shift_s[last]
+        deviation_s = np.maximum.reduceat(np.abs(shift_s - np.repeat(reference_s, lengths)), begins)
+        period_s = reference_s / cycle
+        periods = np.where(deviation_s <= _STEADY_FRAC * period_s, period_s, periods)
+    return periods
+
+
+# -- programs --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Lane:
+    """Where a lane's program lies."""
+
+    length: int
+    first_duration: int
+    first_wait: int
+
+
+class _Builder:
+    """Lays programs end to end; plans share what travels."""
+
+    def __init__(self, compute: ComputeTable) -> None:
+        self._compute = compute
+        self._durations: list[FloatArray] = []
+        self._waits: list[IntArray] = []
+        self._num_durations = self._num_waits = 0
+        self._copies: dict[tuple[int, int], tuple[int, tuple[_Lane, ...]]] = {}
+
+    def lanes(self, plan: ReplayPlan, copies: tuple[LaneProgram, ...]) -> tuple[_Lane, ...]:
+        """The programs of a plan, in the order of ``Lane``; ``copies``: ``copy_programs``."""
+        key = id(plan.traffic), plan.depth
+        lengths = np.array([len(program.waits) for program in copies])
+        waits_for = WAITS_FOR[len(copies)]
+        if key not in self._copies:
+            compute, *others = copies
+            lanes = tuple(
+                _Lane(
+                    len(program.waits),
+                    self._add_durations(program.durations_s),
+                    self._add_waits(program.waits, lengths[waits_for[1 + place]]),
+                )
+                for place, program in enumerate(others)
+            )
+            self._copies[key] = self._add_waits(compute.waits, lengths[waits_for[COMPUTE]]), lanes
+        first_wait, lanes = self._copies[key]
+        seconds = self._compute.iteration_s(plan.mode, plan.traffic.residency.device_adam_s)
+        durations_s = np.add.reduceat(seconds, copies[COMPUTE].begins)
+        return (_Lane(int(lengths[COMPUTE]), self._add_durations(durations_s), first_wait), *lanes)
+
+    def programs(self, lanes: Sequence[tuple[_Lane, ...]]) -> _Programs:
+        """The programs of the plans with these lanes, as many of each."""
+        waits = np.concatenate(self._waits)
+        columns = [np.ascontiguousarray(waits[:, column]) for column in range(waits.shape[1])]
+        # Few plans wait for more than two lanes: for others two columns say it all.
+        while len(columns) > 2 and not np.any((columns[-1] > 0) & (columns[-1] < _NEVER)):
+            columns.pop()
+        return _Programs(
+            durations_s=np.concatenate([*self._durations, np.zeros(1)]),
+            waits=tuple(columns),
+            first_duration=np.array([[lane.first_duration for lane in of_plan] for of_plan in lanes]),
+            first_wait=np.array([[lane.first_wait for lane in of_plan] for of_plan in lanes]),
+            lengths=np.array([[lane.length for lane in of_plan] for of_plan in lanes]),
+        )
+
+    def _add_durations(self, durations_s: FloatArray) -> int:
+        place = self._num_durations
+        self._durations += [durations_s] * _UNROLLED
+        self._num_durations += len(durations_s) * _UNROLLED
+        return place
+
+    def _add_waits(self, waits: IntArray, lengths: IntArray) -> int:
+        """Waits of every iteration, counted from the beginning; at the end one that is never over.
+
+        ``lengths``: of the lanes that are waited for.
+        """
+        place = self._num_waits
+        for iteration in range(_UNROLLED):
+            self._waits.append(waits + iteration * lengths)
+        self._waits.append(np.full((1, waits.shape[1]), _NEVER))
+        self._num_waits += len(waits) * _UNROLLED + 1
+        return place
+
+
+# -- time ------------------------------------------------------------------------------------------------------------
+
+
+class _Lanes:
+    """All lanes of all plans, flat and lane by lane: entry ``l * J + j`` is lane l of plan j."""
+
+    def __init__(self, programs: _Programs, first_end: IntArray) -> None:
+        lengths = programs.lengths.T
+        self.num_lanes = len(lengths)
+        self.others = np.ascontiguousarray(WAITS_FOR[self.num_lanes].T)[: len(programs.waits)]
+        """The lanes that each waits for, by column of its waits."""
+        self.lane_bits = (1 << np.arange(self.num_lanes)).astype(np.uint8)
+        self.target = lengths.ravel() * MIN_ITERATIONS
+        """Tasks to end."""
+        self.first_wait = programs.first_wait.T.ravel()
+        self.first_duration = programs.first_duration.T.ravel()
+        self.first_end = first_end.T.ravel()
+        """Where the lane's ends are noted."""
+        self.ended = np.zeros_like(self.target)
+        """Tasks that have ended since the beginning."""
+        self.left_s = np.full(len(self.target), np.inf)
+        """Progress that the lane's task still needs; infinite while the lane waits."""
+        self.waits = np.stack([column.take(self.first_wait) for column in programs.waits])
+        """How many tasks the lanes of ``WAITS_FOR`` must have ended before the lane's next one starts."""
+        self.next_s = programs.durations_s.take(self.first_duration)
+        """Seconds of the lane's next task."""
+        self._number(lengths.shape[1])
+
+    def _number(self, num_plans: int) -> None:
+        self.plan = np.tile(np.arange(num_plans), self.num_lanes)
+        self.of_plan = (self.num_lanes, num_plans)
+        """The shape in which a column is a plan."""
+
+    def keep(self, plans: BoolArray) -> None:
+        """Drop the lanes of all other plans."""
+        lanes = np.tile(plans, self.num_lanes)
+        for name in ("target", "first_wait", "first_duration", "first_end", "ended", "left_s", "next_s"):
+            setattr(self, name, getattr(self, name)[lanes])
+        self.waits = self.waits[:, lanes]
+        self._number(int(np.count_nonzero(plans)))
+
+
+def _run(programs: _Programs, slowdown_table: FloatArray) -> FloatArray:
+    """Let every plan complete ``MIN_ITERATIONS`` iterations; the ends of all tasks, (iterations, tasks of all plans).
+
+    A plan's tasks follow each other lane by lane.
+    """
+    # Idle lanes are what a step knows, so that the table is turned around.
+    slowdowns = np.ascontiguousarray(slowdown_table[::-1].T)
+    lengths = programs.lengths
+    # Ends are noted lane by lane, all iterations of a lane in a row.
+    places = lengths.ravel() * _UNROLLED
+    first_end = (places.cumsum() - places).reshape(lengths.shape)
+    ends_s = np.zeros(int(places.sum()))
+    lanes = _Lanes(programs, first_end)
+    now_s = np.zeros(len(lengths))
+    while True:
+        for _ in range(_STEPS_BETWEEN_LOOKS):
+            _step(lanes, now_s, slowdowns, programs, ends_s)
+        is_busy: BoolArray = np.asarray(np.any((lanes.ended < lanes.target).reshape(lanes.of_plan), axis=0))
+        num_busy = np.count_nonzero(is_busy)
+        if num_busy == 0:
+            break
+        if num_busy < _WORTH_DROPPING * len(is_busy):
+            lanes.keep(is_busy)
+            now_s = now_s[is_busy]
+    # Sort the ends by iteration.
+    counts = lengths.ravel()
+    offsets = np.arange(int(counts.sum())) - np.repeat(counts.cumsum() - counts, counts)
+    at = np.repeat(first_end.ravel(), counts) + offsets
+    return ends_s[at + np.repeat(counts, counts) * np.arange(MIN_ITERATIONS)[:, None]]
+
+
+def _step(lanes: _Lanes, now_s: FloatArray, slowdowns: FloatArray, programs: _Programs, ends_s: FloatArray) -> None:
+    """Start what may start, let each plan's time pass to its next end, and note the ends.
+
+    Every index is within its array, so that ``take`` is told to clip, which spares it a check.
+    """
+    shape = lanes.of_plan
+    is_idle = np.isinf(lanes.left_s).reshape(shape)
+    ended = lanes.ended.reshape(shape)
+    is_over = ended.take(lanes.others, axis=0, mode="clip") >= lanes.waits.reshape(-1, *shape)
+    may = is_idle & is_over[0]
+    for over in is_over[1:]:
+        may &= over
+    starting = may.ravel().nonzero()[0]
+    lanes.left_s[starting] = lanes.next_s.take(starting, mode="clip")
+    is_idle ^= may
+
+    idle_lanes = (lanes.lane_bits @ is_idle.view(np.uint8)).astype(np.intp)
+    slowdown = slowdowns.take(idle_lanes, axis=1, mode="clip")
+    remaining_s = lanes.left_s.reshape(shape) * slowdown
+    # A plan that is through has nothing running; its clock means nothing any more.
+    step_s = np.minimum.reduce(remaining_s, axis=0, initial=_FOREVER_S)
+    now_s += step_s
+    ending = (remaining_s <= step_s * _SIMULTANEOUS).ravel().nonzero()[0]
+    remaining_s -= step_s
+    remaining_s /= slowdown
+    lanes.left_s = remaining_s.ravel()
+    lanes.left_s[ending] = np.inf
+    done = lanes.ended.take(ending, mode="clip")
+    at = done + lanes.first_end.take(ending, mode="clip")
+    ends_s[at] = now_s.take(lanes.plan.take(ending, mode="clip"), mode="clip")
+    done += 1
+    lanes.ended[ending] = done
+    place = done + lanes.first_wait.take(ending, mode="clip")
+    for waits, column in zip(lanes.waits, programs.waits, strict=True):
+        waits[ending] = column.take(place, mode="clip")
+    done += lanes.first_duration.take(ending, mode="clip")
+    lanes.next_s[ending] = programs.durations_s.take(done, mode="clip")
+
+
+def _slowdown_table(contention: ContentionModel) -> FloatArray:
+    """(2**L, L) the slowdown of every lane for every set of running lanes, as bits; 1 for lanes outside the set."""
+    among = contention.lanes
+    table = np.ones((1 << len(among), len(among)))
+    for mask in range(len(table)):
+        lanes = [lane for lane in range(len(among)) if mask >> lane & 1]
+        rates = contention.rates(frozenset(among[lane] for lane in lanes))
+        for lane in lanes:
+            table[mask, lane] = 1 / rates[among[lane]]
+    return table

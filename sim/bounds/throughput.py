@@ -1,0 +1,125 @@
+"""How much work several lanes can get done in a stretch of time at most, when they slow each other.
+
+[Note: Throughput bound]
+Let w be weights of the lanes, none negative, with
+
+    sum over l in S of w[l] * rate[l, S] <= 1        for every set S of lanes,
+
+where rate[l, S] is the progress per second of lane l while exactly the lanes S are active.  Take any stretch of time,
+and let t[S] be the seconds of it in which exactly S is active.  If work[l] is the seconds of lane l's tasks (as they
+take alone) that lie within the stretch, the progress that lane l makes there is at least work[l], and so
+
+    sum_l w[l] * work[l] <= sum_l w[l] * sum_{S with l} t[S] * rate[l, S]
+                          = sum_S t[S] * sum_{l in S} w[l] * rate[l, S] <= sum_S t[S] = length of the stretch.
+
+Every such w gives a lower bound of the length; the best one is a vertex of the polytope that these inequalities
+describe (linear programming duality: it is the optimum of the relaxation in which lanes may overlap at will).  There
+are four lanes, hence 15 sets and 4 signs, and the vertices are enumerated once per machine.
+
+Where it is known that at least so much of H2D's work, t, is done while D2H is active (``sim/bounds/overlaps.py``),
+every w has slack to offer: with
+
+    sum over l in S of w[l] * rate[l, S] + u * rate[H2D, S] <= 1        for every set S with both directions,
+
+the same steps give sum_l w[l] * work[l] + u * t <= length of the stretch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Final, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from ...shared.schema.schedule import LANES_ALONE, Lane
+from ..costs.contention import ContentionModel
+
+FloatArray = npt.NDArray[np.float64]
+BoolArray = npt.NDArray[np.bool_]
+
+_LANES: Final = LANES_ALONE
+_H2D, _D2H = _LANES.index(Lane.H2D), _LANES.index(Lane.D2H)
+_SLACK: Final = 1e-9
+"""Relative: vertices may violate a constraint by rounding, and are scaled back by what they do."""
+
+
+@dataclass(frozen=True, eq=False)
+class Throughput:
+    """What lanes get done side by side; V vertices."""
+
+    weights: FloatArray
+    """(V, 4) of the lanes of one rank alone, in the order of ``Lane``: for any work (..., 4),
+    ``(work @ weights.T).max(-1)`` is a lower bound of the time that it takes."""
+    together: FloatArray
+    """(V,) what each adds to that for every second of H2D work that is done while D2H is active."""
+    least_ratio: float
+    """The least rate of H2D, in units of that of D2H, while both are active."""
+
+    @classmethod
+    def of(cls, contention: ContentionModel) -> Self:
+        """The best weights of a machine; see [Note: Throughput bound]."""
+        rates = _rates(contention, _LANES)
+        weights = _vertices(rates)
+        both = rates[(rates[:, _H2D] > 0) & (rates[:, _D2H] > 0)]
+        together = ((1 - weights @ both.T) / both[:, _H2D]).min(axis=1)
+        return cls(weights, np.maximum(together * (1 - _SLACK), 0.0), float((both[:, _H2D] / both[:, _D2H]).min()))
+
+
+def weights_with_collectives(contention: ContentionModel) -> FloatArray:
+    """(V, 5) weights of all lanes of one of several ranks, in the order of ``Lane``: the best of four lanes at a time.
+
+    No lane is faster in company, so weights that hold without a lane hold beside it; the vertices of all five lanes
+    together are a hundred times as many.
+    """
+    lanes = tuple(Lane)
+    found = []
+    for left_out in LANES_ALONE:
+        among = [lane for lane in lanes if lane is not left_out]
+        found.append(np.insert(_vertices(_rates(contention, among)), lanes.index(left_out), 0.0, axis=1))
+    return _undominated(_distinct(np.concatenate(found)))
+
+
+def _rates(contention: ContentionModel, among: Sequence[Lane]) -> FloatArray:
+    """(sets, lanes) progress per second of every lane in every set of lanes."""
+    num_lanes = len(among)
+    sets = [lanes for size in range(1, num_lanes + 1) for lanes in combinations(range(num_lanes), size)]
+    rates = np.zeros((len(sets), num_lanes))
+    for row, lanes in enumerate(sets):
+        active = contention.rates(frozenset(among[lane] for lane in lanes))
+        for lane in lanes:
+            rates[row, lane] = active[among[lane]]
+    return rates
+
+
+def _vertices(rates: FloatArray) -> FloatArray:
+    """(V, lanes) the vertices of the polytope of all weights."""
+    num_lanes = rates.shape[1]
+    # A set whose rates another one matches or exceeds adds nothing, since weights are never negative.
+    rates = _undominated(_distinct(rates))
+    left = np.concatenate([rates, -np.eye(num_lanes)])
+    right = np.concatenate([np.ones(len(rates)), np.zeros(num_lanes)])
+    picks = np.array(list(combinations(range(len(left)), num_lanes)))
+    matrices = left[picks]
+    is_regular = np.abs(np.linalg.det(matrices)) > _SLACK
+    solutions = np.linalg.solve(matrices[is_regular], right[picks[is_regular]][..., None])[..., 0]
+    is_vertex = (solutions @ left.T <= right + _SLACK).all(axis=1)
+    vertices = np.maximum(solutions[is_vertex], 0.0)
+    vertices /= np.maximum(1.0, (vertices @ rates.T).max(axis=1, keepdims=True))
+    # Work is never negative, so only vertices that none exceeds in every weight can be best.
+    return _undominated(_distinct(vertices.round(12)) * (1 - _SLACK))
+
+
+def _distinct(rows: FloatArray) -> FloatArray:
+    """Every row once, in order; ``numpy.unique`` would import the masked arrays for it, which takes longer."""
+    return np.array(sorted(set(map(tuple, rows.tolist()))))
+
+
+def _undominated(rows: FloatArray) -> FloatArray:
+    """The distinct rows that no other one matches or exceeds in every entry."""
+    is_below: BoolArray = np.asarray(np.all(rows[:, None, :] <= rows[None, :, :], axis=2))
+    np.fill_diagonal(is_below, False)
+    undominated: FloatArray = rows[~np.any(is_below, axis=1)]
+    return undominated

@@ -1,0 +1,1 @@
+"""search, simulate, advise, hardware, models."""

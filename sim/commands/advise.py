@@ -1,0 +1,173 @@
+"""``protwin advise``: which machine to rent."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ...shared.basics.errors import HardwareError
+from ...shared.basics.progress import progress_bar
+from ...shared.catalogue.machines import cluster_names, load_hardware, machine_names
+from ...shared.cli.main import report_interruption
+from ...shared.cli.options import (
+    DTypeName,
+    JsonFlag,
+    ModelName,
+    OutputPath,
+    SequenceLength,
+    command_app,
+    examples,
+    keep_apart,
+    warn,
+    writable_json,
+)
+from ...shared.cli.output import show
+from ...shared.cli.report_options import PictureFolder, ReportPath, write_report
+from ...shared.schema.advice import Advice
+from ...shared.schema.hardware import Hardware
+from ..questions.advise import Request, check_request, machines_with, search_machine, whole_machines
+from ..questions.advise import advise as advise_machines
+from ..space.step_spec import MOST_RANKS, check_shares
+from .options import MaxGradientNorm
+
+if TYPE_CHECKING:
+    from ...shared.report.page import Report
+
+__all__ = ["advise"]
+
+advise = command_app()
+
+
+@advise.command(
+    epilog=examples(
+        "protwin advise --model llama-3-8b --global-batch 16 --sequence-length 2048",
+        "protwin advise --model llama-3-8b --global-batch 16 --sequence-length 2048 --report advice.html",
+        "protwin advise --model llama-3-8b --global-batch 16 --sequence-length 2048 --hardware rtx-4090 "
+        "--hardware machine.toml --state advice-state.json --json",
+    )
+)
+def advise_command(
+    model: ModelName,
+    global_batch: Annotated[
+        int, typer.Option("--global-batch", metavar="N", min=1, max=10**9, help="Samples per step.")
+    ],
+    sequence_length: SequenceLength = None,
+    dtype: DTypeName = None,
+    hardware: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--hardware", metavar="NAME|FILE", help="Ask about this machine (repeatable), instead of the catalogue."
+        ),
+    ] = None,
+    ranks: Annotated[
+        list[int] | None,
+        typer.Option(
+            "--ranks",
+            metavar="N",
+            min=1,
+            max=MOST_RANKS,
+            help="Ask about so many devices of each machine that has them (repeatable), instead of all and of one.",
+        ),
+    ] = None,
+    max_gradient_norm: MaxGradientNorm = None,
+    processes: Annotated[
+        int | None,
+        typer.Option("--processes", metavar="N", min=1, max=1024, help="Searches at once: one per core if left out."),
+    ] = None,
+    state: Annotated[
+        Path | None,
+        typer.Option(
+            "--state",
+            metavar="FILE",
+            callback=writable_json,
+            help="Keep answers here as they come, and go on from them when asked again.",
+        ),
+    ] = None,
+    output: OutputPath = None,
+    report: ReportPath = None,
+    pictures: PictureFolder = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Rank machines by the time of the best plan for a model on each, and by what a token costs.
+
+    Every machine is searched over plans and micro-batch sizes, without having it.  Prices are those of the machines'
+    descriptions (price_usd_per_hour).  A machine with several devices is asked about, and paid for, as a whole, in
+    every way of training together; one of its devices alone is shown too where its tokens cost less.  Ctrl-C ends with
+    the ranking so far.
+    """
+    named = {f"--hardware {name}": name for name in hardware or ()}
+    keep_apart({"--output": output, "--state": state, "--report": report}, {"--model": model, **named})
+    machines = _machines(hardware or (*machine_names(), *cluster_names()))
+    request = Request(model, sequence_length, dtype, global_batch, max_gradient_norm, _fingerprint(model))
+    numbers = sorted(set(ranks or ()))
+    for number in numbers:
+        check_shares(global_batch, number)
+    num_parts = check_request(request)
+    boxes = list(machines.values())
+    asked = machines_with(boxes, numbers) if numbers else whole_machines(boxes, num_parts)
+    for name in sorted({box.name for box in boxes if hardware} - {one.hardware.name for one in asked}):
+        warn(f"{name} has fewer devices than --ranks names, and is left out.")
+    with progress_bar("searching machines") as on_progress:
+        found = advise_machines(
+            request,
+            asked,
+            search_one=search_machine,
+            num_processes=processes or len(os.sched_getaffinity(0)),
+            state=state,
+            ranks=numbers,
+            on_progress=on_progress,
+            keep_interrupted=True,
+        )
+    if found.is_complete:
+        if output is not None:
+            found.save(output)
+        write_report(report, pictures, lambda: _report(found))
+    if as_json:
+        typer.echo(found.to_json(), nl=False)
+    else:
+        from ...shared.tables.advice import advice_tables
+
+        show(advice_tables(found))
+    if not found.is_complete:
+        raise typer.Exit(report_interruption())
+
+
+def _machines(names: Iterable[str]) -> dict[str, Hardware]:
+    """The machines by their names.  Raises HardwareError if two that differ are called the same."""
+    found: dict[str, Hardware] = {}
+    for name in names:
+        machine = load_hardware(name)
+        if found.setdefault(machine.name, machine) != machine:
+            raise HardwareError(
+                f"--hardware {name} describes another machine than the one before it, which is called {machine.name} "
+                f"too. Give one of the two another name."
+            )
+    return found
+
+
+def _report(advice: Advice) -> Report:
+    from ...shared.report.advice import advice_report
+
+    return advice_report(advice)
+
+
+def _fingerprint(model: str) -> str:
+    """Hash of the model's file, if it is one, and of this package's version and the sources that answers come from."""
+    digest = hashlib.sha256()
+    try:
+        digest.update(version("protwin").encode())
+    except PackageNotFoundError:
+        digest.update(b"no version")
+    sim = Path(__file__).parents[1]
+    for folder in (sim, sim.parent / "shared"):
+        for source in sorted(folder.rglob("*.py")):
+            digest.update(source.read_bytes())
+    if Path(model).is_file():
+        digest.update(Path(model).read_bytes())
+    return digest.hexdigest()[:32]

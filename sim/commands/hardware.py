@@ -1,0 +1,156 @@
+"""The command ``hardware``: list and show known machines, probe this one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Final
+
+import typer
+
+from ...shared.basics.documents import FrozenModel, write_atomically
+from ...shared.basics.plugins import extension
+from ...shared.basics.progress import progress_bar
+from ...shared.catalogue.machines import (
+    cluster_names,
+    hardware_to_toml,
+    load_hardware,
+    machine,
+    machine_names,
+    override_hardware,
+)
+from ...shared.catalogue.parts import (
+    host_names,
+    host_part,
+    link_names,
+    link_part,
+    network_names,
+    network_part,
+    node_names,
+    node_part,
+)
+from ...shared.cli.options import HardwareChanges, JsonFlag, changes_of, command_app, examples, writable_machine
+from ...shared.cli.output import show
+from ...shared.schema.hardware import Hardware
+
+hardware = command_app()
+hardware.info.help = "List and show known machines, or probe this one."
+
+
+MachineOutput = Annotated[
+    Path | None,
+    typer.Option(
+        "--output", "-o", metavar="FILE", callback=writable_machine, help="Write the machine, as TOML or JSON."
+    ),
+]
+_LONGEST_PROBE_S: Final = 3600.0
+
+
+@hardware.command(name="list", epilog=examples("protwin hardware list", "protwin hardware list --json"))
+def list_command(as_json: JsonFlag = False) -> None:
+    """List the machines of the catalogue.
+
+    Their main figures: first those with one device, then those with several.
+    """
+    if as_json:
+        names = (*machine_names(), *cluster_names())
+        typer.echo(json.dumps([_parts_of(machine(name)) for name in names], indent=1))
+        return
+    from ...shared.tables.machines import hardware_table
+    from ...shared.tables.node_tables import cluster_table
+
+    show(hardware_table(machine_names()))
+    typer.echo()
+    show(cluster_table(cluster_names()))
+
+
+@hardware.command(name="parts", epilog=examples("protwin hardware parts", "protwin hardware parts --json"))
+def parts_command(as_json: JsonFlag = False) -> None:
+    """List the parts that --set can exchange.
+
+    Hosts, links, nodes and networks, each by the name that it goes by.
+    """
+    if as_json:
+        parts: dict[str, list[FrozenModel]] = {
+            "hosts": [host_part(name) for name in host_names()],
+            "links": [link_part(name) for name in link_names()],
+            "nodes": [node_part(name) for name in node_names()],
+            "networks": [network_part(name) for name in network_names()],
+        }
+        listed = {kind: [part.model_dump(mode="json") for part in found] for kind, found in parts.items()}
+        typer.echo(json.dumps(listed, indent=1, ensure_ascii=False))
+        return
+    from ...shared.tables.node_tables import part_tables
+
+    show(part_tables())
+
+
+@hardware.command(
+    name="show",
+    epilog=examples(
+        "protwin hardware show rtx-3090",
+        "protwin hardware show rtx-3090 --set device.memory_bytes=48GiB --set link=pcie5-x16 --output machine.toml",
+        "protwin hardware show h100-80gb-x8 --set network.num_nodes=4 --set price_usd_per_hour=24",
+    ),
+)
+def show_command(
+    name: Annotated[str, typer.Argument(metavar="NAME|FILE", help="A machine of the catalogue, or its file.")],
+    changes: HardwareChanges = None,
+    output: MachineOutput = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Show every figure of a machine with its source.
+
+    --output writes the machine, as TOML to edit if the name ends so.
+    """
+    found = load_hardware(name)
+    wanted = changes_of(changes)
+    _give(override_hardware(found, wanted) if wanted else found, output, as_json=as_json)
+
+
+@hardware.command(
+    name="probe", epilog=examples("protwin hardware probe --output machine.toml", "protwin hardware probe --seconds 5")
+)
+def probe_command(
+    seconds: Annotated[
+        float,
+        typer.Option("--seconds", metavar="SECONDS", min=0.1, max=_LONGEST_PROBE_S, help="How long to measure, about."),
+    ] = 10.0,
+    output: MachineOutput = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Measure this machine.
+
+    Its memory, its links, its arithmetic and its CPU Adam, with all cores but one, as training has them.
+    --output writes the machine, as TOML to edit if the name ends so.
+    """
+    probe = extension("protwin.probes", "torch")
+    with progress_bar("measuring this machine") as on_progress:
+        found = probe(seconds=seconds, on_progress=on_progress, leaves_a_core=True)
+    _give(found, output, as_json=as_json)
+
+
+def _give(found: Hardware, output: MachineOutput, *, as_json: bool) -> None:
+    if output is not None and output.suffix == ".toml":
+        write_atomically(output, hardware_to_toml(found))
+    elif output is not None:
+        found.save(output)
+    if as_json:
+        typer.echo(found.to_json(), nl=False)
+    else:
+        from ...shared.tables.machines import hardware_details
+
+        show(hardware_details(found))
+
+
+def _parts_of(found: Hardware) -> dict[str, str | int | None]:
+    """A machine by the names of its parts."""
+    return {
+        "name": found.name,
+        "num_devices": found.num_devices,
+        "device": found.device.name,
+        "host": found.host.name,
+        "link": found.host_to_device.name,
+        "node": None if found.node is None else found.node.name,
+        "network": None if found.network is None else found.network.name,
+    }

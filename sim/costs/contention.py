@@ -1,0 +1,173 @@
+"""How much lanes slow each other down while they run side by side.
+
+[Note: Sets of lanes]
+A slowdown belongs to a lane within a set of active lanes.  Sets come from three sources, the better first:
+
+1. Measured: the calibration names the set.
+2. Composed: the other lanes of the set are split into groups, each of which was measured together with the lane, and
+   the slowdowns multiply.  Of all such splits the one with the fewest groups counts (it leaves the least to the
+   assumption that groups slow the lane independently), and of several the slowest.
+3. The resource model, for pairs that nobody measured; it stands in for a measurement of that pair.  On a machine
+   that nobody measured at all it gives every set.
+
+Whatever the source, a lane in more company is never faster: measured sets are raised to their measured subsets where
+noise has put them below, and the others are kept between their subsets and the measured sets that contain them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import combinations
+from math import prod
+from types import MappingProxyType
+from typing import Final, Self
+
+from ...shared.schema.calibration import Calibration
+from ...shared.schema.hardware import Hardware
+from ...shared.schema.schedule import LANES_ALONE, Lane, lanes_of
+from .fair_share import fair_shares
+from .lane_demands import Resource, lane_demands
+
+LaneSet = frozenset[Lane]
+Slowdowns = Mapping[Lane, float]
+
+
+def _sets_of(lanes: tuple[Lane, ...]) -> tuple[LaneSet, ...]:
+    return tuple(frozenset(chosen) for size in range(1, len(lanes) + 1) for chosen in combinations(lanes, size))
+
+
+_SETS: Final = {len(lanes): _sets_of(lanes) for lanes in (LANES_ALONE, tuple(Lane))}
+"""Every set of the lanes of one rank alone, and of several, by their number; smaller sets first."""
+_WHOLE: Final = dict.fromkeys(Resource, 1.0)
+"""Demands are shares of a resource."""
+
+
+@dataclass(frozen=True)
+class ContentionModel:
+    """The slowdown of every lane in every set of lanes: of one rank alone, or of one of several."""
+
+    slowdowns: Mapping[LaneSet, Slowdowns]
+
+    @classmethod
+    def of(cls, hardware: Hardware, calibration: Calibration | None = None, *, num_ranks: int = 1) -> Self:
+        """What is measured of a machine, completed by what its data sheet implies.
+
+        Raises HardwareError if the machine does not have the ranks.
+        """
+        modelled = _from_resources(hardware, num_ranks)
+        measured = {} if calibration is None else _measured(calibration, frozenset(lanes_of(num_ranks)))
+        return cls(_freeze(_complete(measured, modelled) if measured else modelled))
+
+    @classmethod
+    def none(cls, *, num_ranks: int = 1) -> Self:
+        """Lanes that do not disturb each other."""
+        return cls(_freeze({lanes: dict.fromkeys(lanes, 1.0) for lanes in _SETS[len(lanes_of(num_ranks))]}))
+
+    @property
+    def lanes(self) -> tuple[Lane, ...]:
+        """All of them, in their order."""
+        return LANES_ALONE if frozenset(Lane) not in self.slowdowns else tuple(Lane)
+
+    def rates(self, active: LaneSet) -> Slowdowns:
+        """Progress per second of each active lane, in (0, 1]."""
+        return self._rates[active]
+
+    @cached_property
+    def _rates(self) -> dict[LaneSet, Slowdowns]:
+        rates = {
+            lanes: MappingProxyType({lane: 1 / slowdown for lane, slowdown in slowdowns.items()})
+            for lanes, slowdowns in self.slowdowns.items()
+        }
+        return {frozenset(): MappingProxyType({}), **rates}
+
+
+def _freeze(slowdowns: Mapping[LaneSet, dict[Lane, float]]) -> Mapping[LaneSet, Slowdowns]:
+    return MappingProxyType(
+        {lanes: MappingProxyType({lane: values[lane] for lane in sorted(lanes)}) for lanes, values in slowdowns.items()}
+    )
+
+
+# -- from the data sheet ---------------------------------------------------------------------------------------------
+
+
+def _from_resources(hardware: Hardware, num_ranks: int) -> dict[LaneSet, dict[Lane, float]]:
+    """The slowdowns that follow from what lanes draw on (``sim/costs/lane_demands.py``), shared fairly
+    (``sim/costs/fair_share.py``).
+
+    Fair sharing can let a lane gain by company: a third lane may hold up the one that it shares with.  The search's
+    bounds do not need it, but measured sets never show it beyond their noise, so slowdowns are raised to those of
+    smaller sets here as well.
+    """
+    demands = lane_demands(hardware, num_ranks)
+    slowdowns: dict[LaneSet, dict[Lane, float]] = {}
+    for lanes in _SETS[len(demands)]:
+        ordered = sorted(lanes)
+        shares = fair_shares([demands[lane] for lane in ordered], _WHOLE)
+        slowdowns[lanes] = {
+            lane: max([1 / share, *(slowdowns[lanes - {other}][lane] for other in ordered if other is not lane)])
+            for lane, share in zip(ordered, shares, strict=True)
+        }
+    return slowdowns
+
+
+# -- from measurements -----------------------------------------------------------------------------------------------
+
+
+def _measured(calibration: Calibration, among: LaneSet) -> dict[LaneSet, dict[Lane, float]]:
+    """The measured sets of lanes ``among`` these, each raised to its measured subsets where it lies below them."""
+    found = {
+        frozenset(entry.lanes): dict(zip(entry.lanes, entry.slowdowns, strict=True))
+        for entry in calibration.contention
+        if among.issuperset(entry.lanes)
+    }
+    return {
+        lanes: {lane: max(found[subset][lane] for subset in found if lane in subset <= lanes) for lane in lanes}
+        for lanes in found
+    }
+
+
+def _complete(
+    measured: dict[LaneSet, dict[Lane, float]], modelled: dict[LaneSet, dict[Lane, float]]
+) -> dict[LaneSet, dict[Lane, float]]:
+    """All sets from the measured ones, by the rules of [Note: Sets of lanes]."""
+    known = dict(measured)
+    for lanes in modelled:
+        if len(lanes) == 2 and lanes not in known:
+            known[lanes] = modelled[lanes]
+    complete: dict[LaneSet, dict[Lane, float]] = {}
+    for lanes in modelled:
+        complete[lanes] = {}
+        for lane in lanes:
+            if lanes in measured:
+                complete[lanes][lane] = measured[lanes][lane]
+                continue
+            slowdown = _composed(lane, lanes, known)
+            above = [values[lane] for superset, values in measured.items() if lanes < superset]
+            below = [values[lane] for subset, values in complete.items() if lane in subset < lanes]
+            complete[lanes][lane] = max(1.0, *below, min(slowdown, *above)) if above else max(1.0, *below, slowdown)
+    return complete
+
+
+def _composed(lane: Lane, lanes: LaneSet, known: Mapping[LaneSet, Slowdowns]) -> float:
+    """The product over the fewest groups that make up the lane's company, each known together with the lane."""
+    splits = [
+        (len(groups), -prod(known[group | {lane}][lane] for group in groups))
+        for groups in _partitions(sorted(lanes - {lane}))
+        if all(group | {lane} in known for group in groups)
+    ]
+    return -min(splits)[1]
+
+
+def _partitions(lanes: list[Lane]) -> Iterator[tuple[LaneSet, ...]]:
+    """All ways to split ``lanes`` into groups; one empty split of nothing."""
+    if not lanes:
+        yield ()
+        return
+    first, others = lanes[0], lanes[1:]
+    for size in range(len(others) + 1):
+        for companions in combinations(others, size):
+            group = frozenset((first, *companions))
+            for groups in _partitions([lane for lane in others if lane not in group]):
+                yield (group, *groups)

@@ -1,0 +1,90 @@
+"""What share of a machine's data-sheet figures each class of operations reaches, where the machine does not say.
+
+A device's own ``efficiency`` replaces these.  They are properties of how such operations are built, or measurements of
+single kernels on several devices, and none is fitted to a training run; ``docs/predictions.md`` lists them with their
+sources and lays them beside published runs.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from ...shared.schema.hardware import Device, DeviceKind
+from ...shared.schema.workload import OperationClass
+
+_CUDA: Final[dict[OperationClass, float]] = {
+    # Large 16-bit products reach 70 to 85 % of the tensor cores' dense peak: the last wave of tiles leaves
+    # multiprocessors idle, and power limits lower the clock under which the data sheet counts.
+    OperationClass.MATMUL: 0.75,
+    # FlashAttention-2 (arXiv 2307.08691, section 4.1): 50 to 73 % of the A100's peak forward, up to 63 % backward;
+    # the softmax between the two products runs outside the matrix units.
+    OperationClass.ATTENTION: 0.55,
+    # Streams reach 85 to 92 % of the DRAM's peak (BabelStream, doi 10.1504/IJCSE.2018.095847); refreshes and turning
+    # the bus round take the rest.  Normalizations and reductions wait for partial sums between their passes.
+    OperationClass.ELEMENTWISE: 0.85,
+    OperationClass.NORMALIZATION: 0.7,
+    OperationClass.REDUCTION: 0.7,
+    # Rows are fetched by index, and the backward adds into them with atomics.
+    OperationClass.EMBEDDING: 0.5,
+}
+_CPU: Final[dict[OperationClass, float]] = {
+    # A blocked product keeps its fused multiply-add units fed except while it packs panels.
+    OperationClass.MATMUL: 0.8,
+    OperationClass.ATTENTION: 0.5,
+    # A store to a line outside the cache reads the line first, a third stream that bytes_moved does not count.
+    OperationClass.ELEMENTWISE: 0.7,
+    OperationClass.NORMALIZATION: 0.6,
+    OperationClass.REDUCTION: 0.6,
+    OperationClass.EMBEDDING: 0.5,
+}
+CPU_ADAM_FRAC: Final = 0.7
+"""Share of the host's memory bandwidth that fused CPU Adam reaches: a stream that reads before it writes, so nearly
+all of its traffic is counted, less what hosts of several sockets lose between them."""
+CORE_BYTES_PER_S: Final = 10e9
+"""What one core draws from memory: about twelve outstanding lines of 64 bytes, some 75 ns each (Little's law)."""
+
+KERNEL_FIXED_S: Final = 2e-6
+"""What a kernel takes on a CUDA device besides its work: 0.9 µs until it follows the one before (3.8 µs from start to
+start of kernels of 2.9 µs; NVIDIA technical blog, Getting Started with CUDA Graphs), and about 1 µs in which its first
+loads are under way and its last blocks drain (400 to 600 cycles to DRAM: Jia et al., arXiv 1804.06826)."""
+DISPATCHES_PER_LAUNCH: Final = 4.0
+"""Host seconds for an operation of a model over those of an operation that does nothing (``launch_overhead_s``).
+
+A model's operation passes through modules, autograd's bookkeeping and the allocator as well, and brings views along
+that launch nothing.  On one desktop (RTX 3090 Ti, github.com/mli/transformers-benchmarks, micro_bench) a multiplication
+by a constant took the host 4.3 µs, and a BERT layer's forward 433 µs for its 22 kernels, 19.7 µs each, whether it had
+256 tokens or 512.
+"""
+POWER_LIMITED_FRAC: Final = 0.8
+"""Share of the matrix units' peak that power allows boards whose units run at the full rate.
+
+Largest products in 16 bit, measured: A100 79 to 85 %, H100 and H200 80 %, RTX A6000 80 %, L40S 74 %, B200 75 %, V100
+68 to 76 % (github.com/zzc0721/torch-performance-test-data; github.com/mli/transformers-benchmarks).
+"""
+UNLIMITED_MATRIX_RATE: Final = 2.0
+"""Matrix FLOP/s over vector FLOP/s up to which power is no limit.
+
+GeForce boards accumulate in float32 at half the rate of their chip, twice that of the vector units.  They reach their
+data sheet's figure or more, since they clock above their stated boost: RTX 3090 107 %, 3090 Ti 102 %, 4090 96 to 104 %,
+5090 107 to 115 % (the same measurements).
+"""
+
+
+def efficiency_frac(device: Device, operation_class: OperationClass) -> float:
+    """Share of the roofline that operations of a class reach on ``device``, in (0, 1]."""
+    stated = device.efficiency.get(operation_class)
+    if stated is not None:
+        return stated
+    return (_CUDA if device.kind is DeviceKind.CUDA else _CPU)[operation_class]
+
+
+def sustained_flop_per_s(device: Device, peak_flop_per_s: float) -> float:
+    """What the matrix units of a CUDA device sustain of ``peak_flop_per_s``, tiles and waves apart.
+
+    The device's stated efficiency of matrix products, else what power allows; never less for a higher peak.
+    """
+    stated = device.efficiency.get(OperationClass.MATMUL)
+    if stated is not None:
+        return stated * peak_flop_per_s
+    unlimited = min(peak_flop_per_s, UNLIMITED_MATRIX_RATE * device.vector_flop_per_s)
+    return max(POWER_LIMITED_FRAC * peak_flop_per_s, unlimited)

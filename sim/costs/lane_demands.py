@@ -1,0 +1,149 @@
+"""What the lanes of a machine draw on while each runs alone, from the machine's figures.
+
+[Note: Shares of a resource]
+Demands are shares of a resource's capacity, so that every capacity is 1.  A lane's demand is what it draws at the rate
+that the cost model gives it: a copy at the link's bandwidth, CPU Adam at its rate.  Compute draws on several resources
+at rates that change from operation to operation; it gets the mean over a transformer's training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Final
+
+from ...shared.catalogue.rank_share import machine_of_rank
+from ...shared.schema.hardware import DeviceKind, Hardware, Topology
+from ...shared.schema.schedule import Lane
+from .efficiency import CORE_BYTES_PER_S
+from .fabrics import fabric_levels
+from .task_costs import host_adam_bytes_per_s
+
+
+class Resource(StrEnum):
+    """What lanes share."""
+
+    HOST_MEMORY = "host memory"
+    LINK = "link"
+    """Both directions of a link that is not full duplex."""
+    TO_DEVICE = "link to the device"
+    FROM_DEVICE = "link from the device"
+    CORES = "cores"
+    DEVICE_MEMORY = "device memory"
+    PROCESSORS = "processors"
+    """Those of the device."""
+
+
+Demands = Mapping[Resource, float]
+
+_CPU_COMPUTE_FRAC: Final = 0.23
+"""Share of the host's memory bandwidth that compute draws when the CPU is the device.
+
+Its products work from the cache.  Measured on a two-core machine: compute slows 1.13 times beside a copy or beside CPU
+Adam, which slow each other 1.8 times; if they draw 0.9 each, compute draws 1.13 - 0.9.  All three together then slow
+2.03 times, where 1.6 to 2.5 was measured.
+"""
+_DEVICE_COMPUTE_FRAC: Final = 0.42
+"""Share of the device's memory bandwidth that compute draws.
+
+Training a transformer spends 39 % of its time outside products (Ivanov et al., arXiv 2007.00072, table 1), where it
+streams at 0.85 of the bandwidth (``sim/costs/efficiency.py``); a product of 2 048 by 4 096 by 4 096 in 16 bit moves 67
+MB in 0.22 ms on an A100, 0.15 of it.
+"""
+_COLLECTIVE_PASSES: Final = 3
+"""A ring's step reads what it sends, reads what it adds to, and writes the sum."""
+_COLLECTIVE_PROCESSORS_FRAC: Final = 20 / 132
+"""Processors that collectives occupy: 20 of an H800's 132 (DeepSeek-V3, arXiv 2412.19437, section 3.5.1)."""
+
+
+def lane_demands(hardware: Hardware, num_ranks: int = 1) -> dict[Lane, dict[Resource, float]]:
+    """The share of every resource that each lane of one rank draws while it runs alone; none above 1.
+
+    Where the CPU is the device, its memory is the host's, and its cores compute.  Several ranks have a lane of
+    collectives too, and each draws on its own part of the machine (``shared/catalogue/rank_share.py``).
+    Raises HardwareError if the machine does not have the ranks.
+    """
+    own = hardware if num_ranks == 1 else machine_of_rank(hardware, num_ranks)
+    demands = _on_cpu(own) if own.device.kind is DeviceKind.CPU else _beside_a_device(own)
+    if not own.full_duplex:
+        demands[Lane.H2D][Resource.LINK] = demands[Lane.D2H][Resource.LINK] = 1.0
+    if num_ranks > 1:
+        demands[Lane.COLLECTIVE] = _collective(hardware, own, num_ranks)
+        demands[Lane.H2D][Resource.TO_DEVICE] = demands[Lane.D2H][Resource.FROM_DEVICE] = 1.0
+    return {lane: {resource: min(1.0, share) for resource, share in demand.items()} for lane, demand in demands.items()}
+
+
+def _on_cpu(hardware: Hardware) -> dict[Lane, dict[Resource, float]]:
+    """A copy reads the host's memory and writes it; what streams keeps as many cores busy as its rate takes."""
+    host = hardware.host
+    rates = {
+        Lane.H2D: 2 * hardware.host_to_device.bandwidth_bytes_per_s,
+        Lane.D2H: 2 * hardware.device_to_host.bandwidth_bytes_per_s,
+        Lane.CPU_OPTIM: host_adam_bytes_per_s(host),
+    }
+    demands: dict[Lane, dict[Resource, float]] = {
+        lane: {
+            Resource.HOST_MEMORY: rate / host.memory_bandwidth_bytes_per_s,
+            Resource.CORES: rate / CORE_BYTES_PER_S / host.num_cores,
+        }
+        for lane, rate in rates.items()
+    }
+    # Compute leaves a core to the other lanes, where there are two ([Note: A core for the lanes]).
+    cores_frac = max(1, host.num_cores - 1) / host.num_cores
+    demands[Lane.COMPUTE] = {Resource.HOST_MEMORY: _CPU_COMPUTE_FRAC, Resource.CORES: cores_frac}
+    return demands
+
+
+def _beside_a_device(hardware: Hardware) -> dict[Lane, dict[Resource, float]]:
+    """A copy passes the host's memory once; CPU Adam has the cores to itself.
+
+    The device's memory is no matter for copies: of every machine's that is known, both directions together take less
+    than compute leaves of it (at most 17 %, a GH200's).
+    """
+    host = hardware.host
+    copies = {
+        Lane.H2D: hardware.host_to_device.bandwidth_bytes_per_s,
+        Lane.D2H: hardware.device_to_host.bandwidth_bytes_per_s,
+    }
+    demands: dict[Lane, dict[Resource, float]] = {
+        lane: {Resource.HOST_MEMORY: rate / host.memory_bandwidth_bytes_per_s} for lane, rate in copies.items()
+    }
+    demands[Lane.CPU_OPTIM] = {Resource.HOST_MEMORY: host_adam_bytes_per_s(host) / host.memory_bandwidth_bytes_per_s}
+    demands[Lane.COMPUTE] = {Resource.DEVICE_MEMORY: _DEVICE_COMPUTE_FRAC, Resource.PROCESSORS: 1.0}
+    return demands
+
+
+def _collective(hardware: Hardware, own: Hardware, num_ranks: int) -> dict[Resource, float]:
+    """Collectives at the rate of the devices' own links; through the host, where copies pass too, if there are none.
+
+    ``own``: the part of ``hardware`` that one rank has.
+    """
+    node = hardware.node
+    levels = fabric_levels(hardware, num_ranks)
+    has_own_links = node is not None and node.device_link is not None and min(num_ranks, node.num_devices) > 1
+    if has_own_links and node is not None and node.topology is Topology.PAIRS and min(num_ranks, node.num_devices) > 2:
+        # Pair by pair through the host: that is what takes the time.
+        has_own_links = False
+        rate = levels[-1 if len(levels) == 1 else 1].ring_bytes_per_s
+    else:
+        rate = levels[0].ring_bytes_per_s
+    passes = _COLLECTIVE_PASSES * rate
+    if own.device.kind is DeviceKind.CPU:
+        return {
+            Resource.HOST_MEMORY: passes / own.host.memory_bandwidth_bytes_per_s,
+            Resource.CORES: passes / CORE_BYTES_PER_S / own.host.num_cores,
+        }
+    demand = {
+        Resource.DEVICE_MEMORY: passes / own.device.memory_bandwidth_bytes_per_s,
+        Resource.PROCESSORS: _COLLECTIVE_PROCESSORS_FRAC,
+    }
+    if has_own_links:
+        return demand
+    demand[Resource.TO_DEVICE] = rate / own.host_to_device.bandwidth_bytes_per_s
+    demand[Resource.FROM_DEVICE] = rate / own.device_to_host.bandwidth_bytes_per_s
+    if not own.full_duplex:
+        demand[Resource.LINK] = demand[Resource.TO_DEVICE] + demand[Resource.FROM_DEVICE]
+    if node is not None and node.through_host_memory:
+        # What a device sends is written there, what it receives is read from there.
+        demand[Resource.HOST_MEMORY] = 2 * rate / own.host.memory_bandwidth_bytes_per_s
+    return demand

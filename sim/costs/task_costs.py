@@ -1,0 +1,239 @@
+"""How long a task takes alone on its lane: the one place that durations come from.
+
+[Note: Launches]
+The host thread that dispatches operations and the device that executes them are two workers with a queue between.  On
+CUDA the host runs ahead, hundreds of kernels deep, and a phase takes as long as the slower of the two needs for all of
+its operations: max(dispatches, executions).  Taking the larger one operation by operation would bill small kernels for
+dispatches that happen while a large one before them still runs.  A dispatch takes the host DISPATCHES_PER_LAUNCH times
+as long as an operation that does nothing, and a kernel takes the device KERNEL_FIXED_S besides its work.  On the CPU
+one thread dispatches and then executes, so the two add up.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from math import exp, log
+from typing import Final, Self
+
+from ...shared.basics.errors import CalibrationError, HardwareError, WorkloadError
+from ...shared.catalogue.rank_share import machine_of_rank
+from ...shared.schema.calibration import Calibration
+from ...shared.schema.hardware import Device, DeviceKind, Hardware, Host, Link
+from ...shared.schema.schedule import Schedule, Task, TaskKind
+from ...shared.schema.workload import DType, Operation, OperationClass, Phase, Workload
+from ..workload_kernels import check_kernels
+from .collectives import Collective
+from .efficiency import CORE_BYTES_PER_S, CPU_ADAM_FRAC, DISPATCHES_PER_LAUNCH, KERNEL_FIXED_S, efficiency_frac
+from .fabrics import machine_collective
+from .kernels import kernel_s
+
+_MATRIX_CLASSES: Final = frozenset({OperationClass.MATMUL, OperationClass.ATTENTION})
+_WIDER: Final[dict[DType, tuple[DType, ...]]] = {
+    DType.FLOAT8_E4M3FN: (DType.BFLOAT16, DType.FLOAT16, DType.FLOAT32),
+    DType.FLOAT8_E5M2: (DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32),
+    DType.FLOAT16: (DType.FLOAT32,),
+    DType.BFLOAT16: (DType.FLOAT32,),
+    DType.FLOAT32: (),
+}
+"""Element types that hold every value of another: where a device has no matrix units for a type, it computes there."""
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """Seconds of every task on one machine, without contention.
+
+    ``use_measured``: take a phase's measured seconds where it has them.  They hold on the machine that measured them
+    alone, so whoever sets it has compared ``Workload.measured_on`` with the machine, as ``CostModel.of`` does.
+    Raises CalibrationError if the calibration belongs to another machine.
+    """
+
+    hardware: Hardware
+    """The machine of one rank."""
+    calibration: Calibration | None = None
+    use_measured: bool = field(default=False, kw_only=True)
+    together: Hardware | None = field(default=None, kw_only=True)
+    """The machine of all ranks, if there are several."""
+    _collective_s: dict[tuple[TaskKind, int, int], float] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    """Collectives seen so far."""
+    _modelled: dict[int, tuple[Phase, float]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """Phases seen so far by ``id``, since equal blocks share theirs; held here, a phase's id is not used again."""
+
+    def __post_init__(self) -> None:
+        if self.calibration is not None and self.calibration.hardware_name != self.hardware.name:
+            raise CalibrationError(
+                f"the calibration was made on {self.calibration.hardware_name} but the machine is "
+                f"{self.hardware.name}. Calibrate on this machine, or predict without a calibration."
+            )
+
+    @classmethod
+    def of(
+        cls, workload: Workload, hardware: Hardware, calibration: Calibration | None = None, *, num_ranks: int = 1
+    ) -> Self:
+        """The costs of ``workload`` on ``hardware``, by its measured seconds if they were measured there.
+
+        Of ``num_ranks`` equal ranks, each has its share of the machine (``shared/catalogue/rank_share.py``).
+        Raises WorkloadError if its blocks carry nothing but seconds of another machine, or were traced with kernels
+        that ``hardware`` does not have, and HardwareError if it has fewer devices than ranks.
+        """
+        check_kernels(workload, hardware)
+        use_measured = workload.measured_on == hardware.name
+        if not use_measured and not any(profile.forward.operations for profile in workload.profiles):
+            origin = f"seconds measured on {workload.measured_on}" if workload.measured_on is not None else "no seconds"
+            raise WorkloadError(
+                f"the blocks of {workload.model_name} list no operations and carry {origin}, which say nothing about "
+                f"{hardware.name}. Trace the model again, or measure it on {hardware.name}."
+            )
+        if num_ranks == 1:
+            return cls(hardware, calibration, use_measured=use_measured)
+        own = machine_of_rank(hardware, num_ranks)
+        return cls(own, calibration, use_measured=use_measured, together=hardware)
+
+    def durations_s(self, schedule: Schedule) -> tuple[float, ...]:
+        """Seconds of every task of ``schedule``, in its order."""
+        return tuple([self.task_s(task) for task in schedule.tasks])
+
+    def task_s(self, task: Task) -> float:
+        """Seconds of ``task`` alone on its lane: modelled or measured seconds * factor + overhead of its kind."""
+        match task.kind:
+            case TaskKind.FORWARD | TaskKind.RECOMPUTE | TaskKind.BACKWARD:
+                assert task.phase is not None
+                return self.phase_s(task.phase, task.kind)
+            case TaskKind.GATHER | TaskKind.ACTIVATION_FETCH:
+                return self._calibrated(self.copy_s(task.moved_bytes, self.hardware.host_to_device), task.kind)
+            case TaskKind.GRADIENT_OFFLOAD | TaskKind.ACTIVATION_OFFLOAD:
+                return self._calibrated(self.copy_s(task.moved_bytes, self.hardware.device_to_host), task.kind)
+            case TaskKind.GRADIENT_ACCUMULATE | TaskKind.GRADIENT_NORM:
+                # They stream through host memory as CPU Adam does.
+                return self._calibrated(task.stepped_bytes / host_adam_bytes_per_s(self.hardware.host), task.kind)
+            case TaskKind.CPU_ADAM | TaskKind.DEVICE_ADAM:
+                return self.adam_s(task.num_stepped, task.stepped_bytes, task.kind)
+            case TaskKind.ALL_GATHER | TaskKind.REDUCE_SCATTER | TaskKind.ALL_REDUCE:
+                return self._calibrated(self.collective_s(task.kind, task.moved_bytes, task.num_ranks), task.kind)
+
+    def phase_s(self, phase: Phase, kind: TaskKind) -> float:
+        """Seconds of a compute phase that runs as a task of ``kind``; calibrated."""
+        seen = self._modelled.get(id(phase))
+        if seen is None or seen[0] is not phase:
+            measured = self.use_measured and phase.measured_s is not None
+            seconds = phase.measured_s if measured else roofline_s(phase, self.hardware.device)
+            assert seconds is not None
+            seen = self._modelled[id(phase)] = (phase, seconds)
+        return self._calibrated(seen[1], kind)
+
+    def copy_s(self, size_bytes: int, link: Link) -> float:
+        """Seconds of one copy over an otherwise idle link, before calibration."""
+        return copy_time_s(size_bytes, link)
+
+    def collective_s(self, kind: TaskKind, size_bytes: int, num_ranks: int) -> float:
+        """Seconds of a collective of ``num_ranks`` on otherwise idle links, before calibration.
+
+        The fastest way that the links allow (``sim/costs/fabrics.py``); ``size_bytes`` is the whole buffer.
+        """
+        key = (kind, size_bytes, num_ranks)
+        seconds = self._collective_s.get(key)
+        if seconds is None:
+            assert self.together is not None, "several ranks have a machine together"
+            found = machine_collective(Collective(kind.value), size_bytes, self.together, num_ranks)
+            seconds = self._collective_s[key] = found.seconds
+        return seconds
+
+    def adam_s(self, num_stepped: int, stepped_bytes: int, kind: TaskKind) -> float:
+        """Seconds of an Adam step over ``num_stepped`` scalars that moves ``stepped_bytes``; calibrated.
+
+        Adam does about a dozen operations per element for 28 to 32 bytes of traffic, so memory bounds it: bytes over
+        the rate of the memory that holds the state.  Nothing to step costs the calibrated overhead alone.
+        """
+        if num_stepped == 0:
+            return self._calibrated(0.0, kind)
+        device = self.hardware.device
+        if kind is TaskKind.CPU_ADAM or device.kind is DeviceKind.CPU:
+            return self._calibrated(stepped_bytes / host_adam_bytes_per_s(self.hardware.host), kind)
+        rate = device.memory_bandwidth_bytes_per_s * efficiency_frac(device, OperationClass.ELEMENTWISE)
+        return self._calibrated(device.launch_overhead_s + stepped_bytes / rate, kind)
+
+    def _calibrated(self, seconds: float, kind: TaskKind) -> float:
+        if self.calibration is None:
+            return seconds
+        return seconds * self.calibration.factor(kind) + self.calibration.overhead_s.get(kind, 0.0)
+
+
+def host_adam_bytes_per_s(host: Host) -> float:
+    """Bytes of memory per second that CPU Adam moves on ``host``: measured, else a share of its memory bandwidth."""
+    if host.adam_bytes_per_s is not None:
+        return host.adam_bytes_per_s
+    return min(host.memory_bandwidth_bytes_per_s * CPU_ADAM_FRAC, host.num_cores * CORE_BYTES_PER_S)
+
+
+def copy_time_s(size_bytes: int, link: Link) -> float:
+    """Seconds for one copy over an otherwise idle link; never less for more bytes.
+
+    latency_s + size_bytes / bandwidth, or the link's measured table: between two points a power law (linear in the
+    logarithms, since both span decades), beyond the last one its bandwidth, below the first one a line from the
+    latency.  A table that dips is read as its running maximum: a larger copy never takes less time.
+    """
+    if not link.table:
+        return link.latency_s + size_bytes / link.bandwidth_bytes_per_s
+    sizes = [point.size_bytes for point in link.table]
+    seconds = list(accumulate((point.seconds for point in link.table), max))
+    if size_bytes >= sizes[-1]:
+        return seconds[-1] * (size_bytes / sizes[-1])
+    if size_bytes <= sizes[0]:
+        latency_s = min(link.latency_s, seconds[0])
+        return latency_s + (seconds[0] - latency_s) * (size_bytes / sizes[0])
+    above = bisect_left(sizes, size_bytes)
+    position = log(size_bytes / sizes[above - 1]) / log(sizes[above] / sizes[above - 1])
+    return seconds[above - 1] * exp(position * log(seconds[above] / seconds[above - 1]))
+
+
+def roofline_s(phase: Phase, device: Device) -> float:
+    """Seconds of a phase from its operations and the device's data sheet.
+
+    Each operation executes for max(arithmetic, bytes / (bandwidth * efficiency)) (roofline: Williams, Waterman,
+    Patterson, doi 10.1145/1498765.1498785), the arithmetic being flops / (peak * efficiency), or what its shape implies
+    (``sim/costs/kernels.py``); and it costs one launch, see [Note: Launches].
+    Raises HardwareError if the device states no peak for an element type that matrix products use.
+    """
+    executing_s = sum(operation.count * _execution_s(operation, device) for operation in phase.operations)
+    num_launches = sum(operation.count for operation in phase.operations)
+    if device.kind is DeviceKind.CPU:
+        return executing_s + num_launches * device.launch_overhead_s
+    fixed_s = min(KERNEL_FIXED_S, device.launch_overhead_s)
+    return max(executing_s + num_launches * fixed_s, num_launches * DISPATCHES_PER_LAUNCH * device.launch_overhead_s)
+
+
+def _execution_s(operation: Operation, device: Device) -> float:
+    operation_class = operation.operation_class
+    efficiency = efficiency_frac(device, operation_class)
+    moving_s = operation.bytes_moved / device.memory_bandwidth_bytes_per_s
+    if operation.flops == 0:
+        return moving_s / efficiency
+    if operation_class not in _MATRIX_CLASSES:
+        return max(operation.flops / device.vector_flop_per_s, moving_s) / efficiency
+    peak = matrix_flop_per_s(device, operation)
+    multiplying_s = kernel_s(operation, device, peak) if device.kind is DeviceKind.CUDA else None
+    if multiplying_s is None:
+        return max(operation.flops / peak, moving_s) / efficiency
+    # Operands stream in as those of element-wise operations do.
+    return max(multiplying_s, moving_s / efficiency_frac(device, OperationClass.ELEMENTWISE))
+
+
+def matrix_flop_per_s(device: Device, operation: Operation) -> float:
+    """Peak of matrix products in the operation's element type, or the nearest wider one that the device states.
+
+    Float32 and narrower end at the vector units, which every device has.  Raises HardwareError for other types.
+    """
+    for dtype in (operation.dtype, *_WIDER.get(operation.dtype, ())):
+        if dtype in device.peak_flop_per_s:
+            return device.peak_flop_per_s[dtype]
+    if operation.dtype in _WIDER:
+        return device.vector_flop_per_s
+    stated: Sequence[str] = sorted(device.peak_flop_per_s)
+    raise HardwareError(
+        f"{operation.name} multiplies matrices of {operation.dtype} but {device.name} states peak_flop_per_s for "
+        f"{', '.join(stated)} only. Add {operation.dtype} to the device's peak_flop_per_s."
+    )

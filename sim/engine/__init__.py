@@ -1,0 +1,1 @@
+"""A Schedule on SimPy until it is periodic, and the predicted Record."""

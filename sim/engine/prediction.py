@@ -1,0 +1,116 @@
+"""The record of a simulated iteration."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from ...shared.basics.errors import WorkloadError
+from ...shared.layout.layout import Layout, build_layout
+from ...shared.records.phase_times import phase_times_s
+from ...shared.schema.calibration import Calibration
+from ...shared.schema.hardware import Hardware
+from ...shared.schema.plan import Plan
+from ...shared.schema.record import LaneUse, Origin, Record, TaskTiming
+from ...shared.schema.schedule import LANES_ALONE, Schedule, TaskKind
+from ...shared.schema.workload import Workload
+from ...shared.verify.guaranteed_peak import guaranteed_device_peak
+from ...shared.verify.happens_before import HappensBefore
+from ..memory.host import host_memory
+from ..memory.reserved import device_reserved
+from .device_memory import DeviceMemory, pinned_host_curve, window_s
+from .timing import Timing
+
+_ITERATIONS: Final = 3
+"""Over which the happens-before relation is known: what memory accounts need."""
+
+
+def predicted_record(
+    plan: Plan,
+    workload: Workload,
+    hardware: Hardware,
+    calibration: Calibration | None,
+    schedule: Schedule,
+    timing: Timing,
+    *,
+    layout: Layout | None = None,
+    price_usd_per_hour: float | None = None,
+    collective_bytes: int = 0,
+) -> Record:
+    """One iteration of ``timing`` in steady state, with the memory of one rank, whose machine ``hardware`` is.
+
+    ``layout`` spares building the one of ``plan`` again; ``price_usd_per_hour``: of the devices of all ranks;
+    ``collective_bytes`` of the device carry collectives.  Seconds count from the start of the iteration's first compute
+    task.  Raises WorkloadError if the iteration takes no time.
+    """
+    if timing.iteration_s <= 0:
+        raise WorkloadError(
+            f"nothing in the workload {workload.model_name} takes time on {hardware.name}: its phases have neither "
+            f"operations nor seconds measured there. Trace the model again."
+        )
+    begin_s, end_s = window_s(schedule, timing)
+    tasks = _task_timings(schedule, timing, begin_s)
+    forward_s, backward_s = phase_times_s(schedule, [task.end_s for task in tasks])
+    if layout is None:
+        layout = build_layout(workload.parameters, num_blocks=workload.num_blocks, chunk_bytes=plan.chunk_bytes)
+    order = HappensBefore(schedule, _ITERATIONS)
+    device_curve = DeviceMemory(schedule, timing).curve()
+    return Record(
+        origin=Origin.SIMULATED,
+        plan=plan,
+        plan_id=schedule.plan_id,
+        model_name=workload.model_name,
+        hardware_name=hardware.name,
+        num_samples=workload.num_samples * plan.micro_batches * plan.num_ranks,
+        num_tokens=workload.num_tokens * plan.micro_batches * plan.num_ranks,
+        iteration_s=timing.iteration_s,
+        iteration_noise_frac=calibration.iteration_noise_frac if calibration is not None else 0.0,
+        forward_s=forward_s,
+        backward_s=backward_s,
+        optimizer_s=max(0.0, end_s - begin_s - forward_s - backward_s),
+        tasks=tasks,
+        lanes=_lane_uses(schedule, tasks),
+        memory=(device_curve, pinned_host_curve(schedule, timing)),
+        guaranteed_peak_device_bytes=guaranteed_device_peak(schedule, order).size_bytes,
+        device_reserved=device_reserved(
+            schedule, workload, layout, hardware.device, order=order, beside_bytes=collective_bytes
+        ),
+        host_memory=host_memory(
+            schedule, workload.parameters, layout, hardware, device_peak_bytes=device_curve.peak_bytes
+        ),
+        price_usd_per_hour=price_usd_per_hour,
+        num_gathers=sum(
+            task.kind in (TaskKind.GATHER, TaskKind.ALL_GATHER) and len(task.allocates) > 0 for task in schedule.tasks
+        ),
+        num_cpu_adam_steps=sum(task.kind is TaskKind.CPU_ADAM for task in schedule.tasks),
+    )
+
+
+def _task_timings(schedule: Schedule, timing: Timing, begin_s: float) -> tuple[TaskTiming, ...]:
+    starts_s, ends_s = timing.starts_s[timing.window], timing.ends_s[timing.window]
+    return tuple(
+        [
+            TaskTiming(
+                task=task.id,
+                name=task.name,
+                kind=task.kind,
+                lane=task.lane,
+                start_s=float(starts_s[task.id]) - begin_s,
+                end_s=float(ends_s[task.id]) - begin_s,
+                duration_s=float(ends_s[task.id] - starts_s[task.id]),
+            )
+            for task in schedule.tasks
+        ]
+    )
+
+
+def _lane_uses(schedule: Schedule, tasks: tuple[TaskTiming, ...]) -> tuple[LaneUse, ...]:
+    return tuple(
+        LaneUse(
+            lane=lane,
+            num_tasks=len(program),
+            busy_s=sum(tasks[task].duration_s for task in program),
+            moved_bytes=sum(schedule.tasks[task].moved_bytes for task in program),
+        )
+        for lane, program in schedule.lanes.items()
+        if program or lane in LANES_ALONE
+    )

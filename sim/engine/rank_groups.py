@@ -1,0 +1,167 @@
+"""Ranks that are not alike: stragglers, and machines of several kinds, that train one model together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import isfinite
+
+import numpy as np
+
+from ...shared.basics.errors import PlanError
+from ...shared.catalogue.rank_share import price_of_ranks
+from ...shared.compile.compile import compile_schedule
+from ...shared.layout.layout import Layout
+from ...shared.schema.calibration import Calibration
+from ...shared.schema.hardware import Hardware
+from ...shared.schema.plan import Plan
+from ...shared.schema.record import Record
+from ...shared.schema.schedule import Lane, Schedule
+from ...shared.schema.workload import Workload
+from ..costs.contention import ContentionModel
+from ..costs.task_costs import CostModel
+from ..memory.libraries import collective_bytes
+from .group_lanes import GroupLanes
+from .prediction import predicted_record
+from .simulator import MAX_ITERATIONS, MIN_ITERATIONS, by_task
+from .timing import Seconds, Timing, slowest_period_s, steady_period_s
+
+
+@dataclass(frozen=True)
+class RankGroup:
+    """Ranks that are alike."""
+
+    num_ranks: int
+    hardware: Hardware
+    """The machine of all ranks of the plan, as if all were like these; these are some of them."""
+    slowdowns: Mapping[Lane, float] = field(default_factory=dict)
+    """How many times as long tasks of a lane take as on that machine: a device that is throttled, a slow link."""
+    name: str = ""
+
+
+@dataclass(frozen=True)
+class GroupRecord:
+    """What one rank of a group does."""
+
+    group: RankGroup
+    record: Record
+    """Its samples and tokens are those of all ranks together, and so is its period."""
+
+    @property
+    def waiting_s(self) -> float:
+        """Seconds per iteration in which its compute lane stands still: what it waits for others, or for copies."""
+        return self.record.iteration_s - self.record.lane(Lane.COMPUTE).busy_s
+
+
+@dataclass(frozen=True)
+class GroupedPrediction:
+    """Unlike ranks that train together."""
+
+    groups: tuple[GroupRecord, ...]
+    iteration_s: float
+    """Period of the steady state, which all ranks share."""
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Throughput of all ranks together."""
+        return self.groups[0].record.tokens_per_s
+
+    @property
+    def price_usd_per_hour(self) -> float | None:
+        """Rent of all ranks; None if any price is unknown."""
+        prices = [price_of_ranks(group.group.hardware, group.group.num_ranks) for group in self.groups]
+        known = [price for price in prices if price is not None]
+        return sum(known) if len(known) == len(prices) else None
+
+
+def simulate_groups(
+    plan: Plan,
+    workload: Workload,
+    groups: Sequence[RankGroup],
+    calibration: Calibration | None = None,
+    *,
+    layout: Layout | None = None,
+) -> GroupedPrediction:
+    """What one steady-state iteration of ``workload`` under ``plan`` does on ranks of several kinds.
+
+    Every group is simulated once, whatever its number of ranks, in one world, where all meet in their collectives
+    ([Note: Where groups meet] in ``sim/engine/group_lanes.py``).  A collective takes as long as on the machine where
+    it takes longest.  Equal groups give exactly what ``simulate`` gives.  The cost grows with groups times tasks.
+
+    Raises PlanError if the groups do not have the plan's ranks between them, and what ``simulate`` raises.
+    """
+    _check_groups(plan, groups)
+    schedule = compile_schedule(plan, workload, layout)
+    costs = [CostModel.of(workload, group.hardware, calibration, num_ranks=plan.num_ranks) for group in groups]
+    durations_s = [_slowed(schedule, model, group) for model, group in zip(costs, groups, strict=True)]
+    contentions = [ContentionModel.of(group.hardware, calibration, num_ranks=plan.num_ranks) for group in groups]
+    timings = simulate_group_timings(schedule, durations_s, contentions)
+    records = [
+        predicted_record(
+            plan,
+            workload,
+            model.hardware,
+            calibration,
+            schedule,
+            timing,
+            layout=layout,
+            collective_bytes=collective_bytes(group.hardware, plan.num_ranks),
+        )
+        for group, model, timing in zip(groups, costs, timings, strict=True)
+    ]
+    found = tuple(GroupRecord(group, record) for group, record in zip(groups, records, strict=True))
+    return GroupedPrediction(found, timings[0].iteration_s)
+
+
+def simulate_group_timings(
+    schedule: Schedule,
+    durations_s: Sequence[Sequence[float]],
+    contentions: Sequence[ContentionModel],
+    *,
+    max_iterations: int = MAX_ITERATIONS,
+) -> tuple[Timing, ...]:
+    """Run the schedule in all groups until the tasks of all are periodic; see ``simulate_timing``.
+
+    Every group's timing has the common period.  Raises ScheduleError if the lanes wait for each other.
+    """
+    lanes = GroupLanes(schedule, durations_s, contentions)
+    ends_s: list[Seconds] = []
+
+    def run() -> None:
+        lanes.run_iteration()
+        ends_s.append(np.concatenate([by_task(schedule, of_group, len(ends_s)) for of_group in lanes.ends_s]))
+
+    period_s: float | None = None
+    while len(ends_s) < max(MIN_ITERATIONS, max_iterations) and period_s is None:
+        run()
+        if len(ends_s) >= MIN_ITERATIONS:
+            period_s = steady_period_s(ends_s)
+    iteration_s = period_s if period_s is not None else slowest_period_s(ends_s)
+    run()
+
+    def stacked(times_s: Sequence[Sequence[float]]) -> Seconds:
+        return np.stack([by_task(schedule, times_s, iteration) for iteration in range(len(ends_s))])
+
+    return tuple(
+        Timing(stacked(starts), stacked(ends), iteration_s=iteration_s, is_steady=period_s is not None)
+        for starts, ends in zip(lanes.starts_s, lanes.ends_s, strict=True)
+    )
+
+
+def _slowed(schedule: Schedule, costs: CostModel, group: RankGroup) -> tuple[float, ...]:
+    return tuple(costs.task_s(task) * group.slowdowns.get(task.lane, 1.0) for task in schedule.tasks)
+
+
+def _check_groups(plan: Plan, groups: Sequence[RankGroup]) -> None:
+    for group in groups:
+        if group.num_ranks < 1:
+            raise PlanError(f"a group of {group.num_ranks} ranks is none. Leave it out.")
+        for lane, slowdown in group.slowdowns.items():
+            if not (isfinite(slowdown) and slowdown > 0):
+                raise PlanError(f"the slowdown of {lane} is {slowdown}; it must be positive and finite.")
+    total = sum(group.num_ranks for group in groups)
+    if total != plan.num_ranks:
+        raise PlanError(
+            f"the groups have {total} ranks between them but the plan has num_ranks = {plan.num_ranks}. "
+            f"Set num_ranks to {max(1, total)}, or change the groups."
+        )

@@ -1,0 +1,1 @@
+"""Memory beyond the schedule: PyTorch's allocator, libraries, the host process."""

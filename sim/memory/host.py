@@ -1,0 +1,164 @@
+"""What training holds of the host's memory: pinned buffers, optimizer state, the model while it loads, the process.
+
+[Note: Pinned buffers]
+PyTorch's own allocator of pinned memory rounds every buffer up to a power of two (``CachingHostAllocator.h``,
+PowerOf2Ceil; pinned_max_round_threshold is unlimited by default): up to twice of what was asked for, and a page at
+least.  The runtime maps and locks every buffer by itself instead, in whole pages of 4 KiB, and so does a CPU that
+stands in for a device; ``PINNED_RULE`` is the one place that says so.
+
+[Note: Loading]
+The model is on the host when its chunks take it over, one after another (``runtime/chunks.py``): a chunk's home and the
+places its gradients arrive at are allocated, then its parameters are copied into it, with a float32 master beside where
+they are narrower, and only then the model's own copies go.  Moments come with the first
+step.  Ranks of a sharded plan would need all of that each; they are taken to read one chunk after another from files,
+and to keep their shards of it, on the host or on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+from ...shared.layout.layout import Layout, master_bytes
+from ...shared.schema.hardware import DeviceKind, Hardware
+from ...shared.schema.memory_accounts import HostMemory, PinnedRule
+from ...shared.schema.plan import ParallelMode
+from ...shared.schema.schedule import Content, Memory, Schedule
+from ...shared.schema.workload import Parameter
+
+PAGE_BYTES: Final = 4096
+"""A page of host memory."""
+
+PINNED_RULE: Final = PinnedRule.PAGES
+"""What ``host_buffer`` of the runtime's devices does; see [Note: Pinned buffers]."""
+
+RESERVE_BYTES: Final = 4 * 2**30
+"""The most host memory that plans leave to the system, Python and the data loader."""
+
+PROCESS_BYTES: Final = {DeviceKind.CPU: 400 * 2**20, DeviceKind.CUDA: 2048 * 2**20}
+"""Resident memory of a process that has imported what training needs, and trained something small.  A data loader's
+workers are processes of their own and not in it.
+
+CPU: 380 MiB with torch 2.13 and transformers 5.23 on Linux, of which 113 MiB are pages of files that processes share,
+rounded up; ``docs/memory.md`` has the command that prints it, and a test repeats it.
+
+CUDA: the largest figure found for a process that has put one number on a device, 2 056 600 kB with torch 2.2 on an
+RTX 3090 (github.com/pytorch/pytorch issue 113326).
+"""
+
+
+def in_pages(size_bytes: int) -> int:
+    """``size_bytes`` in whole pages."""
+    return -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
+
+
+def power_of_two(size_bytes: int) -> int:
+    """The smallest power of two of at least ``size_bytes``; 0 for nothing."""
+    return 1 << (size_bytes - 1).bit_length() if size_bytes else 0
+
+
+def pinned_size(sizes_bytes: Iterable[int], rule: PinnedRule) -> int:
+    """What pinned buffers of these sizes take of the host under ``rule``.  Bytes."""
+    if rule is PinnedRule.POWER_OF_TWO:
+        sizes_bytes = map(power_of_two, sizes_bytes)
+    return sum(map(in_pages, sizes_bytes))
+
+
+def host_memory(
+    schedule: Schedule,
+    parameters: Sequence[Parameter],
+    layout: Layout,
+    hardware: Hardware,
+    *,
+    device_peak_bytes: int,
+) -> HostMemory:
+    """What the process that carries out ``schedule`` holds of the host's memory.
+
+    ``device_peak_bytes``: the device's peak, which counts where the CPU is the device.
+    """
+    pinned = [b.size_bytes for b in schedule.buffers if b.memory is Memory.PINNED_HOST and b.is_static]
+    is_cpu = hardware.device.kind is DeviceKind.CPU
+    return HostMemory(
+        pinned_requested_bytes=pinned_size(pinned, PinnedRule.PAGES),
+        pinned_rounded_bytes=pinned_size(pinned, PinnedRule.POWER_OF_TWO),
+        pinned_rule=PINNED_RULE,
+        state_bytes=schedule.static_bytes(Memory.HOST),
+        device_bytes=device_peak_bytes if is_cpu else 0,
+        loading_bytes=loading_peak_bytes(schedule, parameters, layout, is_on_host=is_cpu),
+        process_bytes=PROCESS_BYTES[hardware.device.kind],
+    )
+
+
+def loading_peak_bytes(schedule: Schedule, parameters: Sequence[Parameter], layout: Layout, *, is_on_host: bool) -> int:
+    """The most host memory while the model moves into its chunks; see [Note: Loading].  Bytes.
+
+    ``is_on_host``: device memory is host memory too.
+    """
+    homes: dict[int, int] = {}
+    on_device: dict[int, int] = {}
+    for buffer in schedule.buffers:
+        if buffer.is_static and buffer.chunk is not None:
+            if buffer.memory is Memory.PINNED_HOST:
+                homes[buffer.chunk] = homes.get(buffer.chunk, 0) + pinned_size([buffer.size_bytes], PINNED_RULE)
+            elif buffer.memory is Memory.DEVICE and buffer.content is Content.PARAMETERS:
+                on_device[buffer.chunk] = buffer.size_bytes
+    is_sharded = schedule.parallel is ParallelMode.SHARDED
+    level = peak = 0 if is_sharded else sum(parameter.size_bytes for parameter in parameters)
+    for chunk in layout.chunks:
+        members = [parameters[placed.index] for placed in chunk.parameters]
+        masters = sum(p.num_elements * master_bytes(p.dtype) for p in members if p.trainable)
+        whole_bytes = sum(parameter.size_bytes for parameter in members)
+        if is_sharded:
+            level += whole_bytes
+            is_whole = on_device.get(chunk.id, 0) >= chunk.size_bytes
+            masters = masters if is_whole else -(-masters // schedule.num_ranks)
+        level += homes.get(chunk.id, 0)
+        if is_on_host or chunk.id not in on_device:
+            level += masters
+        # Every chunk is made on the device; an offloaded one goes from there when it has been filled.
+        filling_bytes = chunk.size_bytes if is_on_host else 0
+        peak = max(peak, level + filling_bytes)
+        if is_on_host:
+            level += on_device.get(chunk.id, 0)
+        level -= whole_bytes
+    return peak
+
+
+def default_reserve_bytes(memory_bytes: int, kind: DeviceKind) -> int:
+    """Host memory that plans leave alone: a tenth of ``memory_bytes`` or 4 GiB, whichever is less.
+
+    At least what Python and the libraries take, on a host that has four times that.
+    """
+    reserve_bytes = min(memory_bytes // 10, RESERVE_BYTES)
+    process_bytes = PROCESS_BYTES[kind]
+    return max(reserve_bytes, process_bytes) if memory_bytes >= 4 * process_bytes else reserve_bytes
+
+
+def memory_with_room(room_bytes: int, kind: DeviceKind) -> int:
+    """The least memory of a host that leaves ``room_bytes`` after ``default_reserve_bytes``.  Bytes."""
+    # The reserve jumps where the process begins to count; what is left grows on both sides of that.
+    step_bytes = 4 * PROCESS_BYTES[kind]
+    for low, high in ((0, step_bytes - 1), (step_bytes, max(step_bytes, 2 * room_bytes))):
+        if high - default_reserve_bytes(high, kind) < room_bytes:
+            continue
+        while low < high:
+            middle = (low + high) // 2
+            has_room = middle - default_reserve_bytes(middle, kind) >= room_bytes
+            low, high = (low, middle) if has_room else (middle + 1, high)
+        return low
+    raise AssertionError("twice the room is enough")
+
+
+def shares_of_one_memory(
+    memory_bytes: int, *, most_device_bytes: int, host_needs_bytes: Sequence[int]
+) -> tuple[int, int]:
+    """Budgets for device and host where the CPU is the device and no budget is given: (device, host), bytes.
+
+    Both lie in ``memory_bytes``.  Where there is room, the host has what the plan needs that offloads the most (the
+    largest of ``host_needs_bytes``), and the device all the rest.  Otherwise the device comes first, up to what any
+    plan could use of it (``most_device_bytes``), for there plans are fastest; but the host always has what the plan
+    needs that offloads the least, without which there would be none.
+    """
+    host_bytes = min(max(host_needs_bytes), max(memory_bytes - most_device_bytes, min(host_needs_bytes)))
+    host_bytes = max(0, min(host_bytes, memory_bytes - 1))
+    return max(1, memory_bytes - host_bytes), host_bytes

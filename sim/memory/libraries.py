@@ -1,0 +1,167 @@
+"""Device memory that no schedule allocates: what drivers and libraries take, as constants with their sources.
+
+[Note: What is counted where]
+``Device.reserved_bytes`` of a machine keeps memory from training: what the driver keeps, the context of the process,
+and ``ROUNDING_ALLOWANCE_BYTES`` for workspaces and the allocator's rounding (header of the catalogue of devices).
+Workspaces and rounding are also what the model of the allocator computes.  So that nothing counts twice, only
+``outside_allocator_bytes`` is what the allocator cannot have, and workspaces are part of what it reserves.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Final
+
+from ...shared.schema.hardware import Device, DeviceKind, Hardware
+
+_KIB: Final = 2**10
+_MIB: Final = 2**20
+
+ROUNDING_ALLOWANCE_BYTES: Final = 256 * _MIB
+"""Part of every ``reserved_bytes`` of the catalogue, for workspaces and rounding: see its header."""
+
+
+class Generation(StrEnum):
+    """Generations of devices that libraries treat alike."""
+
+    VOLTA = "volta"
+    AMPERE = "ampere"
+    ADA = "ada"
+    HOPPER = "hopper"
+    BLACKWELL = "blackwell"
+    CDNA2 = "cdna2"
+    CDNA3 = "cdna3"
+
+
+_NAMES: Final[dict[Generation, tuple[str, ...]]] = {
+    Generation.CDNA3: ("mi300", "mi308", "mi325", "mi350", "mi355"),
+    Generation.CDNA2: ("mi210", "mi250"),
+    Generation.BLACKWELL: ("b100", "b200", "b300", "rtx 50", "rtx 5090", "rtx 5080", "rtx pro 6000", "blackwell"),
+    Generation.HOPPER: ("h100", "h200", "h800", "h20", "gh200", "hopper"),
+    Generation.ADA: ("rtx 40", "rtx 4090", "rtx 4080", "l40", "l4", "6000 ada", "ada"),
+    Generation.AMPERE: ("a100", "a800", "a40", "a30", "a10", "a6000", "rtx 30", "rtx 3090", "rtx 3080", "ampere"),
+    Generation.VOLTA: ("v100", "titan v", "volta"),
+}
+"""Parts of the names of devices, as the catalogue and drivers write them; "gb200" and "gh200" contain shorter ones."""
+
+
+def generation_of(device: Device) -> Generation | None:
+    """The generation that the device's name tells; None if it does not."""
+    words = device.name.lower().replace("-", " ").replace("_", " ")
+    padded = f" {words} "
+    for generation, names in _NAMES.items():
+        for name in names:
+            if f" {name}" in padded or f" g{name}" in padded:
+                return generation
+    return None
+
+
+CONTEXT_BYTES: Final[dict[Generation | None, int]] = {
+    Generation.AMPERE: 256 * _MIB,
+    Generation.ADA: 426 * _MIB,
+    None: 616 * _MIB,
+}
+"""Device memory of a process that has only created its CUDA context, kernels loaded as they are needed.
+
+256 MiB on an RTX 3090 with torch 2.7 (github.com/invoke-ai/InvokeAI issue 9413); 426 MiB on an RTX 6000 Ada with torch
+2.10 (github.com/unslothai/unsloth-zoo pull request 1053); for every other generation the largest figure found, 616 MiB
+(github.com/LMCache/LMCache issue 4019).  Before CUDA 11.7 it was more than 1 GiB (github.com/pytorch/pytorch issue
+107667).
+"""
+
+
+def context_bytes(device: Device) -> int:
+    """What a CUDA context takes of the device, where no ``reserved_bytes`` says it.  Bytes."""
+    return CONTEXT_BYTES.get(generation_of(device), CONTEXT_BYTES[None])
+
+
+def outside_allocator_bytes(device: Device) -> int:
+    """Device memory that PyTorch's allocator cannot have; see [Note: What is counted where].
+
+    ``reserved_bytes`` less the allowance for what the allocator's model computes; the context alone if the machine says
+    nothing.  Never the whole device.
+    """
+    if device.reserved_bytes == 0:
+        return min(context_bytes(device), device.memory_bytes - 1)
+    return max(0, device.reserved_bytes - ROUNDING_ALLOWANCE_BYTES)
+
+
+# -- matrix products -------------------------------------------------------------------------------------------------
+
+NUM_HANDLES: Final = 2
+"""A thread has a cuBLAS handle of its own: the thread that runs forward, and autograd's, which runs backward."""
+CUBLAS_BYTES: Final = 2 * 4096 * _KIB + 8 * 16 * _KIB
+"""PyTorch's default ``CUBLAS_WORKSPACE_CONFIG``, :4096:2:16:8."""
+CUBLAS_HOPPER_BYTES: Final = 8 * 4096 * _KIB
+"""Its default for compute capability 9.0."""
+CUBLASLT_BYTES: Final = 1024 * _KIB
+"""Its default ``CUBLASLT_WORKSPACE_SIZE``, beside the former unless they are unified."""
+ROCBLAS_BYTES: Final = 32 * 1024 * _KIB
+ROCBLAS_CDNA3_BYTES: Final = 128 * 1024 * _KIB
+HIPBLASLT_BYTES: Final = 76 * 1024 * _KIB
+
+
+def matrix_workspaces(device: Device) -> tuple[int, ...]:
+    """The workspaces of matrix products that PyTorch allocates on the stream of compute, one after another.  Bytes.
+
+    One per handle and library: cuBLAS for every product, cuBLASLt for those with a bias.  They come from the caching
+    allocator and stay.  Attention and normalization in transformers use kernels that need none that stays; cuDNN has
+    no part in them.  A device of unknown generation gets those of NVIDIA devices other than Hopper.
+
+    Source: PyTorch, ``aten/src/ATen/cuda/CublasHandlePool.cpp`` (parseChosenWorkspaceSize,
+    parseCUDABlasLtWorkspaceSize).
+    """
+    generation = generation_of(device)
+    if generation is Generation.CDNA3:
+        one = (ROCBLAS_CDNA3_BYTES, HIPBLASLT_BYTES)
+    elif generation is Generation.CDNA2:
+        one = (ROCBLAS_BYTES, HIPBLASLT_BYTES)
+    elif generation is Generation.HOPPER:
+        one = (CUBLAS_HOPPER_BYTES, CUBLASLT_BYTES)
+    else:
+        one = (CUBLAS_BYTES, CUBLASLT_BYTES)
+    return one * NUM_HANDLES
+
+
+# -- collectives -----------------------------------------------------------------------------------------------------
+
+_NCCL_STEPS: Final = 8
+NCCL_SIMPLE_BYTES: Final = 4 * _MIB
+"""Buffer of the protocol Simple (DEFAULT_BUFFSIZE)."""
+NCCL_LL_BYTES: Final = 8 * 512 * _NCCL_STEPS * 16
+"""Of LL: lines of a thread, threads, steps, bytes of a line (DEFAULT_LL_BUFFSIZE)."""
+NCCL_LL128_BYTES: Final = 120 * 640 * _NCCL_STEPS * 8
+"""Of LL128: elements of a thread, threads, steps, bytes of an element (DEFAULT_LL128_BUFFSIZE)."""
+_NCCL_PAGE_BYTES: Final = 2 * _MIB
+
+
+NCCL_CHANNELS: Final = {"own links": 32, "peers": 4, "host": 2}
+"""Channels of a communicator over links of the devices' own (the most that NCCL takes for them), over PCIe between
+devices that write into each other (4 on eight RTX 5090, github.com/tinygrad/open-gpu-kernel-modules issue 29), and
+through the host's memory (2 on eight RTX 4090, github.com/NVIDIA/nccl-tests issue 307)."""
+
+
+def collective_bytes(hardware: Hardware, num_ranks: int) -> int:
+    """Device memory of what carries collectives between ``num_ranks`` devices of a machine, on each.  Bytes.
+
+    One communicator, outside PyTorch's allocator; nothing for one rank, or where the CPU is the device.
+    """
+    if num_ranks == 1 or hardware.device.kind is DeviceKind.CPU:
+        return 0
+    node = hardware.node
+    if node is None or node.device_link is not None:
+        return nccl_bytes(num_channels=NCCL_CHANNELS["own links"])
+    return nccl_bytes(num_channels=NCCL_CHANNELS["host" if node.through_host_memory else "peers"])
+
+
+def nccl_bytes(*, num_channels: int, num_connections: int = 2) -> int:
+    """Device memory of one NCCL communicator's buffers, outside PyTorch's allocator.  Bytes.
+
+    Per channel and connection (a ring has two, to send and to receive) one buffer of every protocol, together rounded
+    up to a page of 2 MiB.  32 channels of a ring: 640 MiB.
+
+    Source: NCCL, ``src/init.cc`` (computeBuffSizes) and ``src/include/device.h``; buffers of 10 485 760 bytes were seen
+    on 8 H100 (github.com/NVIDIA/nccl issue 1685).
+    """
+    one = NCCL_SIMPLE_BYTES + NCCL_LL_BYTES + NCCL_LL128_BYTES
+    return num_channels * num_connections * (-(-one // _NCCL_PAGE_BYTES) * _NCCL_PAGE_BYTES)

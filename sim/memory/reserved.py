@@ -1,0 +1,90 @@
+"""How much of a device PyTorch's allocator reserves for a simulated schedule, as a range."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from ...shared.layout.layout import Layout
+from ...shared.schema.hardware import Device, DeviceKind
+from ...shared.schema.memory_accounts import DeviceReserved
+from ...shared.schema.schedule import Schedule
+from ...shared.schema.workload import Workload
+from ...shared.verify.happens_before import HappensBefore
+from .allocator import AllocatorFullError, CachingAllocator
+from .allocator_tensors import static_tensors
+from .libraries import matrix_workspaces, outside_allocator_bytes
+from .request_replay import MAX_ITERATIONS, Inside, Replayed, RequestLog, replay
+from .requests_of_schedule import allocation_program
+from .rules import SEGMENT_ROUNDING_BYTES, AllocatorSettings
+
+_EXPANDABLE: Final = AllocatorSettings(expandable_segments=True)
+_COARSE_ITERATIONS: Final = 2
+"""The coarse reading takes nearly everything that it ever takes in the first iteration and the first with all state."""
+
+
+def device_reserved(
+    schedule: Schedule,
+    workload: Workload,
+    layout: Layout,
+    device: Device,
+    *,
+    order: HappensBefore | None = None,
+    settings: AllocatorSettings | None = None,
+    beside_bytes: int = 0,
+) -> DeviceReserved | None:
+    """What the allocator holds once it asks the driver for no more; None where the CPU is the device, which has none.
+
+    Iterations are replayed from the set-up on ([Note: What a replay knows] in ``sim/memory/request_replay.py``),
+    without a limit, in either reading of what happens within tasks.  Where the expected one exceeds the device, it is
+    replayed once more within it, so that cached segments are given back, and with expandable segments, without a limit
+    and, if that is needed, within it.  ``order`` spares
+    computing the happens-before relation again; ``settings`` are those of the allocator; ``beside_bytes`` of the device
+    are taken beside it, by what carries collectives.
+    """
+    if device.kind is DeviceKind.CPU:
+        return None
+    program = allocation_program(schedule, order)
+    static = static_tensors(schedule, workload.parameters, layout)
+    workspaces = matrix_workspaces(device)
+    logs = {inside: RequestLog(program, static, workspaces=workspaces, inside=inside) for inside in Inside}
+    limit_bytes = max(1, device.memory_bytes - outside_allocator_bytes(device) - beside_bytes)
+
+    def replayed(
+        inside: Inside,
+        *,
+        within: int | None = None,
+        max_iterations: int = MAX_ITERATIONS,
+        settings: AllocatorSettings | None = settings,
+    ) -> Replayed:
+        allocator = CachingAllocator(settings, limit_bytes=within)
+        return replay(logs[inside], allocator, max_iterations=max_iterations)
+
+    def retries(settings: AllocatorSettings | None) -> int | None:
+        """How often free memory must go back for the replay to stay within the device; None if it cannot."""
+        try:
+            return replayed(Inside.LATEST_FIRST, within=limit_bytes, settings=settings).num_retries
+        except AllocatorFullError:
+            return None
+
+    expected = replayed(Inside.LATEST_FIRST)
+    coarse = replayed(Inside.AT_ONCE, max_iterations=_COARSE_ITERATIONS)
+    num_retries: int | None = 0
+    expandable_bytes: int | None = None
+    expandable_retries: int | None = None
+    if expected.peak_reserved_bytes > limit_bytes:
+        num_retries = retries(settings)
+        expandable_bytes = replayed(Inside.LATEST_FIRST, settings=_EXPANDABLE).peak_reserved_bytes
+        expandable_retries = retries(_EXPANDABLE) if expandable_bytes > limit_bytes else 0
+    return DeviceReserved(
+        at_least_bytes=-(-expected.peak_allocated_bytes // SEGMENT_ROUNDING_BYTES) * SEGMENT_ROUNDING_BYTES,
+        expected_bytes=expected.peak_reserved_bytes,
+        at_most_bytes=max(expected.peak_reserved_bytes, coarse.peak_reserved_bytes),
+        workspace_bytes=sum(workspaces),
+        outside_bytes=device.memory_bytes - limit_bytes,
+        limit_bytes=limit_bytes,
+        num_retries=num_retries,
+        expandable_bytes=expandable_bytes,
+        expandable_retries=expandable_retries,
+        num_iterations=expected.num_iterations,
+        is_settled=expected.is_settled,
+    )

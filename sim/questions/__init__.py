@@ -1,0 +1,1 @@
+"""Questions that take several searches: what if, which machine to rent."""

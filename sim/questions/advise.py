@@ -1,0 +1,318 @@
+"""Which machine to rent: one search over batch sizes per machine, many at once, resumable, ranked.
+
+Machines with several devices are asked about as a whole, in every parallel mode, and as one of their devices alone.
+Every search ends after so much work that a sweep over the catalogue takes minutes; the answer says how much faster than
+its plan any other one could be.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing import get_context, parent_process
+from pathlib import Path
+from threading import Thread
+from typing import Any, Final
+
+from ...shared.basics.errors import FileError, HardwareError, ProtwinError
+from ...shared.basics.progress import OnProgress
+from ...shared.catalogue.models import known_model
+from ...shared.catalogue.rank_share import price_of_ranks
+from ...shared.schema.advice import Advice, AdviceState, MachineAdvice
+from ...shared.schema.hardware import Hardware
+from ...shared.schema.search_result import BatchSearchResult
+from ...shared.schema.workload import Workload
+from ..searching.batch_search import search_batches
+from ..space.step_spec import StepRule
+
+_SECONDS_PER_HOUR: Final = 3600
+_MOST_WORK: Final = 8_000
+"""Plans that a search looks at closely times the micro-batches of one sample that a device goes through."""
+SearchOne = Callable[["Request", "Asked"], MachineAdvice]
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is to be trained; everything that decides an answer besides the machine."""
+
+    model: str
+    sequence_length: int | None
+    dtype: str | None
+    global_batch: int
+    max_gradient_norm: float | None
+    fingerprint: str
+    """Of what ``model`` stands for and of the software, so that answers of another are not taken for its own."""
+
+    @property
+    def identity(self) -> str:
+        """Hash of all of it."""
+        return hashlib.sha256(json.dumps(vars(self), sort_keys=True).encode()).hexdigest()[:32]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Devices of a machine that train together."""
+
+    hardware: Hardware
+    num_ranks: int = 1
+    num_devices: int = 1
+    """Those whose rent counts: idle ones too where the machine is rented as a whole."""
+
+    @property
+    def key(self) -> str:
+        """Hash of the machine's description, with both numbers."""
+        return f"{machine_key(self.hardware)}-{self.num_ranks}-{self.num_devices}"
+
+    @property
+    def same_search(self) -> str:
+        """What is equal where the searches of a model of the catalogue are.
+
+        Names and prices are no part of it, nor is what one device alone has no use of.
+        """
+        update: dict[str, object] = {"name": "machine", "price_usd_per_hour": None}
+        if self.num_ranks == 1:
+            update |= {"node": None, "network": None}
+        return f"{machine_key(self.hardware.model_copy(update=update))}-{self.num_ranks}"
+
+    def priced(self, found: MachineAdvice) -> MachineAdvice:
+        """``found``, which may be of an equal machine, with this one's name and price."""
+        price, rate = price_of_ranks(self.hardware, self.num_devices), found.tokens_per_s
+        return found.model_copy(
+            update={
+                "hardware_name": self.hardware.name,
+                "num_ranks": self.num_ranks,
+                "num_devices": self.num_devices,
+                "price_usd_per_hour": price,
+                "usd_per_million_tokens": None
+                if price is None or rate is None
+                else price / _SECONDS_PER_HOUR / rate * 10**6,
+            }
+        )
+
+
+def whole_machines(machines: Sequence[Hardware], num_parts: int) -> list[Asked]:
+    """Every machine with all devices that can share ``num_parts`` parts evenly, and with one of them alone."""
+    together = []
+    for hardware in machines:
+        most = min(hardware.num_devices, num_parts)
+        num_ranks = next(number for number in range(most, 0, -1) if num_parts % number == 0)
+        if num_ranks > 1:
+            together.append(Asked(hardware, num_ranks, hardware.num_devices))
+    return [*together, *(Asked(hardware) for hardware in machines)]
+
+
+def machines_with(machines: Sequence[Hardware], ranks: Sequence[int]) -> list[Asked]:
+    """Those that have as many devices, for each number of ``ranks``.  Raises HardwareError if a number is too large."""
+    asked = []
+    for num_ranks in ranks:
+        found = [Asked(hardware, num_ranks, num_ranks) for hardware in machines if hardware.num_devices >= num_ranks]
+        if not found:
+            largest = max(machines, key=lambda hardware: hardware.num_devices)
+            raise HardwareError(
+                f"--ranks {num_ranks}: no machine that is asked about has so many devices; {largest.name} has "
+                f"{largest.num_devices:,}. Ask about fewer ranks, or name a machine with --hardware."
+            )
+        asked += found
+    return asked
+
+
+def advise(
+    request: Request,
+    asked: Sequence[Asked],
+    *,
+    search_one: SearchOne,
+    num_processes: int,
+    state: Path | None = None,
+    ranks: Sequence[int] = (),
+    on_progress: OnProgress,
+    keep_interrupted: bool = False,
+) -> Advice:
+    """The machines ranked by time, and by cost per token where prices are given.
+
+    ``search_one`` runs in other processes (spawned), ``num_processes`` at once.  Every answer is written to ``state``
+    as it comes, and read from there when the same is asked again.  ``keep_interrupted``: Ctrl-C ends the sweep with the
+    answers so far, if there are any.  ``ranks``: what ``asked`` came from, if numbers of devices were named.  Raises
+    FileError if ``state`` belongs to another request or is damaged, or cannot be written, and ProtwinError if a process
+    was ended from outside.
+    """
+    known = _known(request, state)
+    found = {one.key: known[one.key] for one in asked if one.key in known}
+    missing = [one for one in asked if one.key not in found]
+    is_known = known_model(request.model) is not None  # seconds of others may be those of a machine of some name
+    alike: dict[str, list[Asked]] = {}
+    for one in missing:
+        alike.setdefault(one.same_search if is_known else one.key, []).append(one)
+    on_progress(len(found), len(asked))
+    try:
+        for first, answer in _answers(request, [ones[0] for ones in alike.values()], search_one, num_processes):
+            for one in next(ones for ones in alike.values() if ones[0] is first):
+                found[one.key] = known[one.key] = one.priced(answer)
+            if state is not None:
+                AdviceState(request=request.identity, answers=known).save(state)
+            on_progress(len(found), len(asked))
+    except KeyboardInterrupt:
+        if not keep_interrupted or not found:
+            raise
+    return Advice(
+        model=request.model,
+        sequence_length=request.sequence_length,
+        global_batch_size=request.global_batch,
+        ranks=tuple(ranks),
+        machines=tuple(sorted(found.values(), key=MachineAdvice.rank)),
+        unanswered=tuple(dict.fromkeys(one.hardware.name for one in asked if one.key not in found)),
+    )
+
+
+def machine_key(hardware: Hardware) -> str:
+    """Hash of a machine's description."""
+    return hashlib.sha256(hardware.to_json().encode()).hexdigest()[:32]
+
+
+def _known(request: Request, state: Path | None) -> dict[str, MachineAdvice]:
+    if state is None or not state.exists():
+        return {}
+    saved = AdviceState.load(state)
+    if saved.request != request.identity:
+        raise FileError(
+            f"{state} holds answers to another question: another model, shape, global batch or release. "
+            f"Name another file, or remove it to begin anew."
+        )
+    return dict(saved.answers)
+
+
+def _answers(
+    request: Request, asked: Sequence[Asked], search_one: SearchOne, num_processes: int
+) -> Iterator[tuple[Asked, MachineAdvice]]:
+    """Answers as they come.  Ctrl-C ends all processes."""
+    if not asked:
+        return
+    if num_processes == 1 or len(asked) == 1:
+        for one in asked:
+            yield one, search_one(request, one)
+        return
+    pool = ProcessPoolExecutor(min(num_processes, len(asked)), mp_context=get_context("spawn"), initializer=_begin)
+    try:
+        with _interruptions_held():
+            futures: dict[Future[MachineAdvice], Asked] = {pool.submit(search_one, request, one): one for one in asked}
+        for future in as_completed(futures):
+            yield futures[future], future.result()
+    except BrokenExecutor as error:
+        raise ProtwinError(
+            f"one of {min(num_processes, len(asked))} processes that search ended by itself: out of memory, most "
+            f"likely. Ask again with --processes {max(1, num_processes // 2)}, and --state FILE to keep what is known."
+        ) from error
+    except BaseException:
+        for process in list((pool._processes or {}).values()):
+            process.terminate()
+        raise
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+@contextmanager
+def _interruptions_held() -> Iterator[None]:
+    """Let Ctrl-C wait.  Processes that are started meanwhile never hear it, not even while they begin.
+
+    It reaches every process of a terminal, and the parent ends the others.
+    """
+    import signal
+
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _begin() -> None:
+    """Make a searching process end with its parent.
+
+    A parent that is killed cannot end it, and it would wait for ever for work that never comes.
+    """
+    parent = parent_process()
+    assert parent is not None
+
+    def follow() -> None:
+        parent.join()
+        os._exit(1)
+
+    Thread(target=follow, daemon=True).start()
+
+
+def check_request(request: Request) -> int:
+    """Into how many micro-batches of the least size the global batch can be cut.
+
+    Raises ProtwinError if no machine could answer: the model is unknown, its shape missing, an option impossible.
+    """
+    from ...shared.cli.options import cache_folder
+    from ..workload_source import resolve_workload, saved_sizes
+
+    StepRule(max_gradient_norm=request.max_gradient_norm)
+    sizes = saved_sizes(request.model, request.global_batch)
+    least = sizes[0] if sizes else 1
+    resolve_workload(
+        request.model,
+        batch_size=least,
+        sequence_length=request.sequence_length,
+        dtype=request.dtype,
+        cache=cache_folder(),
+        warn=lambda message: None,
+    )
+    return request.global_batch // least
+
+
+def search_machine(request: Request, asked: Asked) -> MachineAdvice:
+    """The best plan on some devices of a machine, or why there is none.
+
+    The workload comes without torch where the model's family is shipped, and from the cache otherwise.
+    """
+    nothing = MachineAdvice(hardware_name=asked.hardware.name, price_usd_per_hour=None)
+    try:
+        found = _search(request, asked.hardware, asked.num_ranks)
+    except ProtwinError as error:
+        return asked.priced(nothing.model_copy(update={"reason": str(error)}))
+    prediction = found.result.prediction
+    bounds_s = [choice.shortest_possible_s for choice in found.choices if choice.shortest_possible_s is not None]
+    best = {
+        "tokens_per_s": prediction.num_tokens / prediction.iteration_s,
+        "plan": found.result.plan,
+        "micro_batch_size": found.micro_batch_size,
+        "iteration_s": prediction.iteration_s,
+        "num_tokens": prediction.num_tokens,
+        "guaranteed_peak_device_bytes": prediction.guaranteed_peak_device_bytes,
+        "is_certified": found.result.certificate.is_certified,
+        "gap_frac": max(0.0, 1 - min(bounds_s) / prediction.iteration_s),
+    }
+    return asked.priced(nothing.model_copy(update=best))
+
+
+def _search(request: Request, hardware: Hardware, num_ranks: int) -> BatchSearchResult:
+    from ...shared.cli.options import cache_folder
+    from ..workload_source import resolve_workload, saved_sizes
+
+    def workload_at(size: int) -> Workload:
+        return resolve_workload(
+            request.model,
+            batch_size=size,
+            sequence_length=request.sequence_length,
+            dtype=request.dtype,
+            cache=cache_folder(),
+            warn=lambda message: None,
+            device_kind=hardware.device.kind,
+        )
+
+    effort: dict[str, Any] = {
+        "micro_batch_sizes": saved_sizes(request.model, request.global_batch, num_ranks),
+        "max_gradient_norm": request.max_gradient_norm,
+        "max_replays": max(1, _MOST_WORK * num_ranks // request.global_batch),
+    }
+    if num_ranks == 1:
+        return search_batches(workload_at, request.global_batch, hardware, **effort)
+    from ..searching.rank_batches import search_rank_batches
+
+    return search_rank_batches(workload_at, request.global_batch, hardware, num_ranks=num_ranks, **effort)

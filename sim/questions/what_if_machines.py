@@ -1,0 +1,153 @@
+"""What-if questions that name what would be different: parts of the catalogue, whole machines, or single figures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from ...shared.basics.errors import CalibrationError, CatalogueError, HardwareError, WorkloadError
+from ...shared.basics.suggestions import did_you_mean
+from ...shared.catalogue.machines import cluster_names, machine, machine_names, override_hardware
+from ...shared.catalogue.parts import device_names, host_names, link_names, network_names, node_names
+from ...shared.schema.calibration import Calibration
+from ...shared.schema.hardware import Device, Hardware
+from ...shared.schema.workload import Workload
+from ..commands.options import USUAL
+from ..space.step_spec import MOST_RANKS
+from .what_if import Question, Setting, machine_with_room
+
+_PARTS: Final[dict[str, Callable[[], tuple[str, ...]]]] = {
+    "device": device_names,
+    "host": host_names,
+    "link": link_names,
+    "node": node_names,
+    "network": network_names,
+}
+_SPEEDLESS: Final = ("memory_bytes", "reserved_bytes", "source")
+"""Fields of a device that no second depends on."""
+
+
+@dataclass(frozen=True)
+class ChangedMachine:
+    """A machine as it might be, and what was asked for in the words of whoever asked."""
+
+    change: str
+    hardware: Hardware
+    num_ranks: int | None = None
+    """None: as many as there are."""
+
+
+def changed_machines(
+    wanted: Iterable[str], hardware: Hardware, calibration: Calibration | None = None
+) -> tuple[ChangedMachine, ...]:
+    """The machine of each question, in order; ``USUAL`` asks for none.
+
+    A question is the name of a device, host, link, node or network, which takes the place of the machine's, or of a
+    machine of the catalogue with several devices, or changes as ``override_hardware`` takes them
+    (``device.memory_bytes=48GiB``), or another number of ranks (``ranks=16``), for which nodes are added where a
+    network joins them; or several of these, separated by blanks.  What names a device and a machine with one means the
+    device.
+
+    Raises CatalogueError if a name is unknown, HardwareError if a change is, or if two of a question contradict each
+    other, and CalibrationError if ``calibration`` says nothing about the changed machine.
+    """
+    found = []
+    for question in dict.fromkeys(" ".join(text.split()) for text in wanted):
+        if question == USUAL:
+            continue
+        changed, num_ranks = _changed(question, hardware)
+        if calibration is not None and changed.name != hardware.name:
+            raise CalibrationError(
+                f"--what-if {question} is another device than that of {hardware.name}, where the calibration was made. "
+                f"Leave --calibration out to compare devices by their data sheets."
+            )
+        found.append(ChangedMachine(question, changed, num_ranks))
+    return tuple(found)
+
+
+def part_questions(setting: Setting, machines: Sequence[ChangedMachine]) -> tuple[Question, ...]:
+    """The questions about ``machines``: with the setting's budgets where it has some, else with all of their memory.
+
+    Raises WorkloadError if the seconds of the setting's workload were measured, so that the change could not show,
+    HardwareError if a machine has too few devices for the ranks, and PlanError if they cannot share a global batch.
+    """
+    asked = []
+    for one in machines:
+        _check_measured(setting.workload, setting.hardware, one)
+        num_ranks = one.num_ranks or setting.num_ranks
+        if num_ranks > one.hardware.num_devices:
+            raise HardwareError(
+                f"--what-if {one.change} asks about {num_ranks:,} ranks, but {one.hardware.name} then has "
+                f"{_devices(one.hardware)}. Ask about fewer with ranks={one.hardware.num_devices}, or name another "
+                f"machine."
+            )
+        if setting.batches is not None:
+            setting.batches.check(num_ranks)
+        asked.append(setting.question(one.change, one.hardware, one.num_ranks))
+    return tuple(asked)
+
+
+def _devices(hardware: Hardware) -> str:
+    return "one device" if hardware.num_devices == 1 else f"{hardware.num_devices:,} devices"
+
+
+def _changed(question: str, hardware: Hardware) -> tuple[Hardware, int | None]:
+    """The machine, and the number of ranks if one is named."""
+    changes: dict[str, str] = {}
+    base = hardware
+    for word in question.split():
+        field, equals, value = word.partition("=")
+        if not equals:
+            field, value = _part_of(word), word
+        elif not (field and value):
+            raise HardwareError(f"--what-if {word} is no change. Write it as device.memory_bytes=40GiB.")
+        if field in changes or (field == "machine" and base is not hardware):
+            raise HardwareError(f"--what-if {question} gives {field} twice. Ask two questions.")
+        if field == "machine":
+            base = machine(value)
+        else:
+            changes[field] = value
+    if not question:
+        raise HardwareError(f"--what-if names nothing. Name a part, write a change, or write {USUAL}.")
+    ranks = changes.pop("ranks", None)
+    changed = override_hardware(base, changes) if changes else base
+    if ranks is None:
+        return changed, None
+    num_ranks = _count(ranks)
+    return (changed if "network.num_nodes" in changes else machine_with_room(changed, num_ranks)), num_ranks
+
+
+def _count(words: str) -> int:
+    if not (words.isascii() and words.isdigit() and len(words) < 10 and 1 <= int(words) <= MOST_RANKS):
+        raise HardwareError(f"--what-if ranks={words} is no number of ranks. Write one from 1 to {MOST_RANKS:,}.")
+    return int(words)
+
+
+def _part_of(name: str) -> str:
+    """Which part of a machine ``name`` names, or "machine".  Raises CatalogueError if it names none."""
+    for part, names in _PARTS.items():
+        if name in names():
+            return part
+    if name in machine_names() or name in cluster_names():
+        return "machine"
+    known = [name for names in _PARTS.values() for name in names()] + list(cluster_names())
+    raise CatalogueError(
+        f"--what-if {name}: the catalogue has no device, host, link, node, network or machine of that name. "
+        f"{did_you_mean(name, known)} For a single figure, write a change: device.memory_bytes=40GiB."
+    )
+
+
+def _check_measured(workload: Workload, hardware: Hardware, one: ChangedMachine) -> None:
+    if workload.measured_on != hardware.name:
+        return
+    if one.hardware.name == hardware.name and _speeds(one.hardware.device) == _speeds(hardware.device):
+        return
+    raise WorkloadError(
+        f"the seconds of {workload.model_name} were measured on {hardware.name}, so that --what-if {one.change}, "
+        f"another device, cannot be compared with them. Trace the model without measuring it, or ask about other parts."
+    )
+
+
+def _speeds(device: Device) -> Device:
+    return device.model_copy(update={field: Device.model_fields[field].default for field in _SPEEDLESS})

@@ -1,0 +1,1 @@
+"""Branch and bound over one space or several, and its certificate."""

@@ -1,0 +1,225 @@
+"""Branch and bound over the space of one search; see [Note: Branch and bound] in ``sim/searching/search.py``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Final
+
+import numpy as np
+
+from ...shared.compile.compile import compile_schedule
+from ...shared.schema.plan import Plan
+from ...shared.schema.schedule import Schedule
+from ..bounds.replay import REPLAY_FRAC, Replayer, ReplayPlan
+from ..engine.simulator import simulate_timing
+from ..engine.timing import Timing
+from .candidates import Candidate, Candidates
+from .problem import SearchProblem
+
+_BATCH: Final = 512
+"""Plans replayed at once."""
+_FIRST_BATCH: Final = 32
+"""Until a good plan is known: with one, few others need to be looked at."""
+_SIMPLEST: Final = 64
+"""Plans that the first batch takes besides, for they may be as good and are simpler."""
+_NEAR_TOLERANCES: Final = 5
+"""Bounds up to so many tolerances above the least are taken for near: times lie above their bounds."""
+
+OnProgress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, eq=False)
+class Simulated:
+    """A plan that was compiled and simulated."""
+
+    candidate: Candidate
+    plan: Plan
+    schedule: Schedule
+    timing: Timing
+
+    @property
+    def order(self) -> tuple[float, tuple[int, ...]]:
+        """Fastest first, of equally fast ones the simplest."""
+        return self.timing.iteration_s, self.candidate.simplicity
+
+
+@dataclass(frozen=True, eq=False)
+class Replayed:
+    """A plan that was replayed and not simulated."""
+
+    candidate: Candidate
+    period_s: float
+    """NaN if the replay did not become periodic."""
+    bound_s: float
+    """No simulation takes less."""
+
+    @property
+    def order(self) -> tuple[float, tuple[int, ...]]:
+        """Best bound first, of equal ones the simplest."""
+        return self.bound_s, self.candidate.simplicity
+
+
+class Hunt:
+    """One search under way.
+
+    ``incumbent_s``: the best time known from elsewhere; plans that cannot beat it are not looked at.
+    """
+
+    def __init__(
+        self,
+        problem: SearchProblem,
+        *,
+        tolerance_frac: float,
+        max_replays: int | None = None,
+        on_progress: OnProgress = lambda done, total: None,
+    ) -> None:
+        self.problem = problem
+        self.tolerance_frac = tolerance_frac
+        self.max_replays = max_replays
+        self.on_progress = on_progress
+        self.candidates = Candidates(problem)
+        self.replayer = Replayer(problem.compute, problem.contention)
+        self.replayed: list[Replayed] = []
+        """In their order."""
+        self.num_replays = 0
+        self.simulated: list[Simulated] = []
+        self.incumbent_s = np.inf
+        self.best: Simulated | None = None
+        self.is_through = False
+        """Whether every plan that may be faster was simulated."""
+
+    @property
+    def best_s(self) -> float:
+        """The best time known, from here or from elsewhere."""
+        return self.incumbent_s if self.best is None else min(self.incumbent_s, self.best.timing.iteration_s)
+
+    @property
+    def limit_s(self) -> float:
+        """Bounds from here on cannot win by more than the tolerance."""
+        return self.best_s * (1 - self.tolerance_frac)
+
+    @property
+    def near_s(self) -> float:
+        """Times up to here are within the tolerance of the best."""
+        return self.best_s * (1 + self.tolerance_frac)
+
+    @property
+    def open_bound_s(self) -> float:
+        """No plan that was not simulated takes less; infinite where all were, or do not fit."""
+        return min([self.candidates.next_bound_s, *(found.bound_s for found in self.replayed[:1])])
+
+    def run(self) -> None:
+        """Simulate until no bound is left below the limit."""
+        while self.turn():
+            pass
+
+    def turn(self) -> bool:
+        """Replay one more batch of plans, and simulate those that may win; false if none is left that may."""
+        if batch := self._batch(self.num_replays):
+            self._replay(batch)
+            self.num_replays += len(batch)
+        while self.replayed and self.replayed[0].bound_s < self.limit_s:
+            self._simulate(self.replayed.pop(0).candidate)
+        self.is_through = self.candidates.next_bound_s >= self.limit_s
+        self.on_progress(self.num_decided, self.problem.num_candidates)
+        return bool(batch)
+
+    def settle(self) -> None:
+        """Simulate the simplest of the replayed plans that seem to be within the tolerance of the best."""
+        if self.tolerance_frac == 0:
+            return
+        near = [found for found in self.replayed if found.period_s <= self.near_s]
+        for found in sorted(near, key=lambda found: found.candidate.simplicity):
+            chosen = self.simplest_near()
+            if chosen is not None and found.candidate.simplicity >= chosen.candidate.simplicity:
+                return
+            self.replayed.remove(found)
+            self._simulate(found.candidate)
+
+    def simplest_near(self) -> Simulated | None:
+        """The simplest of the simulated plans within the tolerance of the best, if there is any."""
+        near = [found for found in self.simulated if found.timing.iteration_s <= self.near_s]
+        return min(near, key=lambda found: found.candidate.simplicity, default=None)
+
+    @property
+    def num_decided(self) -> int:
+        """Plans of which it is known what becomes of them."""
+        return self.candidates.num_bounded_by_memory + len(self.simulated) + len(self.replayed)
+
+    def _batch(self, num_replays: int) -> list[Candidate]:
+        """The plans to replay next; a cap ends the search only once something was found that fits."""
+        is_first = np.isinf(self.best_s)
+        size = _FIRST_BATCH if is_first else _BATCH
+        if self.max_replays is not None and (not is_first or num_replays < self.max_replays):
+            size = max(0, min(size, self.max_replays - num_replays))
+        batch = list(islice(self.candidates.below(self.limit_s), size))
+        if is_first and batch and size == _FIRST_BATCH:
+            near_s = min(self.limit_s, batch[0].bound_s * (1 + _NEAR_TOLERANCES * self.tolerance_frac))
+            batch += self.candidates.simplest_known(near_s, _SIMPLEST)
+        return batch
+
+    def _replay(self, batch: list[Candidate]) -> None:
+        depths = self.problem.layouts[0].grid.prefetch_depth.tolist()
+        plans = [
+            ReplayPlan(candidate.traffic, depths[depth], mode)
+            for candidate in batch
+            for _, depth, mode in (candidate.index,)
+        ]
+        periods_s = self.replayer.periods_s(plans)
+        found = []
+        for candidate, period_s in zip(batch, periods_s.tolist(), strict=True):
+            bound_s = candidate.bound_s if np.isnan(period_s) else max(candidate.bound_s, period_s * REPLAY_FRAC)
+            found.append(Replayed(candidate, period_s, bound_s))
+        self.replayed = sorted([*self.replayed, *found], key=lambda one: one.order)
+
+    def _simulate(self, candidate: Candidate) -> None:
+        problem = self.problem
+        plan = problem.plan(candidate.layout, *candidate.index)
+        schedule = compile_schedule(plan, problem.workload, problem.layouts[candidate.layout].grid.layout)
+        durations_s = problem.costs.durations_s(schedule)
+        timing = simulate_timing(schedule, durations_s, problem.contention, num_more_iterations=1)
+        found = Simulated(candidate, plan, schedule, timing)
+        self.simulated.append(found)
+        if self.best is None or found.order < self.best.order:
+            self.best = found
+
+
+def was_interrupted(hunts: Collection[Hunt], work: Callable[[], None], *, keep: bool) -> bool:
+    """Do ``work``, which is theirs; whether Ctrl-C ended it, which is raised unless ``keep`` and a plan was found."""
+    try:
+        work()
+    except KeyboardInterrupt:
+        if not keep or all(hunt.best is None for hunt in hunts):
+            raise
+        return True
+    return False
+
+
+def run_in_turns(hunts: Sequence[Hunt], on_progress: OnProgress, *, max_replays: int | None = None) -> None:
+    """Search several spaces that share the best time: each turn is taken where the lowest bound is.
+
+    A space is left out as a whole as soon as none of its plans can win.  ``max_replays`` ends the search after so many
+    plans of all spaces together, once something was found that fits.  Of equal bounds the first space counts.
+    """
+    total = sum(hunt.problem.num_candidates for hunt in hunts)
+    for hunt in hunts:
+        hunt.on_progress = lambda done, of_one: on_progress(sum(one.num_decided for one in hunts), total)
+    spent: set[int] = set()
+    while True:
+        best_s = min(hunt.best_s for hunt in hunts)
+        num_replays = sum(hunt.num_replays for hunt in hunts)
+        for hunt in hunts:
+            hunt.incumbent_s = best_s
+            if max_replays is not None:
+                hunt.max_replays = hunt.num_replays + max(0, max_replays - num_replays)
+        left = [place for place, hunt in enumerate(hunts) if place not in spent and hunt.open_bound_s < hunt.limit_s]
+        if not left:
+            break
+        place = min(left, key=lambda place: hunts[place].open_bound_s)
+        if not hunts[place].turn():
+            spent.add(place)
+    for hunt in hunts:
+        hunt.settle()
+    on_progress(total, total)

@@ -1,0 +1,195 @@
+"""Why no plan fits: which limit binds, by how much, which plan comes closest, and the smallest change that fits.
+
+[Note: Smallest changes]
+Device memory and host memory take each other's place: what is offloaded is on the host.  So there are up to three
+smallest changes: the device's budget alone, the host's alone, and where even the smallest plan exceeds the device's,
+both: the device's to what that plan needs, then the host's to the least with which a plan stays within it.  A plan
+fits with each, and none does with a byte less.
+
+Where the CPU is the device and no budget of the host was given, both lie in one memory, and a byte more for the device
+is one less for the host; a host budget then comes about by a host with more memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ...shared.basics.errors import InfeasibleError
+from ...shared.basics.units import format_bytes, format_enough_bytes, parse_bytes
+from ...shared.schema.hardware import DeviceKind
+from ...shared.schema.plan import Plan
+from ..memory.host import memory_with_room
+from .least_memory import Need, least_device, least_host
+from .problem import SearchProblem, default_host_budget_bytes
+
+
+def explain_infeasible(problem: SearchProblem, changes: Changes | None = None) -> InfeasibleError:
+    """The error that says why no plan of the space fits; ``changes``: what to do, other than the space's own."""
+    changes = changes or smallest_changes(problem)
+    return InfeasibleError(f"no plan fits {_why(problem)} {changes.sentence(problem)}{_others(problem)}")
+
+
+@dataclass(frozen=True)
+class Changes:
+    """The smallest changes of the budgets with which a plan fits; see [Note: Smallest changes]."""
+
+    device_bytes: int | None
+    """The device's budget, if that alone is enough."""
+    host_bytes: int | None
+    """The host's, if that alone is enough."""
+    both_bytes: tuple[int, int]
+    """The device's and the host's; the device's is at least what it is."""
+
+    def sentence(self, problem: SearchProblem) -> str:
+        """What to do, in words."""
+        device, host = self.both_bytes
+        ways = []
+        if self.host_bytes is not None:
+            ways.append(f"the host budget to {_enough(self.host_bytes)}{_as_memory(problem, self.host_bytes)}")
+        elif device != self.device_bytes:
+            ways.append(
+                f"the device budget to {_enough(device)} and the host budget to {_enough(host)}"
+                f"{_as_memory(problem, host, device)}"
+            )
+        if self.device_bytes is not None:
+            alone = " alone" if ways and self.host_bytes is None else ""
+            ways.append(f"the device budget{alone} to {_enough(self.device_bytes)}")
+        is_more = self.device_bytes is None or self.device_bytes > problem.device_budget_bytes
+        return f"{'Raise' if is_more else 'Set'} {', or '.join(ways)}"
+
+
+def least_of(found: Iterable[Changes]) -> Changes:
+    """The smallest changes with which a plan of any of several spaces fits."""
+    found = list(found)
+    return Changes(
+        min((one.device_bytes for one in found if one.device_bytes is not None), default=None),
+        min((one.host_bytes for one in found if one.host_bytes is not None), default=None),
+        min(one.both_bytes for one in found),
+    )
+
+
+def smallest_changes(problem: SearchProblem) -> Changes:
+    """What makes some plan fit where none does."""
+    smallest = least_device(problem)
+    assert smallest is not None, "a space holds a plan"
+    device_bytes = max(problem.device_budget_bytes, smallest.device_bytes)
+    alone = _device_alone(problem, smallest.device_bytes) if _is_one_memory(problem) else _closest(problem)
+    within = least_host(problem, device_bytes)
+    assert within is not None, "the smallest plan is within this"
+    is_host_enough = device_bytes == problem.device_budget_bytes and not problem.is_shared
+    host_alone = within.host_bytes if is_host_enough else None
+    device_alone = None if alone is None else alone.device_bytes
+    return Changes(device_alone, host_alone, (device_bytes, within.host_bytes))
+
+
+def _closest(problem: SearchProblem) -> Need | None:
+    return least_device(problem, problem.host_budget_bytes)
+
+
+def _is_one_memory(problem: SearchProblem) -> bool:
+    return problem.hardware.device.kind is DeviceKind.CPU and not problem.is_host_budget_given
+
+
+def _device_alone(problem: SearchProblem, least_bytes: int) -> Need | None:
+    """The plan of the smallest device budget that fits beside what is then left of the one memory for the host.
+
+    What plans need of the device grows as the host's share shrinks, so that the first budget which its own need does
+    not exceed is the smallest.
+    """
+    budget_bytes = least_bytes
+    while True:
+        left_bytes = default_host_budget_bytes(problem.hardware, budget_bytes)
+        need = least_device(problem, left_bytes)
+        if need is None or need.device_bytes <= budget_bytes:
+            return need
+        budget_bytes = need.device_bytes
+
+
+# -- words -----------------------------------------------------------------------------------------------------------
+
+
+def _why(problem: SearchProblem) -> str:
+    """Facts: which limit binds and which plan comes closest to it."""
+    device, host = problem.device_budget_bytes, problem.host_budget_bytes
+    of_device, of_host = problem.hardware.device.name, f"host {problem.hardware.host.name}"
+    closest, smallest = _closest(problem), least_device(problem)
+    assert smallest is not None
+    if closest is None:
+        least = least_host(problem)
+        assert least is not None
+        return (
+            f"{of_host}: the closest needs {format_bytes(least.host_bytes)} of host memory for offloaded parameters, "
+            f"gradients and optimizer state but the budget is {format_bytes(host)}, "
+            f"{format_bytes(least.host_bytes - host)} too little ({_knobs(least.plan)})."
+        )
+    if closest.device_bytes == smallest.device_bytes:
+        return (
+            f"{of_device}: the closest needs {format_bytes(closest.device_bytes)} of device memory but the budget is "
+            f"{format_bytes(device)}, {format_bytes(closest.device_bytes - device)} too little "
+            f"({_knobs(closest.plan)})."
+        )
+    within = least_host(problem, max(device, smallest.device_bytes))
+    assert within is not None
+    if smallest.device_bytes <= device:
+        beside = f"within the device budget of {format_bytes(device)} the closest needs"
+    else:
+        beside = (
+            f"with any host memory a plan needs {format_bytes(smallest.device_bytes)} of device memory, "
+            f"{format_bytes(smallest.device_bytes - device)} more than the budget of {format_bytes(device)}, and then"
+        )
+    return (
+        f"{of_device} and {of_host} together: {beside} {format_bytes(within.host_bytes)} of host memory for offloaded "
+        f"parameters, gradients and optimizer state, {format_bytes(within.host_bytes - host)} more than the budget of "
+        f"{format_bytes(host)} ({_knobs(within.plan)}); within that host budget the closest needs "
+        f"{format_bytes(closest.device_bytes)} of device memory, {format_bytes(closest.device_bytes - device)} more "
+        f"than the budget ({_knobs(closest.plan)})."
+    )
+
+
+def _others(problem: SearchProblem) -> str:
+    """What else may help: less activations, where the rest fits, and more of the space."""
+    ways = []
+    if _rest_bytes(problem) < problem.device_budget_bytes:
+        ways.append("a smaller batch or a shorter sequence")
+    if problem.is_restricted:
+        ways.append("more of the space than was allowed")
+    return f"; {' or '.join(ways)} may fit too." if ways else "."
+
+
+def _rest_bytes(problem: SearchProblem) -> int:
+    """The least that plans within the host's budget hold of the device besides activations; the budget without any."""
+    needs = (
+        int(layout.table.static_device_bytes(layout.prefixes, problem.workload.resident_bytes)[is_within].min())
+        for index, layout in enumerate(problem.layouts)
+        for n_swap, _ in layout.grid.modes.groups
+        if (is_within := problem.host_bytes(index, layout.prefixes, n_swap) <= problem.host_budget_bytes).any()
+    )
+    return min(needs, default=problem.device_budget_bytes)
+
+
+def _knobs(plan: Plan) -> str:
+    size = format_bytes(plan.chunk_bytes).replace(" ", "")
+    shown = size if parse_bytes(size) == plan.chunk_bytes else str(plan.chunk_bytes)
+    return (
+        f"chunk_bytes = {shown}, n_persist = {plan.n_persist}, "
+        f"{f'n_shard = {plan.n_shard}, ' if plan.n_shard else ''}n_buffer = {plan.n_buffer}, "
+        f"prefetch_depth = {plan.prefetch_depth}, n_checkpoint = {plan.n_checkpoint}"
+        f"{f', n_swap = {plan.n_swap}' if plan.n_swap else ''}"
+    )
+
+
+def _enough(size_bytes: int) -> str:
+    return f"{format_enough_bytes(size_bytes)} ({size_bytes} bytes)"
+
+
+def _as_memory(problem: SearchProblem, host_bytes: int, device_bytes: int | None = None) -> str:
+    """The memory of a host that has such a budget by itself, where no budget was given; of all ranks that share it."""
+    if problem.is_host_budget_given:
+        return ""
+    kind = problem.hardware.device.kind
+    if kind is DeviceKind.CPU:
+        host_bytes += problem.device_budget_bytes if device_bytes is None else device_bytes
+    num_sharing = round(problem.together.host.memory_bytes / problem.hardware.host.memory_bytes)
+    for_all = f" for {num_sharing} ranks" if num_sharing > 1 else ""
+    return f", a host with {_enough(num_sharing * memory_with_room(host_bytes, kind))} of memory{for_all}"

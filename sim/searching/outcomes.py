@@ -1,0 +1,134 @@
+"""From a search that is over, or was ended, to the documents that say what it found."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from ...shared.catalogue.rank_share import price_of_ranks
+from ...shared.schema.search_result import Certificate, PlanOutcome, SearchResult
+from ..engine.prediction import predicted_record
+from ..memory.libraries import collective_bytes
+from .branch_and_bound import Hunt, Simulated
+from .candidates import Candidate
+
+_NUM_ALTERNATIVES: Final = 4
+_PARETO_SAVING_FRAC: Final = 0.01
+
+
+def search_result(
+    hunt: Hunt, chosen: Simulated, *, hunts: Sequence[Hunt] = (), is_interrupted: bool = False
+) -> SearchResult:
+    """The document of a search that settled on ``chosen``; its certificate is that of all ``hunts`` together.
+
+    Raises WorkloadError if nothing takes time.
+    """
+    problem = hunt.problem
+    prediction = predicted_record(
+        chosen.plan,
+        problem.workload,
+        problem.hardware,
+        problem.calibration,
+        chosen.schedule,
+        chosen.timing,
+        layout=problem.layouts[chosen.candidate.layout].grid.layout,
+        price_usd_per_hour=price_of_ranks(problem.together, problem.rule.num_ranks),
+        collective_bytes=collective_bytes(problem.together, problem.rule.num_ranks),
+    )
+    peak_bytes = prediction.guaranteed_peak_device_bytes
+    assert peak_bytes == chosen.candidate.peak_bytes <= problem.device_budget_bytes, "the compiled plan fits"
+    known = [_Known(s.candidate, s.timing.iteration_s, is_simulated=True) for s in hunt.simulated]
+    known += [_Known(r.candidate, r.period_s, is_simulated=False) for r in hunt.replayed if not np.isnan(r.period_s)]
+    known.sort(key=lambda one: (one.iteration_s, one.candidate.peak_bytes, one.candidate.simplicity))
+    return SearchResult(
+        model_name=problem.workload.model_name,
+        hardware_name=problem.hardware.name,
+        device_budget_bytes=problem.device_budget_bytes,
+        host_budget_bytes=problem.host_budget_bytes,
+        plan=chosen.plan,
+        prediction=prediction,
+        certificate=certify(hunts or (hunt,), is_interrupted=is_interrupted),
+        alternatives=tuple(_outcome(hunt, one) for one in _alternatives(chosen.candidate, known)),
+        pareto=tuple(_outcome(hunt, one) for one in _pareto_front(known)),
+    )
+
+
+def certify(hunts: Sequence[Hunt], *, is_interrupted: bool = False) -> Certificate:
+    """What the searches, which share a best plan, prove together."""
+    best_s = min(hunt.best_s for hunt in hunts)
+    num_bounded_by_time = num_undecided = 0
+    bounds_s: list[float] = []
+    for hunt in hunts:
+        num_left = hunt.problem.num_candidates - hunt.num_decided
+        # Those that may still win were left where the search ended early.
+        closed_s = [found.bound_s for found in hunt.replayed if found.bound_s >= hunt.limit_s]
+        num_open = len(hunt.replayed) - len(closed_s)
+        bounds_s += closed_s
+        next_bound_s = hunt.candidates.next_bound_s
+        is_complete = not is_interrupted and next_bound_s >= hunt.limit_s
+        num_bounded_by_time += len(closed_s) + (num_left if is_complete else 0)
+        num_undecided += num_open + (0 if is_complete else num_left)
+        if is_complete and np.isfinite(next_bound_s):
+            bounds_s.append(next_bound_s)
+    return Certificate(
+        num_candidates=sum(hunt.problem.num_candidates for hunt in hunts),
+        num_bounded_by_memory=sum(hunt.candidates.num_bounded_by_memory for hunt in hunts),
+        num_bounded_by_time=num_bounded_by_time,
+        num_simulated=sum(len(hunt.simulated) for hunt in hunts),
+        num_undecided=num_undecided,
+        is_interrupted=is_interrupted,
+        best_iteration_s=best_s,
+        best_unsimulated_bound_s=min(bounds_s, default=None),
+        tolerance_frac=hunts[0].tolerance_frac,
+    )
+
+
+def _outcome(hunt: Hunt, known: _Known) -> PlanOutcome:
+    problem, candidate = hunt.problem, known.candidate
+    plan = problem.plan(candidate.layout, *candidate.index)
+    prefix = problem.layouts[candidate.layout].grid.prefix[[candidate.index[0]]]
+    pinned_bytes = int(problem.pinned_host_bytes(candidate.layout, prefix, plan.n_swap)[0])
+    return PlanOutcome(
+        plan=plan,
+        iteration_s=known.iteration_s,
+        is_simulated=known.is_simulated,
+        guaranteed_peak_device_bytes=candidate.peak_bytes,
+        pinned_host_bytes=pinned_bytes,
+        host_bytes=int(problem.host_bytes(candidate.layout, prefix, plan.n_swap)[0]) - pinned_bytes,
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class _Known:
+    """A plan whose time is known."""
+
+    candidate: Candidate
+    iteration_s: float
+    is_simulated: bool
+
+    @property
+    def character(self) -> tuple[int, ...]:
+        """What makes plans more than variants of one another: layout, where chunks lie, modes."""
+        n_swap, n_checkpoint, _, num_offloaded, num_sharded, *_ = self.candidate.simplicity
+        return self.candidate.layout, num_offloaded, num_sharded, n_checkpoint, n_swap
+
+
+def _alternatives(chosen: Candidate, known: list[_Known]) -> list[_Known]:
+    """The next best of another character than ``chosen`` and each other; ``known`` fastest first."""
+    found: dict[tuple[int, ...], _Known] = {}
+    for one in known:
+        found.setdefault(one.character, one)
+    found.pop(next(one.character for one in known if one.candidate is chosen))
+    return list(found.values())[:_NUM_ALTERNATIVES]
+
+
+def _pareto_front(known: Iterable[_Known]) -> list[_Known]:
+    """The front of ``known``, which comes fastest first: each of its plans saves a share of the peak before it."""
+    front: list[_Known] = []
+    for one in known:
+        if not front or one.candidate.peak_bytes <= front[-1].candidate.peak_bytes * (1 - _PARETO_SAVING_FRAC):
+            front.append(one)
+    return front

@@ -1,0 +1,189 @@
+"""Everything that a search looks up: the space, what its plans cost and hold, and what they may hold."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from ...shared.basics.errors import PlanError
+from ...shared.catalogue.rank_share import machine_of_rank
+from ...shared.schema.calibration import Calibration
+from ...shared.schema.hardware import DeviceKind, Hardware
+from ...shared.schema.plan import Plan
+from ...shared.schema.workload import Workload
+from ..bounds.peak_bounds import MemoryBounds
+from ..bounds.rank_bounds import RankBounds
+from ..bounds.throughput import Throughput
+from ..bounds.time_bounds import TimeBounds
+from ..costs.contention import ContentionModel
+from ..costs.task_costs import CostModel
+from ..memory.host import default_reserve_bytes, shares_of_one_memory
+from ..memory.rank_memory import rank_device_bytes
+from ..space.chunk_table import ChunkTable, chunk_table
+from ..space.compute_table import ComputeTable, compute_table
+from ..space.space import IntArray, LayoutGrid, SearchSpace, enumerate_space
+from ..space.step_spec import StepRule
+from ..workload_check import check_magnitude
+
+
+@dataclass(frozen=True)
+class LayoutProblem:
+    """One layout of the space, with its tables and bounds."""
+
+    grid: LayoutGrid
+    table: ChunkTable
+    time: TimeBounds
+    memory: MemoryBounds
+
+    @cached_property
+    def prefixes(self) -> IntArray:
+        """(F,) distinct prefixes, ascending."""
+        prefix = np.sort(self.grid.prefix)
+        distinct: IntArray = prefix[np.append(True, prefix[1:] != prefix[:-1])]
+        return distinct
+
+    def num_residencies(self, n_swap: int) -> IntArray:
+        """(F,) distinct residencies and prefetch depths of every prefix, for the plans with this ``n_swap``."""
+        place = np.searchsorted(self.prefixes, self.grid.prefix)
+        found = np.bincount(place, self.grid.is_distinct(n_swap).sum(axis=1), minlength=len(self.prefixes))
+        num_residencies: IntArray = found.astype(np.int64)
+        return num_residencies
+
+
+@dataclass(frozen=True)
+class SearchProblem:
+    """A workload, a machine, budgets, and a space of plans."""
+
+    workload: Workload
+    hardware: Hardware
+    """Of one rank."""
+    together: Hardware
+    """Of all ranks."""
+    calibration: Calibration | None
+    device_budget_bytes: int
+    host_budget_bytes: int
+    is_host_budget_given: bool
+    """Whether it was asked for, and is not what the machine has."""
+    is_restricted: bool
+    """Whether the user has narrowed the space."""
+    costs: CostModel
+    contention: ContentionModel
+    compute: ComputeTable
+    rule: StepRule
+    layouts: tuple[LayoutProblem, ...]
+    is_shared: bool = False
+    """Whether both budgets are shares of one memory, which nobody asked for."""
+
+    @property
+    def num_candidates(self) -> int:
+        """Distinct plans."""
+        return sum(layout.grid.num_candidates for layout in self.layouts)
+
+    def plan(self, layout: int, residency: int, depth: int, mode: int) -> Plan:
+        """The plan at these indices."""
+        return self.layouts[layout].grid.plan(self.workload, residency, depth, mode)
+
+    def pinned_host_bytes(self, layout: int, prefix: IntArray, n_swap: int) -> IntArray:
+        """(R,) pinned host memory: of offloaded chunks, and of what blocks swap."""
+        pinned: IntArray = self.layouts[layout].table.pinned_host_bytes(prefix) + self.compute.swapped_bytes[n_swap]
+        return pinned
+
+    def host_bytes(self, layout: int, prefix: IntArray, n_swap: int) -> IntArray:
+        """(R,) all host memory."""
+        return self.pinned_host_bytes(layout, prefix, n_swap) + self.layouts[layout].table.host_bytes(prefix)
+
+
+def search_problem(
+    workload: Workload,
+    hardware: Hardware,
+    calibration: Calibration | None = None,
+    *,
+    device_budget_bytes: int | None = None,
+    host_budget_bytes: int | None = None,
+    space: SearchSpace | None = None,
+    rule: StepRule | None = None,
+    is_offloading: bool | None = None,
+) -> SearchProblem:
+    """Lay out the space and tabulate its costs.  Arguments and errors as of ``search``.
+
+    ``is_offloading``: as of ``enumerate_space``.
+    """
+    check_magnitude(workload)
+    rule = rule or StepRule()
+    together, num_ranks = hardware, rule.num_ranks
+    if num_ranks > 1:
+        hardware = machine_of_rank(together, num_ranks)
+    is_shared = hardware.device.kind is DeviceKind.CPU and device_budget_bytes is None and host_budget_bytes is None
+    is_host_budget_given = host_budget_bytes is not None
+    if device_budget_bytes is None:
+        device_budget_bytes = rank_device_bytes(together, num_ranks)
+    if host_budget_bytes is None:
+        host_budget_bytes = default_host_budget_bytes(hardware, device_budget_bytes)
+    for name, budget, least in (("device", device_budget_bytes, 1), ("host", host_budget_bytes, 0)):
+        if budget < least:
+            raise PlanError(f"{name}_budget_bytes is {budget}; it must be at least {least}. Give the bytes to fill.")
+    use_measured = workload.measured_on == hardware.name
+    costs = CostModel(hardware, calibration, use_measured=use_measured, together=together)
+    contention = ContentionModel.of(together, calibration, num_ranks=num_ranks)
+    grids = enumerate_space(workload, space, rule, is_offloading=is_offloading)
+    compute = compute_table(workload, grids[0].modes, costs, rule)
+    throughput = Throughput.of(contention)
+    tables = [chunk_table(workload, grid.layout, costs, rule, grid.places) for grid in grids]
+    problem = SearchProblem(
+        workload=workload,
+        hardware=hardware,
+        together=together,
+        calibration=calibration,
+        device_budget_bytes=device_budget_bytes,
+        host_budget_bytes=host_budget_bytes,
+        is_host_budget_given=is_host_budget_given,
+        is_restricted=space is not None and space != SearchSpace(),
+        costs=costs,
+        contention=contention,
+        compute=compute,
+        rule=rule,
+        layouts=tuple(
+            LayoutProblem(
+                grid,
+                table,
+                TimeBounds(table, compute, throughput)
+                if num_ranks == 1
+                else RankBounds(table, compute, throughput, contention),
+                MemoryBounds(table, compute, workload.resident_bytes),
+            )
+            for grid, table in zip(grids, tables, strict=True)
+        ),
+    )
+    return _with_shares(problem) if is_shared else problem
+
+
+def _with_shares(problem: SearchProblem) -> SearchProblem:
+    """The problem with budgets that share the one memory of a host whose CPU is the device."""
+    memory_bytes = min(default_host_budget_bytes(problem.hardware, 0), problem.hardware.device.usable_bytes)
+    most_device: list[int] = []
+    host_needs: list[int] = []
+    for index, layout in enumerate(problem.layouts):
+        table = layout.table
+        static_bytes = table.static_device_bytes(layout.prefixes, problem.workload.resident_bytes).max()
+        moving_bytes = table.size_bytes.sum() + table.gradient_bytes.sum() + layout.memory.activation_bytes.max()
+        most_device.append(int(static_bytes + moving_bytes))
+        for n_swap, _ in layout.grid.modes.groups:
+            host_needs += problem.host_bytes(index, layout.prefixes, n_swap).tolist()
+    device_bytes, host_bytes = shares_of_one_memory(
+        memory_bytes, most_device_bytes=max(most_device), host_needs_bytes=host_needs
+    )
+    return replace(problem, device_budget_bytes=device_bytes, host_budget_bytes=host_bytes, is_shared=True)
+
+
+def default_host_budget_bytes(hardware: Hardware, device_budget_bytes: int) -> int:
+    """Host memory that plans may fill: all of it, less ``default_reserve_bytes``.
+
+    Where the CPU is the device, the device's budget is a part of the same memory.
+    """
+    memory_bytes = hardware.host.memory_bytes
+    left_bytes = memory_bytes - default_reserve_bytes(memory_bytes, hardware.device.kind)
+    if hardware.device.kind is DeviceKind.CPU:
+        left_bytes -= device_budget_bytes
+    return max(0, left_bytes)

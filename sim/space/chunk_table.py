@@ -1,0 +1,262 @@
+"""What the chunks of a layout weigh and cost, as arrays over chunks and over prefixes ([Note: Prefixes])."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import Final
+
+import numpy as np
+
+from ...shared.layout.adam_memory import narrow_peak_bytes, part_peak_bytes, wide_gradient_bytes
+from ...shared.layout.layout import Chunk, Layout
+from ...shared.layout.shards import rank_part, stepped_bytes
+from ...shared.layout.slots import Uses
+from ...shared.schema.schedule import Task, TaskId, TaskKind
+from ...shared.schema.workload import Workload
+from ..costs.task_costs import CostModel
+from .collective_table import CollectiveTable, collective_table
+from .compute_table import FloatArray, Positions
+from .placements import ChunkPlaces
+from .space import BoolArray, IntArray
+from .step_spec import StepRule
+
+_NO_RULE: Final = StepRule()
+
+
+@dataclass(frozen=True)
+class ChunkTable:
+    """Facts of every chunk.
+
+    Shapes: C chunks, P prefixes, E (chunk, block) pairs with gradients, T trainable chunks of blocks.
+    """
+
+    layout: Layout
+    places: ChunkPlaces
+    is_owned: BoolArray
+    """(C,) whether a block owns it, so that it can be offloaded."""
+    is_stepped: BoolArray
+    """(C,) whether a block owns it and the optimizer steps it."""
+    size_bytes: IntArray
+    """(C,)"""
+    state_bytes: IntArray
+    """(C,) optimizer state."""
+    staging_bytes: IntArray
+    """(C,) host buffer of its gradients."""
+    part_bytes: IntArray
+    """(C,) what a rank has of its parameters, on the host or on the device, if it is gathered."""
+    part_state_bytes: IntArray
+    """(C,) and of its optimizer state."""
+    offload_bytes: IntArray
+    """(C,) bytes of gradients that a rank is left with: sent to its host, or kept on its device."""
+    part_num_stepped: IntArray
+    """(C,) scalars of a rank's part that the optimizer steps."""
+    part_stepped_bytes: IntArray
+    """(C,) memory traffic of that."""
+    part_widened_bytes: IntArray
+    """(C,) the most that device Adam adds when it widens the gradients of a rank's part."""
+    first_block: IntArray
+    """(C,) the first block that owns it; the number of blocks where none does."""
+    last_block: IntArray
+    """(C,) the last block that owns it; the number of blocks where none does."""
+    gather_s: FloatArray
+    """(C,)"""
+    offload_s: FloatArray
+    """(C,) of its gradients; 0 where there are none."""
+    cpu_adam_s: FloatArray
+    """(C,) 0 where nothing is stepped."""
+    accumulate_s: FloatArray
+    """(C,) adding gradients of a later micro-batch up; 0 where nothing is stepped."""
+    num_stepped: IntArray
+    """(C,) scalars that the optimizer steps where the chunk is persistent."""
+    stepped_bytes: IntArray
+    """(C,) memory traffic of stepping all of it, the scaling of its gradients included where their norm is limited."""
+    narrow_peak_bytes: IntArray
+    """(C,) the most that device Adam of its narrow parameters adds; see [Note: Steps of device Adam]."""
+    narrow_bytes: IntArray
+    """(C,) their gradients."""
+    wide_bytes: IntArray
+    """(C,) the gradients of its other parameters."""
+    gradient_chunk: IntArray
+    """(E,) chunk of each gradient buffer."""
+    gradient_block: IntArray
+    """(E,) block whose backward makes it."""
+    gradient_bytes: IntArray
+    """(E,)"""
+    update_order: IntArray
+    """(T,) chunks as their gradients leave and CPU Adam steps them: last block first."""
+    costs: CostModel
+    rule: StepRule
+    collectives: CollectiveTable | None
+    """Where several ranks train together."""
+
+    @cached_property
+    def positions(self) -> Positions:
+        """The program of the compute lane."""
+        return Positions(self.layout.num_blocks, self.rule.micro_batches)
+
+    @cached_property
+    def uses(self) -> Callable[[int], Uses]:
+        """What the steps of an iteration use, by prefix; kept, since plans with other buffers ask the same."""
+        return cache(self._uses)
+
+    def _uses(self, prefix: int) -> Uses:
+        is_gathered = self.is_gathered(prefix).tolist()
+        needed = [[chunk for chunk in chunks if is_gathered[chunk]] for chunks in self.layout.chunks_of_block]
+        return Uses.of((needed + needed[::-1]) * self.rule.micro_batches)
+
+    def is_offloaded(self, prefix: int | IntArray) -> BoolArray:
+        """(..., C) whether a chunk is offloaded, for each entry of ``prefix``."""
+        return self.places.is_offloaded(prefix)
+
+    def is_gathered(self, prefix: int | IntArray) -> BoolArray:
+        """(..., C) whether a chunk is not persistent, for each entry of ``prefix``."""
+        return self.places.is_gathered(prefix)
+
+    def static_device_bytes(self, prefix: IntArray, resident_bytes: int) -> IntArray:
+        """(R,) device bytes that are there for good."""
+        whole_bytes = self.places.persistent_sum(self.size_bytes + self.state_bytes)
+        # The gradients of a part lie there for good too.
+        kept_bytes = np.where(self.is_stepped, self.offload_bytes, 0)
+        parts_bytes = self.places.sharded_sum(self.part_bytes + self.part_state_bytes + kept_bytes)
+        static_bytes: IntArray = resident_bytes + (whole_bytes + parts_bytes)[prefix]
+        return static_bytes
+
+    def pinned_host_bytes(self, prefix: IntArray) -> IntArray:
+        """(R,) of offloaded chunks: parameters and the buffers that receive gradients."""
+        num_buffers = 2 if self.rule.accumulates else 1
+        return self.places.offloaded_sum(self.part_bytes + num_buffers * self.staging_bytes)[prefix]
+
+    def host_bytes(self, prefix: IntArray) -> IntArray:
+        """(R,) host memory that is not pinned: optimizer state of offloaded chunks."""
+        return self.places.offloaded_sum(self.part_state_bytes)[prefix]
+
+    @cached_property
+    def device_adam_bytes(self) -> IntArray:
+        """(P,) the most that device Adam adds to the level at its start.
+
+        Of the chunks before ``n_persist`` all are stepped, of the others those that no block owns, and then parts.
+        """
+        unowned_bytes = np.where(self.is_owned, 0, self.narrow_bytes)
+        early = self.narrow_peak_bytes - (self.narrow_bytes.cumsum() - self.narrow_bytes)
+        late = np.where(self.is_owned, 0, self.narrow_peak_bytes - (unowned_bytes.cumsum() - unowned_bytes))
+        most_early = np.append(0, np.maximum.accumulate(early))
+        most_late = np.append(np.maximum.accumulate(late[::-1])[::-1], 0)
+        owned_bytes = np.append(0, (self.narrow_bytes - unowned_bytes).cumsum())
+        places = self.places
+        highest = np.maximum(most_early, most_late - owned_bytes)[places.n_persist]
+        most: IntArray = np.maximum(0, highest - places.persistent_sum(self.wide_bytes))
+        if places.has_shards:
+            widened = np.where(places.is_sharded(places.all), self.part_widened_bytes, 0).max(axis=1, initial=0)
+            most = np.maximum(most, widened - places.persistent_sum(self.wide_bytes + self.narrow_bytes))
+        return most
+
+    @cached_property
+    def device_adam_s(self) -> FloatArray:
+        """(P,) seconds of stepping persistent chunks and parts of sharded ones."""
+        places = self.places
+        stepped = places.persistent_sum(self.num_stepped) + places.sharded_sum(self.part_num_stepped)
+        moved = places.persistent_sum(self.stepped_bytes) + places.sharded_sum(self.part_stepped_bytes)
+        price = cache(lambda pair: self.costs.task_s(_chunk_task(TaskKind.DEVICE_ADAM, *pair)))
+        return np.array([price(pair) for pair in zip(moved.tolist(), stepped.tolist(), strict=True)])
+
+    @cached_property
+    def norm_s(self) -> FloatArray:
+        """(P,) seconds of the norm of all gradients; 0 where it is not limited."""
+        if not self.rule.limits_norm:
+            return np.zeros(len(self.places.n_persist))
+        read_bytes = self.places.offloaded_sum(np.where(self.is_stepped, self.offload_bytes, 0))
+        price = cache(lambda size: self.costs.task_s(Task(TaskId(0), TaskKind.GRADIENT_NORM, stepped_bytes=size)))
+        return np.array([price(size) for size in read_bytes.tolist()])
+
+
+def chunk_table(
+    workload: Workload,
+    layout: Layout,
+    costs: CostModel,
+    rule: StepRule = _NO_RULE,
+    places: ChunkPlaces | None = None,
+) -> ChunkTable:
+    """Tabulate ``layout``; ``places``: its prefixes, those without shards by default."""
+    chunks = layout.chunks
+    parts = [rank_part(chunk, workload.parameters, rule.parallel, rule.num_ranks) for chunk in chunks]
+    gradient_bytes = [part.gradient_bytes for part in parts]
+    num_scalings = 2 if rule.limits_norm else 0
+    moved = [part.stepped_bytes + num_scalings * part.gradient_bytes for part in parts]
+    whole = moved
+    if rule.is_sharded:
+        whole = [
+            stepped_bytes(chunk, workload.parameters) + num_scalings * sum(chunk.gradient_bytes) for chunk in chunks
+        ]
+    stepped = [chunk for chunk in chunks if chunk.blocks and chunk.is_trainable]
+    narrow = [narrow_peak_bytes(chunk, workload.parameters) for chunk in chunks]
+    gradients = [
+        (chunk.id, block, size_bytes)
+        for chunk in chunks
+        if chunk.blocks
+        for block, size_bytes in zip(chunk.blocks, chunk.gradient_bytes, strict=True)
+        if size_bytes
+    ]
+
+    def seconds(kind: TaskKind, moved_bytes: list[int], num_stepped: list[int]) -> FloatArray:
+        """Seconds of a task of ``kind`` per chunk; equal ones are priced once."""
+        price = cache(lambda moved, stepped: costs.task_s(_chunk_task(kind, moved, stepped)))
+        return np.array([price(*pair) for pair in zip(moved_bytes, num_stepped, strict=True)], dtype=np.float64)
+
+    none = [0] * len(chunks)
+    num_stepped = [part.num_stepped for part in parts]
+    is_stepped = np.array([bool(chunk.blocks) and chunk.is_trainable for chunk in chunks], dtype=np.bool_)
+    return ChunkTable(
+        layout=layout,
+        places=places or ChunkPlaces.of(layout),
+        is_owned=np.array([bool(chunk.blocks) for chunk in chunks], dtype=np.bool_),
+        is_stepped=is_stepped,
+        size_bytes=_integers(chunk.size_bytes for chunk in chunks),
+        state_bytes=_of_trainable(chunks, (chunk.state_bytes for chunk in chunks)),
+        staging_bytes=_of_trainable(chunks, (part.staging_bytes for part in parts)),
+        part_bytes=_integers(part.parameter_bytes for part in parts),
+        part_state_bytes=_of_trainable(chunks, (part.state_bytes for part in parts)),
+        offload_bytes=_integers(gradient_bytes),
+        part_num_stepped=_of_trainable(chunks, num_stepped),
+        part_stepped_bytes=_of_trainable(chunks, moved),
+        part_widened_bytes=_integers(
+            part_peak_bytes([chunk], [], workload.parameters, rule.num_ranks) if rule.is_sharded else 0
+            for chunk in chunks
+        ),
+        first_block=_integers(chunk.blocks[0] if chunk.blocks else layout.num_blocks for chunk in chunks),
+        last_block=_integers(chunk.blocks[-1] if chunk.blocks else layout.num_blocks for chunk in chunks),
+        gather_s=seconds(TaskKind.GATHER, [part.parameter_bytes for part in parts], none),
+        offload_s=np.where(is_stepped, seconds(TaskKind.GRADIENT_OFFLOAD, gradient_bytes, none), 0.0),
+        cpu_adam_s=np.where(is_stepped, seconds(TaskKind.CPU_ADAM, moved, num_stepped), 0.0),
+        accumulate_s=np.where(
+            is_stepped, seconds(TaskKind.GRADIENT_ACCUMULATE, [3 * size for size in gradient_bytes], none), 0.0
+        ),
+        num_stepped=_integers(chunk.num_trainable for chunk in chunks),
+        stepped_bytes=_integers(whole),
+        narrow_peak_bytes=_integers(peak for peak, _ in narrow),
+        narrow_bytes=_integers(dropped for _, dropped in narrow),
+        wide_bytes=_integers(wide_gradient_bytes(chunk, workload.parameters) for chunk in chunks),
+        gradient_chunk=_integers(chunk for chunk, _, _ in gradients),
+        gradient_block=_integers(block for _, block, _ in gradients),
+        gradient_bytes=_integers(size_bytes for _, _, size_bytes in gradients),
+        update_order=_integers(c.id for c in sorted(stepped, key=lambda chunk: (-chunk.blocks[0], -chunk.id))),
+        costs=costs,
+        rule=rule,
+        collectives=None if rule.num_ranks == 1 else collective_table(layout, parts, is_stepped.tolist(), costs, rule),
+    )
+
+
+def _chunk_task(kind: TaskKind, moved: int, stepped: int) -> Task:
+    """A task with nothing but what its price depends on."""
+    if kind in (TaskKind.GATHER, TaskKind.GRADIENT_OFFLOAD):
+        return Task(TaskId(0), kind, moved_bytes=moved)
+    return Task(TaskId(0), kind, num_stepped=stepped, stepped_bytes=moved)
+
+
+def _of_trainable(chunks: Iterable[Chunk], values: Iterable[int]) -> IntArray:
+    return _integers(value if chunk.is_trainable else 0 for chunk, value in zip(chunks, values, strict=True))
+
+
+def _integers(values: Iterable[int]) -> IntArray:
+    return np.array(list(values), dtype=np.int64)

@@ -1,0 +1,172 @@
+"""The compute lane under every choice of activation modes at once: seconds and device bytes, position by position.
+
+[Note: Positions]
+The program of the compute lane, with a place for every recomputation whether the plan has it or not.  For n blocks,
+each micro-batch has 3n + 4 positions:
+
+    0              forward of the prologue
+    1 + b          forward of block b
+    n + 1, n + 2   forward and backward of the epilogue
+    n + 3 + 2s     recomputation of block n - 1 - s (of no length where the block keeps its activations)
+    n + 4 + 2s     backward of block n - 1 - s
+    3n + 3         backward of the prologue
+
+and the last position of the iteration is device Adam.  So plans that differ in activation modes alone have their tasks
+at the same positions, and one numpy axis holds them.  A step (see [Note: Steps] in ``shared/compile/compile.py``) is
+one forward position, or a recomputation and its backward.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from ...shared.schema.schedule import Task, TaskId, TaskKind
+from ...shared.schema.workload import Phase, Workload
+from ..costs.task_costs import CostModel
+from .activation_levels import NO_TASK_BYTES, ActivationLevels, activation_levels
+from .space import BoolArray, IntArray, ModeRows
+from .step_spec import StepRule
+
+FloatArray = npt.NDArray[np.float64]
+
+__all__ = ["NO_TASK_BYTES", "ComputeTable", "FloatArray", "Positions", "compute_table"]
+
+_NO_RULE: Final = StepRule()
+
+
+@dataclass(frozen=True)
+class Positions:
+    """Where tasks stand in the program of the compute lane; see [Note: Positions]."""
+
+    num_blocks: int
+    micro_batches: int = 1
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of one iteration."""
+        return 2 * self.num_blocks * self.micro_batches
+
+    @property
+    def micro_length(self) -> int:
+        """Positions of one micro-batch."""
+        return 3 * self.num_blocks + 4
+
+    @property
+    def length(self) -> int:
+        """Positions of one iteration."""
+        return self.micro_length * self.micro_batches + 1
+
+    @property
+    def device_adam(self) -> int:
+        """The last position."""
+        return self.length - 1
+
+    def backward(self, block: IntArray, micro_batch: int | IntArray = 0) -> IntArray:
+        """The backward of each block."""
+        return self.micro_length * micro_batch + self.num_blocks + 4 + 2 * (self.num_blocks - 1 - block)
+
+    def last_backward(self, block: IntArray) -> IntArray:
+        """The backward of each block in the last micro-batch."""
+        return self.backward(block, self.micro_batches - 1)
+
+    def step_begin(self, step: IntArray) -> IntArray:
+        """The first position of each step of the iteration."""
+        found: IntArray = self._begins[step]
+        return found
+
+    def step_end(self, step: IntArray) -> IntArray:
+        """The last position of each step of the iteration."""
+        found: IntArray = self._ends[step]
+        return found
+
+    @cached_property
+    def _begins(self) -> IntArray:
+        return self._position(3)
+
+    @cached_property
+    def _ends(self) -> IntArray:
+        return self._position(4)
+
+    def _position(self, offset: int) -> IntArray:
+        """(S,)."""
+        micro_batch, within = np.divmod(np.arange(self.num_steps), 2 * self.num_blocks)
+        place = np.where(within < self.num_blocks, 1 + within, offset - self.num_blocks + 2 * within)
+        return self.micro_length * micro_batch + place
+
+
+@dataclass(frozen=True)
+class ComputeTable:
+    """Seconds and bytes of compute tasks.  Shapes: K choices of modes, W positions of a micro-batch, n blocks."""
+
+    modes: ModeRows
+    positions: Positions
+    seconds: FloatArray
+    """(K, W) alone on the machine, the same in every micro-batch; without device Adam, whose work depends on the
+    persistent chunks."""
+    levels: ActivationLevels
+    swap_bytes: IntArray
+    """(n,) what each block moves when it swaps."""
+    swap_out_s: FloatArray
+    """(n,) its copy to the host."""
+    swap_in_s: FloatArray
+    """(n,) its copy back."""
+
+    def iteration_s(self, row: int, device_adam_s: float) -> FloatArray:
+        """(L,) seconds of the whole lane for the modes of ``row``."""
+        micro_batches = self.positions.micro_batches
+        repeated = self.seconds[row] if micro_batches == 1 else np.tile(self.seconds[row], micro_batches)
+        return np.append(repeated, device_adam_s)
+
+    @cached_property
+    def swapped_bytes(self) -> IntArray:
+        """(n + 1,) pinned host memory of the first so many blocks' swapping."""
+        return np.append(0, self.swap_bytes.cumsum())
+
+
+def compute_table(workload: Workload, modes: ModeRows, costs: CostModel, rule: StepRule = _NO_RULE) -> ComputeTable:
+    """Tabulate the compute lane of ``workload`` for each choice of ``modes``."""
+    swap_bytes = np.array([workload.profile_of(block).swappable_bytes for block in range(workload.num_blocks)])
+
+    def copies_s(kind: TaskKind) -> FloatArray:
+        price = {size: costs.task_s(Task(TaskId(0), kind, moved_bytes=size)) if size else 0.0 for size in swap_bytes}
+        return np.array([price[size] for size in swap_bytes])
+
+    return ComputeTable(
+        modes=modes,
+        positions=Positions(workload.num_blocks, rule.micro_batches),
+        seconds=_seconds(workload, modes.is_checkpoint, costs),
+        levels=activation_levels(workload, modes, rule.micro_batches),
+        swap_bytes=swap_bytes,
+        swap_out_s=copies_s(TaskKind.ACTIVATION_OFFLOAD),
+        swap_in_s=copies_s(TaskKind.ACTIVATION_FETCH),
+    )
+
+
+def _seconds(workload: Workload, is_checkpoint: BoolArray, costs: CostModel) -> FloatArray:
+    num_blocks = workload.num_blocks
+    positions = Positions(num_blocks)
+    profiles = [workload.profile_of(block) for block in range(num_blocks)]
+
+    def by_mode(keep: list[Phase] | None, checkpoint: list[Phase], kind: TaskKind) -> FloatArray:
+        kept = 0.0 if keep is None else np.array([costs.phase_s(phase, kind) for phase in keep])
+        return np.where(is_checkpoint, np.array([costs.phase_s(phase, kind) for phase in checkpoint]), kept)
+
+    seconds = np.zeros((len(is_checkpoint), positions.micro_length))
+    seconds[:, 0] = costs.phase_s(workload.prologue_forward, TaskKind.FORWARD)
+    seconds[:, 1 : num_blocks + 1] = by_mode(
+        [p.forward for p in profiles], [p.checkpoint_forward for p in profiles], TaskKind.FORWARD
+    )
+    seconds[:, num_blocks + 1] = costs.phase_s(workload.epilogue_forward, TaskKind.FORWARD)
+    seconds[:, num_blocks + 2] = costs.phase_s(workload.epilogue_backward, TaskKind.BACKWARD)
+    backward = by_mode([p.backward for p in profiles], [p.checkpoint_backward for p in profiles], TaskKind.BACKWARD)
+    recompute = by_mode(None, [p.recompute for p in profiles], TaskKind.RECOMPUTE)
+    at = positions.backward(np.arange(num_blocks))
+    seconds[:, at] = backward
+    seconds[:, at - 1] = recompute
+    seconds[:, 3 * num_blocks + 3] = costs.phase_s(workload.prologue_backward, TaskKind.BACKWARD)
+    return seconds

@@ -1,0 +1,122 @@
+"""One residency (persistent chunks, buffers) of a layout: when its chunks are gathered and where they stay.
+
+This restates the compiler's policy ([Note: Steps] in ``shared/compile/compile.py``) in numbers of tasks and positions,
+without building tasks; what travels besides is added in ``sim/space/side_lanes.py``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from ...shared.layout.layout import ChunkId
+from ...shared.layout.slots import assign_slots
+from .chunk_table import ChunkTable
+from .compute_table import Positions
+from .space import IntArray
+
+
+@dataclass(frozen=True, eq=False)
+class Residency:
+    """What comes to the device, and what goes, under one prefix and number of buffers.
+
+    Shapes: G gathers, of which S of chunks that are sharded over the devices, U updates (chunks with gradients that
+    leave and that CPU Adam steps), V chunks whose gradients are reduced to parts on the devices, D prefetch depths.
+    """
+
+    table: ChunkTable
+    prefix: int
+    n_buffer: int
+    device_adam_s: float
+    """Seconds of stepping persistent chunks, and parts of sharded ones."""
+    gather_chunk: IntArray
+    """(G,) in the order of the lanes."""
+    gather_step: IntArray
+    """(G,) the step that needs it first."""
+    last_step: IntArray
+    """(G,) the last step that uses it before its buffer goes to another chunk."""
+    free_step: IntArray
+    """(G,) the step whose end frees its buffer, or its chunk's place before; below 0 in the previous iteration."""
+    slot_free: IntArray
+    """(G,) compute tasks that must have ended for its buffer to be free and its chunk gone; below 0 in the previous
+    iteration."""
+    update_chunk: IntArray
+    """(U,) in the order in which their gradients leave, in every micro-batch."""
+    part_chunk: IntArray
+    """(V,) in the order in which their gradients are reduced, in every micro-batch."""
+
+    @cached_property
+    def copied(self) -> IntArray:
+        """(G - S,) the gathers of offloaded chunks: those that H2D carries."""
+        table = self.table
+        return np.flatnonzero(table.is_offloaded(self.prefix)[self.gather_chunk])
+
+    @cached_property
+    def sharded(self) -> IntArray:
+        """(S,) the gathers that an all-gather does alone."""
+        return np.flatnonzero(~self.table.is_offloaded(self.prefix)[self.gather_chunk])
+
+    @property
+    def positions(self) -> Positions:
+        """The program of the compute lane."""
+        return self.table.positions
+
+    @cached_property
+    def is_first_gather(self) -> IntArray:
+        """(G,) whether a gather is the first of its chunk in the iteration."""
+        first = np.zeros(len(self.table.layout.chunks), dtype=np.int64)
+        places = np.arange(len(self.gather_chunk))
+        # Of writes to one place the last one stays: the first gather of each chunk.
+        first[self.gather_chunk[::-1]] = places[::-1]
+        is_first: IntArray = first[self.gather_chunk] == places
+        return is_first
+
+    def gather_wait(self, depths: IntArray) -> IntArray:
+        """(D, G) compute tasks that must have ended for a gather's window to be open and its buffer to be free.
+
+        Counted within the iteration; below 1 for tasks of the previous one.
+        """
+        positions = self.positions
+        window = self.gather_step - depths[:, None] - 1
+        is_here = window >= 0
+        # Not more than an iteration ahead, however deep the prefetch.
+        step = np.where(is_here, window, np.maximum(window + positions.num_steps, 0))
+        opened = positions.step_end(step) + 1 - np.where(is_here, 0, positions.length)
+        return np.maximum(opened, self.slot_free)
+
+
+def residency(table: ChunkTable, prefix: int, n_buffer: int) -> Residency:
+    """The gathers and updates of the plans with these knobs; slots are assigned as the compiler assigns them."""
+    positions = table.positions
+    is_gathered, is_offloaded = table.is_gathered(prefix), table.is_offloaded(prefix)
+    stays = assign_slots(table.uses(prefix), n_buffer)
+    last_step = np.array([stay.last_step for stay in stays], dtype=np.int64)
+    last_in_slot = {stay.slot: stay.last_step for stay in stays}
+    # Steps that must have ended, counted within the iteration; below 0 in the previous one.
+    gone: dict[ChunkId, int] = {stay.chunk: stay.last_step - positions.num_steps for stay in stays}
+    free = []
+    for stay in stays:
+        if stay.previous is None:
+            slot = last_in_slot[stay.slot] - positions.num_steps
+        else:
+            slot = stays[stay.previous].last_step
+        before_it = gone[stay.chunk]
+        free.append(slot if slot > before_it else before_it)
+        gone[stay.chunk] = stay.last_step
+    before = np.array(free, dtype=np.int64)
+    is_previous = before < 0
+    return Residency(
+        table=table,
+        prefix=prefix,
+        n_buffer=n_buffer,
+        device_adam_s=float(table.device_adam_s[prefix]),
+        gather_chunk=np.array([stay.chunk for stay in stays], dtype=np.int64),
+        gather_step=np.array([stay.first_step for stay in stays], dtype=np.int64),
+        last_step=last_step,
+        free_step=before,
+        slot_free=positions.step_end(before % positions.num_steps) + 1 - np.where(is_previous, positions.length, 0),
+        update_chunk=table.update_order[is_offloaded[table.update_order]],
+        part_chunk=table.update_order[(is_gathered & ~is_offloaded)[table.update_order]],
+    )

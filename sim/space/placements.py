@@ -1,0 +1,93 @@
+"""Which chunks of a layout are persistent, sharded over devices, or offloaded: the pairs of knobs that a search tries.
+
+[Note: Prefixes]
+Chunks follow execution order, the first ``n_persist`` are persistent, the next ``n_shard`` sharded over the devices,
+and the rest offloaded.  A *prefix* is such a pair by its number: prefix p, up to the number of chunks, has
+``n_persist`` = p and no shards; pairs with shards come after these.  Tables that depend on where chunks lie are indexed
+by it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+
+from ...shared.layout.layout import Layout
+
+_Integers = npt.NDArray[np.int64]
+_Booleans = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, eq=False)
+class ChunkPlaces:
+    """Shapes: P prefixes, C chunks.  Chunks that no block owns are persistent in all of them."""
+
+    is_owned: _Booleans
+    """(C,) whether a block owns it."""
+    n_persist: _Integers
+    """(P,)"""
+    n_shard: _Integers
+    """(P,) 0 for the first C + 1."""
+
+    @classmethod
+    def of(cls, layout: Layout, shards: Sequence[tuple[int, int]] = ()) -> Self:
+        """Every ``n_persist`` without shards, and the pairs ``shards`` of ``n_persist`` and ``n_shard``."""
+        num_chunks = len(layout.chunks)
+        return cls(
+            is_owned=np.array([bool(chunk.blocks) for chunk in layout.chunks], dtype=np.bool_),
+            n_persist=np.array([*range(num_chunks + 1), *(n_persist for n_persist, _ in shards)], dtype=np.int64),
+            n_shard=np.array([*([0] * (num_chunks + 1)), *(n_shard for _, n_shard in shards)], dtype=np.int64),
+        )
+
+    @property
+    def all(self) -> _Integers:
+        """(P,) every prefix."""
+        return np.arange(len(self.n_persist))
+
+    @property
+    def has_shards(self) -> bool:
+        """Whether any prefix has chunks that are sharded over the devices."""
+        return len(self.n_persist) > len(self.is_owned) + 1
+
+    def is_gathered(self, prefix: int | _Integers) -> _Booleans:
+        """(..., C) whether a chunk is not persistent, for each entry of ``prefix``."""
+        return self._from(self.n_persist[prefix])
+
+    def is_offloaded(self, prefix: int | _Integers) -> _Booleans:
+        """(..., C) whether a chunk is offloaded."""
+        return self._from(self.n_persist[prefix] + self.n_shard[prefix])
+
+    def is_sharded(self, prefix: int | _Integers) -> _Booleans:
+        """(..., C) whether a chunk is sharded over the devices."""
+        is_sharded: _Booleans = self.is_gathered(prefix) & ~self.is_offloaded(prefix)
+        return is_sharded
+
+    def persistent_sum(self, values: _Integers) -> _Integers:
+        """(P,) the sum of ``values`` (C,) over persistent chunks."""
+        total: _Integers = values.sum() - self._sum_from(values)[self.n_persist]
+        return total
+
+    def sharded_sum(self, values: _Integers) -> _Integers:
+        """(P,) the sum of ``values`` (C,) over chunks that are sharded over the devices."""
+        until = self._sum_from(values)
+        total: _Integers = until[self.n_persist] - until[self.n_persist + self.n_shard]
+        return total
+
+    def offloaded_sum(self, values: _Integers) -> _Integers:
+        """(P,) the sum of ``values`` (C,) over offloaded chunks."""
+        total: _Integers = self._sum_from(values)[self.n_persist + self.n_shard]
+        return total
+
+    def _from(self, first: int | _Integers) -> _Booleans:
+        """(..., C) whether a block owns a chunk that comes no sooner than ``first``."""
+        places = np.arange(len(self.is_owned))
+        is_from: _Booleans = np.logical_and(self.is_owned, places >= np.asarray(first)[..., None])
+        return is_from
+
+    def _sum_from(self, values: _Integers) -> _Integers:
+        """(C + 1,) the sum of ``values`` (C,) over the owned chunks from each place on."""
+        return np.append(np.where(self.is_owned, values, 0)[::-1].cumsum()[::-1], 0)

@@ -1,0 +1,85 @@
+"""What a search holds fixed about the optimizer's step: its micro-batches, and the limit of its gradients' norm."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import isfinite
+from typing import Final
+
+from ...shared.basics.errors import PlanError
+from ...shared.schema.plan import ParallelMode
+
+MOST_MICRO_BATCHES: Final = 4096
+"""An iteration of more has millions of tasks."""
+MOST_RANKS: Final = 10**6
+SEVERAL: Final = (ParallelMode.DDP, ParallelMode.REPLICATED, ParallelMode.SHARDED)
+"""What several ranks may do together, simplest first: of equally good plans the one of the simplest mode counts."""
+
+
+def check_ranks(num_ranks: int, parallel: ParallelMode) -> None:
+    """Raise PlanError unless so many ranks can be in this mode."""
+    if parallel is ParallelMode.SINGLE and num_ranks > 1:
+        raise PlanError(f"{num_ranks} ranks do nothing together. Choose --parallel ddp, replicated or sharded.")
+    if parallel is not ParallelMode.SINGLE and num_ranks == 1:
+        raise PlanError(f"--parallel {parallel} needs 2 ranks at least. Choose a machine with several devices.")
+
+
+def check_shares(global_batch: int, num_ranks: int) -> None:
+    """Raise PlanError unless so many ranks can share a global batch evenly; names the nearest numbers that can."""
+    if global_batch % num_ranks == 0:
+        return
+    below, nearest = global_batch // num_ranks * num_ranks, _nearest_shares(global_batch, num_ranks)
+    batches = " or ".join(str(batch) for batch in (below, below + num_ranks) if batch)
+    raise PlanError(
+        f"{num_ranks} ranks cannot share a global batch of {global_batch} evenly. Choose a global batch of {batches}, "
+        f"or {' or '.join(map(str, nearest))} {'rank' if nearest == [1] else 'ranks'}."
+    )
+
+
+def _nearest_shares(global_batch: int, num_ranks: int) -> list[int]:
+    """The next smaller and the next larger number of ranks that divide the global batch."""
+    found = [next(ranks for ranks in range(num_ranks, 0, -1) if global_batch % ranks == 0)]
+    if num_ranks < global_batch:
+        found.append(next(ranks for ranks in range(num_ranks, global_batch + 1) if global_batch % ranks == 0))
+    return found
+
+
+@dataclass(frozen=True)
+class StepRule:
+    """Knobs of a plan that say what is trained rather than how; the search takes them as they are.
+
+    Raises PlanError if they are out of range.
+    """
+
+    micro_batches: int = 1
+    """Forwards and backwards per step."""
+    max_gradient_norm: float | None = None
+    """Limit of the norm of all gradients; None for no limit."""
+    parallel: ParallelMode = ParallelMode.SINGLE
+    """What ranks do together."""
+    num_ranks: int = 1
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.micro_batches <= MOST_MICRO_BATCHES:
+            raise PlanError(
+                f"micro_batches is {self.micro_batches}; it must be at least 1 and at most {MOST_MICRO_BATCHES}."
+            )
+        if self.max_gradient_norm is not None and not (self.max_gradient_norm > 0 and isfinite(self.max_gradient_norm)):
+            raise PlanError(f"max_gradient_norm is {self.max_gradient_norm}; it must be above 0, and finite.")
+
+        check_ranks(self.num_ranks, self.parallel)
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether each host has a part of every offloaded chunk."""
+        return self.parallel is ParallelMode.SHARDED
+
+    @property
+    def limits_norm(self) -> bool:
+        """Whether CPU Adam waits for the norm of all gradients."""
+        return self.max_gradient_norm is not None
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether gradients of several micro-batches are added up."""
+        return self.micro_batches > 1

@@ -1,0 +1,205 @@
+"""What the search believes before it simulates: no bound exceeds what it bounds, and some are exact."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.optimize import linprog
+
+from protwin.shared.schema.calibration import Calibration, Contention
+from protwin.shared.schema.hardware import Hardware
+from protwin.shared.schema.schedule import LANES_ALONE, Lane, Memory
+from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
+from protwin.sim.bounds import lane_programs, replay
+from protwin.sim.bounds.replay import REPLAY_FRAC, Replayer, ReplayPlan
+from protwin.sim.bounds.throughput import Throughput
+from protwin.sim.costs.contention import ContentionModel
+from protwin.sim.costs.task_costs import CostModel
+from protwin.sim.space.chunk_table import chunk_table
+from protwin.sim.space.gather_plan import residency
+from protwin.sim.space.side_lanes import CPU_OPTIM, Traffic
+from tests.sim.bound_cases import Case, case, cases, hand_made
+from tests.sim.hand_made import Seconds, machine, plan, workload
+from tests.strategies import contentions, hardware, plans
+
+LANES = LANES_ALONE
+
+
+# -- memory ----------------------------------------------------------------------------------------------------------
+
+
+@given(cases())
+@settings(max_examples=80)
+def test_memory_bounds_never_exceed_the_guaranteed_peak_and_the_last_one_equals_it(found: Case) -> None:
+    peak_bytes = guaranteed_device_peak(found.schedule).size_bytes
+    assert found.activation_bound_bytes() <= found.memory_bound_bytes() <= peak_bytes
+    assert found.exact_peak_bytes() == peak_bytes
+
+
+@given(cases())
+@settings(max_examples=50)
+def test_host_bytes_are_those_of_the_schedule(found: Case) -> None:
+    n_persist = np.array([found.plan.n_persist])
+    pinned_bytes = found.chunks.pinned_host_bytes(n_persist)[0] + found.compute.swapped_bytes[found.plan.n_swap]
+    assert pinned_bytes == found.schedule.static_bytes(Memory.PINNED_HOST)
+    assert found.chunks.host_bytes(n_persist)[0] == found.schedule.static_bytes(Memory.HOST)
+
+
+def test_adding_all_buffers_to_the_activations_is_no_bound_of_memory() -> None:
+    # The wrong variant: every buffer is full at the highest level of activations.  The highest level comes in the
+    # first backwards, and when forward begins nothing is saved yet: with prefetch depth 1, two chunks are there.
+    model = workload(num_blocks=6)
+    found = hand_made(model, plan(model, n_buffer=2, n_checkpoint=6), machine())
+    roomy = hand_made(model, plan(model, n_buffer=6, n_checkpoint=0), machine())
+    for one in (found, roomy):
+        assert one.memory_bound_bytes() <= one.exact_peak_bytes()
+    levels = (roomy.compute.levels.alive_bytes[:, 0] + roomy.compute.levels.peak_bytes).max(axis=1)[0]
+    gradient_bytes = 256 * 6
+    all_buffers = roomy.plan.n_buffer * 256 + int(levels) + gradient_bytes
+    assert all_buffers > guaranteed_device_peak(roomy.schedule).size_bytes
+
+
+# -- throughput ------------------------------------------------------------------------------------------------------
+
+
+def _least_time_s(contention: ContentionModel, work_s: list[float]) -> float:
+    """The linear program itself: seconds in which exactly each set of lanes is active, so that all work gets done."""
+    sets = [frozenset(lane for bit, lane in enumerate(LANES) if mask >> bit & 1) for mask in range(1, 16)]
+    progress = np.array([[contention.rates(lanes).get(lane, 0.0) for lanes in sets] for lane in LANES])
+    found = linprog(np.ones(len(sets)), A_ub=-progress, b_ub=-np.array(work_s), method="highs")
+    assert found.success
+    return float(found.fun)
+
+
+@given(
+    st.lists(contentions(), max_size=6, unique_by=lambda entry: frozenset(entry.lanes)),
+    hardware(),
+    st.lists(st.just(0.0) | st.floats(0.01, 10), min_size=4, max_size=4),
+)
+@settings(max_examples=100)
+def test_throughput_weights_reach_the_optimum_of_the_linear_program(
+    measured: list[Contention], box: Hardware, work_s: list[float]
+) -> None:
+    calibration = Calibration(hardware_name=box.name, machine=box.name, contention=tuple(measured))
+    contention = ContentionModel.of(box, calibration)
+    best = float((np.array(work_s) @ Throughput.of(contention).weights.T).max())
+    least = _least_time_s(contention, work_s)
+    # The solver's own tolerance is 1e-7.
+    assert best <= least + 1e-6
+    assert best == pytest.approx(least, rel=1e-5, abs=1e-6)
+
+
+def test_adding_the_work_of_all_lanes_is_no_bound_of_time() -> None:
+    # The wrong variant ignores that lanes overlap.
+    model = workload(num_blocks=4, seconds=Seconds(forward=2.0, backward=4.0))
+    found = hand_made(model, plan(model, n_buffer=2), machine())
+    simulated_s = found.simulated_s()
+    durations_s = found.costs.durations_s(found.schedule)
+    assert sum(durations_s) > simulated_s
+    assert found.time_bound_s() <= simulated_s
+
+
+def test_adding_the_tail_to_the_work_of_the_busiest_lane_is_no_bound_of_time() -> None:
+    # The wrong variant: all of compute, then the last chunk's copy, CPU Adam and gather.  With persistent blocks
+    # before the first offloaded one, forward of the next iteration goes on meanwhile.
+    model = workload(num_blocks=4, seconds=Seconds(prologue=3.0))
+    found = hand_made(model, plan(model, n_persist=2, n_buffer=2), machine())
+    durations_s = found.costs.durations_s(found.schedule)
+    compute_s = sum(durations_s[task] for task in found.schedule.lanes[Lane.COMPUTE])
+    assert compute_s + 3.0 > found.simulated_s()
+    assert found.time_bound_s() <= found.simulated_s()
+
+
+# -- time ------------------------------------------------------------------------------------------------------------
+
+
+@given(cases())
+@settings(max_examples=100)
+def test_time_bounds_never_exceed_the_simulated_period(found: Case) -> None:
+    bound_s = found.time_bound_s()
+    assert found.whole_bound_s() <= bound_s <= found.simulated_s()
+    most_generous_s = found.time_bound_s(
+        n_buffer=len(found.layout.chunks), prefetch_depth=found.plan.prefetch_depth + 2
+    )
+    assert most_generous_s <= bound_s * (1 + 1e-12)
+
+
+def test_the_cycle_through_cpu_adam_is_counted() -> None:
+    # By hand: forward of both blocks, both epilogues, backward of both: 2 + 2 + 4 = 8 s.  Then the gradients of block 0
+    # leave, are stepped, and the chunk comes back, in 1 + 10 + 1 s; CPU Adam of block 1 began 2 s before and holds
+    # the lane for 10 s, so that of block 0 starts 1 + 10 - 2 = 9 s after its backward.  Together 8 + 9 + 10 + 1.
+    model = workload(num_blocks=2)
+    found = hand_made(model, plan(model, n_buffer=2), machine(cpu_adam_s=10.0))
+    assert found.simulated_s() == pytest.approx(28)
+    assert found.time_bound_s() == pytest.approx(28, rel=1e-4)
+
+
+# -- replays ---------------------------------------------------------------------------------------------------------
+
+
+@given(cases())
+@settings(max_examples=100)
+def test_a_replay_has_the_period_of_the_simulation(found: Case) -> None:
+    replayed_s, simulated_s = found.replayed_s(), found.simulated_s()
+    assert np.isnan(replayed_s) or replayed_s == pytest.approx(simulated_s, rel=(1 - REPLAY_FRAC) / 2)
+
+
+@given(st.data())
+@settings(max_examples=20)
+def test_plans_that_are_replayed_together_do_not_disturb_each_other(data: st.DataObject) -> None:
+    found = data.draw(cases())
+    rows = []
+    for _ in range(5):
+        chosen, layout = data.draw(plans(found.workload))
+        chunks = chunk_table(found.workload, layout, found.costs, found.chunks.rule)
+        traffic = Traffic(residency(chunks, chosen.n_persist, chosen.n_buffer), found.compute, chosen.n_swap)
+        rows.append(ReplayPlan(traffic, chosen.prefetch_depth, int(found.mode[0])))
+    together = Replayer(found.compute, found.contention).periods_s(rows)
+    alone = [Replayer(found.compute, found.contention).periods_s([row])[0] for row in rows]
+    np.testing.assert_array_equal(together, alone)
+
+
+def _slow_copies() -> Case:
+    """Four chunks in one block, whose gradients leave in 4 s each while CPU Adam takes 1 s."""
+    model = workload(num_blocks=1)
+    weights = tuple(model.parameters[0].model_copy(update={"name": f"blocks.0.weight.{number}"}) for number in range(4))
+    model = model.model_copy(update={"parameters": weights})
+    return hand_made(model, plan(model, n_buffer=4), machine(offload_s=4.0))
+
+
+def test_tasks_are_fused_only_where_nobody_can_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = _slow_copies()
+    assert found.replayed_s() == pytest.approx(found.simulated_s())
+    quick = replace(found, costs=CostModel(machine(offload_s=0.5), use_measured=True))
+    quick = case(quick.workload, quick.plan, quick.layout, quick.costs, quick.contention)
+    traffic = quick.traffic()
+    fused = lane_programs.copy_programs(traffic, 1, np.ones(4))
+    assert len(fused[CPU_OPTIM].durations_s) == 1 < traffic.cpu_length
+    assert quick.replayed_s() == pytest.approx(quick.simulated_s())
+    # The wrong variant fuses CPU Adam although the next chunk's gradients may still be on their way.
+    original = lane_programs.copy_programs
+    monkeypatch.setattr(replay, "copy_programs", lambda traffic, depth, slowest: original(traffic, depth, 0 * slowest))
+    assert found.replayed_s() < found.simulated_s() * (1 - 1e-3)
+
+
+def test_cpu_adam_is_fused_over_blocks_only_where_gradients_surely_arrive_in_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def of_cpu_adam(seconds: float) -> Case:
+        model = workload(num_blocks=4)
+        return hand_made(model, plan(model, n_buffer=4), machine(cpu_adam_s=seconds))
+
+    busy, idle = of_cpu_adam(4.5), of_cpu_adam(1.0)
+    for found, num_tasks in ((busy, 1), (idle, 4)):
+        # From one copy to the next: recomputation, if any, and backward for 3 s, and the copy for 1 s.
+        fused = lane_programs.copy_programs(found.traffic(), 1, np.ones(4))
+        assert len(fused[CPU_OPTIM].durations_s) == num_tasks
+        assert found.replayed_s() == pytest.approx(found.simulated_s())
+    # The wrong variant takes copies and compute for instantaneous.
+    original = lane_programs.copy_programs
+    monkeypatch.setattr(replay, "copy_programs", lambda traffic, depth, slowest: original(traffic, depth, 0 * slowest))
+    assert idle.replayed_s() < idle.simulated_s() * (1 - 1e-3)

@@ -1,0 +1,144 @@
+"""Nests of requests that are not carried out: the allocator must be none the wiser."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.strategies import DrawFn
+
+from protwin.shared.compile.compile import compile_schedule
+from protwin.sim.memory.allocator import AllocatorFullError, CachingAllocator
+from protwin.sim.memory.allocator_tensors import StaticTensors, static_tensors
+from protwin.sim.memory.request_replay import Inside, RequestLog, Requests, replay
+from protwin.sim.memory.requests import Nest, latest_first, nests
+from protwin.sim.memory.requests_of_schedule import AllocationProgram, allocation_program
+from protwin.sim.memory.rules import AllocatorSettings
+from tests.strategies import PlannedWorkload, planned_workloads
+
+MIB = 2**20
+SETTINGS = st.sampled_from(
+    [
+        AllocatorSettings(),
+        AllocatorSettings(expandable_segments=True),
+        AllocatorSettings(roundup_power2_divisions=4),
+        AllocatorSettings(max_split_bytes=21 * MIB),
+        AllocatorSettings(garbage_collection_threshold_frac=0.6),
+    ]
+)
+
+
+class Given(RequestLog):
+    """Requests that no program stands behind: the same in every iteration."""
+
+    def __init__(self, set_up: Sequence[int], requests: Sequence[int]) -> None:
+        super().__init__(AllocationProgram((), (), ()), StaticTensors((), ()))
+        self.set_up = list(set_up)
+        self._iterations = [Requests(list(requests), list(range(1, len(requests) + 1)))]
+        self._repeats = True
+
+
+@st.composite
+def requests(draw: DrawFn) -> tuple[list[int], list[int]]:
+    """What is made for good, and an iteration that frees all it makes: by turns the latest, and any."""
+    sizes = st.one_of(st.integers(1, 3 * MIB), st.integers(1, 60).map(lambda n: n * MIB), st.integers(1, 40 * MIB))
+    made, num_made = [], 0
+    found: list[int] = []
+    for _ in range(draw(st.integers(1, 40))):
+        if made and draw(st.booleans()):
+            place = -1 if draw(st.integers(0, 3)) else draw(st.integers(0, len(made) - 1))
+            found.append(made.pop(place) - num_made)
+        else:
+            found.append(draw(sizes))
+            made.append(num_made)
+            num_made += 1
+    found += [number - num_made for number in draw(st.permutations(made))]
+    return draw(st.lists(sizes, max_size=4)), found
+
+
+def played(log: RequestLog, chosen: AllocatorSettings, limit_bytes: int | None, *, is_whole: bool):  # type: ignore[no-untyped-def]
+    """What a replay came to and all that it left; ``is_whole``: with every request carried out."""
+    allocator = CachingAllocator(chosen, limit_bytes=limit_bytes)
+    try:
+        found = replay(log, allocator, on_change=(lambda iteration: None) if is_whole else None)
+    except AllocatorFullError:
+        return None
+    return found, allocator.segments, allocator.reserved_bytes, allocator.allocated_bytes, allocator.requested_bytes
+
+
+@settings(max_examples=300)
+@given(requests(), SETTINGS, st.floats(0.5, 1.2))
+def test_nests_leave_everything_as_it_was(
+    drawn: tuple[list[int], list[int]], chosen: AllocatorSettings, share: float
+) -> None:
+    ample = played(Given(*drawn), chosen, None, is_whole=True)
+    assert ample is not None
+    assert played(Given(*drawn), chosen, None, is_whole=False) == ample
+    limit_bytes = int(share * ample[0].peak_reserved_bytes)
+    whole, quick = (played(Given(*drawn), chosen, limit_bytes, is_whole=is_whole) for is_whole in (True, False))
+    assert whole == quick
+
+
+@settings(max_examples=40)
+@given(planned_workloads(), st.sampled_from(Inside), SETTINGS)
+def test_programs_are_replayed_to_the_same(drawn: PlannedWorkload, inside: Inside, chosen: AllocatorSettings) -> None:
+    schedule = compile_schedule(drawn.plan, drawn.workload, drawn.layout)
+    static = static_tensors(schedule, drawn.workload.parameters, drawn.layout)
+    one, other = (RequestLog(allocation_program(schedule), static, inside=inside) for _ in range(2))
+    assert played(one, chosen, None, is_whole=True) == played(other, chosen, None, is_whole=False)
+
+
+def test_nests_by_hand() -> None:
+    # Two nests in a row within a third, beside a tensor that stays: 30, 30 and 4 MiB, then 2 and 1.5 KiB.
+    inner = [30 * MIB, 30 * MIB, -1, -2, 4 * MIB, -1]
+    numbers = [5 * MIB, 8 * MIB, *inner, -4, 2048, 1536, -1, -2]
+    assert latest_first([1, 1, -2, -1]) == [1, 1, -1, -2]
+    found = nests(latest_first(numbers), AllocatorSettings())
+    assert sorted(found) == [1, 2, 3, 6, 9, 10]
+    whole, eight = found[1]
+    assert (whole.stop, whole.num_made, whole.large_bytes, whole.small_bytes) == (13, 6, 68 * MIB, 3584)
+    assert (eight.stop, eight.num_made, eight.large_bytes, eight.small_bytes) == (9, 4, 68 * MIB, 0)
+    assert [nest.large_bytes // MIB for nest in found[2]] == [60, 60]
+    assert [nest.stop for nest in found[2]] == [8, 6]
+    # Freed within by another order, or one that was made before, it is none.
+    assert nests([8, 9, -2, 7, -2, -1], AllocatorSettings()) == {}
+    assert nests([8, -3, -1], AllocatorSettings()) == {}
+
+
+TWO_SEGMENTS = ([30 * MIB, 30 * MIB, -1, -2], [40 * MIB, -1, 25 * MIB, -1])
+"""30 and 30 MiB are cached, and 40 are asked for."""
+ROOM_BESIDE = ([2 * MIB], [10 * MIB, -1])
+"""2 MiB have opened a segment of 20, most of which was never in use."""
+
+
+def any_cache(self: CachingAllocator, large_bytes: int, small_bytes: int) -> bool:
+    return True
+
+
+def all_caches(self: CachingAllocator, large_bytes: int, small_bytes: int) -> bool:
+    return all(sum(size for size, *_ in pool.free) >= large_bytes for pool in self._pools.values())
+
+
+def without_peaks(numbers: Sequence[int], chosen: AllocatorSettings) -> dict[int, tuple[Nest, ...]]:
+    found = nests(numbers, chosen)
+    return {place: tuple(nest._replace(highest_bytes=0) for nest in row) for place, row in found.items()}
+
+
+@pytest.mark.parametrize(
+    ("drawn", "replaced", "wrong"),
+    [
+        (TWO_SEGMENTS, "allocator.CachingAllocator.has_cached", any_cache),
+        (TWO_SEGMENTS, "allocator.CachingAllocator.has_cached", all_caches),
+        (ROOM_BESIDE, "allocator_replay.nests", without_peaks),
+    ],
+)
+def test_what_nests_must_look_at(  # type: ignore[no-untyped-def]
+    drawn: tuple[list[int], list[int]], replaced: str, wrong, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wrong variants: any cache will do; the free bytes of all blocks together; no look at the peak."""
+    right = played(Given(*drawn), AllocatorSettings(), None, is_whole=True)
+    assert played(Given(*drawn), AllocatorSettings(), None, is_whole=False) == right
+    monkeypatch.setattr(f"protwin.sim.{replaced}", wrong)
+    assert played(Given(*drawn), AllocatorSettings(), None, is_whole=False) != right

@@ -1,0 +1,277 @@
+"""Advice about machines: ranked, resumed, and bound to the question."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from protwin.shared.basics.errors import FileError, HardwareError, ProtwinError
+from protwin.shared.basics.progress import no_progress
+from protwin.shared.catalogue.machines import machine as known_machine
+from protwin.shared.schema.advice import Advice, MachineAdvice
+from protwin.shared.schema.hardware import Hardware
+from protwin.shared.tables.advice import advice_tables
+from protwin.shared.tables.record import as_text
+from protwin.sim.questions.advise import Asked, Request, advise, machines_with, search_machine, whole_machines
+from protwin.sim.searching.batch_search import search_batches
+from protwin.sim.searching.rank_batches import search_rank_batches
+from tests.cli.saved import decoder
+from tests.sim.hand_made import machine, workload
+
+REQUEST = Request("model", 8, None, 4, None, "fingerprint")
+
+
+def boxes(*names: str) -> list[Hardware]:
+    prices = {"fast": 10.0, "slow": 1.0}
+    return [
+        machine(gather_s=1.0 + place).model_copy(update={"name": name, "price_usd_per_hour": prices.get(name)})
+        for place, name in enumerate(names)
+    ]
+
+
+class Searches:
+    """Stands for searches, and notes which machines were asked about."""
+
+    def __init__(self, fails_at: str = "") -> None:
+        self.asked: list[str] = []
+        self.fails_at = fails_at
+
+    def __call__(self, request: Request, asked: Asked) -> MachineAdvice:
+        hardware = asked.hardware
+        self.asked.append(hardware.name)
+        if hardware.name == self.fails_at:
+            raise KeyboardInterrupt
+        if hardware.name == "tiny":
+            return MachineAdvice(hardware_name="tiny", price_usd_per_hour=None, reason="nothing fits")
+        plan = {"workload_id": "w", "chunk_bytes": 1, "n_persist": 0, "n_buffer": 1}
+        seconds = {"fast": 1.0, "slow": 3.0}.get(hardware.name, 2.0)
+        return MachineAdvice.model_validate(
+            {
+                "hardware_name": hardware.name,
+                "price_usd_per_hour": 1.0,
+                "plan": plan,
+                "micro_batch_size": 4,
+                "iteration_s": seconds,
+                "num_tokens": 32,
+                "tokens_per_s": 32 / seconds,
+                "usd_per_million_tokens": {"fast": 9.0, "slow": 1.0}.get(hardware.name),
+                "guaranteed_peak_device_bytes": 1,
+            }
+        )
+
+
+def ask(searches: Searches, names: tuple[str, ...], state: Path | None = None, request: Request = REQUEST) -> Advice:
+    asked = [Asked(hardware) for hardware in boxes(*names)]
+    return advise(request, asked, search_one=searches, num_processes=1, state=state, on_progress=no_progress)
+
+
+def test_machines_are_ranked_by_time_and_by_cost() -> None:
+    advice = ask(Searches(), ("slow", "tiny", "fast", "other"))
+    assert [one.hardware_name for one in advice.machines] == ["fast", "other", "slow", "tiny"]
+    assert [one.hardware_name for one in advice.by_cost] == ["slow", "fast"]
+    text = as_text(advice_tables(advice))
+    assert "Cheapest: slow" in text
+    assert "tiny" in text
+
+
+def killed(request: Request, asked: Asked) -> MachineAdvice:
+    """Stands for a search that the system ends, as it does where memory runs out."""
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError
+
+
+def test_a_process_that_is_killed_is_told() -> None:
+    asked = [Asked(hardware) for hardware in boxes("a", "b")]
+    with pytest.raises(ProtwinError, match=r"2 processes that search ended by itself.*--processes 1, and --state FILE"):
+        advise(REQUEST, asked, search_one=killed, num_processes=2, on_progress=no_progress)
+
+
+def test_an_interrupted_sweep_goes_on_where_it_ended(tmp_path: Path) -> None:
+    state, names = tmp_path / "state.json", ("fast", "slow", "other")
+    with pytest.raises(KeyboardInterrupt):
+        ask(Searches(fails_at="other"), names, state)
+    searches = Searches()
+    resumed = ask(searches, names, state)
+    assert searches.asked == ["other"]
+    assert resumed == ask(Searches(), names)
+
+
+def test_a_machine_that_changed_is_asked_about_again(tmp_path: Path) -> None:
+    state, searches = tmp_path / "state.json", Searches()
+    ask(searches, ("fast", "slow"), state)
+    ask(searches, ("slow", "fast"), state)
+    assert searches.asked == ["fast", "slow", "slow", "fast"], "the two have changed their links"
+
+
+def test_answers_to_another_question_are_refused(tmp_path: Path) -> None:
+    state = tmp_path / "state.json"
+    ask(Searches(), ("fast",), state)
+    with pytest.raises(FileError, match="another question"):
+        ask(Searches(), ("fast",), state, Request("model", 16, None, 4, None, "fingerprint"))
+    state.write_text(state.read_text()[:-20])
+    with pytest.raises(FileError, match="damaged"):
+        ask(Searches(), ("fast",), state)
+
+
+def test_a_machine_is_searched_over_the_sizes_of_the_micro_batch(tmp_path: Path) -> None:
+    workload().save(tmp_path / "workload.json")
+    box = machine().model_copy(update={"price_usd_per_hour": 2.0})
+    found = search_machine(Request(str(tmp_path / "workload.json"), None, None, 2, None, ""), Asked(box))
+    assert found.plan is not None
+    assert found.plan.micro_batches == 2
+    assert found.is_certified
+    assert found.price_usd_per_hour == 2.0
+    assert found.usd_per_million_tokens == pytest.approx(2.0 / 3600 * 1e6 * found.iteration_s / 4)  # type: ignore[operator]
+    refused = search_machine(Request(str(tmp_path / "absent.json"), None, None, 2, None, ""), Asked(box))
+    assert refused.plan is None
+    assert refused.reason
+
+
+# -- machines with several devices -----------------------------------------------------------------------------------
+
+
+def test_a_whole_machine_is_asked_about_with_all_devices_that_can_share_the_batch() -> None:
+    eight, two, one = known_machine("a100-80gb-x8"), known_machine("rtx-3090-x2-nvlink"), known_machine("a10")
+    boxes = [one, two, eight]
+
+    def asked(num_parts: int) -> set[tuple[str, int, int]]:
+        return {(one.hardware.name, one.num_ranks, one.num_devices) for one in whole_machines(boxes, num_parts)}
+
+    alone = {(box.name, 1, 1) for box in boxes}
+    assert asked(16) == alone | {(eight.name, 8, 8), (two.name, 2, 2)}
+    assert asked(6) == alone | {(eight.name, 6, 8), (two.name, 2, 2)}, "idle devices are paid for"
+    assert asked(7) == alone | {(eight.name, 7, 8)}
+    assert asked(1) == alone
+
+
+def test_two_nodes_are_one_machine_at_twice_the_price() -> None:
+    box = known_machine("a100-80gb-x8")
+    assert box.network is not None
+    network = box.network.model_copy(update={"num_nodes": 2})
+    pair = box.model_copy(update={"network": network, "price_usd_per_hour": 10.0})
+    (whole, _) = whole_machines([pair], 16)
+    assert (whole.num_ranks, whole.num_devices) == (16, 16)
+    assert whole.priced(MachineAdvice(hardware_name="", price_usd_per_hour=None)).price_usd_per_hour == 20.0
+
+
+def test_numbers_of_devices_go_to_the_machines_that_have_them() -> None:
+    boxes = [known_machine("a10"), known_machine("rtx-3090-x4"), known_machine("a100-80gb-x8")]
+    asked = machines_with(boxes, [1, 4, 8])
+    assert [(one.hardware.name, one.num_ranks) for one in asked] == [
+        ("a10", 1),
+        ("rtx-3090-x4", 1),
+        ("a100-80gb-x8", 1),
+        ("rtx-3090-x4", 4),
+        ("a100-80gb-x8", 4),
+        ("a100-80gb-x8", 8),
+    ]
+    with pytest.raises(HardwareError, match="a100-80gb-x8 has 8"):
+        machines_with(boxes, [16])
+
+
+def test_advice_about_a_machine_is_that_of_a_search_asked_directly(tmp_path: Path) -> None:
+    model, box = decoder(), known_machine("a100-80gb-x8").model_copy(update={"price_usd_per_hour": 16.0})
+    model.save(tmp_path / "workload.json")
+    request = Request(str(tmp_path / "workload.json"), None, None, 32, None, "")
+    asked = whole_machines([box], 16)
+    advice = advise(request, asked, search_one=search_machine, num_processes=1, on_progress=no_progress)
+    found = {one.num_ranks: one for one in advice.machines}
+    sizes = (model.num_samples,)
+    directly = {
+        8: search_rank_batches(lambda size: model, 32, box, num_ranks=8, micro_batch_sizes=sizes).result,
+        1: search_batches(lambda size: model, 32, box, micro_batch_sizes=sizes).result,
+    }
+    assert set(found) == set(directly)
+    for num_ranks, result in directly.items():
+        one, seconds = found[num_ranks], result.prediction.iteration_s
+        assert (one.plan, one.iteration_s) == (result.plan, seconds)
+        assert one.num_tokens == result.prediction.num_tokens == 16 * model.num_tokens
+        assert one.price_usd_per_hour == 2.0 * num_ranks
+        assert one.usd_per_million_tokens == pytest.approx(2.0 * num_ranks / 3600 * 1e6 * seconds / one.num_tokens)
+        # The simplest plan within the tolerance of the fastest, of which nothing is faster by more than the tolerance.
+        assert one.gap_frac == result.gap_frac
+        assert result.certificate.tolerance_frac == 0.005
+        assert result.gap_frac <= 1 - (1 - 0.005) / (1 + 0.005)
+
+
+def answer(name: str, num_ranks: int, num_devices: int, tokens_per_s: float | None) -> MachineAdvice:
+    plan = {"workload_id": "w", "chunk_bytes": 1, "n_persist": 0, "n_buffer": 1}
+    known = {"plan": plan, "iteration_s": 32 / (tokens_per_s or 1.0), "tokens_per_s": tokens_per_s}
+    return MachineAdvice.model_validate(
+        {
+            "hardware_name": name,
+            "num_ranks": num_ranks,
+            "num_devices": num_devices,
+            "price_usd_per_hour": None,
+            "reason": "" if tokens_per_s else f"{name} is too small",
+        }
+        | (known if tokens_per_s else {})
+    )
+
+
+def test_one_device_alone_is_shown_where_its_tokens_cost_less() -> None:
+    machines = (
+        answer("scales well", 8, 8, 80.0),
+        answer("scales well", 1, 1, 9.0),
+        answer("scales badly", 8, 8, 60.0),
+        answer("scales badly", 1, 1, 9.0),
+        answer("idle", 6, 8, 60.0),
+        answer("idle", 1, 1, 9.0),
+        answer("too small alone", 8, 8, 8.0),
+        answer("too small alone", 1, 1, None),
+        answer("too small", 8, 8, None),
+        answer("too small", 1, 1, None),
+        answer("alone", 1, 1, 1.0),
+    )
+    advice = Advice(model="m", sequence_length=None, global_batch_size=8, machines=machines)
+    assert [(one.hardware_name, one.num_ranks) for one in advice.deals] == [
+        ("scales well", 8),
+        ("scales badly", 8),
+        ("scales badly", 1),
+        ("idle", 6),
+        ("idle", 1),
+        ("too small alone", 8),
+        ("alone", 1),
+    ]
+    assert [(one.hardware_name, one.num_ranks) for one in advice.without_plan] == [("too small", 8)]
+    named = advice.model_copy(update={"ranks": (1, 8)})
+    assert len(named.deals) == 8, "what was asked for by its number is shown"
+    equal = advice.model_copy(update={"machines": (*machines, answer("equal", 1, 1, 9.0))})
+    assert {one.hardware_name for one in equal.deals if one.num_ranks == 1} == {"alone", "equal"}
+
+
+def test_equal_machines_are_searched_once_and_keep_their_names_and_prices() -> None:
+    box = known_machine("a100-80gb-x8")
+    other = box.model_copy(update={"name": "other", "price_usd_per_hour": 8.0})
+    changed = box.model_copy(update={"host": box.host.model_copy(update={"num_cores": 8}), "name": "changed"})
+    searches = Searches()
+    request = Request("gpt2", 8, None, 4, None, "fingerprint")
+    asked = [Asked(box), Asked(other), Asked(changed)]
+    advice = advise(request, asked, search_one=searches, num_processes=1, on_progress=no_progress)
+    assert searches.asked == [box.name, "changed"]
+    prices = {one.hardware_name: one.price_usd_per_hour for one in advice.machines}
+    assert prices == {box.name: None, "other": 1.0, "changed": None}
+    # A workload of one's own may hold seconds that were measured on a machine of that very name.
+    ask(searches := Searches(), ("fast", "slow"))
+    assert searches.asked == ["fast", "slow"]
+
+
+def test_answers_of_an_older_release_are_refused(tmp_path: Path) -> None:
+    """They name no ranks, and their request was that of other sources."""
+    state = tmp_path / "state.json"
+    ask(Searches(), ("fast",), state)
+    saved = json.loads(state.read_text())
+    saved["request"] = "0" * 32
+    saved["answers"] = {
+        key.partition("-")[0]: {
+            field: value for field, value in one.items() if field not in ("num_ranks", "num_devices")
+        }
+        for key, one in saved["answers"].items()
+    }
+    state.write_text(json.dumps(saved))
+    with pytest.raises(FileError, match="another question: another model, shape, global batch or release"):
+        ask(Searches(), ("fast",), state)

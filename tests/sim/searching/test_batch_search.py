@@ -1,0 +1,149 @@
+"""The search over micro-batch sizes against a search of each size, and what-if answers against searches."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from protwin.shared.basics.errors import InfeasibleError, PlanError
+from protwin.shared.schema.search_result import BatchSearchResult
+from protwin.shared.schema.workload import BlockProfile, Phase, Workload
+from protwin.sim.questions.what_if import Setting, largest_batch, what_if
+from protwin.sim.searching.batch_search import divisors, search_batches
+from protwin.sim.searching.search import search
+from protwin.sim.space.space import SearchSpace
+from tests.sim.hand_made import machine, workload
+
+SPACE = SearchSpace(chunk_bytes=(256, 512), prefetch_depth=(1, 2))
+
+
+def at_size(model: Workload, size: int, fixed_s: float) -> Workload:
+    """``model`` at ``size`` samples: bytes grow with them, seconds too, from ``fixed_s`` on."""
+
+    def grown(phase: Phase, gradient_bytes: int = 0) -> Phase:
+        return Phase(
+            net_bytes=(phase.net_bytes - gradient_bytes) * size + gradient_bytes,
+            gradient_bytes=gradient_bytes,
+            curve=tuple((end, level * size) for end, level in phase.curve),
+            measured_s=fixed_s + (phase.measured_s or 0.0) * size,
+        )
+
+    profile = model.profiles[0]
+    names = {"forward": 0, "backward": 256, "checkpoint_forward": 0, "recompute": 0, "checkpoint_backward": 256}
+    phases = {name: grown(getattr(profile, name), gradient_bytes) for name, gradient_bytes in names.items()}
+    sections = ("prologue_forward", "epilogue_forward", "epilogue_backward", "prologue_backward")
+    return model.model_copy(
+        update={
+            "profiles": (BlockProfile(output_bytes=profile.output_bytes * size, swappable_bytes=900 * size, **phases),),
+            **{name: grown(getattr(model, name)) for name in sections},
+            "num_samples": size,
+            "num_tokens": 2 * size,
+            "batch_shapes": {"input_ids": (size, 2)},
+        }
+    )
+
+
+def run(global_batch: int, fixed_s: float, budget_bytes: int, tolerance_frac: float = 0.0) -> BatchSearchResult:
+    return search_batches(
+        lambda size: at_size(workload(3), size, fixed_s),
+        global_batch,
+        machine(cpu_adam_s=0.5),
+        device_budget_bytes=budget_bytes,
+        space=SPACE,
+        tolerance_frac=tolerance_frac,
+    )
+
+
+@given(st.sampled_from((1, 2, 3, 4)), st.floats(0, 1), st.integers(4000, 20_000))
+@settings(max_examples=12)
+def test_it_finds_what_a_search_of_every_size_finds(global_batch: int, fixed_s: float, budget_bytes: int) -> None:
+    times_s = {}
+    for size in divisors(global_batch):
+        try:
+            times_s[size] = search(
+                at_size(workload(3), size, fixed_s),
+                machine(cpu_adam_s=0.5),
+                device_budget_bytes=budget_bytes,
+                space=SPACE,
+                micro_batches=global_batch // size,
+                tolerance_frac=0.0,
+            ).prediction.iteration_s
+        except InfeasibleError:
+            continue
+    if not times_s:
+        with pytest.raises(InfeasibleError, match="global batch"):
+            run(global_batch, fixed_s, budget_bytes)
+        return
+    found = run(global_batch, fixed_s, budget_bytes)
+    assert found.result.prediction.iteration_s == min(times_s.values())
+    assert found.micro_batch_size == max(size for size in times_s if times_s[size] == min(times_s.values()))
+    assert found.result.plan.micro_batches * found.micro_batch_size == global_batch
+    certificate = found.result.certificate
+    assert certificate.is_certified
+    assert certificate.shortest_possible_s <= min(times_s.values())
+    assert [choice.micro_batch_size for choice in found.choices] == list(divisors(global_batch))
+    for choice in found.choices:
+        if choice.micro_batch_size in times_s:
+            assert choice.shortest_possible_s is not None
+            assert choice.shortest_possible_s <= times_s[choice.micro_batch_size]
+
+
+def test_a_size_that_cannot_win_is_bounded_away_as_a_whole() -> None:
+    found = run(8, fixed_s=5.0, budget_bytes=10**6)
+    assert found.micro_batch_size == 8
+    assert {choice.micro_batch_size: choice.num_simulated for choice in found.choices}[1] == 0
+
+
+def test_the_document_reads_back_equal() -> None:
+    found = run(4, fixed_s=0.1, budget_bytes=20_000)
+    assert BatchSearchResult.model_validate_json(found.model_dump_json()) == found
+
+
+@pytest.mark.parametrize("global_batch", [0, -1, 10**10])
+def test_impossible_global_batches_are_refused(global_batch: int) -> None:
+    with pytest.raises(PlanError, match="global batch"):
+        run(global_batch, 0.0, 10**6)
+
+
+def test_divisors() -> None:
+    for number in range(1, 100):
+        assert divisors(number) == tuple(one for one in range(1, number + 1) if number % one == 0)
+
+
+# -- what if ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_largest_batch_fits_and_the_next_larger_one_does_not() -> None:
+    model, box = at_size(workload(3), 4, 0.0), machine()
+
+    def fits(model: Workload, device_bytes: int, host_bytes: int) -> bool:
+        budgets = {"device_budget_bytes": device_bytes, "host_budget_bytes": host_bytes}
+        try:
+            search(model, box, space=SPACE, max_replays=1, **budgets)
+        except InfeasibleError:
+            return False
+        return True
+
+    device_bytes, host_bytes = 6000, 3000
+    assert not fits(model, device_bytes, host_bytes)
+    setting = Setting(model, box, None, device_bytes, host_bytes, SPACE)
+    batch_size = largest_batch(setting, lambda size: at_size(workload(3), size, 0.0))
+    assert batch_size is not None
+    assert fits(at_size(workload(3), batch_size, 0.0), device_bytes, host_bytes)
+    assert not fits(at_size(workload(3), batch_size + 1, 0.0), device_bytes, host_bytes)
+
+
+def test_what_if_answers_are_those_of_searches() -> None:
+    model, box = workload(4).model_copy(update={"measured_on": "slow machine"}), machine(gather_s=2.0)
+    setting = Setting(model, box, space=SPACE, tolerance_frac=0.0)
+    now_s = search(model, box, space=SPACE, tolerance_frac=0.0).prediction.iteration_s
+    answers = {answer.change: answer for answer in what_if(setting, now_s)}
+    assert "a device twice as fast" not in answers, "measured seconds say nothing of it"
+    for answer in answers.values():
+        assert answer.iteration_s is not None
+        assert answer.speedup == pytest.approx(now_s / answer.iteration_s)
+    more = answers["2 GiB more device memory"].iteration_s
+    assert more is not None
+    assert np.less_equal(more, now_s)

@@ -1,0 +1,310 @@
+"""The search over several ranks: bounds below the simulator, the best plan of brute force, and a true certificate."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from itertools import product
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from hypothesis.strategies import DrawFn
+
+from protwin.shared.basics.errors import InfeasibleError, PlanError
+from protwin.shared.catalogue.machines import machine as known_machine
+from protwin.shared.compile.compile import compile_schedule
+from protwin.shared.layout.layout import build_layout
+from protwin.shared.schema.hardware import Hardware
+from protwin.shared.schema.plan import ParallelMode, Plan
+from protwin.shared.schema.schedule import Lane, Memory
+from protwin.shared.schema.search_result import SearchResult
+from protwin.shared.schema.workload import Workload
+from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
+from protwin.sim.bounds.peak_bounds import MemoryBounds
+from protwin.sim.bounds.rank_bounds import RankBounds
+from protwin.sim.bounds.throughput import Throughput
+from protwin.sim.costs.contention import ContentionModel
+from protwin.sim.costs.task_costs import CostModel
+from protwin.sim.engine.simulator import simulate, simulate_timing
+from protwin.sim.searching.rank_search import MODES, search_ranks
+from protwin.sim.space.space import SearchSpace
+from tests.cli.saved import decoder
+from tests.sim.bound_cases import Case
+from tests.sim.ranked_cases import RANKS, nodes, ranked_cases
+from tests.strategies import workloads
+
+
+def bounds_of(found: Case) -> RankBounds:
+    return RankBounds(found.chunks, found.compute, Throughput.of(found.contention), found.contention)
+
+
+# -- bounds ----------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=80)
+@given(ranked_cases())
+def test_no_bound_of_time_exceeds_the_simulator(found: Case) -> None:
+    simulated_s = found.simulated_s()
+    bounds = bounds_of(found)
+    knobs = [np.array([knob]) for knob in (found.prefix, found.plan.n_buffer, found.plan.prefetch_depth)]
+    bound_s = bounds.iteration_s(*knobs, found.mode)[0, 0]
+    assert bounds.whole_s(*knobs, found.mode)[0, 0] <= bound_s <= simulated_s
+    assert bounds.traffic_s(found.traffic(), knobs[2], found.mode)[0, 0] <= simulated_s
+    generous = (knobs[0], np.array([len(found.layout.chunks)]), knobs[2] + 2)
+    assert bounds.iteration_s(*generous, found.mode)[0, 0] <= bound_s * (1 + 1e-12)
+
+
+@settings(max_examples=30)
+@given(ranked_cases())
+def test_no_bound_of_memory_exceeds_the_peak_and_the_last_one_equals_it(found: Case) -> None:
+    peak_bytes = guaranteed_device_peak(found.schedule).size_bytes
+    bounds = MemoryBounds(found.chunks, found.compute, found.workload.resident_bytes)
+    knobs = (np.array([found.plan.n_buffer]), np.array([found.plan.prefetch_depth]))
+    assert bounds.peak_bytes(found.prefix, *knobs, found.mode)[0, 0, 0] <= peak_bytes
+    assert found.exact_peak_bytes() == peak_bytes
+
+
+@settings(max_examples=30)
+@given(ranked_cases())
+def test_tables_hold_what_the_schedule_holds(found: Case) -> None:
+    schedule, n_persist = found.schedule, np.array([found.prefix])
+    swapped_bytes = found.compute.swapped_bytes[found.plan.n_swap]
+    assert found.chunks.pinned_host_bytes(n_persist)[0] + swapped_bytes == schedule.static_bytes(Memory.PINNED_HOST)
+    assert found.chunks.host_bytes(n_persist)[0] == schedule.static_bytes(Memory.HOST)
+    durations_s = found.costs.durations_s(schedule)
+    busy_s = {lane: sum(durations_s[task] for task in program) for lane, program in schedule.lanes.items()}
+    work = found.traffic().work(found.plan.prefetch_depth)
+    for lane, seconds in zip(Lane, work.seconds, strict=True):
+        assert lane is Lane.COMPUTE or seconds.sum() == pytest.approx(busy_s[lane])
+    assert bounds_of(found).reduced_s[n_persist[0]] <= busy_s[Lane.COLLECTIVE] * (1 + 1e-9)
+
+
+# -- brute force -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Small:
+    """A small space of every mode, and all of its plans simulated: (mode, seconds, device bytes, host bytes)."""
+
+    workload: Workload
+    hardware: Hardware
+    space: SearchSpace
+    outcomes: tuple[tuple[ParallelMode, float, int, int], ...]
+    knobs: dict[str, object]
+
+    def search(self, device_budget_bytes: int, **options: object) -> SearchResult:
+        return search_ranks(
+            self.workload,
+            self.hardware,
+            num_ranks=RANKS,
+            device_budget_bytes=device_budget_bytes,
+            host_budget_bytes=max(host for _, _, _, host in self.outcomes),
+            space=self.space,
+            **(self.knobs | options),  # type: ignore[arg-type]
+        )
+
+
+def shard_counts(space: SearchSpace, mode: ParallelMode, num_chunks: int, n_persist: int) -> list[int]:
+    """What [Note: Shards in the space] of ``sim/space/prefixes.py`` allows."""
+    left = num_chunks - n_persist
+    if mode is not ParallelMode.SHARDED:
+        return [0]
+    if space.n_shard is not None:
+        return [n_shard for n_shard in space.n_shard if n_shard <= left]
+    assert space.n_persist
+    return list(range(left + 1)) if n_persist == min(space.n_persist) else [0, left]
+
+
+@st.composite
+def small_spaces(draw: DrawFn) -> Small:
+    model = draw(workloads(max_blocks=3))
+    box = draw(nodes()).model_copy(update={"name": model.measured_on})
+    space = SearchSpace(
+        chunk_bytes=tuple(draw(st.sets(st.sampled_from((512, 2048, 100_000)), min_size=1, max_size=2))),
+        n_persist=tuple({0, draw(st.integers(0, 4)), 1000 if draw(st.booleans()) else 0}),
+        n_buffer=tuple({1000, draw(st.integers(0, 4))}),
+        prefetch_depth=tuple(draw(st.sets(st.integers(1, 3), min_size=1, max_size=2))),
+        n_checkpoint=tuple({0, draw(st.integers(0, model.num_blocks))}),
+    )
+    most = max(
+        len(build_layout(model.parameters, num_blocks=model.num_blocks, chunk_bytes=size).chunks)
+        for size in space.chunk_bytes or ()
+    )
+    counts = st.sets(st.integers(0, 6), min_size=1, max_size=3)
+    space = space.model_copy(
+        update={
+            "n_persist": tuple(sorted({min(value, most) for value in space.n_persist or ()})),
+            "n_shard": draw(st.none() | counts.map(lambda some: tuple(some | {0}))),
+        }
+    )
+    step = {"micro_batches": draw(st.sampled_from((1, 1, 2))), "max_gradient_norm": draw(st.sampled_from((None, 1.0)))}
+    outcomes = []
+    costs = CostModel.of(model, box, num_ranks=RANKS)
+    contention = ContentionModel.of(box, num_ranks=RANKS)
+    assert space.chunk_bytes
+    assert space.n_persist
+    assert space.n_buffer
+    assert space.n_checkpoint
+    for size in space.chunk_bytes:
+        layout = build_layout(model.parameters, num_blocks=model.num_blocks, chunk_bytes=size)
+        knobs = product(MODES, space.n_persist, space.n_buffer, space.prefetch_depth, space.n_checkpoint)
+        for mode, n_persist, n_buffer, depth, n_checkpoint in knobs:
+            if n_persist > len(layout.chunks) or n_buffer < layout.min_buffers(n_persist):
+                continue
+            is_whole = len(layout.persistent(n_persist)) == len(layout.chunks)
+            if is_whole != (mode is ParallelMode.DDP):
+                continue
+            for n_shard in shard_counts(space, mode, len(layout.chunks), n_persist):
+                chosen = Plan(
+                    workload_id=model.identity,
+                    chunk_bytes=size,
+                    n_persist=len(layout.chunks) if is_whole else n_persist,
+                    n_shard=n_shard,
+                    n_buffer=n_buffer,
+                    prefetch_depth=depth,
+                    n_checkpoint=n_checkpoint,
+                    parallel=mode,
+                    num_ranks=RANKS,
+                    **step,
+                )
+                schedule = compile_schedule(chosen, model, layout)
+                timing = simulate_timing(schedule, costs.durations_s(schedule), contention)
+                host_bytes = schedule.static_bytes(Memory.PINNED_HOST) + schedule.static_bytes(Memory.HOST)
+                outcomes.append((mode, timing.iteration_s, guaranteed_device_peak(schedule).size_bytes, host_bytes))
+    assume(outcomes)
+    return Small(model, box, space, tuple(outcomes), step)
+
+
+@settings(max_examples=30)
+@given(small_spaces(), st.floats(0, 1))
+def test_the_search_finds_what_brute_force_finds(found: Small, share: float) -> None:
+    peaks = sorted({device for _, _, device, _ in found.outcomes})
+    budget_bytes = peaks[round(share * (len(peaks) - 1))]
+    best_s = min(seconds for _, seconds, device, _ in found.outcomes if device <= budget_bytes)
+    assume(best_s > 0)
+    result = found.search(budget_bytes, tolerance_frac=0.0)
+    assert result.prediction.iteration_s == best_s
+    assert result.certificate.is_certified
+    assert result.prediction.guaranteed_peak_device_bytes <= budget_bytes
+    for choice in result.modes:
+        times_s = [s for mode, s, device, _ in found.outcomes if mode is choice.parallel and device <= budget_bytes]
+        if choice.shortest_possible_s is not None and times_s:
+            assert choice.shortest_possible_s <= min(times_s)
+        if choice.best_iteration_s is not None:
+            assert choice.best_iteration_s >= min(times_s)
+
+
+# -- a machine -------------------------------------------------------------------------------------------------------
+
+
+def test_the_answer_says_what_became_of_every_mode() -> None:
+    model, box = decoder(), known_machine("a100-80gb-x8")
+    roomy = search_ranks(model, box, num_ranks=8)
+    assert tuple(choice.parallel for choice in roomy.modes) == MODES
+    best_s = {choice.parallel: choice.best_iteration_s for choice in roomy.modes}
+    known_s = [seconds for seconds in best_s.values() if seconds is not None]
+    assert roomy.prediction.iteration_s <= min(known_s) * 1.005
+    assert roomy.plan.parallel in best_s
+    tight = search_ranks(model, box, num_ranks=8, device_budget_bytes=2**30)
+    assert tight.plan.parallel is ParallelMode.SHARDED
+    ddp = tight.modes[0]
+    assert (ddp.parallel, ddp.best_iteration_s, ddp.shortest_possible_s) == (ParallelMode.DDP, None, None)
+    assert "device memory but the budget is 1 GiB" in ddp.reason
+    for result in (roomy, tight):
+        again = simulate(result.plan, model, box)
+        assert again.iteration_s == pytest.approx(result.prediction.iteration_s)
+        assert again.num_tokens == 8 * model.num_tokens
+        assert result.prediction.guaranteed_peak_device_bytes <= result.device_budget_bytes
+
+
+def test_a_search_that_ends_early_says_so() -> None:
+    model, box = decoder(), known_machine("a100-80gb-x8")
+    options = {"num_ranks": 8, "parallel": [ParallelMode.SHARDED], "device_budget_bytes": 2**30}
+    quick, thorough = (search_ranks(model, box, **options, max_replays=most) for most in (3, None))  # type: ignore[arg-type]
+    assert thorough.certificate.is_certified
+    assert quick.certificate.num_undecided > 0
+    assert not quick.certificate.is_certified
+    assert thorough.prediction.iteration_s <= quick.prediction.iteration_s * 1.005
+
+
+def test_one_mode_alone_has_the_plans_that_offload_nothing_too() -> None:
+    model, box = decoder(), known_machine("a100-80gb-x8")
+    result = search_ranks(model, box, num_ranks=8, parallel=[ParallelMode.REPLICATED])
+    assert result.plan.parallel is ParallelMode.REPLICATED
+    assert result.prediction.num_gathers == 0
+
+
+def test_what_fits_nowhere_is_told() -> None:
+    model, box = decoder(), known_machine("a100-80gb-x8")
+    with pytest.raises(InfeasibleError, match=r"in mode sharded on each of 8 ranks, nor in ddp or replicated: no"):
+        search_ranks(model, box, num_ranks=8, device_budget_bytes=2**20)
+    with pytest.raises(PlanError, match="no plan of this mode"):
+        search_ranks(
+            model, box, num_ranks=8, parallel=[ParallelMode.DDP], space=SearchSpace(n_persist=(0,), chunk_bytes=2**25)
+        )
+
+
+def test_ctrl_c_gives_the_best_plan_so_far_and_says_that_it_is_not_certified() -> None:
+    model, box = decoder(), known_machine("a100-80gb-x8")
+    calls = 0
+
+    def stop(done: int, total: int) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 1:
+            raise KeyboardInterrupt
+
+    result = search_ranks(model, box, num_ranks=8, keep_interrupted=True, on_progress=stop)
+    assert result.certificate.is_interrupted
+    assert not result.certificate.is_certified
+    assert result.certificate.num_undecided > 0
+    calls = 0
+    with pytest.raises(KeyboardInterrupt):
+        search_ranks(model, box, num_ranks=8, on_progress=stop)
+
+
+# -- what would fit --------------------------------------------------------------------------------------------------
+
+
+def fits(box: Hardware, **budgets: int) -> str:
+    """Empty if a plan of four ranks fits, else why none does."""
+    try:
+        search_ranks(decoder(), box, num_ranks=RANKS, max_replays=1, **budgets)  # type: ignore[arg-type]
+    except InfeasibleError as error:
+        return str(error)
+    return ""
+
+
+def bytes_after(words: str, message: str) -> int:
+    found = re.search(rf"{words} [\d.]+ \w+ \((\d+) bytes\)", message)
+    assert found is not None, message
+    return int(found[1])
+
+
+def test_the_smallest_change_of_each_memory_fits_and_a_byte_less_does_not() -> None:
+    box = known_machine("a100-80gb-x8")
+    enough = bytes_after("device budget to", fits(box, device_budget_bytes=2**20))
+    assert not fits(box, device_budget_bytes=enough)
+    assert fits(box, device_budget_bytes=enough - 1)
+    message = fits(box, device_budget_bytes=enough, host_budget_bytes=2**10)
+    enough_of_host = bytes_after("host budget to", message)
+    assert not fits(box, device_budget_bytes=enough, host_budget_bytes=enough_of_host)
+    assert fits(box, device_budget_bytes=enough, host_budget_bytes=enough_of_host - 1)
+
+
+def test_the_memory_of_the_host_is_that_of_all_ranks_that_share_it() -> None:
+    box = known_machine("a100-80gb-x8")
+
+    def with_host(memory_bytes: int) -> Hardware:
+        return box.model_copy(update={"host": box.host.model_copy(update={"memory_bytes": memory_bytes})})
+
+    device_bytes = bytes_after("device budget to", fits(box, device_budget_bytes=2**20))
+    message = fits(with_host(2**20), device_budget_bytes=device_bytes)
+    assert "for 4 ranks" in message
+    enough_bytes = bytes_after("a host with", message)
+    assert not fits(with_host(enough_bytes), device_budget_bytes=device_bytes)
+    # The wrong variant: what one rank needs is not enough for four.
+    assert fits(with_host(enough_bytes // RANKS), device_budget_bytes=device_bytes)
+    assert fits(with_host(enough_bytes - 2**20), device_budget_bytes=device_bytes)

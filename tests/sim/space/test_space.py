@@ -1,0 +1,178 @@
+"""The space of plans: whole, each plan once, and as large as its knobs are told to be."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from protwin.shared.basics.errors import PlanError
+from protwin.shared.compile.compile import compile_schedule
+from protwin.shared.layout.layout import Layout, build_layout
+from protwin.shared.schema.plan import ActivationMode, ParallelMode, Plan
+from protwin.shared.schema.workload import DType, Parameter, Workload
+from protwin.sim.searching.search import search
+from protwin.sim.space.space import LayoutGrid, SearchSpace, chunk_sizes, enumerate_space
+from protwin.sim.space.step_spec import StepRule
+from tests.sim.hand_made import machine, workload
+from tests.strategies import workloads
+
+
+def _identity(plan: Plan, model: Workload, layout: Layout) -> tuple[object, ...]:
+    """What a plan comes to, whatever its knobs say."""
+    persistent = layout.persistent(plan.n_persist)
+    num_offloaded = len(layout.chunks) - len(persistent)
+    moves = [model.profile_of(block).swappable_bytes > 0 for block in range(model.num_blocks)]
+    modes = tuple(
+        ActivationMode.KEEP if mode is ActivationMode.SWAP and not moves[block] else mode
+        for block, mode in enumerate(plan.modes(model.num_blocks))
+    )
+    if num_offloaded == 0:
+        return modes, plan.prefetch_depth if ActivationMode.SWAP in modes else 0
+    chunks = tuple(chunk.parameters for chunk in layout.chunks)
+    return chunks, persistent, min(plan.n_buffer, num_offloaded), plan.prefetch_depth, modes
+
+
+def _plans(model: Workload, space: SearchSpace | None = None) -> list[Plan]:
+    found = []
+    for grid in enumerate_space(model, space):
+        found += [grid.plan(model, *index) for index in _indices(grid)]
+    return found
+
+
+def _indices(grid: LayoutGrid) -> list[tuple[int, int, int]]:
+    return [
+        (residency, depth, int(mode))
+        for n_swap, rows in grid.modes.groups
+        for residency, depth in np.argwhere(grid.is_distinct(n_swap)).tolist()
+        for mode in rows
+    ]
+
+
+@given(workloads(max_blocks=3))
+@settings(max_examples=20)
+def test_the_space_holds_every_plan_once_and_each_compiles(model: Workload) -> None:
+    space = SearchSpace(prefetch_depth=(1, 3))
+    found = _plans(model, space)
+    assert sum(grid.num_candidates for grid in enumerate_space(model, space)) == len(found)
+    layouts = {
+        size: build_layout(model.parameters, num_blocks=model.num_blocks, chunk_bytes=size)
+        for size in {plan.chunk_bytes for plan in found}
+    }
+    identities = [_identity(plan, model, layouts[plan.chunk_bytes]) for plan in found]
+    assert len(set(identities)) == len(identities)
+    for plan in found[:: max(1, len(found) // 40)]:
+        compile_schedule(plan, model)
+    # Small models have few chunks, and no value of a knob is left out.
+    persistent_sets = {(identity[0], identity[1]) for identity in identities if len(identity) > 2}
+    for chunk_bytes in chunk_sizes(model):
+        layout = build_layout(model.parameters, num_blocks=model.num_blocks, chunk_bytes=chunk_bytes)
+        chunks = tuple(chunk.parameters for chunk in layout.chunks)
+        for n_persist in range(len(layout.chunks) + 1):
+            persistent = layout.persistent(n_persist)
+            assert len(persistent) == len(layout.chunks) or (chunks, persistent) in persistent_sets
+
+
+@given(workloads(max_blocks=4))
+@settings(max_examples=25)
+def test_no_two_plans_are_equally_simple(model: Workload) -> None:
+    keys = [grid.simplicity(*index) for grid in enumerate_space(model) for index in _indices(grid)]
+    assert len(set(keys)) == len(keys)
+
+
+def test_many_buffers_come_in_growing_steps() -> None:
+    (grid,) = enumerate_space(workload(num_blocks=200), SearchSpace(chunk_bytes=256, n_persist=0, n_checkpoint=0))
+    counts = grid.n_buffer.tolist()
+    assert counts[:9] == list(range(1, 10))
+    assert counts[-1] == 200
+    assert len(counts) < 40
+    assert all(following <= 1.5 * count for count, following in pairwise(counts[1:]))
+
+
+def test_sizes_of_chunks_follow_the_largest_block() -> None:
+    assert chunk_sizes(workload(num_blocks=2)) == [256, 512]
+    big = workload(num_blocks=1)
+    weight = Parameter(name="w", shape=(100 * 2**20 + 64,), dtype=DType.FLOAT32, block=0)
+    big = big.model_copy(update={"parameters": (weight,)})
+    assert chunk_sizes(big) == [101 * 2**20, 201 * 2**20, 401 * 2**20, 801 * 2**20]
+
+
+def of_ranks(space: SearchSpace | None = None, *, is_offloading: bool | None = True) -> set[tuple[int, int, int]]:
+    """Persistent, sharded and offloaded chunks of a model of four, on ranks in mode sharded."""
+    rule = StepRule(parallel=ParallelMode.SHARDED, num_ranks=8)
+    space = (space or SearchSpace()).model_copy(update={"chunk_bytes": (256,)})
+    (grid,) = enumerate_space(workload(num_blocks=4), space, rule, is_offloading=is_offloading)
+    return set(zip(grid.n_persist.tolist(), grid.n_shard.tolist(), grid.num_offloaded.tolist(), strict=True))
+
+
+def test_ranks_in_mode_sharded_shard_all_that_would_travel_or_some_of_it() -> None:
+    offloaded = {(n_persist, 0, 4 - n_persist) for n_persist in range(4)}
+    nothing_travels = {(n_persist, 4 - n_persist, 0) for n_persist in range(4)}
+    nothing_persists = {(0, n_shard, 4 - n_shard) for n_shard in range(5)}
+    assert of_ranks() == offloaded | nothing_travels | nothing_persists
+    assert of_ranks(is_offloading=None) == of_ranks() | {(4, 0, 0)}
+    assert of_ranks(SearchSpace(n_persist=(1, 2))) == {(1, n, 3 - n) for n in range(4)} | {(2, 0, 2), (2, 2, 0)}
+
+
+def test_named_numbers_of_shards_go_with_every_number_of_persistent_chunks() -> None:
+    assert of_ranks(SearchSpace(n_shard=1)) == {(0, 1, 3), (1, 1, 2), (2, 1, 1), (3, 1, 0)}
+    assert of_ranks(SearchSpace(n_shard=(0,))) == {(n_persist, 0, 4 - n_persist) for n_persist in range(4)}
+
+
+@given(workloads(max_blocks=3))
+@settings(max_examples=15)
+def test_every_plan_with_shards_is_there_once_and_compiles(model: Workload) -> None:
+    rule = StepRule(parallel=ParallelMode.SHARDED, num_ranks=3)
+    grids = enumerate_space(model, SearchSpace(prefetch_depth=(1, 2)), rule)
+    found = [(grid, index, grid.plan(model, *index)) for grid in grids for index in _indices(grid)]
+    keys = [grid.simplicity(*index) for grid, index, _ in found]
+    assert len(set(keys)) == len(keys)
+    layouts = {grid.layout.chunk_bytes: grid.layout for grid in grids}
+    identities = {
+        (
+            _identity(plan, model, layouts[plan.chunk_bytes]),
+            layouts[plan.chunk_bytes].sharded(plan.n_persist, plan.n_shard),
+        )
+        for _, _, plan in found
+    }
+    assert len(identities) == len(found)
+    for _, _, plan in found[:: max(1, len(found) // 20)]:
+        compile_schedule(plan, model)
+
+
+def test_only_ranks_in_mode_sharded_can_be_asked_to_shard() -> None:
+    for rule in (StepRule(), StepRule(parallel=ParallelMode.REPLICATED, num_ranks=2)):
+        with pytest.raises(PlanError, match=rf"n_shard is at least 2 but parallel is {rule.parallel}"):
+            enumerate_space(workload(num_blocks=4), SearchSpace(n_shard=(2, 3)), rule)
+        enumerate_space(workload(num_blocks=4), SearchSpace(n_shard=(0, 3)), rule)
+
+
+def test_knobs_can_be_fixed() -> None:
+    space = SearchSpace(chunk_bytes=256, n_persist=1, n_buffer=2, prefetch_depth=2, n_checkpoint=3)
+    result = search(workload(num_blocks=4), machine(), space=space)
+    assert result.certificate.num_candidates == 1
+    fixed = {"chunk_bytes": 256, "n_persist": 1, "n_buffer": 2, "prefetch_depth": 2, "n_checkpoint": 3}
+    assert result.plan.model_dump(include=set(fixed)) == fixed
+
+
+@pytest.mark.parametrize(
+    ("space", "message"),
+    [
+        (SearchSpace(n_checkpoint=(9, 12)), "n_checkpoint is at least 9 but the workload has 4 blocks"),
+        (SearchSpace(n_persist=50), "n_persist is at least 50 but no layout has more than 4 chunks"),
+        (SearchSpace(chunk_bytes=1024, n_persist=0, n_buffer=0), "n_buffer is at most 0 but .* needs 1"),
+    ],
+)
+def test_an_empty_space_says_which_knob_empties_it(space: SearchSpace, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        search(workload(num_blocks=4), machine(), space=space)
+
+
+def test_a_model_without_parameters_in_its_blocks_has_plans_too() -> None:
+    model = workload(num_blocks=2)
+    bare = model.model_copy(update={"parameters": (Parameter(name="w", shape=(64,), dtype=DType.FLOAT32),)})
+    result = search(bare, machine())
+    assert result.certificate.num_candidates == 3
+    assert result.plan.n_buffer == 0
