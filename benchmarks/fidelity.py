@@ -21,12 +21,12 @@ from rich.table import Table
 
 from protwin.calibration.demo import CONFIGURATION
 from protwin.calibration.fidelity import Fidelity, Subject, measure_fidelity
-from protwin.runtime.configurations import build_model
-from protwin.runtime.devices import CpuDevice
-from protwin.runtime.probe import probe_hardware
-from protwin.runtime.text import byte_batches, python_reference
-from protwin.runtime.threads import leave_a_core_for_lanes
-from protwin.runtime.tracing import trace
+from protwin.runtime.devices.device import CpuDevice
+from protwin.runtime.devices.probe import probe_hardware
+from protwin.runtime.devices.process_settings import leave_a_core_for_lanes
+from protwin.runtime.model.byte_text import byte_batches, python_reference
+from protwin.runtime.model.configurations import build_model
+from protwin.runtime.tracing.tracing import trace
 from protwin.shared.basics.documents import write_atomically
 from protwin.shared.basics.progress import progress_bar
 from protwin.shared.basics.units import format_bytes, format_seconds

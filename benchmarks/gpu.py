@@ -37,8 +37,8 @@ from gpu_subject import Clock, Machine, OutOfTime, Section, find_machine, prepar
 from rich.console import Console
 
 from protwin.calibration.slowdowns import measure_slowdowns
-from protwin.runtime.identity import software_versions
-from protwin.runtime.probe import probe_hardware
+from protwin.runtime.devices.probe import probe_hardware
+from protwin.runtime.model.identity import software_versions
 from protwin.shared.basics.documents import write_atomically
 
 MINUTES: Final = 7.5

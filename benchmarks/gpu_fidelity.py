@@ -4,7 +4,7 @@ The same question as that of ``fidelity.py``, which lets all plans train side by
 and now slower.  A GPU is not, and what its allocator holds would be that of all of them.
 
 Memory on CUDA comes as early and goes as late as in any timing of a schedule ([Note: Memory on one stream] in
-``runtime/stream_memory.py``), so measured peaks are held against what the schedule guarantees.
+``runtime/training/stream_memory.py``), so measured peaks are held against what the schedule guarantees.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from scipy.stats import spearmanr
 from protwin.calibration.fidelity import Subject
 from protwin.calibration.fitting import Pair, fit_calibration
 from protwin.calibration.plans import bootstrap_plans, spanning_plans
-from protwin.runtime.identity import software_versions
+from protwin.runtime.model.identity import software_versions
 from protwin.shared.compile.compile import compile_schedule
 from protwin.shared.schema.calibration import Contention
 from protwin.shared.schema.plan import Plan

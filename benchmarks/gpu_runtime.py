@@ -15,9 +15,9 @@ from torch import nn
 
 from protwin.calibration.fidelity import Subject
 from protwin.calibration.plans import bootstrap_plans
-from protwin.runtime.batches import loss_of
-from protwin.runtime.carrying_out import carry_out
-from protwin.runtime.snapshot import without_cache
+from protwin.runtime.model.batches import loss_of
+from protwin.runtime.model.snapshot import without_cache
+from protwin.runtime.training.carry_out import carry_out
 from protwin.shared.schema.plan import ActivationMode, Plan
 from protwin.shared.schema.schedule import Memory
 

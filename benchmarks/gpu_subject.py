@@ -15,11 +15,11 @@ import torch
 
 from protwin.calibration.calibrating import run_plan
 from protwin.calibration.fidelity import Subject
-from protwin.runtime.batches import Batch
-from protwin.runtime.configurations import build_model
-from protwin.runtime.devices import CpuDevice, CudaDevice, TrainingDevice
-from protwin.runtime.text import byte_batches, python_reference
-from protwin.runtime.tracing import trace
+from protwin.runtime.devices.device import CpuDevice, CudaDevice, TrainingDevice
+from protwin.runtime.model.batches import Batch
+from protwin.runtime.model.byte_text import byte_batches, python_reference
+from protwin.runtime.model.configurations import build_model
+from protwin.runtime.tracing.tracing import trace
 from protwin.shared.basics.units import format_bytes
 from protwin.shared.schema.hardware import Hardware
 from protwin.shared.schema.plan import Plan

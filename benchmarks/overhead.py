@@ -34,18 +34,18 @@ from protwin.calibration.demo import CONFIGURATION
 from protwin.calibration.fitting import Pair, fit_calibration
 from protwin.calibration.plans import bootstrap_plans
 from protwin.calibration.slowdowns import measure_slowdowns
-from protwin.runtime.carrying_out import carry_out
-from protwin.runtime.configurations import build_model
-from protwin.runtime.devices import CpuDevice
-from protwin.runtime.identity import machine_name, num_cores, software_versions
-from protwin.runtime.lanes import Span
-from protwin.runtime.probe import probe_hardware
-from protwin.runtime.recording import IterationLog, Recorder, middle_half
-from protwin.runtime.snapshot import without_cache
-from protwin.runtime.text import byte_batches, python_reference
-from protwin.runtime.threads import leave_a_core_for_lanes
-from protwin.runtime.tracing import trace
-from protwin.runtime.training import Training
+from protwin.runtime.devices.device import CpuDevice
+from protwin.runtime.devices.lanes import Span
+from protwin.runtime.devices.probe import probe_hardware
+from protwin.runtime.devices.process_settings import leave_a_core_for_lanes
+from protwin.runtime.model.byte_text import byte_batches, python_reference
+from protwin.runtime.model.configurations import build_model
+from protwin.runtime.model.identity import machine_name, num_cores, software_versions
+from protwin.runtime.model.snapshot import without_cache
+from protwin.runtime.recording.recorder import IterationLog, Recorder, middle_half
+from protwin.runtime.tracing.tracing import trace
+from protwin.runtime.training.carry_out import carry_out
+from protwin.runtime.training.training import Training
 from protwin.shared.basics.documents import write_atomically
 from protwin.shared.basics.progress import progress_bar
 from protwin.shared.basics.units import format_seconds

@@ -11,10 +11,10 @@ from peers_subject import LEARNING_RATE, MODEL_NAME, WEIGHT_DECAY, make_batches,
 
 from protwin.calibration.calibrating import calibrate
 from protwin.calibration.plans import largest_block_bytes
-from protwin.runtime.carrying_out import carry_out
-from protwin.runtime.devices import CpuDevice
-from protwin.runtime.probe import probe_hardware
-from protwin.runtime.tracing import trace
+from protwin.runtime.devices.device import CpuDevice
+from protwin.runtime.devices.probe import probe_hardware
+from protwin.runtime.tracing.tracing import trace
+from protwin.runtime.training.carry_out import carry_out
 from protwin.shared.basics.units import format_bytes
 from protwin.shared.compile.compile import compile_schedule
 from protwin.shared.layout.layout import build_layout

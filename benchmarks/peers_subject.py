@@ -9,8 +9,8 @@ from typing import Any, Final
 import torch
 
 from protwin.calibration.demo import CONFIGURATION
-from protwin.runtime.configurations import build_model
-from protwin.runtime.text import byte_batches, python_reference
+from protwin.runtime.model.byte_text import byte_batches, python_reference
+from protwin.runtime.model.configurations import build_model
 
 MODEL_NAME: Final = "llama"
 BATCH_SIZE: Final = 2

@@ -6,7 +6,7 @@ import logging
 
 from predictors_rows import Row
 
-from protwin.runtime.tracing_configurations import workload_of_configuration
+from protwin.runtime.tracing.configurations import workload_of_configuration
 from protwin.shared.catalogue.machines import machine
 from protwin.shared.catalogue.models import model_configuration
 from protwin.shared.layout.layout import build_layout

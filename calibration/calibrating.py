@@ -10,16 +10,16 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from ..runtime.batches import Batch, Loss, loss_of
-from ..runtime.carrying_out import carry_out
-from ..runtime.configurations import build_model, training_dtype
-from ..runtime.devices import CpuDevice, CudaDevice, TrainingDevice
-from ..runtime.identity import software_versions
-from ..runtime.optimizer import MakeOptimizer, default_optimizer
-from ..runtime.snapshot import left_as_found
-from ..runtime.text import byte_batches, python_reference
-from ..runtime.threads import leave_a_core_for_lanes
-from ..runtime.tracing import trace
+from ..runtime.devices.device import CpuDevice, CudaDevice, TrainingDevice
+from ..runtime.devices.process_settings import leave_a_core_for_lanes
+from ..runtime.model.batches import Batch, Loss, loss_of
+from ..runtime.model.byte_text import byte_batches, python_reference
+from ..runtime.model.configurations import build_model, training_dtype
+from ..runtime.model.identity import software_versions
+from ..runtime.model.snapshot import left_as_found
+from ..runtime.optimizers.chunk_optimizer import MakeOptimizer, default_optimizer
+from ..runtime.tracing.tracing import trace
+from ..runtime.training.carry_out import carry_out
 from ..shared.basics.errors import CalibrationError
 from ..shared.schema.calibration import Calibration, Contention
 from ..shared.schema.hardware import DeviceKind, Hardware

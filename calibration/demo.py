@@ -23,15 +23,15 @@ from rich.console import Console
 from rich.panel import Panel
 from torch import nn
 
-from ..runtime.carrying_out import carry_out
-from ..runtime.configurations import build_model
-from ..runtime.devices import CpuDevice
-from ..runtime.ledger import CpuOutOfMemoryError, MemoryLedger
-from ..runtime.plain import train_plainly
-from ..runtime.probe import probe_hardware
-from ..runtime.text import byte_batches, python_reference
-from ..runtime.threads import leave_a_core_for_lanes
-from ..runtime.tracing import trace
+from ..runtime.devices.device import CpuDevice
+from ..runtime.devices.ledger import CpuOutOfMemoryError, MemoryLedger
+from ..runtime.devices.probe import probe_hardware
+from ..runtime.devices.process_settings import leave_a_core_for_lanes
+from ..runtime.model.byte_text import byte_batches, python_reference
+from ..runtime.model.configurations import build_model
+from ..runtime.tracing.tracing import trace
+from ..runtime.training.carry_out import carry_out
+from ..runtime.training.plain_loop import train_plainly
 from ..shared.basics.documents import write_atomically
 from ..shared.basics.progress import progress_bar
 from ..shared.basics.units import format_bytes, format_seconds

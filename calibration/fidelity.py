@@ -19,12 +19,12 @@ from typing import Final
 from scipy.stats import spearmanr
 from torch import nn
 
-from ..runtime.batches import Batch, loss_of
-from ..runtime.carrying_out import carry_out
-from ..runtime.devices import TrainingDevice
-from ..runtime.identity import software_versions
-from ..runtime.optimizer import MakeOptimizer
-from ..runtime.training import Training
+from ..runtime.devices.device import TrainingDevice
+from ..runtime.model.batches import Batch, loss_of
+from ..runtime.model.identity import software_versions
+from ..runtime.optimizers.chunk_optimizer import MakeOptimizer
+from ..runtime.training.carry_out import carry_out
+from ..runtime.training.training import Training
 from ..shared.basics.documents import FrozenModel
 from ..shared.compile.compile import compile_schedule
 from ..shared.schema.calibration import Calibration, Contention

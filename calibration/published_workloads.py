@@ -8,8 +8,8 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from ..runtime.configurations import build_model, quiet
-from ..runtime.tracing import trace
+from ..runtime.model.configurations import build_model, quiet
+from ..runtime.tracing.tracing import trace
 from ..shared.schema.workload import Block, Operation, OperationClass, Workload
 
 ADAPTED: Final = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -19,8 +19,8 @@ class WideAdapter(nn.Module):
     """A frozen linear map with a trainable one of low rank beside it: x W + (x A) B * scale (arXiv 2106.09685).
 
     The adapter's weights are float32, and its input and the sum are cast: PEFT makes it so beside a base in 16 bit
-    unless it is told otherwise (its option ``autocast_adapter_dtype``).  ``runtime/lora.py`` has adapters of their
-    base's element type.
+    unless it is told otherwise (its option ``autocast_adapter_dtype``).  ``runtime/model/adapters.py`` has adapters of
+    their base's element type.
     """
 
     def __init__(self, base: nn.Linear, rank: int, scale: float) -> None:

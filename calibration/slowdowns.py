@@ -16,9 +16,9 @@ from typing import Final
 
 import torch
 
-from ..runtime.devices import TrainingDevice
-from ..runtime.lanes import Mark, WorkerLane
-from ..runtime.probe import adam_work, copy_work
+from ..runtime.devices.device import TrainingDevice
+from ..runtime.devices.lanes import Mark, WorkerLane
+from ..runtime.devices.probe import adam_work, copy_work
 from ..shared.schema.calibration import Contention
 from ..shared.schema.schedule import LANES_ALONE, Lane
 

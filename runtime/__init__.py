@@ -9,39 +9,39 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .carrying_out import carry_out
-    from .devices import CpuDevice, CudaDevice, TrainingDevice
-    from .freezing import freeze
-    from .ledger import CpuOutOfMemoryError, MemoryLedger
-    from .lora import add_lora
-    from .loss_scaling import LossScaling
-    from .non_finite import NonFiniteGradientError
-    from .probe import probe_hardware
-    from .summaries import StepSummary
-    from .taken_over import training_of
-    from .tracing import trace
-    from .tracing_configurations import workload_of_configuration
-    from .tracing_families import family_of_configuration
-    from .training import Training
+    from .devices.device import CpuDevice, CudaDevice, TrainingDevice
+    from .devices.ledger import CpuOutOfMemoryError, MemoryLedger
+    from .devices.probe import probe_hardware
+    from .model.adapters import add_lora
+    from .model.freezing import freeze
+    from .model.ownership import training_of
+    from .optimizers.loss_scaling import LossScaling
+    from .optimizers.non_finite import NonFiniteGradientError
+    from .recording.summaries import StepSummary
+    from .tracing.configurations import workload_of_configuration
+    from .tracing.families import family_of_configuration
+    from .tracing.tracing import trace
+    from .training.carry_out import carry_out
+    from .training.training import Training
 
 _HOMES = {
-    "CpuDevice": "devices",
-    "CpuOutOfMemoryError": "ledger",
-    "CudaDevice": "devices",
-    "LossScaling": "loss_scaling",
-    "MemoryLedger": "ledger",
-    "NonFiniteGradientError": "non_finite",
-    "StepSummary": "summaries",
-    "Training": "training",
-    "TrainingDevice": "devices",
-    "add_lora": "lora",
-    "carry_out": "carrying_out",
-    "family_of_configuration": "tracing_families",
-    "freeze": "freezing",
-    "probe_hardware": "probe",
-    "trace": "tracing",
-    "training_of": "taken_over",
-    "workload_of_configuration": "tracing_configurations",
+    "CpuDevice": "devices.device",
+    "CpuOutOfMemoryError": "devices.ledger",
+    "CudaDevice": "devices.device",
+    "LossScaling": "optimizers.loss_scaling",
+    "MemoryLedger": "devices.ledger",
+    "NonFiniteGradientError": "optimizers.non_finite",
+    "StepSummary": "recording.summaries",
+    "Training": "training.training",
+    "TrainingDevice": "devices.device",
+    "add_lora": "model.adapters",
+    "carry_out": "training.carry_out",
+    "family_of_configuration": "tracing.families",
+    "freeze": "model.freezing",
+    "probe_hardware": "devices.probe",
+    "trace": "tracing.tracing",
+    "training_of": "model.ownership",
+    "workload_of_configuration": "tracing.configurations",
 }
 
 __all__ = [

@@ -14,7 +14,7 @@ _FUSED_ATTENTION: Final = "_scaled_dot_product_flash_attention"
 def has_fused_dropout(workload: Workload) -> bool:
     """Whether attention with dropout was traced as CUDA runs it, without a machine at hand.
 
-    The CPU has no fused kernel with dropout, and saves the probabilities (``runtime/fake_attention.py``).
+    The CPU has no fused kernel with dropout, and saves the probabilities (``runtime/tracing/fake_kernels.py``).
     """
     return workload.traced_with == "fake" and any(
         operation.name == _FUSED_ATTENTION for profile in workload.profiles for operation in profile.forward.operations

@@ -7,9 +7,9 @@ least.  The runtime maps and locks every buffer by itself instead, in whole page
 stands in for a device; ``PINNED_RULE`` is the one place that says so.
 
 [Note: Loading]
-The model is on the host when its chunks take it over, one after another (``runtime/chunks.py``): a chunk's home and the
-places its gradients arrive at are allocated, then its parameters are copied into it, with a float32 master beside where
-they are narrower, and only then the model's own copies go.  Moments come with the first
+The model is on the host when its chunks take it over, one after another (``runtime/chunks/chunk.py``): a chunk's home
+and the places its gradients arrive at are allocated, then its parameters are copied into it, with a float32 master
+beside where they are narrower, and only then the model's own copies go.  Moments come with the first
 step.  Ranks of a sharded plan would need all of that each; they are taken to read one chunk after another from files,
 and to keep their shards of it, on the host or on the device.
 """

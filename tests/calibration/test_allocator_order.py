@@ -6,7 +6,7 @@ from collections import Counter
 
 from hypothesis import given, settings
 
-from protwin.runtime.stream_memory import stream_memory
+from protwin.runtime.training.stream_memory import stream_memory
 from protwin.shared.compile.compile import compile_schedule
 from protwin.shared.schema.schedule import BufferId, Lane, Memory, Schedule, TaskId
 from protwin.sim.memory.requests_of_schedule import Act, allocation_program

@@ -161,13 +161,15 @@ def test_in_the_middle_of_a_run(link: tuple[str, ...], work: Path, environment: 
         *("--output=measured.json", "--timeline=timeline.json", *link),
     )
     after, delay_s = (-1, 2.0) if link else (2, 0.2)
-    result = interrupted(work, environment, command, module="protwin.runtime.commands", after=after, delay_s=delay_s)
+    result = interrupted(
+        work, environment, command, module="protwin.runtime.commands.run", after=after, delay_s=delay_s
+    )
     assert_nothing_is_left(result, work, before)
 
 
 @pytest.mark.slow
 def test_in_the_middle_of_a_calibration(work: Path, environment: dict[str, str]) -> None:
-    from protwin.runtime.identity import machine_name
+    from protwin.runtime.model.identity import machine_name
 
     (work / "config.json").write_text(json.dumps(MODEL))
     machine("rtx-3090").model_copy(update={"name": machine_name()}).save(work / "machine.json")

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from protwin.runtime.checkpoints import read_checkpoint
-from protwin.runtime.run_checkpoints import RunCheckpoints
+from protwin.runtime.checkpoints.checkpoints import read_checkpoint
+from protwin.runtime.commands.run_checkpoints import RunCheckpoints
 from protwin.shared.basics.errors import FileError, ProtwinError
 from protwin.shared.schema.plan import Plan
 from protwin.shared.schema.workload import Workload

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from protwin.runtime import CudaDevice, carry_out, probe_hardware, trace
-from protwin.runtime.stream_clock import Stamp
+from protwin.runtime.devices.stream_clock import Stamp
 from protwin.shared.schema.hardware import DeviceKind
 from protwin.shared.schema.record import Origin
 from protwin.shared.schema.schedule import Lane

@@ -11,7 +11,7 @@ from protwin.shared.layout.layout import build_layout
 from protwin.shared.schema.plan import ActivationMode, Plan
 from tests.runtime.eager_lanes import WATCHED, AccountedPeak, settled_lanes
 from tests.runtime.models import SEED, Case
-from tests.runtime.test_memory import copies
+from tests.runtime.training.test_memory import copies
 
 KEEP, CHECKPOINT, SWAP = ActivationMode.KEEP, ActivationMode.CHECKPOINT, ActivationMode.SWAP
 MIXTURES = {"kept": (KEEP,), "checkpointed": (CHECKPOINT,), "swapped": (SWAP,), "mixed": (SWAP, CHECKPOINT, KEEP)}

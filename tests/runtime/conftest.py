@@ -9,7 +9,7 @@ from torch import nn
 
 from protwin.runtime import Training, carry_out
 from tests.runtime.models import Case, cases
-from tests.runtime.test_life_cycle import plan_for
+from tests.runtime.training.test_life_cycle import plan_for
 from tests.runtime.watchdog import ends_in_time, lanes_alive
 
 

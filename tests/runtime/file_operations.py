@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from protwin.runtime.checkpoints import CheckpointContent, read_checkpoint, write_checkpoint
+from protwin.runtime.checkpoints.checkpoints import CheckpointContent, read_checkpoint, write_checkpoint
 
 OPERATIONS = ("fsync", "mkdir", "open", "rename", "rmdir", "unlink", "listdir")
 

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import protwin.runtime.checkpoints as checkpoints
+import protwin.runtime.checkpoints.checkpoints as checkpoints
 from protwin.shared.basics.errors import FileError
 from tests.runtime.file_operations import before_every_operation, loaded_step, save
 

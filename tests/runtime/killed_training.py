@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from protwin.runtime.checkpoints import has_checkpoint
+from protwin.runtime.checkpoints.checkpoints import has_checkpoint
 from protwin.shared.schema.plan import Plan
 from protwin.shared.schema.workload import Workload
 from tests.runtime.models import SEED, STEPS, Case, cases, differences

@@ -16,12 +16,12 @@ import torch
 from torch import nn
 
 from protwin.runtime import CpuDevice, CpuOutOfMemoryError, Training, carry_out
-from protwin.runtime.lane_tasks import LaneTasks
+from protwin.runtime.training.transfer_lanes import LaneTasks
 from protwin.shared.schema.plan import Plan
 from protwin.shared.schema.schedule import Lane, Task, TaskId, TaskKind
 from tests.runtime.eager_lanes import settle
 from tests.runtime.models import SEED, Case
-from tests.runtime.test_life_cycle import check_ordinary, ordinary_facts
+from tests.runtime.training.test_life_cycle import check_ordinary, ordinary_facts
 from tests.runtime.watchdog import ends_in_time
 
 MESSAGE = "out of memory, as was wished"

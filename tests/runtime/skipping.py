@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from protwin.runtime import CpuDevice, Training, carry_out
-from protwin.runtime.blocks import find_blocks
+from protwin.runtime.model.blocks import find_blocks
 from protwin.shared.schema.plan import Plan
 from tests.runtime.models import SEED, Batch, Case, Masters, snapshot
-from tests.runtime.test_life_cycle import plan_for
+from tests.runtime.training.test_life_cycle import plan_for
 
 
 class Fault(Exception):

@@ -145,7 +145,7 @@ def test_the_catalogues_import_no_torch() -> None:
 def test_transformers_builds_every_model_with_that_size() -> None:
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
-    from protwin.runtime.configurations import build_model
+    from protwin.runtime.model.configurations import build_model
 
     for name in model_names():
         model = model_configuration(name)

@@ -1,0 +1,161 @@
+"""Replacing a folder of files as a whole, so that being killed at any moment costs at most the new one.
+
+[Note: Swapping folders]
+A folder cannot be replaced by one rename while it has content, so two are needed.  The new content is written and
+synced beside it as ``.NAME.part``; then NAME becomes ``.NAME.previous``, the part becomes NAME, and the previous one is
+removed.  So ``.NAME.previous`` matters only while there is no NAME: then it is what a reader gets, and the next writer
+puts it back first.  A part is never read.  Whatever is removed loses its manifest first, by which it is recognised as
+incomplete if its removal is interrupted.  All of this holds for one writer at a time; ``checkpoint_lock`` sees to it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from ...shared.basics.errors import FileError
+from .checkpoint_lock import FolderLock
+
+
+def find_folder(folder: str | Path) -> Path | None:
+    """Where the content of ``folder`` is now (Note: Swapping folders), None if there is none.
+
+    Raises FileError if ``folder`` is no folder, or cannot be looked into.
+    """
+    path = _resolved(folder)
+    try:
+        if path.exists() and not path.is_dir():
+            raise FileError(f"{folder} is a file, expected a folder. Name the folder that was given to save().")
+        for place in (path, _previous(path)):
+            if place.is_dir() and os.listdir(place):
+                return place
+    except OSError as error:
+        raise FileError(f"{folder} cannot be read: {error}.") from error
+    return None
+
+
+@contextmanager
+def replaced_folder(folder: str | Path, *, manifest: str, known: Collection[str]) -> Iterator[Path]:
+    """An empty folder to write into, which becomes ``folder`` when the block ends; the block syncs its files.
+
+    ``known`` are the names that ``folder`` may hold already, ``manifest`` the one that says it is complete.  If the
+    block raises, or anything cannot be written, ``folder`` is what it was.  Raises FileError, also if ``folder`` holds
+    anything that would be lost, or if somebody else is writing it.
+    """
+    path = _resolved(folder)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = FolderLock(path)
+    except OSError as error:
+        raise _unwritable(path, error) from error
+    try:
+        with _replaced(path, lock, manifest, known) as part:
+            yield part
+    finally:
+        with suppress(OSError):
+            lock.release()
+
+
+@contextmanager
+def _replaced(path: Path, lock: FolderLock, manifest: str, known: Collection[str]) -> Iterator[Path]:
+    part = path.with_name(f".{path.name}.part")
+    try:
+        _finish_swap(path, manifest)
+        _check_replaceable(path, manifest, known)
+        _remove(part, manifest)
+        os.mkdir(part)
+    except OSError as error:
+        raise _unwritable(path, error) from error
+    try:
+        yield part
+        sync_folder(part)
+        _swap(path, part)
+    except BaseException as error:
+        with suppress(OSError):
+            _remove(part, manifest)
+        if isinstance(error, OSError):
+            raise _unwritable(path, error) from error
+        raise
+    try:
+        sync_folder(path.parent)
+        _remove(_previous(path), manifest)
+        lock.release()
+    except OSError as error:
+        raise FileError(
+            f"{path} is complete, but tidying up after it failed: {error}. Remove {_previous(path)} if it is there."
+        ) from error
+
+
+def sync_folder(path: Path) -> None:
+    """Have the names in a folder written to the disk.  Raises OSError."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _resolved(folder: str | Path) -> Path:
+    try:
+        return Path(folder).resolve()
+    except (OSError, RuntimeError, ValueError) as error:
+        raise FileError(f"{folder!r} is no path: {error}. Name a folder.") from error
+
+
+def _previous(path: Path) -> Path:
+    return path.with_name(f".{path.name}.previous")
+
+
+def _unwritable(path: Path, error: OSError) -> FileError:
+    return FileError(f"{path} cannot be written: {error}. What was there before is as it was.")
+
+
+def _finish_swap(path: Path, manifest: str) -> None:
+    previous = _previous(path)
+    if not previous.exists():
+        return
+    if not path.exists() or (path.is_dir() and not os.listdir(path)):
+        os.rename(previous, path)
+    else:
+        _remove(previous, manifest)
+
+
+def _check_replaceable(path: Path, manifest: str, known: Collection[str]) -> None:
+    """Raise FileError unless ``path`` is missing, empty, or holds what an earlier save left and nothing else."""
+    if not path.exists():
+        return
+    if not path.is_dir():
+        raise FileError(f"{path} is a file. Name a folder of its own for the checkpoint.")
+    names = sorted(os.listdir(path))
+    foreign = [name for name in names if name not in known]
+    if foreign or (names and manifest not in names):
+        what = foreign[0] if foreign else names[0]
+        raise FileError(
+            f"{path} holds {what}, which is not part of a checkpoint and would be lost. Move it away, or name another "
+            f"folder."
+        )
+
+
+def _swap(path: Path, part: Path) -> None:
+    previous = _previous(path)
+    is_replacing = path.exists()
+    if is_replacing:
+        os.rename(path, previous)
+    try:
+        os.rename(part, path)
+    except BaseException:
+        if is_replacing:
+            os.rename(previous, path)
+        raise
+
+
+def _remove(path: Path, manifest: str) -> None:
+    """Remove a flat folder that is ours, its manifest first.  Nothing happens if there is none."""
+    if not path.is_dir():
+        return
+    names = os.listdir(path)
+    for name in sorted(names, key=lambda name: name != manifest):
+        os.unlink(path / name)
+    os.rmdir(path)

@@ -1,0 +1,1 @@
+"""Parameters in flat buffers that come and go."""

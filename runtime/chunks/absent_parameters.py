@@ -1,0 +1,95 @@
+"""Parameters whose memory is elsewhere: whoever reads one is told so.
+
+[Note: Parameters that are away]
+An offloaded parameter keeps its shape and has no memory while its chunk is not on the device, and torch's kernels do
+not look before they read: that would end the process.  While it is away its class is therefore one that torch asks
+before every operation (``__torch_function__``).  Its facts (shape, dtype, gradient, hooks) may be asked for, its values
+may not.  When the chunk is back, so is the class, and operations cost what they always cost.  Autograd's own uses of
+saved weights do not pass here; the schedule answers for these.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from ...shared.basics.errors import ScheduleError
+
+_VALUES: Final = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
+"""Attributes that give values."""
+_FACTS: Final = frozenset(
+    {
+        "data_ptr",
+        "dim",
+        "element_size",
+        "get_device",
+        "is_complex",
+        "is_contiguous",
+        "is_floating_point",
+        "is_signed",
+        "ndimension",
+        "nelement",
+        "numel",
+        "register_hook",
+        "register_post_accumulate_grad_hook",
+        "requires_grad_",
+        "retain_grad",
+        "size",
+        "storage_offset",
+        "stride",
+        "untyped_storage",
+    }
+)
+"""Methods that read no value."""
+_NAME: Final = "_protwin_name"
+
+
+def send_away(parameter: nn.Parameter, name: str) -> None:
+    """The parameter ``name`` has no memory from now on."""
+    away = _away_class(type(parameter))
+    if away is not None:
+        parameter.__dict__[_NAME] = name
+        parameter.__class__ = away
+
+
+def bring_back(parameter: nn.Parameter) -> None:
+    """The parameter has its memory again; nothing is left of ``send_away``."""
+    original = getattr(type(parameter), "_protwin_original", None)
+    if original is not None:
+        parameter.__class__ = original
+        parameter.__dict__.pop(_NAME, None)
+
+
+@lru_cache
+def _away_class(original: type[nn.Parameter]) -> type[nn.Parameter] | None:
+    """The class of parameters that are away; None for those that are, and for those that answer torch themselves."""
+    if getattr(original.__torch_function__, "__func__", original.__torch_function__) is not (
+        nn.Parameter.__torch_function__
+    ):
+        return None
+    body = {"__torch_function__": classmethod(_refuse_values), "_protwin_original": original}
+    return type(original.__name__, (original,), body)
+
+
+def _refuse_values(cls: type, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    name = getattr(function, "__name__", str(function))
+    attribute = getattr(getattr(function, "__self__", None), "__name__", "")
+    is_fact = name in _FACTS or name == "__set__" or (name == "__get__" and attribute not in _VALUES)
+    if is_fact:
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **(kwargs or {}))
+    given = [found for value in (*args, *(kwargs or {}).values()) for found in _members(value)]
+    names = [found.__dict__[_NAME] for found in given if isinstance(found, nn.Parameter) and _NAME in found.__dict__]
+    which = f"parameter {names[0]}" if names else "a parameter"
+    raise ScheduleError(
+        f"{which} was read ({attribute or name}) while its chunk is not on the device. A plan is being carried out: "
+        f"read weights from training.state_dict() between two steps, or after close(), or keep their chunks persistent "
+        f"(n_persist). A training that was lost is what protwin.runtime.training_of(model) gives."
+    )
+
+
+def _members(value: Any) -> tuple[Any, ...]:
+    return tuple(value) if isinstance(value, list | tuple) else (value,)

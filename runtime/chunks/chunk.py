@@ -1,0 +1,249 @@
+"""A chunk's memory: the flat buffer on the device that parameters are views of, its home and gradients on the host.
+
+[Note: Storages that come and go]
+Parameters never change identity.  ``param.data`` is set once to a view of the chunk's flat tensor; while the chunk is
+away, the flat storage has size 0.  Tensors saved for backward refer to the same storage, so they are whole again when
+the chunk is gathered again.  Copies go through a tensor that shares the storage but not the parameters' version
+counters: a gather is no change of a parameter's value in the eyes of autograd.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from threading import Lock
+
+import torch
+from torch import nn
+
+from ...shared.basics.errors import ScheduleError
+from ...shared.layout.layout import Chunk, aligned, master_bytes
+from ...shared.schema.schedule import Content
+from ...shared.schema.workload import DType, Parameter
+from ..devices.device import TrainingDevice
+from .absent_parameters import bring_back, send_away
+
+
+class DeviceChunk:
+    """A chunk and the parameters whose values it holds."""
+
+    def __init__(
+        self,
+        chunk: Chunk,
+        specs: Sequence[Parameter],
+        parameters: Sequence[nn.Parameter],
+        device: TrainingDevice,
+        *,
+        is_persistent: bool,
+        has_arrivals: bool = False,
+    ) -> None:
+        """Move the parameters in.  ``has_arrivals``: later micro-batches have gradients to add.
+
+        Raises the device's out-of-memory error if a persistent chunk does not fit.
+        """
+        self.chunk = chunk
+        self.parameters = tuple(parameters)
+        self.is_persistent = is_persistent
+        self.is_resident = is_persistent or chunk.size_bytes == 0
+        """Whether the device holds the chunk's bytes (a copy may still be on its way)."""
+        self._device = device
+        if is_persistent and device.ledger is not None:
+            device.ledger.allocate(chunk.size_bytes, f"chunk {chunk.id}", Content.PARAMETERS)
+        self._flat = device.empty(chunk.size_bytes, f"chunk {chunk.id}")
+        if device.ledger is not None:
+            device.ledger.ignore([self._flat])
+        self._home = None if is_persistent else device.host_buffer(chunk.size_bytes)
+        is_staged = not is_persistent and chunk.is_trainable
+        self._staging = device.host_buffer(chunk.staging_bytes) if is_staged else None
+        self._arrivals = device.host_buffer(chunk.staging_bytes) if is_staged and has_arrivals else None
+        self._gathering = Lock()
+        """Held while the home is copied to the device, or rewritten."""
+        self._specs = tuple(specs)
+        self._origins = tuple(parameter.device for parameter in parameters)
+        self.masters: list[torch.Tensor] = []
+        """Host weights of trainable parameters that CPU Adam steps, in order; float32."""
+        self.targets: list[torch.Tensor | None] = []
+        """Where a stepped master is written back to, narrower than itself; None where the home is the master."""
+        self.staged: list[torch.Tensor] = []
+        """Host views that receive the gradients, in the order of ``masters``."""
+        self.arrived: list[torch.Tensor] = []
+        """Host views that receive those of later micro-batches, in the same order; empty if there are none."""
+        self.trainable = tuple(p for p, s in zip(parameters, specs, strict=True) if s.trainable)
+        self._move_in()
+        if not is_persistent:
+            self._let_go()
+
+    def _move_in(self) -> None:
+        staged_bytes = 0
+        for placed, spec, parameter in zip(self.chunk.parameters, self._specs, self.parameters, strict=True):
+            view = _view(self._flat, placed.offset_bytes, parameter)
+            if self._home is None:
+                view.copy_(parameter.detach())
+            else:
+                home = _view(self._home, placed.offset_bytes, parameter)
+                home.copy_(parameter.detach())
+                if spec.trainable:
+                    assert self._staging is not None
+                    self.staged.append(_view(self._staging, staged_bytes, parameter))
+                    if self._arrivals is not None:
+                        self.arrived.append(_view(self._arrivals, staged_bytes, parameter))
+                    staged_bytes += aligned(spec.size_bytes)
+                    is_narrow = master_bytes(DType(spec.dtype)) > 0
+                    self.masters.append(home.float() if is_narrow else home)
+                    self.targets.append(home if is_narrow else None)
+            parameter.data = view
+
+    def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """The parameters with their names."""
+        return [(spec.name, parameter) for spec, parameter in zip(self._specs, self.parameters, strict=True)]
+
+    def check_parameters(self) -> None:
+        """Raise ScheduleError if a parameter has left the chunk, or was frozen or thawed."""
+        own = self._flat.untyped_storage()._cdata
+        with torch._C.DisableTorchFunctionSubclass():
+            self._check_parameters(own)
+
+    def _check_parameters(self, own: int) -> None:
+        for spec, parameter in zip(self._specs, self.parameters, strict=True):
+            if parameter.untyped_storage()._cdata != own:
+                raise ScheduleError(
+                    f"parameter {spec.name} has other memory than when the plan was carried out. Close the training "
+                    f"before model.to(), model.half(), or an assignment to parameter.data."
+                )
+            if parameter.requires_grad != spec.trainable:
+                raise ScheduleError(
+                    f"requires_grad of parameter {spec.name} has become {parameter.requires_grad} since the plan was "
+                    f"carried out. Close the training, trace the model again and search a plan for it."
+                )
+
+    # -- residency ---------------------------------------------------------------------------------------------------
+
+    def make_room(self) -> None:
+        """Take the device's bytes.  Raises the device's out-of-memory error if they do not fit."""
+        name = f"chunk {self.chunk.id}"
+        if self._device.ledger is not None:
+            self._device.ledger.allocate(self.chunk.size_bytes, name, Content.PARAMETERS)
+        with self._gathering:
+            try:
+                self._device.resize(self._flat, self.chunk.size_bytes, name)
+            except BaseException:
+                if self._device.ledger is not None:
+                    self._device.ledger.free(self.chunk.size_bytes, Content.PARAMETERS)
+                raise
+            self.is_resident = True
+            for parameter in self.parameters:
+                bring_back(parameter)
+
+    def gather(self) -> None:
+        """Bring the chunk's home to the device.
+
+        Makes room first, unless the compute thread has ([Note: Memory on one stream] in ``stream_memory``).
+        """
+        assert self._home is not None
+        if not self._device.runs_behind:
+            self.make_room()
+        with self._gathering:
+            self._device.copy(self._flat, self._home, to_device=True)
+
+    def release(self) -> None:
+        """Give the device's bytes back, in the order of the current stream."""
+        self._let_go()
+        if self._device.ledger is not None:
+            self._device.ledger.free(self.chunk.size_bytes, Content.PARAMETERS)
+
+    def leave(self) -> None:
+        """``release``, if it is there and may go; no copy may be under way.  Idempotent."""
+        if self.is_resident and not self.is_persistent and self.chunk.size_bytes > 0:
+            self.release()
+
+    def _let_go(self) -> None:
+        self.is_resident = self.chunk.size_bytes == 0
+        if self.is_resident:
+            return
+        for spec, parameter in zip(self._specs, self.parameters, strict=True):
+            send_away(parameter, spec.name)
+        self._device.resize(self._flat, 0, f"chunk {self.chunk.id}")
+
+    # -- gradients ---------------------------------------------------------------------------------------------------
+
+    def detach_gradients(self) -> list[torch.Tensor | None]:
+        """Take the gradients off the parameters, in the order of ``masters``; None where there is none."""
+        gradients = [parameter.grad for parameter in self.trainable]
+        for parameter in self.trainable:
+            parameter.grad = None
+        return gradients
+
+    def stage_gradients(self, gradients: list[torch.Tensor | None], *, is_first: bool = True) -> list[bool]:
+        """Copy gradients to the host and drop them; says for which trainable parameters there was one.
+
+        Those of the first micro-batch are staged, later ones arrive beside them.
+        """
+        present = [gradient is not None for gradient in gradients]
+        for place, staged in enumerate(self.staged if is_first else self.arrived):
+            gradient = gradients[place]
+            if gradient is not None:
+                self._device.copy(staged, gradient, to_device=False)
+            gradients[place] = None
+        return present
+
+    def accumulate(self, staged: Sequence[bool], arrived: Sequence[bool]) -> list[bool]:
+        """Add what has arrived to what is staged; both say for which parameters there is a gradient, as the result.
+
+        The same additions in the same order as autograd's own, so the bits are the same.
+        """
+        for place, (is_staged, has_arrived) in enumerate(zip(staged, arrived, strict=True)):
+            if has_arrived and is_staged:
+                self.staged[place].add_(self.arrived[place])
+            elif has_arrived:
+                self.staged[place].copy_(self.arrived[place])
+        return [a or b for a, b in zip(staged, arrived, strict=True)]
+
+    def moved_gradient_bytes(self, present: Sequence[bool]) -> int:
+        """Bytes of the gradients that were there."""
+        return sum(s.numel() * s.element_size() for s, p in zip(self.staged, present, strict=True) if p)
+
+    # -- values from outside -----------------------------------------------------------------------------------------
+
+    def values(self) -> dict[str, torch.Tensor]:
+        """The parameters' current values by name: on the host if the chunk has a home there, else on the device."""
+        source = self._flat if self._home is None else self._home
+        return {
+            spec.name: _view(source, placed.offset_bytes, parameter)
+            for placed, spec, parameter in zip(self.chunk.parameters, self._specs, self.parameters, strict=True)
+        }
+
+    @contextmanager
+    def rewriting(self) -> Iterator[dict[str, torch.Tensor]]:
+        """``values``, which may be written within the block.  No task but gathers of the chunk may be under way.
+
+        Gathers ahead of the next forward come before the block and are repeated after it, or come after it.
+        """
+        with self._gathering:
+            self._device.synchronize()
+            yield self.values()
+            if self._home is not None and self.is_resident:
+                self._device.copy(self._flat, self._home, to_device=True)
+            self._device.synchronize()
+
+    # -- leaving -----------------------------------------------------------------------------------------------------
+
+    def move_out(self) -> None:
+        """Give every parameter a tensor of its own again, where it came from, with its current value."""
+        source = self._flat if self._home is None else self._home
+        for placed, parameter, origin in zip(self.chunk.parameters, self.parameters, self._origins, strict=True):
+            value = _view(source, placed.offset_bytes, parameter)
+            bring_back(parameter)
+            parameter.data = value.to(origin, copy=True)
+        if self.is_resident and self._device.ledger is not None:
+            self._device.ledger.free(self.chunk.size_bytes, Content.PARAMETERS)
+        # Dropped, not shrunk: somebody else may hold the storage by now, such as an array of numpy.
+        self.is_resident = False
+        self._flat = torch.empty(0, dtype=torch.uint8, device=self._flat.device)
+        self._home = self._staging = self._arrivals = None
+        self.masters, self.targets, self.staged, self.arrived = [], [], [], []
+
+
+def _view(flat: torch.Tensor, offset_bytes: int, like: torch.Tensor) -> torch.Tensor:
+    """The stretch of a uint8 buffer that holds a tensor of the shape and dtype of ``like``."""
+    size_bytes = like.numel() * like.element_size()
+    return flat[offset_bytes : offset_bytes + size_bytes].view(like.dtype).view(like.shape)

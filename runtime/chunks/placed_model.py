@@ -1,0 +1,289 @@
+"""A model's parameters in their chunks, with the optimizers that step them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import nn
+
+from ...shared.layout.layout import Layout
+from ...shared.schema.schedule import Content, Section
+from ...shared.schema.workload import BlockId, Workload
+from ..devices.device import TrainingDevice
+from ..optimizers.chunk_optimizer import ChunkOptimizer, MakeOptimizer
+from ..optimizers.device_steps import DeviceStep, narrow_steps
+from ..optimizers.loss_scaling import LossScaler
+from ..optimizers.non_finite import GradientLooks, refuse_non_finite
+from ..optimizers.step_gate import StepGate
+from ..optimizers.step_options import StepOptions
+from ..optimizers.step_undo import LastStep
+from .chunk import DeviceChunk
+from .gradient_watch import GradientWatch
+
+
+class PlacedModel:
+    """Owns the memory of all parameters from construction until ``move_out``."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        workload: Workload,
+        layout: Layout,
+        *,
+        n_persist: int,
+        options: StepOptions,
+        make_optimizer: MakeOptimizer,
+        device: TrainingDevice,
+        check_gradients: bool = True,
+        micro_batches: int = 1,
+        scaler: LossScaler | None = None,
+    ) -> None:
+        """Move every parameter into its chunk.  ``check_gradients``: refuse to step with gradients that are not finite.
+
+        ``scaler``: losses are scaled, and gradients are unscaled when they are stepped.
+
+        Raises the device's out-of-memory error if the persistent chunks exceed the budget.  After any error the model
+        has ordinary parameters.
+        """
+        self._device = device
+        self._scaler = scaler
+        # Scaled gradients may overflow; the norm decides then.
+        self._is_checking = check_gradients and scaler is None
+        self.chunks: list[DeviceChunk] = []
+        self.last_step: LastStep | None = None
+        """Keeps what host steps overwrite, where that is wanted."""
+        self.gate = StepGate()
+        """What every step on the host passes."""
+        self._host_optimizers: dict[int, ChunkOptimizer] = {}
+        self._device_steps: list[DeviceStep] = []
+        self._num_counted = 0
+        """Parameters whose optimizer state the ledger knows."""
+        self._watch = GradientWatch(device.ledger)
+        self._looks: GradientLooks | None = None
+        self._staying: dict[Section, list[nn.Parameter]] = {}
+        """The trainable parameters of each block that stay on the device."""
+        self._labels = {id(p): options.label_of(p) for p in model.parameters()}
+        self._in_order = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        persistent = layout.persistent(n_persist)
+        device.begin_training()
+        try:
+            with torch.no_grad():
+                for chunk in layout.chunks:
+                    specs = [workload.parameters[placed.index] for placed in chunk.parameters]
+                    members = [parameters[spec.name] for spec in specs]
+                    made = DeviceChunk(
+                        chunk,
+                        specs,
+                        members,
+                        device,
+                        is_persistent=chunk.id in persistent,
+                        has_arrivals=micro_batches > 1,
+                    )
+                    self.chunks.append(made)
+                    self._make_optimizers(made, options, make_optimizer)
+                self._step_wide_parameters(options, make_optimizer)
+            if self._is_checking and self._device_steps:
+                self._looks = GradientLooks(device.torch_device)
+                self._staying = self._staying_parameters(parameters, workload)
+        except BaseException:
+            self.move_out()
+            raise
+
+    def _staying_parameters(
+        self, parameters: Mapping[str, nn.Parameter], workload: Workload
+    ) -> dict[Section, list[nn.Parameter]]:
+        stepped = {parameter for step in self._device_steps for parameter in step.parameters}
+        found: dict[Section, list[nn.Parameter]] = {}
+        for spec in workload.parameters:
+            if spec.block is not None and parameters[spec.name] in stepped:
+                found.setdefault(BlockId(spec.block), []).append(parameters[spec.name])
+        return found
+
+    def _make_optimizers(self, chunk: DeviceChunk, options: StepOptions, make_optimizer: MakeOptimizer) -> None:
+        if not chunk.trainable:
+            return
+        if not chunk.is_persistent:
+            self._host_optimizers[chunk.chunk.id] = ChunkOptimizer(
+                chunk.masters, chunk.trainable, options, make_optimizer, targets=chunk.targets
+            )
+            return
+        for parameter in (p for p in chunk.trainable if p.element_size() < 4):
+            master = parameter.detach().float()
+            if self._device.ledger is not None:
+                self._device.ledger.adopt([master], Content.OPTIMIZER_STATE)
+            self._device_steps += narrow_steps(parameter, master, options, make_optimizer)
+
+    def _step_wide_parameters(self, options: StepOptions, make_optimizer: MakeOptimizer) -> None:
+        """One step for the parameters of all persistent chunks that are their own masters, as the plain loop has it."""
+        persistent = (chunk for chunk in self.chunks if chunk.is_persistent)
+        wide = [p for chunk in persistent for p in chunk.trainable if p.element_size() >= 4]
+        if wide:
+            self._device_steps.insert(0, DeviceStep(ChunkOptimizer(wide, wide, options, make_optimizer), wide))
+
+    # -- stepping ----------------------------------------------------------------------------------------------------
+
+    def step_on_device(self, scale: torch.Tensor | None = None) -> None:
+        """Step the persistent chunks with the gradients that their parameters hold, times ``scale``, and drop these.
+
+        Raises, with nothing stepped, ScheduleError if these were changed since ``watch_gradients``, and
+        NonFiniteGradientError if one of them is not finite; a ``scale`` comes from a norm that was.
+        """
+        self.check_gradients()
+        if scale is not None and self._scaler is None:
+            for gradient in self.gradients():
+                gradient.mul_(scale.to(gradient.device))
+        if self._looks is not None and scale is None:
+            self._looks.refuse_non_finite(*self._waiting_gradients())
+        for step in self._device_steps:
+            step.run(factor=scale if self._scaler is not None else None)
+        self.count_optimizer_state()
+
+    def look_at_gradients(self, section: Section | None) -> None:
+        """The gradients of ``section`` are final: begin to look whether those that stay are finite."""
+        if self._looks is not None and section in self._staying:
+            self._looks.look([parameter.grad for parameter in self._staying[section]])
+
+    def count_optimizer_state(self) -> None:
+        """Let the ledger know the device's optimizer state."""
+        num_stepped = sum(len(step.optimizer.optimizer.state) for step in self._device_steps)
+        if self._device.ledger is not None and (num_stepped != self._num_counted or self._device.ledger.is_metering):
+            self._num_counted = num_stepped
+            for step in self._device_steps:
+                self._device.ledger.adopt(step.optimizer.state_tensors(), Content.OPTIMIZER_STATE)
+
+    def steppers(self) -> list[tuple[ChunkOptimizer, tuple[nn.Parameter, ...], slice | None]]:
+        """Every optimizer with the parameters that it steps, or with one and the stretch of its scalars.
+
+        Those of one parameter's stretches are in order.
+        """
+        on_host = [(stepper, self.chunks[chunk].trainable, None) for chunk, stepper in self._host_optimizers.items()]
+        return [*on_host, *((step.optimizer, step.parameters, step.stretch) for step in self._device_steps)]
+
+    def step_on_host(self, chunk: DeviceChunk, present: Sequence[bool], *, scale: torch.Tensor | None = None) -> None:
+        """Step an offloaded chunk with its staged gradients, times ``scale``.
+
+        ``present`` says for which parameters there was one.
+
+        Raises NonFiniteGradientError if one of them is not finite.
+        """
+        gradients = [staged if there else None for staged, there in zip(chunk.staged, present, strict=True)]
+        if scale is not None and self._scaler is None:
+            for gradient in gradients:
+                if gradient is not None:
+                    gradient.mul_(scale)
+        optimizer = self._host_optimizers[chunk.chunk.id]
+        if self._is_checking:
+            refuse_non_finite(gradients, optimizer.labels)
+        self.gate.begin(chunk.chunk.id, optimizer.num_steps)
+        if self.last_step is not None:
+            self.last_step.before_step(optimizer)
+        optimizer.step(gradients, factor=scale if self._scaler is not None else None)
+
+    def scale_to_norm(self, max_norm: float, present: Mapping[int, Sequence[bool]]) -> torch.Tensor:
+        """What all gradients must be multiplied by for their norm to be at most ``max_norm``; a scalar, at most 1.
+
+        ``present`` says for which parameters of each offloaded chunk there is one.  The same operations in the same
+        order as ``torch.nn.utils.clip_grad_norm_`` over all parameters.  Raises NonFiniteGradientError if gradients
+        are to be checked and one of them is not finite, with nothing stepped.
+        """
+        staged = {
+            id(parameter): gradient
+            for chunk, there in present.items()
+            for parameter, gradient, is_there in zip(
+                self.chunks[chunk].trainable, self.chunks[chunk].staged, there, strict=True
+            )
+            if is_there
+        }
+        found = [(p, staged.get(id(p), p.grad)) for p in self._in_order]
+        gradients = [gradient for _, gradient in found if gradient is not None]
+        labels = [self._labels[id(p)] for p, gradient in found if gradient is not None]
+        if self._scaler is not None:
+            return self._scaler.factor_for(gradients, max_norm, labels)
+        norm = torch.nn.utils.get_total_norm(gradients).cpu()
+        if self._is_checking and not norm.isfinite():
+            refuse_non_finite(gradients, labels)
+        return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+
+    def _waiting_gradients(self) -> tuple[list[torch.Tensor | None], list[str]]:
+        """The gradients that device Adam consumes, and whose they are; each once, however many steps consume it."""
+        labels = {
+            parameter: label
+            for step in self._device_steps
+            for parameter, label in zip(step.parameters, step.optimizer.labels, strict=True)
+        }
+        return [parameter.grad for parameter in labels], list(labels.values())
+
+    def gradients(self) -> list[torch.Tensor]:
+        """The gradients that parameters hold now."""
+        return [p.grad for chunk in self.chunks for p in chunk.trainable if p.grad is not None]
+
+    def drop_gradients(self) -> None:
+        """Drop what gradients are left: nothing steps them, and they must not survive into the next iteration."""
+        self._watch.end()
+        for chunk in self.chunks:
+            for parameter in chunk.parameters:
+                parameter.grad = None
+
+    # -- giving an iteration up --------------------------------------------------------------------------------------
+
+    def has_begun_device_step(self, iteration: int) -> bool:
+        """Whether persistent chunks may have been stepped with the gradients of ``iteration``."""
+        return any(step.optimizer.num_steps > iteration for step in self._device_steps)
+
+    def leave_device(self) -> None:
+        """Whatever comes and goes on the device goes: gradients and chunks.  No copy may be under way."""
+        if self._looks is not None:
+            self._looks.forget()
+        self.drop_gradients()
+        for chunk in self.chunks:
+            chunk.leave()
+
+    def take_back_steps(self, *, num_completed: int) -> None:
+        """Undo steps on the host of an iteration that was not completed, if what they overwrote was kept."""
+        if self.last_step is not None:
+            self.last_step.take_back(self._host_optimizers.values(), num_completed=num_completed)
+
+    def named_offloaded(self) -> list[tuple[str, nn.Parameter]]:
+        """The parameters whose home is on the host."""
+        return [named for chunk in self.chunks if not chunk.is_persistent for named in chunk.named_parameters()]
+
+    # -- what must not change ----------------------------------------------------------------------------------------
+
+    def check_parameters(self) -> None:
+        """Raise ScheduleError if a parameter was taken out of its chunk, frozen or thawed."""
+        for chunk in self.chunks:
+            chunk.check_parameters()
+
+    def check_gradients(self) -> None:
+        """Raise ScheduleError if gradients were changed since ``watch_gradients``."""
+        self._watch.check()
+        self._watch.end()
+
+    def watch_gradients(self) -> None:
+        """Note the gradients that wait for device Adam, if those of other chunks have left already."""
+        if self._host_optimizers:
+            self._watch.begin(parameter for step in self._device_steps for parameter in step.parameters)
+
+    # -- leaving -----------------------------------------------------------------------------------------------------
+
+    def let_end(self) -> None:
+        """Let threads end by themselves, without waiting; the memory goes with whoever holds it."""
+        if self._looks is not None:
+            self._looks.let_end()
+
+    def move_out(self) -> None:
+        """Give every parameter a tensor of its own again.  No lane may run any more.  Idempotent."""
+        if self._looks is not None:
+            self._looks.close()
+        self.drop_gradients()
+        # Before parameters go back to where they came from: that may be the device, whatever the budget was.
+        self._device.end_training()
+        with torch.no_grad():
+            for chunk in self.chunks:
+                chunk.move_out()
+        self.chunks.clear()
+        self.last_step = None
+        self._host_optimizers.clear()
+        self._device_steps.clear()

@@ -1,0 +1,1 @@
+"""Where a schedule runs: devices, their memory, lanes and clocks, and measuring them."""

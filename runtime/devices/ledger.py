@@ -1,0 +1,320 @@
+"""The memory ledger: which storages are alive on the device, counted as they come and go.
+
+On the CPU the host's memory stands in for the device's, and no allocator keeps the two apart.  The ledger does: it
+counts what the compute thread's operations produce (a dispatch mode sees every one of them, in forward, backward and
+recomputation) and what the runtime allocates by name, and raises the device's out-of-memory error beyond the budget.
+Host-side tensors are made on other threads or outside the metered stretch and do not count.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+
+from ...shared.basics.errors import DeviceOutOfMemoryError, WorkloadError
+from ...shared.basics.units import format_bytes
+from ...shared.schema.schedule import Content
+from ..model.nested_tensors import tensors_in
+
+_LIFT_FRESH: Final = torch.ops.aten.lift_fresh.default
+_DEVICE: Final = torch.ops.prim.device.default
+"""A question of autograd's to fake tensors, and no operation."""
+
+
+class CpuOutOfMemoryError(DeviceOutOfMemoryError, torch.OutOfMemoryError):
+    """The enforced budget of the CPU device is exceeded; also torch's own out-of-memory error."""
+
+
+class MemoryLedger:
+    """Bytes alive on one device.  Thread-safe; sizes in bytes, times in seconds of ``time.perf_counter``."""
+
+    def __init__(self, budget_bytes: int | None = None) -> None:
+        self.budget_bytes = budget_bytes
+        self.named_bytes = 0
+        """Bytes allocated by name (``allocate``)."""
+        self.watched_bytes = 0
+        """Bytes of storages seen by the dispatch mode or adopted."""
+        self.watched_peak_bytes = 0
+        """Highest ``watched_bytes`` since ``reset_watched_peak``."""
+        self.claim_bytes = 0
+        """What the running task may hold beyond named allocations while nobody watches (Note: Claims)."""
+        self.peak_bytes = 0
+        self.alive: dict[Content | None, int] = {}
+        """Bytes alive by what they hold, as far as it was said; None: what operations made."""
+        self.alive_at_peak: dict[Content | None, int] = {}
+        """``alive`` when the level reached its peak, while a curve is being recorded."""
+        self.samples: list[tuple[float, int]] | None = None
+        """(time, level) at every change while a curve is being recorded."""
+        self.before_operation: Callable[[], None] | None = None
+        """Called before each watched operation."""
+        self.on_operation: Callable[[Any, tuple[Any, ...], dict[str, Any], Any], None] | None = None
+        """Called after each watched operation with (operator, args, kwargs, result)."""
+        self.doing = "setting up"
+        """What the compute thread is doing, for messages."""
+        self._lock = threading.RLock()
+        self._watched: dict[int, _Watched] = {}
+        self._mode: _WatchingMode | None = None
+
+    # -- levels ------------------------------------------------------------------------------------------------------
+
+    @property
+    def is_metering(self) -> bool:
+        """Whether operations are being watched."""
+        return self._mode is not None
+
+    @property
+    def level_bytes(self) -> int:
+        """Bytes alive now; while nobody watches, with the running task's claim in place of its operations."""
+        return self.named_bytes + (self.watched_bytes if self.is_metering else self.claim_bytes)
+
+    def reset_peak(self) -> None:
+        """Forget the peak; it becomes the present level."""
+        with self._lock:
+            self.peak_bytes = self.level_bytes
+            self.alive_at_peak = dict(self.alive)
+
+    def reset_watched_peak(self) -> None:
+        """Forget the peak of watched bytes; it becomes their present level."""
+        with self._lock:
+            self.watched_peak_bytes = self.watched_bytes
+
+    def claim(self, size_bytes: int) -> None:
+        """Set what the running task may hold.  Raises CpuOutOfMemoryError beyond the budget."""
+        with self._lock:
+            more_bytes = size_bytes - self.claim_bytes
+            if more_bytes > 0 and self.budget_bytes is not None:
+                self._enforce(more_bytes, "the running task")
+            self.claim_bytes = size_bytes
+            self._changed()
+
+    def counted_bytes(self, storage: torch.UntypedStorage) -> int:
+        """Bytes that a storage counts for beside named allocations; 0 if it is not known."""
+        known = self._watched.get(storage._cdata)
+        return known.size_bytes if known is not None else 0
+
+    # -- named allocations -------------------------------------------------------------------------------------------
+
+    def allocate(self, size_bytes: int, name: str, content: Content | None = None) -> None:
+        """Count an allocation by the runtime itself.  Raises CpuOutOfMemoryError beyond the budget."""
+        with self._lock:
+            self._enforce(size_bytes, name)
+            self._count_named(size_bytes, content)
+
+    def free(self, size_bytes: int, content: Content | None = None) -> None:
+        """Count the end of a named allocation."""
+        with self._lock:
+            self._count_named(-size_bytes, content)
+
+    def adopt(self, tensors: Iterable[torch.Tensor], content: Content | None = None) -> int:
+        """Count tensors that exist already (parameters, buffers, optimizer state, the batch).  Returns new bytes."""
+        found = list(tensors)
+        with self._lock:
+            new_bytes = sum(
+                self._register(tensor.untyped_storage(), _own_bytes(tensor), content=content) for tensor in found
+            )
+            if content is not None:
+                self.label(found, content)
+            return new_bytes
+
+    def label(self, tensors: Iterable[torch.Tensor], content: Content) -> None:
+        """Say what watched storages hold."""
+        with self._lock:
+            for tensor in tensors:
+                known = self._watched.get(tensor.untyped_storage()._cdata)
+                if known is not None and known.content is not content:
+                    self._hold(-known.size_bytes, known.content)
+                    self._hold(known.size_bytes, content)
+                    known.content = content
+
+    def ignore(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Know these tensors' storages without counting them: named allocations, host memory."""
+        with self._lock:
+            for tensor in tensors:
+                self._register(tensor.untyped_storage(), 0)
+
+    def make_named(self, tensors: Iterable[torch.Tensor], content: Content | None = None) -> None:
+        """Count the storages of ``tensors`` as named allocations from now on, whether or not they were watched.
+
+        Whoever holds them frees ``tensors.storage_bytes`` of them.
+        """
+        with self._lock:
+            storages = {storage._cdata: storage for storage in (tensor.untyped_storage() for tensor in tensors)}
+            for key, storage in storages.items():
+                known = self._watched.get(key)
+                if known is not None:
+                    self.watched_bytes -= known.size_bytes
+                    self._hold(-known.size_bytes, known.content)
+                    known.size_bytes, known.is_whole = 0, False
+                self.named_bytes += storage.nbytes()
+                self._hold(storage.nbytes(), content)
+            self._changed()
+
+    # -- watching ----------------------------------------------------------------------------------------------------
+
+    def start_metering(self) -> None:
+        """Watch every operation of this thread until ``stop_metering``."""
+        assert self._mode is None, "metering twice"
+        mode = _WatchingMode(self)
+        mode.__enter__()  # type: ignore[no-untyped-call]
+        self._mode = mode
+
+    def stop_metering(self) -> None:
+        """Stop watching, on any thread; does nothing if nobody watches."""
+        mode, self._mode = self._mode, None
+        if mode is not None:
+            mode.end()
+
+    @contextmanager
+    def metering(self) -> Iterator[MemoryLedger]:
+        """Watch every operation within the block."""
+        self.start_metering()
+        try:
+            yield self
+        finally:
+            self.stop_metering()
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    def watch_result(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        """Count the storages that an operation made, and those that it gave another size."""
+        for tensor in tensors_in(result):
+            if tensor.layout is not torch.strided:
+                raise WorkloadError(
+                    f"{operator} made a sparse tensor ({str(tensor.layout).removeprefix('torch.')}), whose memory "
+                    f"cannot be placed. If it is the gradient of an embedding, make that with sparse=False: values and "
+                    f"results are the same."
+                )
+            storage = tensor.untyped_storage()
+            known = self._watched.get(storage._cdata)
+            if known is not None:
+                if known.is_whole and known.size_bytes != storage.nbytes():
+                    self._resize(storage, known, operator)
+                continue
+            # A view of something nobody told us about (a batch, a mask) is no new memory; what torch.tensor() made is.
+            is_view = operator is not _LIFT_FRESH and any(
+                source.untyped_storage()._cdata == storage._cdata for source in tensors_in((args, kwargs))
+            )
+            with self._lock:
+                self._register(storage, 0 if is_view else storage.nbytes(), operator, is_whole=not is_view)
+        if self.on_operation is not None:
+            self.on_operation(operator, args, kwargs, result)
+
+    def _register(
+        self,
+        storage: torch.UntypedStorage,
+        size_bytes: int,
+        operator: Hashable = None,
+        *,
+        is_whole: bool = False,
+        content: Content | None = None,
+    ) -> int:
+        key = storage._cdata
+        if key in self._watched:
+            return 0
+        self._enforce(size_bytes, operator if operator is not None else "a tensor")
+        self._watched[key] = _Watched(size_bytes, is_whole, weakref.ref(storage, lambda _: self._forget(key)), content)
+        self._count(size_bytes, content)
+        return size_bytes
+
+    def _resize(self, storage: torch.UntypedStorage, known: _Watched, operator: Hashable) -> None:
+        with self._lock:
+            more_bytes = storage.nbytes() - known.size_bytes
+            self._enforce(more_bytes, operator)
+            known.size_bytes += more_bytes
+            self._count(more_bytes, known.content)
+
+    def _forget(self, key: int) -> None:
+        with self._lock:
+            entry = self._watched.pop(key, None)
+            if entry is not None:
+                self._count(-entry.size_bytes, entry.content)
+
+    def _hold(self, more_bytes: int, content: Content | None) -> None:
+        self.alive[content] = self.alive.get(content, 0) + more_bytes
+
+    def _count_named(self, more_bytes: int, content: Content | None) -> None:
+        self.named_bytes += more_bytes
+        self._hold(more_bytes, content)
+        self._changed()
+
+    def _count(self, more_bytes: int, content: Content | None) -> None:
+        self.watched_bytes += more_bytes
+        self._hold(more_bytes, content)
+        self.watched_peak_bytes = max(self.watched_peak_bytes, self.watched_bytes)
+        self._changed()
+
+    def _changed(self) -> None:
+        level = self.level_bytes
+        is_peak = level > self.peak_bytes
+        if is_peak:
+            self.peak_bytes = level
+        if self.samples is not None:
+            if is_peak:
+                self.alive_at_peak = dict(self.alive)
+            self.samples.append((time.perf_counter(), level))
+
+    def _enforce(self, more_bytes: int, name: Hashable) -> None:
+        """Raise CpuOutOfMemoryError if ``more_bytes`` do not fit beside what is there."""
+        level = self.level_bytes
+        if self.budget_bytes is None or more_bytes <= 0 or level + more_bytes <= self.budget_bytes:
+            return
+        free = format_bytes(max(0, self.budget_bytes - level))
+        raise CpuOutOfMemoryError(
+            f"out of memory on the CPU device: {name} needs {format_bytes(more_bytes)} but {free} of the budget of "
+            f"{format_bytes(self.budget_bytes)} is free, while {self.doing}. Search a plan for this budget, or "
+            f"raise it to at least {format_bytes(level + more_bytes)}."
+        )
+
+
+@dataclass(slots=True)
+class _Watched:
+    """One storage that is counted."""
+
+    size_bytes: int
+    """Bytes that it counts for."""
+    is_whole: bool
+    """Whether these are all of its bytes, so that a change of its size counts."""
+    storage: weakref.ref[Any]
+    """Tells when it is gone."""
+    content: Content | None
+
+
+class _WatchingMode(TorchDispatchMode):
+    """Shows the ledger every operation of one thread."""
+
+    def __init__(self, ledger: MemoryLedger) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._ledger: MemoryLedger | None = ledger
+
+    def end(self) -> None:
+        """Watch no more, and leave this thread's stack of modes."""
+        self._ledger = None
+        # Another mode may lie above this one, or the caller be another thread: then it stays, and does nothing.
+        if _get_current_dispatch_mode() is self:
+            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is _DEVICE:
+            return func(*args, **kwargs)
+        if self._ledger is not None and self._ledger.before_operation is not None:
+            self._ledger.before_operation()
+        result = func(*args, **kwargs)
+        if self._ledger is not None:
+            self._ledger.watch_result(func, args, kwargs, result)
+        return result
+
+
+def _own_bytes(tensor: torch.Tensor) -> int:
+    """Bytes of the tensor itself, not of a larger storage that it is a slice of."""
+    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())

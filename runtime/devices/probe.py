@@ -1,0 +1,255 @@
+"""Measuring the machine at hand: arithmetic, memory, links and CPU Adam, the way that training uses them."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Final
+
+import torch
+
+from ...shared.schema.hardware import Device, DeviceKind, Hardware, Host, Link, LinkPoint
+from ...shared.schema.schedule import Lane
+from ...shared.schema.workload import DType
+from ..model.identity import host_memory_bytes, machine_name, num_cores
+from .device import CpuDevice, CudaDevice, TrainingDevice
+from .lanes import Mark, WorkerLane
+from .node_probe import told_by_driver
+from .process_settings import leave_a_core_for_lanes
+from .repeating import repeated_s
+
+_MATRIX: Final = 1024
+_COPY_SIZES: Final = (2**16, 2**18, 2**20, 2**22, 2**24, 2**26)
+_ADAM_SCALARS: Final = 2**23
+ADAM_BYTES_PER_SCALAR: Final = 28
+"""Float32 Adam reads weight, gradient and two moments and writes all but the gradient."""
+_STREAM_BYTES: Final = 2**27
+_DEVICE_STREAM_BYTES: Final = 2**30
+"""On an accelerator, whose cache holds up to 50 MiB and whose memory is fast."""
+_WARM_UP_S: Final = 0.05
+_ROW_S: Final = 0.005
+"""How long an accelerator is kept busy for one measurement."""
+
+
+def probe_hardware(
+    *,
+    seconds: float = 6.0,
+    device: TrainingDevice | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
+    leaves_a_core: bool = False,
+) -> Hardware:
+    """Measure this machine for about ``seconds``; what others do on it meanwhile counts little.
+
+    ``leaves_a_core``: where the CPU is the device, measure with all cores but one, as commands that train do, and keep
+    this process at that; for programs that own their process.
+    ``device`` is what is measured: the first CUDA device where there is one, else the CPU as a device.  Links are
+    measured with the copies that gathers and gradient offloads make: into freshly allocated device memory.
+    """
+    chosen = device or (CudaDevice() if torch.cuda.is_available() else CpuDevice())
+    if leaves_a_core and isinstance(chosen, CpuDevice):
+        leave_a_core_for_lanes()
+    parts = 6 + 2 * len(_COPY_SIZES)
+    done = 0
+
+    def advance() -> None:
+        nonlocal done
+        done += 1
+        if on_progress is not None:
+            on_progress(done, parts)
+
+    share_s = seconds / parts
+    is_cpu = isinstance(chosen, CpuDevice)
+    target = chosen.torch_device
+    peaks: dict[DType, float] = {}
+    for dtype in (DType.FLOAT32, DType.BFLOAT16):
+        peaks[dtype] = _matmul_flop_per_s(target, getattr(torch, dtype), share_s)
+        advance()
+    vector = _vector_flop_per_s(target, share_s)
+    advance()
+    bandwidth = _stream_bytes_per_s(target, share_s)
+    advance()
+    overhead_s = _launch_s(target, share_s)
+    advance()
+    to_device = _link(chosen, Lane.H2D, share_s, advance)
+    to_host = _link(chosen, Lane.D2H, share_s, advance)
+    adam = _adam_bytes_per_s(chosen, share_s)
+    advance()
+    host_bandwidth = bandwidth if is_cpu else _stream_bytes_per_s(torch.device("cpu"), share_s)
+    memory_bytes = host_memory_bytes() if is_cpu else torch.cuda.get_device_properties(target).total_memory
+    if isinstance(chosen, (CpuDevice, CudaDevice)) and chosen.budget_bytes is not None:
+        memory_bytes = chosen.budget_bytes
+    found = Hardware(
+        name=machine_name() if is_cpu else chosen.description,
+        device=Device(
+            name="CPU as a device" if is_cpu else torch.cuda.get_device_name(target),
+            kind=DeviceKind.CPU if is_cpu else DeviceKind.CUDA,
+            memory_bytes=memory_bytes,
+            memory_bandwidth_bytes_per_s=bandwidth,
+            peak_flop_per_s=peaks,
+            vector_flop_per_s=vector,
+            launch_overhead_s=overhead_s,
+            source="measured by probe_hardware",
+        ),
+        host=Host(
+            name=machine_name(),
+            num_cores=num_cores(),
+            memory_bytes=host_memory_bytes(),
+            memory_bandwidth_bytes_per_s=host_bandwidth,
+            adam_bytes_per_s=adam,
+            source="measured by probe_hardware",
+        ),
+        host_to_device=to_device,
+        device_to_host=to_host,
+    )
+    return found if is_cpu else told_by_driver(found, target)
+
+
+def _seconds(work: Callable[[], object], target: torch.device, budget_s: float) -> float:
+    """Seconds of one call, over as many as fit the budget, after a warm-up."""
+    if target.type != "cuda":
+        return repeated_s(_host_timer(work), budget_s)
+    once = _event_timer(work, target)
+    times: list[float] = []
+    end = time.perf_counter() + budget_s
+    while len(times) < 3 or (time.perf_counter() < end and len(times) < 1000):
+        times.append(once())
+    return statistics.median(times)
+
+
+def _host_timer(work: Callable[[], object]) -> Callable[[], float]:
+    def once() -> float:
+        start = time.perf_counter()
+        work()
+        return time.perf_counter() - start
+
+    return once
+
+
+def _event_timer(work: Callable[[], object], target: torch.device) -> Callable[[], float]:
+    """Times calls between two events, as many in a row that neither launching the first nor waiting counts."""
+    stream = torch.cuda.current_stream(target)
+
+    def row(calls: int) -> float:
+        start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        start.record(stream)
+        for _ in range(calls):
+            work()
+        end.record(stream)
+        end.synchronize()
+        return float(start.elapsed_time(end)) * 1e-3 / calls
+
+    # What is called for the first time loads its kernels, and a device at rest runs at a lower clock.
+    end = time.perf_counter() + _WARM_UP_S
+    row(1)
+    while time.perf_counter() < end:
+        row(3)
+    calls = max(1, min(100, round(_ROW_S / row(3))))
+    return partial(row, calls)
+
+
+def _matmul_flop_per_s(target: torch.device, dtype: torch.dtype, budget_s: float) -> float:
+    size = _MATRIX if target.type == "cpu" else 8 * _MATRIX
+    a = torch.randn(size, size, dtype=torch.float32, device=target).to(dtype)
+    out = torch.empty_like(a)
+    return 2.0 * size**3 / _seconds(lambda: torch.mm(a, a, out=out), target, budget_s)
+
+
+def _vector_flop_per_s(target: torch.device, budget_s: float) -> float:
+    """Multiply-adds on data that stays in cache (on a device with many cores: in its largest cache)."""
+    a = torch.ones(2**16 if target.type == "cpu" else 2**22, device=target)
+    out = torch.empty_like(a)
+    return 2.0 * a.numel() / _seconds(lambda: torch.addcmul(a, a, a, out=out), target, budget_s)
+
+
+def _stream_bytes_per_s(target: torch.device, budget_s: float) -> float:
+    size_bytes = _STREAM_BYTES if target.type == "cpu" else _DEVICE_STREAM_BYTES
+    source = torch.ones(size_bytes // 4, device=target)
+    destination = torch.empty_like(source)
+    return 2.0 * size_bytes / _seconds(lambda: destination.copy_(source), target, budget_s)
+
+
+def _launch_s(target: torch.device, budget_s: float) -> float:
+    a = torch.ones(1, device=target)
+    calls = 200
+
+    def launch() -> None:
+        for _ in range(calls):
+            a.add_(1)
+
+    return _seconds(launch, target, budget_s) / calls
+
+
+def _link(device: TrainingDevice, lane: Lane, budget_s: float, advance: Callable[[], None]) -> Link:
+    points: list[LinkPoint] = []
+    with worker(lane, device) as timed:
+        for size_bytes in _COPY_SIZES:
+            copy = copy_work(device, size_bytes, to_device=lane is Lane.H2D)
+            points.append(LinkPoint(size_bytes=size_bytes, seconds=timed(copy, budget_s)))
+            advance()
+    largest = points[-1]
+    rate = largest.size_bytes / largest.seconds
+    latency_s = max(0.0, points[0].seconds - points[0].size_bytes / rate)
+    direction = "host to device" if lane is Lane.H2D else "device to host"
+    source = "; ".join(["measured by probe_hardware", *device.emulated])
+    return Link(
+        name=direction, latency_s=latency_s, bandwidth_bytes_per_s=rate, table=_ascending(points), source=source
+    )
+
+
+def _ascending(points: list[LinkPoint]) -> tuple[LinkPoint, ...]:
+    """Points whose seconds never fall: a larger copy cannot take less time, the smaller one was disturbed."""
+    kept: list[LinkPoint] = []
+    for point in reversed(points):
+        seconds = min(point.seconds, kept[-1].seconds) if kept else point.seconds
+        kept.append(LinkPoint(size_bytes=point.size_bytes, seconds=seconds))
+    return tuple(reversed(kept))
+
+
+def copy_work(device: TrainingDevice, size_bytes: int, *, to_device: bool) -> Callable[[], None]:
+    """One copy as training makes it: a gather into memory that was just allocated, or gradients to a host buffer."""
+    host = device.host_buffer(size_bytes).zero_()
+    flat = torch.zeros(size_bytes, dtype=torch.uint8, device=device.torch_device)
+
+    def gather() -> None:
+        device.resize(flat, 0, "a chunk")
+        device.resize(flat, size_bytes, "a chunk")
+        device.copy(flat, host, to_device=True)
+
+    return gather if to_device else partial(device.copy, host, flat, to_device=False)
+
+
+def adam_work(num_scalars: int) -> Callable[[], None]:
+    """One fused Adam step on the host."""
+    weight = torch.zeros(num_scalars, requires_grad=True)
+    weight.grad = torch.ones(num_scalars)
+    optimizer = torch.optim.AdamW([weight], fused=True)
+    return lambda: optimizer.step()
+
+
+def _adam_bytes_per_s(device: TrainingDevice, budget_s: float) -> float:
+    with worker(Lane.CPU_OPTIM, device) as timed:
+        return _ADAM_SCALARS * ADAM_BYTES_PER_SCALAR / timed(adam_work(_ADAM_SCALARS), budget_s)
+
+
+@contextmanager
+def worker(lane: Lane, device: TrainingDevice) -> Iterator[Callable[[Callable[[], None], float], float]]:
+    """A lane of its own; gives a function that measures the seconds of a call on it."""
+    made = WorkerLane(lane, device)
+
+    def once(work: Callable[[], None]) -> float:
+        mark = Mark()
+        span = made.submit(work, (), mark)
+        device.synchronize_event(mark.wait())
+        return device.seconds(span.end) - device.seconds(span.start)
+
+    def timed(work: Callable[[], None], budget_s: float) -> float:
+        return repeated_s(partial(once, work), budget_s)
+
+    try:
+        yield timed
+    finally:
+        made.close()

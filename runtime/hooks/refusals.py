@@ -1,0 +1,87 @@
+"""What a walker refuses, in words for who wrote the model and the loop."""
+
+from __future__ import annotations
+
+import torch
+
+from ...shared.basics.errors import ScheduleError
+
+_ONCE = (
+    "Every block must run once per forward, in order. If the model skips blocks by chance (LayerDrop), set that chance "
+    "to 0; if one of its modules runs several times or stands in the list twice, name blocks that run once each "
+    "(trace(..., blocks=...))."
+)
+
+
+def refuse_transforms() -> None:
+    """Raise ScheduleError within a transform of torch.func, whose tensors have no memory that could be placed."""
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise ScheduleError(
+            "the model is called within a transform of torch.func (grad, vmap, jvp and the like), which goes round "
+            "autograd's backward, where the schedule is followed. Call the model by itself, and loss.backward()."
+        )
+
+
+def refuse_second_graph() -> None:
+    """Raise ScheduleError if the backward that runs keeps a graph of itself, to be differentiated again."""
+    if torch.is_grad_enabled():
+        raise ScheduleError(
+            "backward keeps a graph of itself (create_graph=True), to be differentiated again when chunks have been "
+            "released and gradients have left. Call loss.backward() alone; penalties on gradients cannot be part of a "
+            "loss here. training.skip_step() gives this iteration up."
+        )
+
+
+def other_block(name: str, expected: str) -> ScheduleError:
+    """The model runs another block than the schedule has next."""
+    return ScheduleError(f"the model runs block {name} where the schedule expects {expected}. {_ONCE}")
+
+
+def missing_block(name: str) -> ScheduleError:
+    """The model's forward ended too early."""
+    return ScheduleError(f"the model's forward ended before block {name}, which the schedule expects. {_ONCE}")
+
+
+def gradients_within_forward() -> ScheduleError:
+    """Something is differentiated before the loss is there."""
+    return ScheduleError(
+        "gradients are taken in a block, or through one, while forward still runs (torch.autograd.grad, or backward(), "
+        "within the model), but blocks are to be recomputed and followed. Name blocks so that this happens outside of "
+        "them (trace(..., blocks=...)), with respect to a tensor that is made there, such as x = x.view_as(x)."
+    )
+
+
+def second_backward() -> ScheduleError:
+    """Backward has run already."""
+    return ScheduleError(
+        "backward runs for the second time in one iteration (torch.autograd.grad counts too), but chunks have been "
+        "released and gradients have left. Add the losses up and call backward() once."
+    )
+
+
+def earlier_graph() -> ScheduleError:
+    """Backward runs through what is over."""
+    return ScheduleError(
+        "backward runs through the graph of an earlier forward, whose iteration has ended or was given up, or whose "
+        "training was closed: its chunks have been released and its gradients have left. Call backward() once after "
+        "every forward, before the next one, and before close()."
+    )
+
+
+def by_the_back_door(name: str) -> ScheduleError:
+    """Backward enters a block, but not by what it returned."""
+    return ScheduleError(
+        f"backward enters block {name} by another way than what the block returned: the loss holds something that the "
+        f"block kept aside, such as an auxiliary loss on an attribute. Let the block return it together with its "
+        f"output, and hand it on from there."
+    )
+
+
+def unreached_block(name: str, at: str) -> ScheduleError:
+    """Backward is past a block that it has not come to."""
+    return ScheduleError(
+        f"backward reached {at} before block {name}, which the schedule expects first: nothing in the loss leads back "
+        f"to that block's output (x.detach() between blocks, a loss of an inner layer's output), or it is reached "
+        f"later. Take the loss of the model's output; where gradients are to end on the way, freeze what comes before "
+        f"(protwin.runtime.freeze, or requires_grad_(False)) and trace again."
+    )

@@ -1,0 +1,291 @@
+"""Where a running model is: hooks that announce each section of forward and backward as it begins.
+
+[Note: How sections are found]
+Forward: the root's and the blocks' forward pre-hooks.  Backward: a hook on a block's output fires when the operation
+that made it is about to run backward; the first of the block's outputs to do so begins the block's backward, and the
+first of the tensors that entered the first block begins the prologue's.  The engine runs nodes of later forward
+operations first and accumulates leaf gradients as soon as they are ready, so when a section's backward begins, the
+parameters of all later sections have their final gradients.  (For that reason hooks on leaves would tell nothing: they
+fire while later sections still run.)  Recomputation runs inside the context manager that non-reentrant checkpointing
+takes for it.
+
+Sections follow each other without a gap: one ends when the next is announced.  A section that has no backward, since
+nothing before it needs gradients, is announced where its place is, so that a walker always tells the whole program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from ...shared.basics.errors import ScheduleError
+from ...shared.schema.plan import ActivationMode
+from ...shared.schema.schedule import Part, Section, TaskKind
+from ...shared.schema.workload import BlockId
+from ..model.blocks import NamedBlock
+from ..model.nested_tensors import containers_as_they_are, tensors_in
+from .block_state import BlockState
+from .recomputation import Recomputation
+from .refusals import (
+    by_the_back_door,
+    earlier_graph,
+    gradients_within_forward,
+    missing_block,
+    other_block,
+    refuse_second_graph,
+    refuse_transforms,
+    second_backward,
+    unreached_block,
+)
+
+
+class SectionListener(Protocol):
+    """Who wants to know where the model is."""
+
+    def begin(self, kind: TaskKind, section: Section) -> None:
+        """``kind`` of ``section`` begins; what was announced before has ended."""
+
+    def end_backward(self) -> None:
+        """Backward has ended."""
+
+
+class RunsForward(Protocol):
+    """What runs a block's forward its own way."""
+
+    def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """``forward(*args, **kwargs)``."""
+
+
+class SectionWalker:
+    """Hooks on one model; ``remove`` takes all of them off again.
+
+    ``swapping`` runs the forwards of blocks in mode SWAP.  ``is_training``: whether results matter, as in no trace.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        blocks: Sequence[NamedBlock],
+        modes: Sequence[ActivationMode],
+        listener: SectionListener,
+        swapping: Mapping[int, RunsForward] | None = None,
+        *,
+        is_training: bool = False,
+    ) -> None:
+        self._is_training = is_training
+        self._listener = listener
+        self._modes = tuple(modes)
+        self._names = tuple(block.name for block in blocks)
+        self._handles = [model.register_forward_pre_hook(self._enter_model, prepend=True, with_kwargs=True)]
+        self._handles.append(model.register_forward_hook(self._leave_model, always_call=False))
+        self._wrapped: list[tuple[nn.Module, Callable[..., Any]]] = []
+        self._next_block = 0
+        self._has_backward = [False] * len(blocks)
+        self._backward_place: int | None = None
+        self._is_backward_over = False
+        self._is_active = False
+        self._forward = 0
+        """The number of the latest forward: hooks of an earlier one's graph tell nothing any more."""
+        for index, block in enumerate(blocks):
+            enter, leave = self._enter_block(BlockId(index)), self._leave_block(BlockId(index))
+            self._handles.append(block.module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
+            self._handles.append(block.module.register_forward_hook(leave))
+            if self._modes[index] is ActivationMode.CHECKPOINT:
+                self._checkpoint(block.module, BlockId(index))
+            elif swapping is not None and index in swapping:
+                self._swap(block.module, swapping[index])
+        self._program = self._backward_program()
+        self._place_of = {announced: place for place, announced in enumerate(self._program)}
+
+    def remove(self) -> None:
+        """Take every hook and wrapper off; afterwards the model is as it was.  Idempotent."""
+        self.forget()
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        for module, original in self._wrapped:
+            # The wrapper is an instance attribute that shadows the class's method, unless one stood there before.
+            if getattr(original, "__func__", None) is type(module).forward:
+                del module.forward
+            else:
+                module.forward = original
+        self._wrapped.clear()
+
+    def forget(self) -> None:
+        """The forward or backward that is under way has been given up; its graph must not be run any more."""
+        self._is_active = False
+        self._forward += 1
+
+    # -- forward -----------------------------------------------------------------------------------------------------
+
+    def _enter_model(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        refuse_transforms()
+        self._is_active = torch.is_grad_enabled()
+        if not self._is_active:
+            return
+        self._forward += 1
+        self._next_block = 0
+        self._backward_place = None
+        self._is_backward_over = False
+        self._has_backward = [False] * len(self._names)
+        self._listener.begin(TaskKind.FORWARD, Part.PROLOGUE)
+
+    def _enter_block(self, block: BlockId) -> Callable[..., None]:
+        def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if not self._is_active:
+                if torch.is_grad_enabled():
+                    raise ScheduleError(
+                        f"block {self._names[block]} runs outside a forward of the whole model, where the schedule "
+                        f"expects nothing. Call the model that was traced, and let nothing else checkpoint its blocks."
+                    )
+                return
+            if block != self._next_block:
+                expected = self._names[self._next_block] if self._next_block < len(self._names) else "no further block"
+                raise other_block(self._names[block], expected)
+            self._next_block += 1
+            self._listener.begin(TaskKind.FORWARD, block)
+            if block == 0:
+                self._announce_at((args, kwargs), TaskKind.BACKWARD, Part.PROLOGUE)
+
+        return enter
+
+    def _leave_block(self, block: BlockId) -> Callable[..., None]:
+        def leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            if not self._is_active:
+                return
+            if next(tensors_in(output), None) is None:
+                raise ScheduleError(
+                    f"block {self._names[block]} returns {type(output).__name__}, in which no tensor was found: its "
+                    f"backward could not be followed. Name other blocks with blocks=..."
+                )
+            self._has_backward[block] = self._announce_at(output, self._first_backward_kind(block), block)
+            if block == len(self._names) - 1:
+                self._listener.begin(TaskKind.FORWARD, Part.EPILOGUE)
+
+        return leave
+
+    def _leave_model(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if not self._is_active:
+            return
+        self._is_active = False
+        if self._next_block != len(self._names):
+            raise missing_block(self._names[self._next_block])
+        self._announce_at(output, TaskKind.BACKWARD, Part.EPILOGUE)
+
+    # -- backward ----------------------------------------------------------------------------------------------------
+
+    def _announce_at(self, tensors: Any, kind: TaskKind, section: Section) -> bool:
+        """Announce (kind, section) when backward reaches the first of ``tensors``; says whether it can reach any."""
+        found = [tensor for tensor in tensors_in(tensors) if tensor.requires_grad and not tensor.is_leaf]
+        forward = self._forward
+        for tensor in found:
+            tensor.register_hook(lambda _: self._reached(forward, kind, section))  # type: ignore[no-untyped-call]
+        return bool(found)
+
+    def _reached(self, forward: int, kind: TaskKind, section: Section) -> None:
+        """Backward has reached a tensor of the forward of that number."""
+        if forward != self._forward:
+            raise earlier_graph()
+        if self._is_active:
+            raise gradients_within_forward()
+        refuse_second_graph()
+        self._advance(kind, section)
+
+    def _first_backward_kind(self, block: int) -> TaskKind:
+        return TaskKind.RECOMPUTE if self._modes[block] is ActivationMode.CHECKPOINT else TaskKind.BACKWARD
+
+    def _backward_program(self) -> list[tuple[TaskKind, Section]]:
+        program: list[tuple[TaskKind, Section]] = [(TaskKind.BACKWARD, Part.EPILOGUE)]
+        for index in reversed(range(len(self._names))):
+            if self._modes[index] is ActivationMode.CHECKPOINT:
+                program.append((TaskKind.RECOMPUTE, BlockId(index)))
+            program.append((TaskKind.BACKWARD, BlockId(index)))
+        program.append((TaskKind.BACKWARD, Part.PROLOGUE))
+        return program
+
+    def _advance(self, kind: TaskKind, section: Section) -> None:
+        """Announce everything of the backward program up to and including (kind, section), once."""
+        if self._is_backward_over:
+            raise second_backward()
+        if self._backward_place is None:
+            self._backward_place = 0
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        place = self._place_of[kind, section]
+        while self._backward_place <= place:
+            announced, of = self._program[self._backward_place]
+            is_here = self._backward_place == place
+            if not is_here and announced is not TaskKind.BACKWARD and self._has_backward[_index(of)]:
+                name = self._names[_index(of)]
+                at = f"block {self._names[section]}" if isinstance(section, int) else f"the {section}"
+                raise by_the_back_door(name) if of == section else unreached_block(name, at)
+            self._backward_place += 1
+            self._listener.begin(announced, of)
+
+    def _end_backward(self) -> None:
+        self._advance(TaskKind.BACKWARD, Part.PROLOGUE)
+        self._is_backward_over = True
+        self._listener.end_backward()
+
+    # -- recomputation -----------------------------------------------------------------------------------------------
+
+    def _checkpoint(self, module: nn.Module, block: BlockId) -> None:
+        original = module.forward
+        self._wrapped.append((module, original))
+        modules = list(module.modules())
+
+        def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+            state = BlockState(self._names[block], modules, is_training=self._is_training)
+            return state.noting(), Recomputation(module, state, lambda: self._advance(TaskKind.BACKWARD, block))
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return original(*args, **kwargs)
+            named = tensor_only_by_name(args, kwargs)
+            given = containers_as_they_are((args, kwargs))
+            is_first = True
+
+            def run(_: Any, *args: Any, **kwargs: Any) -> Any:
+                nonlocal is_first
+                if not is_first and self._is_active:
+                    raise gradients_within_forward()
+                if not is_first:
+                    # A list that the block appends to would be appended to twice: it starts from what it was.
+                    args, kwargs = containers_as_they_are(given)
+                is_first = False
+                return original(*args, **kwargs)
+
+            return checkpoint(run, named, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+
+        module.forward = forward
+
+    def _swap(self, module: nn.Module, block: RunsForward) -> None:
+        original = module.forward
+        self._wrapped.append((module, original))
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return original(*args, **kwargs)
+            return block.run(original, args, kwargs)
+
+        module.forward = forward
+
+
+def tensor_only_by_name(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
+    """A CUDA tensor among the keyword arguments if there is none among the others, else None.
+
+    Checkpointing keeps the random states of the devices of positional arguments alone; without them the dropout of a
+    block that is given its tensors by name would be another one when it is recomputed.
+    """
+    if any(tensor.is_cuda for tensor in tensors_in(args)):
+        return None
+    return next((tensor for tensor in tensors_in(kwargs) if tensor.is_cuda), None)
+
+
+def _index(section: Section) -> int:
+    assert isinstance(section, int)
+    return section

@@ -1,0 +1,341 @@
+"""Saved activations of one block on their way to the host and back.
+
+[Note: What travels]
+Within a block's forward, autograd hands every tensor that it saves to ``pack``.  What travels are the storages that the
+block itself made: not parameters and buffers, not what it was given, not what it hands on, and nothing so small that a
+copy costs more than its memory.  Autograd keeps a handle instead of such a tensor; ``unpack`` makes the tensor anew, as
+a view of the storage that has come back, so strides and shared storages stay what they were.  What the block saves and
+drops before it ends, a branch that its result does not depend on, goes at once, as ever.  Each storage that has come
+back goes when the last operation that saved a part of it has run backward, as it would have gone without the trip.
+
+Autocast holds its casts of weights until its own end, so that they would stay on the device besides travelling; it is
+made to let go of them when a block that travels has run.  A weight that several such blocks share is then cast for each
+of them, and the gradients of these casts add up in the weight's type, not in the narrow one.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from ...shared.basics.errors import ScheduleError
+from ...shared.schema.schedule import Content, Schedule
+from ...shared.workloads.observation import SMALLEST_SWAPPED_BYTES
+from ..devices.device import TrainingDevice
+from ..model.nested_tensors import tensors_in
+
+_T = TypeVar("_T")
+
+
+class SavedStorage:
+    """A storage that autograd saved at least a part of."""
+
+    __slots__ = ("__weakref__", "is_kept", "returned", "size_bytes", "source", "versions")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.source: torch.Tensor | None = tensor.detach()
+        """Keeps the storage until it has been copied to the host."""
+        self.size_bytes = tensor.untyped_storage().nbytes()
+        self.versions: set[int] = set()
+        """Of its tensors, when they were saved."""
+        self.is_kept = True
+        """Whether it stays on the device."""
+        self.returned: torch.Tensor | None = None
+        """Its bytes, when they have come back."""
+
+
+class SavedTensor:
+    """What autograd holds in place of a tensor."""
+
+    __slots__ = ("dtype", "of", "offset", "shape", "stride", "version")
+
+    def __init__(self, of: SavedStorage, tensor: torch.Tensor) -> None:
+        self.of = of
+        self.dtype = tensor.dtype
+        self.shape = tensor.shape
+        self.stride = tensor.stride()
+        self.offset = tensor.storage_offset()
+        self.version = tensor._version
+        of.versions.add(self.version)
+
+    def tensor(self) -> torch.Tensor:
+        """The tensor as it was saved."""
+        holder = self.of.source if self.of.is_kept else self.of.returned
+        if holder is None:
+            raise ScheduleError(
+                "backward needs activations that have not come back from the host: it runs in another order than the "
+                "schedule. Call backward() once, on the loss of the whole model."
+            )
+        if self.of.is_kept and holder._version != self.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation"
+            )
+        made = torch.empty(0, dtype=self.dtype, device=holder.device)
+        return made.set_(holder.untyped_storage(), self.offset, self.shape, self.stride)
+
+
+class _OwnStorages:
+    """Tells the storages that a running block makes itself from those that it was given or that the model keeps."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._of_model = {
+            tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers()) if not _is_odd(tensor)
+        }
+        self._given: set[int] = set()
+
+    def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """The block is about to run on these."""
+        self._given = _storages((args, kwargs))
+
+    def key_of(self, tensor: torch.Tensor) -> int | None:
+        """The storage of a tensor that is saved, if the block made it."""
+        if _is_odd(tensor):
+            return None
+        key = tensor.untyped_storage()._cdata
+        return None if key in self._of_model or key in self._given else key
+
+
+class SwappableTally:
+    """Counts what could travel; everything stays where it is.  For tracing, which must not change what it measures."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.sizes_bytes: list[int] = []
+        """Of the storages that the latest forward made, saved and did not hand on; tiny ones included."""
+        self._own = _OwnStorages(model)
+        self._found: dict[int, weakref.ref[Any]] = {}
+        """By address, which a storage that is gone leaves to later ones."""
+
+    def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The block's forward."""
+        self._own.begin(args, kwargs)
+        self._found.clear()
+        with saved_tensors_hooks(self._pack, lambda tensor: tensor):
+            output = forward(*args, **kwargs)
+        torch.clear_autocast_cache()
+        handed_on = _storages(output)
+        alive = [(key, storage) for key, reference in self._found.items() if (storage := reference()) is not None]
+        self.sizes_bytes = [storage.nbytes() for key, storage in alive if key not in handed_on]
+        return output
+
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        key = self._own.key_of(tensor)
+        if key is not None and _alive(self._found, key) is None:
+            self._found.pop(key, None)
+            self._found[key] = weakref.ref(tensor.untyped_storage())
+        # An operation that saved its own result would hold itself otherwise.
+        return tensor.detach()
+
+
+class SavedActivations:
+    """Collects what one block saves while its forward runs."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._own = _OwnStorages(model)
+        self._saved: dict[int, weakref.ref[SavedStorage]] = {}
+        """By address, which a storage that is gone leaves to later ones.  Autograd alone holds them."""
+        self._found: list[SavedStorage] = []
+        """Those that are there when the forward ends."""
+
+    def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The block's forward, with autograd's saving watched."""
+        self._own.begin(args, kwargs)
+        self._found.clear()
+        self._saved.clear()
+        with saved_tensors_hooks(self._pack, _unpack):
+            output = forward(*args, **kwargs)
+        torch.clear_autocast_cache()
+        handed_on = _storages(output)
+        alive = {key: saved for key in self._saved if (saved := _alive(self._saved, key)) is not None}
+        self._found = list(alive.values())
+        for key, saved in alive.items():
+            assert saved.source is not None
+            is_small = saved.size_bytes < SMALLEST_SWAPPED_BYTES
+            # What was changed after it was saved stays, for backward to say so.
+            saved.is_kept = is_small or key in handed_on or saved.versions != {saved.source._version}
+        return output
+
+    def take(self) -> list[SavedStorage]:
+        """The storages that may travel, in the order in which they were saved; they are handed over."""
+        found = [saved for saved in self._found if not saved.is_kept]
+        self._found.clear()
+        self._saved.clear()
+        return found
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        key = self._own.key_of(tensor)
+        if key is None:
+            return tensor
+        saved = _alive(self._saved, key)
+        if saved is None:
+            saved = SavedStorage(tensor)
+            self._saved.pop(key, None)
+            self._saved[key] = weakref.ref(saved)
+        return SavedTensor(saved, tensor)
+
+
+class SwappedBlock:
+    """A block in mode SWAP: its saved activations, and their home on the host.
+
+    One micro-batch at a time: its backward has run before the next one's forward begins.
+    """
+
+    def __init__(self, model: nn.Module, block: int, size_bytes: int, device: TrainingDevice) -> None:
+        self._saving = SavedActivations(model)
+        self._name = f"activations of block {block}"
+        self._device = device
+        self._home = device.host_buffer(size_bytes)
+        self._travelling: list[SavedStorage] = []
+        self._sent: list[torch.Tensor] = []
+        """What copies that are queued still read ([Note: Memory on one stream] in ``stream_memory``)."""
+        self._out_bytes = 0
+        self._back_bytes = 0
+
+    def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The block's forward."""
+        self.forget()
+        return self._saving.run(forward, args, kwargs)
+
+    # -- out ---------------------------------------------------------------------------------------------------------
+
+    def leave(self) -> list[torch.Tensor]:
+        """Forward has ended; gives what is about to leave.  What does not fit into its home stays on the device.
+
+        Shapes that differ from the traced ones may save more than the schedule has room for.
+        """
+        room = self._home.numel()
+        for saved in self._saving.take():
+            saved.is_kept = saved.size_bytes > room
+            if not saved.is_kept:
+                room -= saved.size_bytes
+                self._travelling.append(saved)
+        self._out_bytes = sum(saved.size_bytes for saved in self._travelling)
+        if self._device.runs_behind:
+            self._sent = [saved.source for saved in self._travelling if saved.source is not None]
+        return [saved.source for saved in self._travelling if saved.source is not None]
+
+    def offload(self) -> int:
+        """Copy everything to the host and let the device's storages go; gives the bytes."""
+        begin = 0
+        for saved in self._travelling:
+            assert saved.source is not None
+            flat = _bytes_of(saved.source.untyped_storage(), self._device)
+            self._device.copy(self._home[begin : begin + saved.size_bytes], flat, to_device=False)
+            begin += saved.size_bytes
+            storage = weakref.ref(saved.source.untyped_storage())
+            del flat
+            saved.source = None
+            self._let_go(storage, saved.size_bytes)
+            self._out_bytes -= saved.size_bytes
+        return begin
+
+    def let_go(self) -> None:
+        """The current stream waits for the copies to the host: nobody needs the device's storages any more."""
+        self._sent.clear()
+
+    def _let_go(self, storage: weakref.ref[Any], size_bytes: int) -> None:
+        """The storage counts until nobody holds it; the model may, somewhere outside autograd."""
+        ledger = self._device.ledger
+        if ledger is None:
+            return
+        held = storage()
+        if held is None:
+            ledger.free(size_bytes, Content.SWAPPED)
+        else:
+            weakref.finalize(held, ledger.free, size_bytes, Content.SWAPPED)
+
+    # -- back --------------------------------------------------------------------------------------------------------
+
+    def make_room(self) -> None:
+        """Take the device's bytes for what comes back.  Raises the device's out-of-memory error if they do not fit."""
+        ledger = self._device.ledger
+        total = sum(saved.size_bytes for saved in self._travelling)
+        if ledger is not None:
+            ledger.allocate(total, self._name, Content.SWAPPED)
+        self._back_bytes = total
+        if self._sent:
+            # A trip so short that the copy to the host may still read: what it read comes back to where it was.
+            for saved, sent in zip(self._travelling, self._sent, strict=True):
+                saved.returned = _bytes_of(sent.untyped_storage(), self._device)
+            return
+        for saved in self._travelling:
+            saved.returned = self._device.empty(saved.size_bytes, self._name)
+
+    def fetch(self) -> int:
+        """Copy everything back; gives the bytes.
+
+        Makes room first, unless the compute thread has ([Note: Memory on one stream] in ``stream_memory``).
+        """
+        if not self._device.runs_behind:
+            self.make_room()
+        begin = 0
+        for saved in self._travelling:
+            assert saved.returned is not None
+            self._device.copy(saved.returned, self._home[begin : begin + saved.size_bytes], to_device=True)
+            begin += saved.size_bytes
+        return begin
+
+    def arrive(self) -> None:
+        """Backward is about to begin: what has come back belongs to its operations now."""
+        returned = [saved.returned for saved in self._travelling if saved.returned is not None]
+        self._travelling.clear()
+        back_bytes, self._back_bytes = self._back_bytes, 0
+        ledger = self._device.ledger
+        if ledger is not None:
+            ledger.free(back_bytes, Content.SWAPPED)
+            if ledger.is_metering:
+                ledger.adopt(returned, Content.SWAPPED)
+
+    def forget(self) -> None:
+        """Let go of everything that has not come back, whoever still holds the graph.  Idempotent."""
+        self._saving.take()
+        for saved in self._travelling:
+            saved.source = saved.returned = None
+        ledger = self._device.ledger
+        if ledger is not None:
+            ledger.free(self._out_bytes + self._back_bytes, Content.SWAPPED)
+        self._out_bytes = self._back_bytes = 0
+        self._travelling.clear()
+        self._sent.clear()
+
+    def close(self) -> None:
+        """Give the home on the host back too; no copy may be under way.  Idempotent."""
+        self.forget()
+        self._home = torch.empty(0, dtype=torch.uint8)
+
+
+def swapped_blocks(model: nn.Module, schedule: Schedule, device: TrainingDevice) -> dict[int, SwappedBlock]:
+    """The blocks whose saved activations travel, with room on the host for them."""
+    return {
+        buffer.section: SwappedBlock(model, buffer.section, buffer.size_bytes, device)
+        for buffer in schedule.buffers
+        if buffer.content is Content.SWAPPED and buffer.is_static and isinstance(buffer.section, int)
+    }
+
+
+def _alive(by_address: Mapping[int, weakref.ref[_T]], key: int) -> _T | None:
+    """What lies at an address, if it is still there."""
+    reference = by_address.get(key)
+    return None if reference is None else reference()
+
+
+def _unpack(saved: Any) -> torch.Tensor:
+    return saved.tensor() if isinstance(saved, SavedTensor) else saved
+
+
+def _bytes_of(storage: torch.UntypedStorage, device: TrainingDevice) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=device.torch_device).set_(storage)
+
+
+def _is_odd(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has no storage of its own that could be copied: sparse ones and wrappers."""
+    return tensor.layout is not torch.strided or is_traceable_wrapper_subclass(tensor)
+
+
+def _storages(value: Any) -> set[int]:
+    return {tensor.untyped_storage()._cdata for tensor in tensors_in(value) if not _is_odd(tensor)}

@@ -1,0 +1,1 @@
+"""The user's model and batches: built, found, adapted, owned, left as found."""

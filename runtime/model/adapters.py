@@ -1,0 +1,105 @@
+"""Low-rank adaptation: small trained matrices beside frozen linear maps.
+
+Source: LoRA (arXiv 2106.09685), section 4.1: h = W x + (alpha / r) B A x, with A random and B zero at the beginning.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from ...shared.basics.errors import WorkloadError
+from ...shared.basics.suggestions import did_you_mean
+from .blocks import find_blocks
+
+_MAX_RANK: Final = 2**16
+
+
+class LowRankLinear(nn.Module):
+    """A frozen linear map with a trained product of two thin matrices beside it."""
+
+    def __init__(self, base: nn.Module, num_in: int, num_out: int, *, rank: int, alpha: float) -> None:
+        super().__init__()
+        weight = base.weight
+        assert isinstance(weight, torch.Tensor)
+        place: dict[str, Any] = {"dtype": weight.dtype, "device": weight.device}
+        self.base = base
+        self.base.requires_grad_(False)
+        self.lora_a = nn.Parameter(torch.empty(rank, num_in, **place))
+        self.lora_b = nn.Parameter(torch.zeros(num_out, rank, **place))
+        self.scale = alpha / rank
+        if not weight.is_meta:
+            nn.init.kaiming_uniform_(self.lora_a, a=math.sqrt(5))
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The base's matrix: models ask their maps for its dtype."""
+        weight = self.base.weight
+        assert isinstance(weight, torch.Tensor)
+        return weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The base's map plus the scaled low-rank one."""
+        low = nn.functional.linear(nn.functional.linear(x, self.lora_a), self.lora_b)
+        mapped: torch.Tensor = self.base(x)
+        return mapped + self.scale * low
+
+
+def add_lora(model: nn.Module, *, rank: int, targets: Sequence[str] = (), alpha: float | None = None) -> list[str]:
+    """Freeze ``model`` and put low-rank matrices beside linear maps of its blocks, in place; gives their paths.
+
+    ``targets`` are the maps' names within a block, or the ends of them (``"q_proj"``, ``"mlp.up_proj"``); none: all
+    linear maps.  Without ``alpha`` the scale is 1; it costs nothing.  The matrices have the dtype of the map that they
+    lie beside.  Raises WorkloadError if the rank makes no sense or a target names nothing.
+    """
+    if isinstance(rank, bool) or not isinstance(rank, int) or not 1 <= rank <= _MAX_RANK:
+        raise WorkloadError(f"the rank of LoRA is {rank!r}; it must be a whole number from 1 to {_MAX_RANK}.")
+    maps = {
+        f"{block.name}.{path}": (module, sizes)
+        for block in find_blocks(model)
+        for path, module in block.module.named_modules()
+        if (sizes := _sizes(module)) is not None
+    }
+    for target in targets:
+        if not any(_is_meant(path, target) for path in maps):
+            names = dict.fromkeys(path.rpartition(".")[2] for path in maps)
+            raise WorkloadError(
+                f"no linear map of a block is called {target!r}, which LoRA is to adapt. {did_you_mean(target, names)}"
+            )
+    chosen = [path for path in maps if not targets or any(_is_meant(path, target) for target in targets)]
+    if not chosen:
+        raise WorkloadError(f"the blocks of {type(model).__name__} have no linear maps that LoRA could adapt.")
+    for path in chosen:
+        _, (num_in, num_out) = maps[path]
+        if rank > min(num_in, num_out):
+            raise WorkloadError(
+                f"the rank of LoRA is {rank} but {path} maps {num_in} to {num_out}. "
+                f"Lower it to {min(num_in, num_out)} at most."
+            )
+    model.requires_grad_(False)
+    for path in chosen:
+        module, (num_in, num_out) = maps[path]
+        parent, _, name = path.rpartition(".")
+        adapted = LowRankLinear(module, num_in, num_out, rank=rank, alpha=float(rank) if alpha is None else alpha)
+        setattr(model.get_submodule(parent), name, adapted)
+    return chosen
+
+
+def _sizes(module: nn.Module) -> tuple[int, int] | None:
+    """Inputs and outputs of a linear map; None for any other module."""
+    if isinstance(module, nn.Linear):
+        return module.in_features, module.out_features
+    if type(module).__name__ == "Conv1D":
+        # transformers' linear map of GPT-2, whose matrix is transposed.
+        weight = module.weight
+        assert isinstance(weight, torch.Tensor)
+        return weight.shape[0], weight.shape[1]
+    return None
+
+
+def _is_meant(path: str, target: str) -> bool:
+    return path == target or path.endswith(f".{target}")

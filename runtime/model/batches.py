@@ -1,0 +1,88 @@
+"""Batches and losses: how a model is called, and what backward starts from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...shared.basics.errors import WorkloadError
+
+Batch = Mapping[str, Any] | Sequence[Any] | torch.Tensor
+"""Keyword arguments of the model, positional ones, or a single tensor."""
+Loss = Callable[[Any, Any], torch.Tensor]
+"""Scalar loss from (output, batch)."""
+
+
+def call_model(model: nn.Module, batch: Batch) -> Any:
+    """The model's output for one batch."""
+    # Autocast keeps casts of weights until it ends: those of an earlier call would be no part of this one.
+    torch.clear_autocast_cache()
+    if isinstance(batch, torch.Tensor):
+        output = model(batch)
+    else:
+        output = model(**batch) if isinstance(batch, Mapping) else model(*batch)
+    torch.clear_autocast_cache()
+    return output
+
+
+def loss_of(model: nn.Module, batch: Batch, loss: Loss | None) -> torch.Tensor:
+    """The scalar that backward starts from: ``loss(output, batch)``, ``output.loss``, or the output itself.
+
+    Raises WorkloadError if the model refuses the batch, or if there is no scalar that depends on a parameter.
+    """
+    try:
+        output = call_model(model, batch)
+    except (TypeError, ValueError, RuntimeError, IndexError, KeyError) as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        shapes = ", ".join(f"{name} {list(shape)}" for name, shape in batch_shapes(batch).items())
+        raise WorkloadError(
+            f"{type(model).__name__} refuses the batch ({shapes}): {type(error).__name__}: {error}"
+        ) from error
+    value = loss(output, batch) if loss is not None else getattr(output, "loss", None)
+    if value is None and isinstance(output, Mapping):
+        value = output.get("loss")
+    if value is None and isinstance(output, torch.Tensor):
+        value = output
+    if not isinstance(value, torch.Tensor) or value.numel() != 1:
+        raise WorkloadError(
+            f"{type(model).__name__} gives no scalar loss. Put labels into the batch, or pass loss=function(output, "
+            f"batch)."
+        )
+    if not value.requires_grad:
+        raise WorkloadError(
+            f"the loss of {type(model).__name__} depends on no trainable parameter. Set requires_grad on some."
+        )
+    return value
+
+
+def batch_tensors(batch: Batch) -> dict[str, torch.Tensor]:
+    """The tensors of a batch by name (or by place, for positional ones)."""
+    if isinstance(batch, torch.Tensor):
+        return {"0": batch}
+    items = batch.items() if isinstance(batch, Mapping) else ((str(i), value) for i, value in enumerate(batch))
+    return {str(name): value for name, value in items if isinstance(value, torch.Tensor)}
+
+
+def batch_shapes(batch: Batch) -> dict[str, tuple[int, ...]]:
+    """The shape of every tensor of a batch."""
+    return {name: tuple(tensor.shape) for name, tensor in batch_tensors(batch).items()}
+
+
+def count_samples_and_tokens(batch: Batch) -> tuple[int, int]:
+    """Samples (the first dim) and tokens (first times second dim of integer inputs, else samples).
+
+    Raises WorkloadError for a batch without tensors or with an empty first dim.
+    """
+    tensors = batch_tensors(batch)
+    if not tensors:
+        raise WorkloadError("the batch holds no tensors. Pass keyword arguments of the model as a dict of tensors.")
+    first = tensors.get("input_ids", next(iter(tensors.values())))
+    if first.dim() == 0 or first.shape[0] == 0:
+        raise WorkloadError(f"the batch's first tensor has shape {list(first.shape)}; it needs a non-empty first dim.")
+    samples = int(first.shape[0])
+    is_sequence = first.dim() >= 2 and not first.is_floating_point()
+    return samples, max(1, samples * int(first.shape[1])) if is_sequence else samples

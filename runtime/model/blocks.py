@@ -1,0 +1,102 @@
+"""Where a model's blocks are: the repeated layers that chunks and activation modes are chosen for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from ...shared.basics.errors import WorkloadError
+
+
+@dataclass(frozen=True, slots=True)
+class NamedBlock:
+    """A block and its dotted path within the model."""
+
+    name: str
+    module: nn.Module
+
+
+def find_blocks(model: nn.Module, names: str | Sequence[str] | None = None) -> tuple[NamedBlock, ...]:
+    """The model's blocks in the order of its module tree.
+
+    ``names``: the path of a container (``"model.layers"``), or the paths of the blocks themselves; None finds every
+    outermost ``ModuleList`` or ``Sequential`` whose members are of one class and hold parameters; the classes of a
+    ``ModuleList`` may take turns (attention and state-space layers).  Encoder and decoder of one model are found
+    together.  Raises WorkloadError if there are none, naming what the model has.
+    """
+    if names is not None:
+        return _named(model, [names] if isinstance(names, str) else list(names))
+    found: list[NamedBlock] = []
+    taken: list[str] = []
+    for path, module in model.named_modules():
+        inside = any(not t or path.startswith(f"{t}.") for t in taken)
+        if not inside and _is_stack(module):
+            taken.append(path)
+            found += [NamedBlock(f"{path}.{key}" if path else key, child) for key, child in module.named_children()]
+    largest = max((_size(b.module) for b in found), default=0)
+    # A short list of small parts (heads, adapters beside the trunk) is no stack of blocks.
+    found = [block for block in found if _size(block.module) * 50 >= largest]
+    if not found:
+        raise _nothing_found(model)
+    return tuple(found)
+
+
+def _is_stack(module: nn.Module) -> bool:
+    if not isinstance(module, nn.ModuleList | nn.Sequential):
+        return False
+    children = list(module.children())
+    num_classes = len({type(child) for child in children})
+    same = num_classes == 1 or (isinstance(module, nn.ModuleList) and 1 < num_classes < len(children))
+    composite = all(any(True for _ in child.children()) for child in children)
+    return same and composite and all(_size(child) > 0 for child in children)
+
+
+def _nothing_found(model: nn.Module) -> WorkloadError:
+    lists = [
+        (path, module)
+        for path, module in model.named_modules()
+        if isinstance(module, nn.ModuleList | nn.Sequential) and path and _size(module) > 0
+    ]
+    if lists:
+        largest, module = max(lists, key=lambda found: _size(found[1]))
+        classes = sorted({type(child).__name__ for child in module.children()})
+        why = (
+            f"of its lists of modules, none has members that are alike and made of parts; {largest}, the largest, has "
+            f"members of {', '.join(classes)}. If these run one after the other, name them: blocks='{largest}'"
+        )
+    else:
+        children = ", ".join(f"{name} ({type(child).__name__})" for name, child in model.named_children()) or "none"
+        why = (
+            f"it has no ModuleList or Sequential. Name what runs one after the other: blocks=['path', 'path', ...]; "
+            f"the model's children are: {children}"
+        )
+    return WorkloadError(f"no blocks found in {type(model).__name__}: {why}.")
+
+
+def _size(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _named(model: nn.Module, names: list[str]) -> tuple[NamedBlock, ...]:
+    modules = dict(model.named_modules())
+    found: list[NamedBlock] = []
+    for name in names:
+        if name not in modules:
+            near = [path for path, module in modules.items() if isinstance(module, nn.ModuleList | nn.Sequential)]
+            raise WorkloadError(
+                f"the model has no module {name!r}. Its lists of modules are: {', '.join(near) or 'none'}."
+            )
+        module = modules[name]
+        if isinstance(module, nn.ModuleList | nn.Sequential):
+            found += [NamedBlock(f"{name}.{key}", child) for key, child in module.named_children()]
+        else:
+            found.append(NamedBlock(name, module))
+    for first in found:
+        for second in found:
+            if first is not second and second.name.startswith(f"{first.name}."):
+                raise WorkloadError(f"block {second.name} lies inside block {first.name}. Name one of the two.")
+    if not found:
+        raise WorkloadError(f"{', '.join(names)} holds no modules. Name a list of blocks.")
+    return tuple(found)

@@ -1,0 +1,102 @@
+"""A model in the hands of a plan: the right one, no other's, not copied, and made of the same parts to the end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final
+
+from torch import nn
+
+from ...shared.basics.errors import PlanError, ScheduleError
+from ...shared.schema.workload import Workload
+from .identity import model_hash
+from .memory_overlaps import overlap_of
+
+if TYPE_CHECKING:
+    from ..training.training import Training
+
+_ATTRIBUTE: Final = "_protwin_training"
+"""The attribute of a model that a plan is being carried out on."""
+
+
+def check_model(model: nn.Module, workload: Workload) -> None:
+    """Raise PlanError unless ``workload`` is of ``model``, free to be taken over, with memory for each parameter."""
+    if model_hash(model) != workload.model_hash:
+        raise PlanError(
+            f"the workload was traced from another model ({workload.model_name}): module classes, parameter names, "
+            f"shapes, dtypes or requires_grad differ. Trace this model again."
+        )
+    overlap = overlap_of(model)
+    if overlap is not None:
+        raise PlanError(overlap)
+    check_untaken(model)
+
+
+def check_untaken(model: nn.Module) -> None:
+    """Raise PlanError if a plan is being carried out on ``model``."""
+    if training_of(model) is not None:
+        raise PlanError(
+            "a plan is being carried out on this model already. Close that training first; if it was lost, "
+            "protwin.runtime.training_of(model).close() does."
+        )
+
+
+def training_of(model: nn.Module) -> Training | None:
+    """The training that a plan is being carried out by on ``model``; None if there is none, or it is closed.
+
+    For whoever has dropped what ``carry_out`` gave: ``training_of(model).close()`` gives ordinary parameters back.
+    """
+    found: Training | None = model.__dict__.get(_ATTRIBUTE)
+    return found
+
+
+@contextmanager
+def taken_over(model: nn.Module, training: Training) -> Iterator[None]:
+    """Within the block, the model is marked as ``training``'s, and refuses to be copied or pickled."""
+
+    def refuse(*_: Any) -> Any:
+        raise ScheduleError(
+            "the model was to be copied or pickled while a plan is being carried out on it: the weights of offloaded "
+            "chunks are not on the device. Do so after close(), or take the weights from a checkpoint "
+            "(training.save())."
+        )
+
+    attributes = {_ATTRIBUTE: training, "__deepcopy__": refuse, "__reduce_ex__": refuse}
+    before = {name: model.__dict__[name] for name in attributes if name in model.__dict__}
+    model.__dict__.update(attributes)
+    try:
+        yield
+    finally:
+        for name in attributes:
+            del model.__dict__[name]
+        model.__dict__.update(before)
+
+
+class TakenOver:
+    """Tells when a module or parameter of the model was exchanged, added or removed: nobody would train the new one."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._noted = [(name, module, _parts_of(module)) for name, module in model.named_modules()]
+
+    def check(self) -> None:
+        """Raise ScheduleError if the model is no longer made of what was taken over."""
+        for name, module, parts in self._noted:
+            if _parts_of(module) != parts:
+                known = {part for part, _ in parts}
+                now = dict(_parts_of(module))
+                changed = next(
+                    (part for part, identity in parts if now.get(part) != identity),
+                    next((part for part in now if part not in known), "?"),
+                )
+                raise ScheduleError(
+                    f"{f'{name}.' if name else ''}{changed} was exchanged, added or removed since the plan was carried "
+                    f"out, so it would not be trained. Close the training first, trace the model again and search a "
+                    f"plan for it."
+                )
+
+
+def _parts_of(module: nn.Module) -> list[tuple[str, int]]:
+    """The names and identities of a module's own parts."""
+    parts = (*module._modules.items(), *module._parameters.items())
+    return [(name, id(part)) for name, part in parts]

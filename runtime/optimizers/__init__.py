@@ -1,0 +1,1 @@
+"""What steps weights, with which options, and when it may not."""

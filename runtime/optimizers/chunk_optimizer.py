@@ -1,0 +1,207 @@
+"""The optimizer of one chunk: a plain torch optimizer over float32 weights, on the host or on the device.
+
+torch's fused AdamW gives the same bits for a parameter alone and among others, so chunking does not change a result.
+Parameters keep their groups, and one without a gradient is left alone, exactly as the optimizer treats it elsewhere.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...shared.basics.errors import PlanError
+from ...shared.schema.workload import Workload
+from .step_options import GroupOptions, ParameterGroup, StepOptions
+
+MakeOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
+"""From parameter groups to an optimizer, such as ``partial(torch.optim.AdamW, lr=1e-4, fused=True)``."""
+
+
+def default_optimizer(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """Fused AdamW with torch's default options."""
+    return torch.optim.AdamW(groups, fused=True)
+
+
+class ChunkOptimizer:
+    """Steps some weights with the options of the groups that their parameters belong to."""
+
+    def __init__(
+        self,
+        weights: Sequence[torch.Tensor],
+        parameters: Sequence[nn.Parameter],
+        options: StepOptions,
+        make_optimizer: MakeOptimizer,
+        *,
+        targets: Sequence[torch.Tensor | None] | None = None,
+    ) -> None:
+        """Make the optimizer of ``weights``, the float32 masters of ``parameters``.
+
+        ``options`` knows the parameters' groups and what each step is done with; ``targets`` are narrower tensors that
+        stepped weights are written to.  Raises PlanError if the optimizer refuses its options.
+        """
+        self._weights = list(weights)
+        self._targets = list(targets) if targets is not None else [None] * len(self._weights)
+        self._options = options
+        self.labels = tuple(options.label_of(parameter) for parameter in parameters)
+        """Whose weights they are, for messages."""
+        members: dict[int, list[torch.Tensor]] = {}
+        for weight, parameter in zip(self._weights, parameters, strict=True):
+            members.setdefault(options.group_of(parameter), []).append(weight)
+        self._groups = tuple(members)
+        groups = [{**options.groups[index].options, "params": weights} for index, weights in members.items()]
+        self.optimizer = _made(make_optimizer, groups)
+        options.note(self._groups, self.optimizer)
+        self.num_steps = 0
+        """Steps that have begun."""
+        self._latest: GroupOptions | None = None
+
+    def step(self, gradients: Sequence[torch.Tensor | None], *, factor: torch.Tensor | None = None) -> None:
+        """One step; a weight whose gradient is None is left alone.
+
+        ``factor`` is what gradients are multiplied by, in the type of the weights; if it is NaN, no weight is stepped.
+        """
+        self._take_options()
+        if factor is not None and factor.isnan():
+            return
+        with torch.no_grad():
+            for weight, gradient in zip(self._weights, gradients, strict=True):
+                weight.grad = gradient if gradient is None or gradient.dtype == weight.dtype else gradient.float()
+                if factor is not None and weight.grad is not None:
+                    weight.grad.mul_(factor)
+            self.optimizer.step()
+            for weight, target, gradient in zip(self._weights, self._targets, gradients, strict=True):
+                weight.grad = None
+                if target is not None and gradient is not None:
+                    target.copy_(weight)
+
+    def _take_options(self) -> None:
+        """Give the groups the options that this step is to be done with (Note: Options of a step)."""
+        planned = self._options.of_step(self.num_steps)
+        self.num_steps += 1
+        if planned is not None and planned is not self._latest:
+            for group, index in zip(self.optimizer.param_groups, self._groups, strict=True):
+                group.update(planned[index])
+            self._latest = planned
+
+    def take_step_back(self) -> None:
+        """The latest step is undone by who kept what it has overwritten: the next one has its number."""
+        self.num_steps -= 1
+        self._latest = None
+
+    @property
+    def weights(self) -> tuple[torch.Tensor, ...]:
+        """What is stepped, in the order of the parameters."""
+        return tuple(self._weights)
+
+    @property
+    def stepped_tensors(self) -> list[torch.Tensor]:
+        """Everything that a step writes beside the optimizer's state: the weights, and what they are written to."""
+        return [*self._weights, *(target for target in self._targets if target is not None)]
+
+    def state_of(self, place: int) -> dict[str, Any]:
+        """The optimizer's state of one weight; empty if it was never stepped."""
+        return dict(self.optimizer.state.get(self._weights[place], {}))
+
+    def set_states(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Replace the optimizer's state of all weights; their tensors become the optimizer's own."""
+        place_of = {id(weight): place for place, weight in enumerate(self._weights)}
+        order = [place_of[id(weight)] for group in self.optimizer.param_groups for weight in group["params"]]
+        found = {index: states[place] for index, place in enumerate(order) if states[place]}
+        groups = self.optimizer.state_dict()["param_groups"]
+        # Given up first, so that the device never holds both.
+        self.optimizer.state.clear()
+        self.optimizer.load_state_dict({"state": found, "param_groups": groups})
+
+    def state_tensors(self) -> list[torch.Tensor]:
+        """The optimizer's own tensors."""
+        return [t for state in self.optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
+
+
+def _made(make_optimizer: MakeOptimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """One chunk's optimizer.  Raises PlanError if there is none, or one that cannot step a chunk by itself."""
+    try:
+        made = make_optimizer(groups)
+    except ValueError as error:
+        raise PlanError(
+            f"the optimizer refuses its options or parameters: {error}. Every chunk has one optimizer for all of its "
+            f"parameters: change the options, or choose an optimizer that steps parameters of every shape."
+        ) from error
+    except TypeError as error:
+        raise PlanError(
+            f"optimizer= could not make an optimizer from a list of parameter groups: {error}. Pass what does, such as "
+            f"functools.partial(torch.optim.AdamW, lr=1e-4, fused=True)."
+        ) from error
+    if not isinstance(made, torch.optim.Optimizer):
+        raise PlanError(
+            f"optimizer= made {type(made).__name__} in the place of a torch.optim.Optimizer. Pass what makes one from "
+            f"a list of parameter groups, such as functools.partial(torch.optim.AdamW, lr=1e-4, fused=True)."
+        )
+    name = type(made).__name__
+    closure = inspect.signature(made.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise PlanError(
+            f"{name} calls the model again within its step, where the schedule expects nothing. Choose an optimizer "
+            f"that steps with the gradients that are there, such as AdamW or SGD."
+        )
+    if isinstance(made, torch.optim.SparseAdam):
+        raise PlanError(f"{name} takes sparse gradients alone, and here all are dense. Choose AdamW or Adam.")
+    return made
+
+
+def group_options(
+    model: nn.Module, parameter_groups: Sequence[Mapping[str, Any]] | None, workload: Workload | None = None
+) -> StepOptions:
+    """The groups of the model's parameters, from torch's form of parameter groups.
+
+    None puts all trainable ones into one group without options.  ``workload`` names their blocks in messages.  Raises
+    PlanError if a trainable parameter is in no group, or any in two, or one that is not the model's.
+    """
+    every = {id(parameter): name for name, parameter in model.named_parameters()}
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    labels = _labels(every, workload)
+    if parameter_groups is None:
+        return StepOptions([ParameterGroup(tuple(trainable), {})], labels)
+    groups: list[ParameterGroup] = []
+    grouped: set[int] = set()
+    for group in parameter_groups:
+        if not isinstance(group, Mapping) or "params" not in group:
+            raise PlanError(
+                "a parameter group is no table with 'params'. Give a list of them: [{'params': [...], 'lr': ...}, ...]."
+            )
+        chosen = {key: value for key, value in group.items() if key != "params"}
+        given = group["params"]
+        members = (given,) if isinstance(given, torch.Tensor) else tuple(given)
+        for parameter in members:
+            if id(parameter) not in every:
+                raise PlanError(
+                    "a parameter group holds something that is no parameter of the model. Take the groups from "
+                    "model.named_parameters() of the model itself."
+                )
+            if id(parameter) in grouped:
+                raise PlanError(f"parameter {every[id(parameter)]} is in two parameter groups. Leave it in one.")
+            grouped.add(id(parameter))
+        groups.append(ParameterGroup(members, chosen))
+    missing = [every[id(parameter)] for parameter in trainable if id(parameter) not in grouped]
+    if missing:
+        raise PlanError(
+            f"{len(missing)} trainable parameters are in no parameter group, {missing[0]} among them. Add them, or "
+            f"set requires_grad to False before tracing."
+        )
+    return StepOptions(groups, labels)
+
+
+def _labels(names: Mapping[int, str], workload: Workload | None) -> dict[int, str]:
+    """Every parameter's name with the part of the model that owns it, by ``id``."""
+    if workload is None:
+        return dict(names)
+    owners = {p.name: p.block for p in workload.parameters}
+
+    def label(name: str) -> str:
+        block = owners.get(name)
+        return f"{name} (outside every block)" if block is None else f"{name} (block {workload.blocks[block].name})"
+
+    return {key: label(name) for key, name in names.items()}

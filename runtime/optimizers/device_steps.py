@@ -1,0 +1,88 @@
+"""Device Adam: how the parameters of persistent chunks are stepped where they are.
+
+[Note: Widened gradients]
+A parameter narrower than float32 is stepped through a float32 master, and its gradient is widened for that.  Of a large
+embedding that would be more memory than anything else at the end of an iteration, so it is done piece by piece, each
+with an optimizer of its own.  That gives the same bits if the optimizer treats every scalar by itself; one that does
+not (Adafactor, Muon) gets the parameter whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+from torch import nn
+
+from ...shared.layout.adam_memory import WIDENED_SCALARS
+from .chunk_optimizer import ChunkOptimizer, MakeOptimizer
+from .step_options import StepOptions
+
+PIECE_SCALARS: Final = WIDENED_SCALARS
+"""Scalars whose gradients are widened at once."""
+_ELEMENTWISE: Final = (
+    torch.optim.Adadelta,
+    torch.optim.Adagrad,
+    torch.optim.Adam,
+    torch.optim.Adamax,
+    torch.optim.AdamW,
+    torch.optim.ASGD,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+    torch.optim.SGD,
+)
+
+
+class DeviceStep:
+    """Steps some parameters, or one stretch of the scalars of one parameter, with the gradients that they hold."""
+
+    def __init__(
+        self,
+        optimizer: ChunkOptimizer,
+        parameters: Sequence[nn.Parameter],
+        *,
+        stretch: slice | None = None,
+        is_last: bool = True,
+    ) -> None:
+        self.optimizer = optimizer
+        self.parameters = tuple(parameters)
+        self.stretch = stretch
+        """The scalars of the one parameter that it steps; None for whole parameters."""
+        self._is_last = is_last
+        """Whether the gradients are not needed afterwards."""
+
+    def run(self, *, factor: torch.Tensor | None = None) -> None:
+        """Step with the gradients, times ``factor``, and drop those that nothing needs any more."""
+        self.optimizer.step([self._gradient(parameter) for parameter in self.parameters], factor=factor)
+        if self._is_last:
+            for parameter in self.parameters:
+                parameter.grad = None
+
+    def _gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
+        if parameter.grad is None or self.stretch is None:
+            return parameter.grad
+        return parameter.grad.reshape(-1)[self.stretch]
+
+
+def narrow_steps(
+    parameter: nn.Parameter,
+    master: torch.Tensor,
+    options: StepOptions,
+    make_optimizer: MakeOptimizer,
+) -> list[DeviceStep]:
+    """The steps of a parameter narrower than its float32 ``master`` (Note: Widened gradients)."""
+    target = parameter.detach()
+    whole = ChunkOptimizer([master], [parameter], options, make_optimizer, targets=[target])
+    if parameter.numel() <= PIECE_SCALARS or not isinstance(whole.optimizer, _ELEMENTWISE):
+        return [DeviceStep(whole, [parameter])]
+    steps = []
+    for start in range(0, parameter.numel(), PIECE_SCALARS):
+        stretch = slice(start, start + PIECE_SCALARS)
+        weights, targets = [master.view(-1)[stretch]], [target.view(-1)[stretch]]
+        stepper = ChunkOptimizer(weights, [parameter], options, make_optimizer, targets=targets)
+        is_last = start + PIECE_SCALARS >= parameter.numel()
+        steps.append(DeviceStep(stepper, [parameter], stretch=stretch, is_last=is_last))
+    return steps

@@ -1,0 +1,231 @@
+"""What a run measured: spans of every task, memory of every metered iteration, and the Record made of them.
+
+[Note: Typical iterations]
+Times on a shared machine scatter, and to the slow side.  A median of every task would be robust, but medians do not
+add: the sum over a lane then falls short of the iteration by several percent, and a calibration that is fitted to
+tasks inherits that.  So iterations are chosen, not numbers: all times are means over the same middle half of the
+iterations, ordered by duration (an interquartile mean).  Tasks then add up to their iteration, and keep their order.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from ...shared.basics.errors import ProtwinError
+from ...shared.records.phase_times import phase_times_s
+from ...shared.schema.plan import Plan
+from ...shared.schema.record import Holding, LaneUse, MemoryCurve, Origin, Record, TaskTiming
+from ...shared.schema.schedule import Content, Lane, Memory, Schedule, Task, TaskId, TaskKind
+from ...shared.schema.workload import Workload
+from ...shared.verify.guaranteed_peak import guaranteed_device_peak
+from ..devices.device import TrainingDevice
+from ..model.identity import software_versions
+
+_WARM_UP: Final = 3
+_MAX_CURVE_POINTS: Final = 2000
+_KEPT_LOGS: Final = 200
+"""Iterations whose times are kept."""
+
+
+@dataclass
+class MeteredMemory:
+    """One watched iteration."""
+
+    samples: list[tuple[Any, int]]
+    """(stamp of the device, level)."""
+    peak_bytes: int
+    peak_at: str
+    alive: tuple[Holding, ...]
+
+
+@dataclass
+class IterationLog:
+    """One iteration as it happened.  Stamps belong to the device."""
+
+    index: int
+    started: Any = None
+    spans: dict[TaskId, Any] = field(default_factory=dict)
+    is_metered: bool = False
+    follows_pause: bool = False
+    memory: MeteredMemory | None = None
+    moved_to_host_bytes: int = 0
+
+
+class Recorder:
+    """Keeps the logs of the last iterations and makes a Record of them."""
+
+    def __init__(self, schedule: Schedule, plan: Plan, workload: Workload, device: TrainingDevice) -> None:
+        self._schedule = schedule
+        self._plan = plan
+        self._workload = workload
+        self._device = device
+        self.logs: list[IterationLog] = []
+        self._interrupted = -1
+
+    def interrupt(self, iteration: int) -> None:
+        """Training pauses before ``iteration``: what lies on either side of the pause is no steady state."""
+        self._interrupted = iteration
+
+    def add(self, log: IterationLog) -> None:
+        """Keep the log of a completed iteration; of the oldest ones, none."""
+        log.follows_pause = log.index == self._interrupted
+        self.logs.append(log)
+        del self.logs[:-_KEPT_LOGS]
+        if self._device.runs_behind and len(self.logs) > 2:
+            self._settle(self.logs[-3])
+
+    def _settle(self, log: IterationLog) -> None:
+        """Turn the stamps of a finished iteration into seconds, so that 200 of them keep no thousands of events."""
+        log.started = self._device.settled(log.started)
+        for span in log.spans.values():
+            span.start, span.end = self._device.settled(span.start), self._device.settled(span.end)
+
+    def record(self, *, hardware_name: str = "", since: int = 0, until: int | None = None) -> Record:
+        """The Record of the iterations from ``since`` on and before ``until``.
+
+        Times are means over the typical ones after the very first three, of those that nobody metered.
+
+        Raises ProtwinError if there are fewer than two such iterations in a row.
+        """
+        timed = [
+            (log, following)
+            for log, following in zip(self.logs, self.logs[1:], strict=False)
+            if max(_WARM_UP, since) <= log.index and (until is None or log.index < until)
+            if not (log.follows_pause or following.follows_pause)
+            if not (log.is_metered or following.is_metered)
+        ]
+        if not timed:
+            raise ProtwinError(
+                f"{len(self.logs)} iterations were recorded; a Record needs at least {_WARM_UP + 2}, since the first "
+                f"{_WARM_UP} do not count. Train on."
+            )
+        seconds = self._device.seconds
+        periods = [seconds(following.started) - seconds(log.started) for log, following in timed]
+        typical = middle_half(periods)
+        iteration_s = statistics.fmean(periods[place] for place in typical)
+        noise = statistics.median(abs(period - iteration_s) for period in periods) / iteration_s
+        timings = self._timings([timed[place][0] for place in typical])
+        forward_s, backward_s = phase_times_s(self._schedule, [timing.end_s for timing in timings])
+        return Record(
+            origin=Origin.MEASURED,
+            plan=self._plan,
+            plan_id=self._schedule.plan_id,
+            model_name=self._workload.model_name,
+            hardware_name=hardware_name or self._device.description,
+            machine=self._device.description,
+            software=software_versions(),
+            emulated=self._device.emulated,
+            num_samples=self._workload.num_samples * self._plan.micro_batches,
+            num_tokens=self._workload.num_tokens * self._plan.micro_batches,
+            iteration_s=iteration_s,
+            iteration_noise_frac=noise,
+            num_iterations=len(timed),
+            forward_s=forward_s,
+            backward_s=backward_s,
+            optimizer_s=max(0.0, iteration_s - forward_s - backward_s),
+            tasks=timings,
+            lanes=self._lanes(timings),
+            memory=self._memory(),
+            guaranteed_peak_device_bytes=guaranteed_device_peak(self._schedule).size_bytes,
+            num_gathers=sum(task.kind is TaskKind.GATHER for task in self._schedule.tasks),
+            num_cpu_adam_steps=sum(task.kind is TaskKind.CPU_ADAM for task in self._schedule.tasks),
+        )
+
+    def _timings(self, logs: Sequence[IterationLog]) -> tuple[TaskTiming, ...]:
+        timings = []
+        seconds = self._device.seconds
+        for task in self._schedule.tasks:
+            starts, durations = [], []
+            for log in logs:
+                span = log.spans[task.id]
+                start, end = seconds(span.start), seconds(span.end)
+                starts.append(start - seconds(log.started))
+                durations.append(max(0.0, end - start))
+            start_s, duration_s = statistics.fmean(starts), statistics.fmean(durations)
+            timings.append(
+                TaskTiming(
+                    task=task.id,
+                    name=task.name,
+                    kind=task.kind,
+                    lane=task.lane,
+                    start_s=start_s,
+                    end_s=start_s + duration_s,
+                    duration_s=duration_s,
+                )
+            )
+        return tuple(timings)
+
+    def _lanes(self, timings: Sequence[TaskTiming]) -> tuple[LaneUse, ...]:
+        by_lane: dict[Lane, list[Task]] = {lane: [] for lane in Lane}
+        for task in self._schedule.tasks:
+            by_lane[task.lane].append(task)
+        return tuple(
+            LaneUse(
+                lane=lane,
+                num_tasks=len(tasks),
+                busy_s=sum(timings[task.id].duration_s for task in tasks),
+                moved_bytes=sum(task.moved_bytes for task in tasks),
+            )
+            for lane, tasks in by_lane.items()
+        )
+
+    def _memory(self) -> tuple[MemoryCurve, ...]:
+        """The device curve of the metered iteration with the highest peak in steady state, and pinned memory."""
+        curves = []
+        metered = [log for log in self.logs if log.memory is not None]
+        steady = [log for log in metered if log.index >= 1] or metered
+        if steady:
+            log = max(steady, key=lambda log: log.memory.peak_bytes if log.memory is not None else 0)
+            assert log.memory is not None
+            start = self._device.seconds(log.started)
+            seconds = self._device.seconds
+            points = _thin([(seconds(time) - start, level) for time, level in log.memory.samples])
+            curves.append(
+                MemoryCurve(
+                    memory=Memory.DEVICE,
+                    times_s=tuple(time for time, _ in points),
+                    levels_bytes=tuple(level for _, level in points),
+                    peak_bytes=log.memory.peak_bytes,
+                    peak_at=log.memory.peak_at,
+                    alive_at_peak=log.memory.alive,
+                )
+            )
+        pinned = self._schedule.static_bytes(Memory.PINNED_HOST)
+        curves.append(
+            MemoryCurve(
+                memory=Memory.PINNED_HOST,
+                times_s=(0.0,),
+                levels_bytes=(pinned,),
+                peak_bytes=pinned,
+                peak_at=self._schedule.tasks[0].name,
+                alive_at_peak=_holdings(self._schedule, Memory.PINNED_HOST),
+            )
+        )
+        return tuple(curves)
+
+
+def middle_half(values: Sequence[float]) -> list[int]:
+    """Places of ``values`` without the smallest quarter and the largest, see [Note: Typical iterations]; never none."""
+    order = sorted(range(len(values)), key=values.__getitem__)
+    cut = len(order) // 4
+    return order[cut : len(order) - cut]
+
+
+def _holdings(schedule: Schedule, memory: Memory) -> tuple[Holding, ...]:
+    totals: dict[Content, int] = {}
+    for buffer in schedule.buffers:
+        if buffer.is_static and buffer.memory is memory:
+            totals[buffer.content] = totals.get(buffer.content, 0) + buffer.size_bytes
+    return tuple(Holding(content=content, size_bytes=size) for content, size in totals.items())
+
+
+def _thin(points: list[tuple[float, int]]) -> list[tuple[float, int]]:
+    """At most ``_MAX_CURVE_POINTS`` points; of each stretch of time the highest level stays."""
+    if len(points) <= _MAX_CURVE_POINTS:
+        return points
+    stride = -(-len(points) // _MAX_CURVE_POINTS)
+    groups = [points[i : i + stride] for i in range(0, len(points), stride)]
+    return [(group[0][0], max(level for _, level in group)) for group in groups]

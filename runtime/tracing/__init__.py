@@ -1,0 +1,1 @@
+"""From a model to a Workload or a family of them."""

@@ -1,0 +1,105 @@
+"""What blocks are given, and where each tensor goes ([Note: Shared inputs] in ``shared/schema/shared_inputs.py``)."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...shared.workloads.observed_inputs import ObservedInput, PhaseKey
+from ..devices.ledger import MemoryLedger
+from ..model.nested_tensors import tensors_in
+
+
+@dataclass(slots=True)
+class GivenTensor:
+    """A storage that at least one block was given."""
+
+    size_bytes: int
+    blocks: list[int] = field(default_factory=list)
+    gone: PhaseKey | None = None
+    """Where it went; None for what outlives the iteration."""
+
+
+class GivenTensors:
+    """Follows what the blocks of a running model are given, by the storages that ``ledger`` counts.
+
+    ``place`` says where the model is.  Parameters, module buffers and the batch outlive everything.
+    """
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        ledger: MemoryLedger,
+        lasting: Sequence[torch.Tensor],
+        place: Callable[[], PhaseKey | None],
+    ) -> None:
+        self.found: list[GivenTensor] = []
+        """Of the latest iteration, in the order in which they were given first."""
+        self._ledger = ledger
+        self._lasting = {tensor.untyped_storage()._cdata for tensor in lasting}
+        self._place = place
+        self._alive: dict[int, tuple[GivenTensor, weakref.ref[Any]]] = {}
+        self._handles = [
+            module.register_forward_pre_hook(self._see(block), with_kwargs=True) for block, module in enumerate(modules)
+        ]
+
+    def restart(self) -> None:
+        """Forget what was seen: the next iteration counts."""
+        self.found = []
+        self._alive.clear()
+
+    def remove(self) -> None:
+        """Take the hooks off."""
+        for handle in self._handles:
+            handle.remove()
+        self._alive.clear()
+
+    def _see(self, block: int) -> Callable[..., None]:
+        # Recomputation calls the forward of a block and not the block, so it does not come by here.
+        def see(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            for tensor in tensors_in((args, kwargs)):
+                storage = tensor.untyped_storage()
+                size_bytes = self._ledger.counted_bytes(storage)
+                if storage._cdata not in self._lasting and size_bytes:
+                    given = self._given(storage, size_bytes)
+                    if block not in given.blocks:
+                        given.blocks.append(block)
+
+        return see
+
+    def _given(self, storage: torch.UntypedStorage, size_bytes: int) -> GivenTensor:
+        key = storage._cdata
+        known = self._alive.get(key)
+        if known is not None:
+            return known[0]
+        given = GivenTensor(size_bytes)
+        self.found.append(given)
+        self._alive[key] = given, weakref.ref(storage, lambda _: self._gone(key, given))
+        return given
+
+    def _gone(self, key: int, given: GivenTensor) -> None:
+        self._alive.pop(key, None)
+        given.gone = self._place()
+
+
+def shared_inputs(
+    kept: Sequence[GivenTensor], checkpointed: Sequence[GivenTensor], stands_for: Sequence[int]
+) -> tuple[ObservedInput, ...]:
+    """The given tensors whose life depends on the modes of blocks, from the two ways in which a model was traced.
+
+    Empty if the blocks were not given the same in both: then phases outside the blocks are the larger of the two.
+    """
+    facts = [[(given.size_bytes, given.blocks) for given in found] for found in (kept, checkpointed)]
+    if facts[0] != facts[1]:
+        return ()
+    observed = (
+        ObservedInput(one.size_bytes, tuple(one.blocks), one.gone, other.gone)
+        for one, other in zip(kept, checkpointed, strict=True)
+        if one.gone is not None and other.gone is not None
+    )
+    return tuple(given for given in observed if given.depends_on_modes(stands_for))

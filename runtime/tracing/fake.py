@@ -1,0 +1,228 @@
+"""A model without weights: fake tensors in place of parameters, and few blocks in place of many equal ones.
+
+[Note: Attention masks of fake models]
+transformers leaves the attention mask out, and takes the fused causal kernel, once it has looked at the mask's values
+and found no padding.  Fake tensors have no values to look at, so it would build a full mask and trace another kernel
+than the one that trains.  While a fake model runs, transformers' masks for scaled-dot-product attention are made as
+if no mask of padding had been given: where values would not spare them, beyond a sliding window say, they still are.
+Nor is it left to take a row of the batch for several sequences packed together, as it does where it cannot look.  The
+name of the attention stays "sdpa", which many models compare literally.
+
+[Note: Representatives]
+What a block does depends on what it is, on whether anything before it is trained, and on its neighbours, which keep or
+drop what lies between.  So blocks can be taken out of a row as long as every remaining one keeps its neighbours' kind,
+and every kind of place remains; a block that was taken out does what the one in the same kind of place does.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from ..model.batches import Batch
+from ..model.blocks import NamedBlock
+
+_FUSED_ATTENTION: Final = "sdpa"
+_FIND_PACKED: Final = "find_packed_sequence_indices"
+_LONGEST_PERIOD: Final = 8
+"""Blocks after which a pattern of unequal ones may repeat."""
+
+
+def fake_model(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
+    """A copy of a model on the meta device whose parameters and buffers are fake tensors on the CPU."""
+    twin = copy.deepcopy(model)
+    made: dict[int, Any] = {}
+    with mode:
+        # By hand, since nn.Module's own way of replacing tensors would untie tied parameters.
+        for module in twin.modules():
+            for tensors in (module._parameters, module._buffers):
+                for name, tensor in tensors.items():
+                    if tensor is not None:
+                        tensors[name] = made.setdefault(id(tensor), _faked(tensor))
+    return twin
+
+
+def _faked(tensor: torch.Tensor) -> torch.Tensor:
+    empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+    return nn.Parameter(empty, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+
+
+def fake_batch(batch: Batch, mode: FakeTensorMode) -> Batch:
+    """A batch of fake tensors with the shapes and dtypes of ``batch``."""
+
+    def fake(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        with mode:
+            return torch.empty(value.shape, dtype=value.dtype, device="cpu")
+
+    if isinstance(batch, torch.Tensor):
+        return fake(batch)  # type: ignore[no-any-return]
+    if isinstance(batch, Mapping):
+        return {key: fake(value) for key, value in batch.items()}
+    return [fake(value) for value in batch]
+
+
+@contextmanager
+def plain_batches() -> Iterator[None]:
+    """Let transformers find one sequence without padding in every row of a batch whose values it cannot look at.
+
+    [Note: Attention masks of fake models]
+    """
+    masking = sys.modules.get("transformers.masking_utils")
+    if masking is None:
+        yield
+        return
+    with _unpadded(masking), _unpacked(masking):
+        yield
+
+
+@contextmanager
+def _unpadded(masking: Any) -> Iterator[None]:
+    interface = masking.AttentionMaskInterface
+    make = interface()[_FUSED_ATTENTION]
+
+    def make_unpadded(*args: Any, attention_mask: torch.Tensor | None = None, **kwargs: Any) -> Any:
+        return make(*args, attention_mask=None if isinstance(attention_mask, FakeTensor) else attention_mask, **kwargs)
+
+    interface.register(_FUSED_ATTENTION, make_unpadded)
+    try:
+        yield
+    finally:
+        interface.register(_FUSED_ATTENTION, make)
+
+
+@contextmanager
+def _unpacked(masking: Any) -> Iterator[None]:
+    find = getattr(masking, _FIND_PACKED, None)
+    if find is None:
+        yield
+        return
+
+    def find_none(position_ids: torch.Tensor) -> None:
+        find(position_ids)  # for what it computes
+
+    setattr(masking, _FIND_PACKED, find_none)
+    try:
+        yield
+    finally:
+        setattr(masking, _FIND_PACKED, find)
+
+
+def keep_representatives(model: nn.Module, blocks: Sequence[NamedBlock]) -> list[int] | None:
+    """Shorten every row of blocks in place to representatives (Note: Representatives).
+
+    Gives, for every original block, the index of the remaining block that stands for it; None, with the model
+    unchanged, if the blocks are not whole rows or none can be spared.
+    """
+    rows: dict[str, list[int]] = {}
+    for index, block in enumerate(blocks):
+        rows.setdefault(block.name.rpartition(".")[0], []).append(index)
+    if any(not _is_whole(model, path, [blocks[index].name for index in row]) for path, row in rows.items()):
+        return None
+    if [index for row in rows.values() for index in row] != list(range(len(blocks))):
+        return None
+    kinds = _kinds(blocks)
+    stands_for: list[int] = []
+    kept: dict[str, list[int]] = {}
+    for path, row in rows.items():
+        kept[path], stand_ins = representatives([kinds[index] for index in row])
+        stands_for += [_before(kept, path) + place for place in stand_ins]
+    if all(len(kept[path]) == len(row) for path, row in rows.items()):
+        return None
+    for path, places in kept.items():
+        _shorten(model, path, places)
+    return stands_for
+
+
+def _is_whole(model: nn.Module, path: str, names: Sequence[str]) -> bool:
+    """Whether the blocks called ``names`` are all that the list at ``path`` holds."""
+    row = model.get_submodule(path) if path else None
+    if not isinstance(row, nn.ModuleList | nn.Sequential):
+        return False
+    return [f"{path}.{key}" for key, _ in row.named_children()] == list(names)
+
+
+def _before(kept: Mapping[str, Sequence[int]], path: str) -> int:
+    """How many blocks remain in the rows before that of ``path``."""
+    return sum(len(places) for other, places in kept.items() if other != path)
+
+
+def representatives(kinds: Sequence[Hashable]) -> tuple[list[int], list[int]]:
+    """The places that remain of a row of blocks of these kinds, and for every place the remaining one's new place."""
+    kept = list(range(len(kinds)))
+    shortened = True
+    while shortened:
+        shortened = False
+        for period in range(1, _LONGEST_PERIOD + 1):
+            start = next((s for s in range(1, len(kept) - period) if _can_spare(kinds, kept, s, period)), None)
+            if start is not None:
+                del kept[start : start + period]
+                shortened = True
+                break
+    places = _places([kinds[index] for index in kept])
+    first_in: dict[Hashable, int] = {}
+    for new, place in enumerate(places):
+        first_in.setdefault(place, new)
+    return kept, [first_in[place] for place in _places(kinds)]
+
+
+def _can_spare(kinds: Sequence[Hashable], kept: Sequence[int], start: int, period: int) -> bool:
+    """Whether the neighbours of what remains keep their kinds, and every kind of place remains."""
+    stop = start + period
+    if kinds[kept[start - 1]] != kinds[kept[stop - 1]] or kinds[kept[start]] != kinds[kept[stop]]:
+        return False
+    rest = [kinds[index] for index in (*kept[:start], *kept[stop:])]
+    return set(_places(rest)) == set(_places(kinds))
+
+
+def _places(kinds: Sequence[Hashable]) -> list[Hashable]:
+    """The kind of every block with those of its neighbours; None beyond the ends."""
+    padded = [None, *kinds, None]
+    return list(zip(padded, padded[1:], padded[2:], strict=False))
+
+
+def _kinds(blocks: Sequence[NamedBlock]) -> list[Hashable]:
+    """What decides each block's operations, and whether anything before it is trained."""
+    kinds: list[Hashable] = []
+    is_after_trained = False
+    for block in blocks:
+        kinds.append((_signature(block.module), is_after_trained))
+        is_after_trained |= any(parameter.requires_grad for parameter in block.module.parameters())
+    return kinds
+
+
+def _shorten(model: nn.Module, path: str, places: Sequence[int]) -> None:
+    """Leave only the blocks at ``places`` in the row at ``path``, and in what the configuration lists by block."""
+    parent_path, _, name = path.rpartition(".")
+    parent = model.get_submodule(parent_path)
+    row = list(getattr(parent, name))
+    kept = [row[place] for place in places]
+    setattr(
+        parent, name, nn.Sequential(*kept) if isinstance(getattr(parent, name), nn.Sequential) else nn.ModuleList(kept)
+    )
+    config: Any = getattr(parent, "config", None)
+    listed = getattr(config, "layer_types", None)
+    if isinstance(listed, list) and len(listed) == len(row):
+        config.layer_types = [listed[place] for place in places]
+
+
+def _signature(module: nn.Module) -> tuple[Any, ...]:
+    """What decides a block's operations: classes, parameters and plain settings, its place in the row left out."""
+    facts: list[Any] = []
+    for path, part in module.named_modules():
+        settings = {
+            key: value
+            for key, value in vars(part).items()
+            if isinstance(value, int | float | str | bool | None) and key not in ("layer_idx", "training")
+        }
+        facts.append((path, type(part), tuple(sorted(settings.items(), key=lambda item: item[0]))))
+    facts += [(name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in module.named_parameters()]
+    return tuple(facts)

@@ -1,0 +1,189 @@
+"""What every section of an iteration does: its operations and its memory, seen by the ledger."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...shared.basics.errors import WorkloadError
+from ...shared.schema.plan import ActivationMode
+from ...shared.schema.schedule import Section, TaskKind
+from ...shared.schema.workload import BlockId
+from ...shared.workloads.observation import Observation
+from ...shared.workloads.observed_inputs import PhaseKey
+from ..devices.ledger import MemoryLedger
+from ..hooks.section_walker import SectionWalker
+from ..hooks.swapping import SwappableTally
+from ..model.batches import Batch, Loss, batch_tensors, loss_of
+from ..model.blocks import NamedBlock
+from ..model.nested_tensors import storage_bytes, tensors_in
+from .block_inputs import GivenTensor, GivenTensors
+from .operations import observe_call
+
+
+class _Observer:
+    """Splits a metered iteration into sections.
+
+    A section's memory ends, and the next one's begins, with the next operation after the announcement: what the caller
+    of a block holds until the block has returned, its input above all, goes with the block.
+    """
+
+    def __init__(self, ledger: MemoryLedger, model: nn.Module) -> None:
+        self._ledger = ledger
+        self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.sections: dict[PhaseKey, Observation] = {}
+        self._current: Observation | None = None
+        self._key: PhaseKey | None = None
+        """Of ``_current``."""
+        self._next: PhaseKey | None = None
+        self._with_gradient: set[int] = set()
+        self._handles: list[Any] = [
+            parameter.register_post_accumulate_grad_hook(self._accumulated)  # type: ignore[no-untyped-call]
+            for parameter in self._parameters
+        ]
+        ledger.before_operation = self._settle
+        ledger.on_operation = self._operation
+
+    def place(self) -> PhaseKey | None:
+        """Where the model is; what goes now goes there."""
+        return self._key if self._current is not None else None
+
+    def begin(self, kind: TaskKind, section: Section) -> None:
+        self._settle()
+        self._next = kind, section
+
+    def end_backward(self) -> None:
+        self._settle()
+        self._end()
+
+    def restart(self) -> None:
+        """Forget what was seen: the next iteration counts."""
+        self.sections.clear()
+        self._with_gradient.clear()
+        self._current = self._next = None
+
+    def remove(self) -> None:
+        """Take the hooks off the parameters."""
+        for handle in self._handles:
+            handle.remove()
+        for parameter in self._parameters:
+            # An empty table of hooks stays behind, which a parameter that never had any lacks.
+            if not parameter._post_accumulate_grad_hooks:
+                parameter._post_accumulate_grad_hooks = None  # type: ignore[assignment]
+
+    def _settle(self) -> None:
+        """Begin the section that was announced."""
+        key, self._next = self._next, None
+        if key is not None:
+            self._end()
+            self._key = key
+            self._current = self.sections[key] = Observation(self._ledger.watched_bytes)
+            self._current.gradient_bytes = -self._gradient_bytes()
+
+    def _end(self) -> None:
+        current, self._current = self._current, None
+        if current is not None:
+            current.end_bytes = self._ledger.watched_bytes
+            current.gradient_bytes += self._gradient_bytes()
+
+    def _gradient_bytes(self) -> int:
+        return storage_bytes(parameter.grad for parameter in self._parameters)
+
+    def _operation(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        current = self._current
+        if current is None:
+            return
+        call = observe_call(operator, args, kwargs, result)
+        if call is not None:
+            current.calls.append(call)
+            current.operations.append(call.operation())
+            level = self._ledger.watched_bytes - current.start_bytes
+            current.levels.append(level)
+            current.adding_levels.append(level - current.final_bytes)
+
+    def _accumulated(self, parameter: torch.Tensor) -> None:
+        """A gradient is final.  Were it added to another, both would be there until now, and then one of them."""
+        current = self._current
+        if current is None or id(parameter) in self._with_gradient:
+            return
+        self._with_gradient.add(id(parameter))
+        if current.adding_levels:
+            level = self._ledger.watched_bytes - current.start_bytes - current.final_bytes
+            current.adding_levels[-1] = max(current.adding_levels[-1], level)
+        current.final_bytes += storage_bytes([parameter.grad])
+
+
+def observe_sections(
+    model: nn.Module,
+    batch: Batch,
+    loss: Loss | None,
+    blocks: Sequence[NamedBlock],
+    mode: ActivationMode,
+    on_iteration: Callable[[], None],
+    *,
+    passes: int,
+) -> tuple[dict[PhaseKey, Observation], list[GivenTensor]]:
+    """Metered iterations with every block in ``mode``; the last one counts.  Also what the blocks were given.
+
+    Real tensors take two, since the first may fill caches that the model keeps.
+    """
+    ledger = MemoryLedger()
+    lasting = [*model.parameters(), *model.buffers(), *batch_tensors(batch).values()]
+    ledger.adopt(lasting)
+    observer = _Observer(ledger, model)
+    tallies = {index: SwappableTally(model) for index in range(len(blocks)) if mode is ActivationMode.KEEP}
+    modes = [ActivationMode.SWAP if index in tallies else mode for index in range(len(blocks))]
+    walker = SectionWalker(model, blocks, modes, observer, tallies)
+    outputs = _OutputSizes(blocks)
+    given = GivenTensors([block.module for block in blocks], ledger, lasting, observer.place)
+    try:
+        for _ in range(passes):
+            observer.restart()
+            given.restart()
+            with ledger.metering():
+                value = loss_of(model, batch, loss)
+                value.backward()  # type: ignore[no-untyped-call]
+                del value
+            for parameter in model.parameters():
+                parameter.grad = None
+            on_iteration()
+        found = given.found
+    finally:
+        given.remove()
+        walker.remove()
+        observer.remove()
+        outputs.remove()
+    for index, size_bytes in enumerate(outputs.sizes):
+        observation = observer.sections.get((TaskKind.FORWARD, BlockId(index)))
+        if observation is None:
+            raise WorkloadError(f"block {blocks[index].name} did not run in the model's forward. Name other blocks.")
+        observation.output_bytes = size_bytes
+        if index in tallies:
+            observation.saved_bytes = tallies[index].sizes_bytes
+    return observer.sections, found
+
+
+class _OutputSizes:
+    """Bytes of the tensors that each block hands on, storages it was given itself left out."""
+
+    def __init__(self, blocks: Sequence[NamedBlock]) -> None:
+        self.sizes = [0] * len(blocks)
+        self._handles = [
+            block.module.register_forward_hook(self._measure(index), with_kwargs=True)
+            for index, block in enumerate(blocks)
+        ]
+
+    def _measure(self, index: int) -> Callable[..., None]:
+        def measure(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            given = {t.untyped_storage()._cdata for t in tensors_in((args, kwargs))}
+            made = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors_in(output)}
+            self.sizes[index] = sum(size for key, size in made.items() if key not in given)
+
+        return measure
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()

@@ -1,0 +1,142 @@
+"""What an ATen operation costs: its class, its floating-point operations, the bytes it moves."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any, Final
+
+import torch
+from torch.utils.flop_counter import flop_registry
+
+from ...shared.schema.workload import DType, Operation, OperationClass
+from ...shared.workloads.observation import OperatorCall
+from ..model.nested_tensors import tensors_in
+
+_ATTENTION: Final = ("scaled_dot_product", "_flash_attention", "_efficient_attention")
+_MATMUL: Final = ("mm", "addmm", "bmm", "baddbmm", "dot", "mv", "convolution", "conv2d", "linear", "_grouped_mm")
+_NORMALIZATION: Final = ("layer_norm", "rms_norm", "batch_norm", "group_norm")
+_EMBEDDING: Final = ("embedding", "index_select", "gather", "scatter", "index", "index_put", "index_add")
+_REDUCTION: Final = ("sum", "mean", "softmax", "nll_loss", "amax", "max", "min", "var", "norm", "logsumexp", "argmax")
+_FACTORS: Final = {"mm": 0, "bmm": 0, "mv": 0, "addmm": 1, "baddbmm": 1, "addmv": 1}
+"""Where the arguments of products of two factors begin with them."""
+
+
+def describe_operation(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Operation | None:
+    """The cost of one operation, or None for a view or an allocation, which move nothing."""
+    call = observe_call(operator, args, kwargs, result)
+    return call.operation() if call is not None else None
+
+
+def observe_call(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> OperatorCall | None:
+    """The figures that one operation's cost follows from, or None for a view or an allocation, which move nothing."""
+    if operator.is_view:
+        return None
+    name = operator._schema.name.removeprefix("aten::")
+    outputs, inputs = list(tensors_in(result)), list(tensors_in((args, kwargs)))
+    if not outputs and not inputs:
+        return None
+    made = {t.untyped_storage()._cdata for t in outputs}
+    given = {t.untyped_storage()._cdata for t in inputs}
+    is_alias = made <= given and not operator._schema.is_mutable
+    if is_alias or name.startswith(("empty", "new_empty", "detach")):
+        return None
+    dtype = next((t.dtype for t in (*outputs, *inputs) if t.is_floating_point()), (outputs or inputs)[0].dtype)
+    operation_class = classify(name)
+    numbers: dict[int, int] = {}
+    return OperatorCall(
+        name=name,
+        operation_class=operation_class,
+        dtype=DType(str(dtype).removeprefix("torch."))
+        if str(dtype).removeprefix("torch.") in _DTYPES
+        else DType.FLOAT32,
+        flops=_flops(operator, name, operation_class, args, kwargs, result, outputs),
+        reads=tuple((numbers.setdefault(t.untyped_storage()._cdata, len(numbers)), _bytes(t)) for t in inputs),
+        writes_bytes=tuple(_bytes(t) for t in outputs),
+        shape=_shape(name, operation_class, args),
+    )
+
+
+_DTYPES: Final = frozenset(DType)
+
+
+def classify(name: str) -> OperationClass:
+    """The class of an ATen operator by its name without overload."""
+    base = name.rstrip("_")
+    if any(mark in base for mark in _ATTENTION):
+        return OperationClass.ATTENTION
+    stem = base.removeprefix("_").removesuffix("_backward").removesuffix("_dense")
+    if stem in _MATMUL or any(stem.endswith(suffix) for suffix in ("convolution", "_mm", "conv2d")):
+        return OperationClass.MATMUL
+    if any(mark in base for mark in _NORMALIZATION):
+        return OperationClass.NORMALIZATION
+    if stem in _EMBEDDING or stem.startswith("embedding"):
+        return OperationClass.EMBEDDING
+    if any(stem == mark or stem.startswith(f"{mark}_") or stem.endswith(f"_{mark}") for mark in _REDUCTION):
+        return OperationClass.REDUCTION
+    return OperationClass.ELEMENTWISE
+
+
+def _flops(
+    operator: Any,
+    name: str,
+    operation_class: OperationClass,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    result: Any,
+    outputs: list[torch.Tensor],
+) -> int:
+    """Floating-point operations of one call.
+
+    Matrix products by torch's own formulas; attention by its two products (five in backward, which forms the
+    probabilities again), halved under a causal mask; otherwise one per output element.
+    """
+    if operation_class is OperationClass.ATTENTION:
+        return _attention_flops(operator, name, args, kwargs)
+    if name == "_grouped_mm":
+        return _grouped_flops(args[0], args[1])
+    formula = flop_registry.get(operator.overloadpacket)
+    if formula is not None:
+        return int(formula(*args, **kwargs, out_val=result))
+    if operation_class is OperationClass.MATMUL and len(args) >= 2:
+        shared = args[0].shape[-1] if isinstance(args[0], torch.Tensor) and args[0].dim() else 1
+        return 2 * int(shared) * sum(t.numel() for t in outputs[:1])
+    return sum(t.numel() for t in outputs[:1])
+
+
+def _shape(name: str, operation_class: OperationClass, args: tuple[Any, ...]) -> tuple[int, ...]:
+    """``Operation.shape``.  A group of products of unequal sizes, and what is no matrix product, have none."""
+    if operation_class is OperationClass.ATTENTION:
+        shift = 1 if name.endswith("_backward") else 0
+        query, key = args[shift], args[shift + 1]
+        return (prod(query.shape[:-2]), query.shape[-2], key.shape[-2], query.shape[-1])
+    if name not in _FACTORS:
+        return ()
+    first, second = args[_FACTORS[name] : _FACTORS[name] + 2]
+    if second.dim() == 1:
+        return (1, first.shape[0], 1, first.shape[1])
+    return (prod(first.shape[:-2]), first.shape[-2], second.shape[-1], first.shape[-1])
+
+
+def _grouped_flops(first: torch.Tensor, second: torch.Tensor) -> int:
+    """A product of groups: each row of the first factor, or each group's, meets the columns of one group."""
+    groups = first.shape[0] if first.dim() == second.dim() == 3 else 1
+    return 2 * groups * first.shape[-2] * first.shape[-1] * second.shape[-1]
+
+
+def _attention_flops(operator: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    is_backward = name.endswith("_backward")
+    shift = 1 if is_backward else 0
+    query, key, value = args[shift], args[shift + 1], args[shift + 2]
+    batch_and_heads = prod(query.shape[:-2])
+    rows, columns = query.shape[-2], key.shape[-2]
+    widths = (3 * query.shape[-1] + 2 * value.shape[-1]) if is_backward else query.shape[-1] + value.shape[-1]
+    # Every kernel has its own order of arguments.
+    named = dict(zip((argument.name for argument in operator._schema.arguments), args, strict=False)) | kwargs
+    is_causal = named.get("is_causal", False)
+    return int(2 * batch_and_heads * rows * columns * widths) // (2 if is_causal else 1)
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    """Bytes of the elements that are really stored: an expanded dim is read once."""
+    elements = prod(size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride != 0)
+    return elements * tensor.element_size()

@@ -1,0 +1,198 @@
+"""From a model and a batch to a Workload: what every section does, in either activation mode, and how long it takes.
+
+The model's own iteration runs under the memory ledger with the hooks that the runtime uses, once with every block in
+mode KEEP and once with every block in mode CHECKPOINT, so that what is traced is what will run.  Real tensors are then
+timed without the ledger; fake tensors (a model on the meta device) have no times, and the simulator uses a roofline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Final
+
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from ...shared.basics.errors import WorkloadError
+from ...shared.schema.hardware import DeviceKind
+from ...shared.schema.plan import ActivationMode
+from ...shared.schema.workload import DType, Workload
+from ...shared.workloads.assembly import TracedModel, TracedShape, assemble
+from ...shared.workloads.observation import Observation
+from ...shared.workloads.observed_inputs import PhaseKey
+from ..model.batches import Batch, Loss, batch_shapes, batch_tensors, count_samples_and_tokens
+from ..model.blocks import NamedBlock, find_blocks
+from ..model.identity import device_description, model_hash, software_versions
+from ..model.memory_overlaps import overlap_of
+from ..model.ownership import check_untaken
+from ..model.parameters import compute_dtype, describe_parameters
+from ..model.snapshot import left_as_found
+from .block_inputs import GivenTensor, shared_inputs
+from .fake import fake_batch, fake_model, keep_representatives, plain_batches
+from .fake_kernels import fused_dropout
+from .fake_products import FakeGroupedProducts
+from .observing import observe_sections
+from .stopwatch import WARM_UP_ITERATIONS, time_sections
+
+TRACED_MODES: Final = (ActivationMode.KEEP, ActivationMode.CHECKPOINT)
+"""SWAP computes what KEEP does; how much of it can travel is counted along with it."""
+_Seen = dict[ActivationMode, tuple[dict[PhaseKey, Observation], list[GivenTensor]]]
+
+
+def trace(
+    model: nn.Module,
+    batch: Batch,
+    *,
+    loss: Loss | None = None,
+    blocks: str | Sequence[str] | None = None,
+    repeats: int = 5,
+    name: str | None = None,
+    device_kind: DeviceKind = DeviceKind.CUDA,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> Workload:
+    """Trace one training iteration of ``model`` on ``batch``.
+
+    A model with real weights is run and timed (``repeats`` iterations in each activation mode; 0 for none).  Its
+    gradients, buffers, settings and the random states are then bit for bit what they were; parameters and Python
+    attributes that its own forward writes are not put back.  A model on the meta device is traced with fake tensors:
+    no memory, no times.
+    ``loss`` gives the scalar loss from (output, batch) where the model does not; ``blocks`` names the blocks where
+    they are not found; ``device_kind`` is what a model on the meta device is to train on, where that decides which
+    kernels run (``runtime/tracing/fake_kernels.py``).  Raises WorkloadError if the model cannot be traced.
+    """
+    _check_model(model)
+    count_samples_and_tokens(batch)
+    check_untaken(model)
+    named = find_blocks(model, blocks)
+    if any(parameter.is_meta for parameter in model.parameters()):
+        subject = FakeSubject(model, blocks, device_kind=device_kind)
+        facts = traced_model(model, named, subject.stands_for, name=name, traced_with="fake")
+        return assemble(facts, subject.at(batch, loss, on_progress))
+    seen, seconds = _observe_real(model, batch, loss, named, repeats, on_progress)
+    return assemble(
+        traced_model(model, named, range(len(named)), name=name, traced_with="real"),
+        _traced_shape(model, batch, seen, range(len(named))),
+        seconds=seconds,
+        measured_on=device_description(next(model.parameters()).device) if repeats > 0 else None,
+    )
+
+
+def traced_model(
+    model: nn.Module, blocks: Sequence[NamedBlock], stands_for: Sequence[int], *, name: str | None, traced_with: str
+) -> TracedModel:
+    """What is said of a model at every shape."""
+    parameters = describe_parameters(model, blocks)
+    return TracedModel(
+        model_name=name or getattr(getattr(model, "config", None), "name_or_path", "") or type(model).__name__,
+        model_hash=model_hash(model),
+        compute_dtype=compute_dtype(parameters),
+        parameters=parameters,
+        block_names=tuple(block.name for block in blocks),
+        stands_for=tuple(stands_for),
+        traced_with=traced_with,
+        software=software_versions(),
+    )
+
+
+class FakeSubject:
+    """A model on the meta device as a trace runs it: fake tensors, and few blocks in place of many equal ones."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        names: str | Sequence[str] | None = None,
+        *,
+        device_kind: DeviceKind = DeviceKind.CUDA,
+    ) -> None:
+        self._model = model
+        self._device_kind = device_kind
+        self._mode = FakeTensorMode()
+        self._twin = fake_model(model, self._mode)
+        blocks = find_blocks(self._twin, names)
+        stands_for = keep_representatives(self._twin, blocks)
+        if stands_for is not None:
+            paths = dict.fromkeys(block.name.rpartition(".")[0] for block in blocks)
+            blocks = find_blocks(self._twin, list(paths))
+        self._blocks = blocks
+        self.stands_for = stands_for if stands_for is not None else list(range(len(blocks)))
+        """For every block of the model, the one that is observed for it."""
+
+    def at(
+        self, batch: Batch, loss: Loss | None = None, on_progress: Callable[[int, int], None] | None = None
+    ) -> TracedShape:
+        """What one iteration on a batch of this shape does."""
+        progress = _Progress(len(TRACED_MODES), on_progress)
+        given = fake_batch(batch, self._mode)
+        as_on_device = fused_dropout() if self._device_kind is DeviceKind.CUDA else nullcontext()
+        with self._mode, FakeGroupedProducts(), as_on_device, plain_batches(), left_as_found(self._twin):
+            seen = {
+                mode: observe_sections(self._twin, given, loss, self._blocks, mode, progress.advance, passes=1)
+                for mode in TRACED_MODES
+            }
+        return _traced_shape(self._model, batch, seen, self.stands_for)
+
+
+def _observe_real(
+    model: nn.Module,
+    batch: Batch,
+    loss: Loss | None,
+    blocks: Sequence[NamedBlock],
+    repeats: int,
+    on_progress: Callable[[int, int], None] | None,
+) -> tuple[_Seen, dict[ActivationMode, dict[PhaseKey, float]]]:
+    progress = _Progress(len(TRACED_MODES) * (2 + (repeats + WARM_UP_ITERATIONS if repeats else 0)), on_progress)
+    with left_as_found(model):
+        seen = {
+            mode: observe_sections(model, batch, loss, blocks, mode, progress.advance, passes=2)
+            for mode in TRACED_MODES
+        }
+        seconds: dict[ActivationMode, dict[PhaseKey, float]] = {}
+        if repeats > 0:
+            seconds = time_sections(model, batch, loss, blocks, TRACED_MODES, repeats, progress.advance)
+    return seen, seconds
+
+
+def _traced_shape(model: nn.Module, batch: Batch, seen: _Seen, stands_for: Sequence[int]) -> TracedShape:
+    num_samples, num_tokens = count_samples_and_tokens(batch)
+    return TracedShape(
+        batch_shapes=batch_shapes(batch),
+        num_samples=num_samples,
+        num_tokens=num_tokens,
+        resident_bytes=_resident_bytes(model, batch),
+        observed={mode: sections for mode, (sections, _) in seen.items()},
+        shared_inputs=shared_inputs(seen[ActivationMode.KEEP][1], seen[ActivationMode.CHECKPOINT][1], stands_for),
+    )
+
+
+def _check_model(model: nn.Module) -> None:
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    if not trainable:
+        raise WorkloadError(f"{type(model).__name__} has no trainable parameter. Set requires_grad on some.")
+    if any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules()):
+        raise WorkloadError(
+            "the model checkpoints activations itself. Call model.gradient_checkpointing_disable(): the plan decides "
+            "which blocks are checkpointed (n_checkpoint)."
+        )
+    unknown = {str(p.dtype) for p in model.parameters()} - {f"torch.{dtype}" for dtype in DType}
+    if unknown:
+        raise WorkloadError(f"parameters of dtype {', '.join(sorted(unknown))} are not supported.")
+    overlap = overlap_of(model)
+    if overlap is not None:
+        raise WorkloadError(overlap)
+
+
+class _Progress:
+    def __init__(self, total: int, report: Callable[[int, int], None] | None) -> None:
+        self._total, self._done, self._report = total, 0, report
+
+    def advance(self) -> None:
+        self._done += 1
+        if self._report is not None:
+            self._report(self._done, self._total)
+
+
+def _resident_bytes(model: nn.Module, batch: Batch) -> int:
+    tensors = [*model.buffers(), *batch_tensors(batch).values()]
+    seen = {id(tensor): tensor.numel() * tensor.element_size() for tensor in tensors}
+    return sum(seen.values())

@@ -1,0 +1,1 @@
+"""The Schedule interpreted: Training and its lanes."""

@@ -1,0 +1,72 @@
+"""Carrying out a plan: the one call that takes a model over."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from ...shared.basics.errors import PlanError
+from ...shared.schema.plan import Plan
+from ...shared.schema.workload import Workload
+from ..devices.device import CpuDevice, CudaDevice, TrainingDevice
+from ..optimizers.chunk_optimizer import MakeOptimizer, default_optimizer
+from ..optimizers.loss_scaling import LossScaling
+from .training import Training
+
+
+def carry_out(
+    model: nn.Module,
+    plan: Plan,
+    workload: Workload,
+    *,
+    optimizer: MakeOptimizer = default_optimizer,
+    parameter_groups: Sequence[Mapping[str, Any]] | None = None,
+    device: TrainingDevice | None = None,
+    meter_every: int | None = None,
+    check_gradients: bool = True,
+    loss_scaling: LossScaling | None = None,
+    keep_last_step: bool = False,
+) -> Training:
+    """Take over ``model`` and train it as ``plan`` says.
+
+    ``optimizer`` makes a torch optimizer from parameter groups, such as
+    ``functools.partial(torch.optim.AdamW, lr=1e-4, fused=True)``; it is called once per chunk.  ``parameter_groups``
+    are torch's, over the model's own parameters.  ``device`` is where the model's parameters are, by default.  On the
+    CPU the ledger watches the first iterations of every input shape, and every ``meter_every``-th one.
+    ``check_gradients`` ends training before gradients that are not finite reach a weight, and names whose they are.
+    ``loss_scaling``, for float16, makes ``training.scale(loss).backward()`` the backward; the plan must limit the norm.
+    ``keep_last_step``: what CPU Adam overwrites is kept until the iteration is complete, so that every iteration can be
+    given up (``skip_step``), and ``close`` gives the weights of the last complete one; for as much more host memory as
+    the weights and the optimizer's state of offloaded chunks take, and a step on the device that waits for CPU Adam.
+
+    Schedulers of ``torch.optim.lr_scheduler`` take ``optimizer`` of the result.  Use the result as a context manager,
+    or call ``close``: the model then has ordinary parameters again.  ``training_of(model)`` finds one that was lost.
+    Raises PlanError if plan, workload and model do not belong together, the device's out-of-memory error if the
+    persistent chunks alone exceed it.
+    """
+    return Training(
+        model,
+        plan,
+        workload,
+        optimizer=optimizer,
+        parameter_groups=parameter_groups,
+        device=device or _device_of(model),
+        meter_every=meter_every,
+        check_gradients=check_gradients,
+        loss_scaling=loss_scaling,
+        keep_last_step=keep_last_step,
+    )
+
+
+def _device_of(model: nn.Module) -> TrainingDevice:
+    devices = {parameter.device for parameter in model.parameters()}
+    if len(devices) != 1:
+        raise PlanError(f"the model's parameters are on {len(devices)} devices. Move it to one, or pass device=.")
+    device = devices.pop()
+    if device.type == "cpu":
+        return CpuDevice()
+    if device.type == "cuda":
+        return CudaDevice(device.index or 0)
+    raise PlanError(f"the model is on {device.type!r}. Pass device=CpuDevice() or device=CudaDevice().")

@@ -1,0 +1,326 @@
+"""The compute lane: the thread that runs the model, led through the schedule by the section walker.
+
+Its tasks are the model's own forward and backward and the step on the device.  Every wait happens when a task begins;
+when it ends, its chunks are released, its gradients leave, and whoever waits for it may go on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Final
+
+import torch
+
+from ...shared.basics.errors import DeviceOutOfMemoryError, ScheduleError
+from ...shared.basics.units import format_bytes
+from ...shared.schema.schedule import Content, Lane, Part, Schedule, Section, Task, TaskId, TaskKind
+from ...shared.verify.guaranteed_peak import guaranteed_device_peak
+from ..chunks.placed_model import PlacedModel
+from ..devices.device import TrainingDevice
+from ..devices.lanes import Span
+from ..hooks.swapping import SwappedBlock
+from ..recording.metering import Metering
+from ..recording.recorder import IterationLog
+from .transfer_lanes import LaneTasks
+
+
+class ComputeLane:
+    """The place of the running iteration in its program.  Listens to the section walker."""
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        placed: PlacedModel,
+        lanes: LaneTasks,
+        metering: Metering,
+        device: TrainingDevice,
+        swapping: Mapping[int, SwappedBlock],
+    ) -> None:
+        self.iteration = 0
+        """Iterations that are complete."""
+        self.failure: BaseException | None = None
+        """What ended training; nothing may run after it."""
+        self.is_lost = False
+        """Whether it has left something half done, so that no iteration can begin any more."""
+        self._schedule = schedule
+        self._program = schedule.lanes[Lane.COMPUTE]
+        self._place = 0
+        self._running: Task | None = None
+        self._placed = placed
+        self._lanes = lanes
+        self._metering = metering
+        self._swapping = swapping
+        self._device = device
+        self._leaving = self._offloads_by_source()
+        self._releasing = self._chunks_by_release()
+        self._waits = {task: self._from_other_lanes(schedule.tasks[task]) for task in self._program}
+        self._awaited = self._awaited_elsewhere()
+        # The norm of all gradients, where it is taken, tells as well.
+        has_norm = any(task.kind is TaskKind.GRADIENT_NORM for task in schedule.tasks)
+        self._looked_at = -1 if has_norm else schedule.micro_batches - 1
+        """The micro-batch whose gradients are looked at as they become final; -1 for none."""
+        self._left: set[int] = set()
+        """Chunks whose gradients have left in this iteration."""
+        self._logs = {iteration: self._submit(iteration) for iteration in (0, 1)}
+
+    def _offloads_by_source(self) -> dict[TaskId, list[Task]]:
+        """The offloads by the task that makes what they copy: the last compute task that they wait for."""
+        found: dict[TaskId, list[Task]] = {}
+        for task in self._schedule.tasks:
+            if task.kind in (TaskKind.GRADIENT_OFFLOAD, TaskKind.ACTIVATION_OFFLOAD):
+                source = max(other for other in task.after if self._schedule.tasks[other].lane is Lane.COMPUTE)
+                found.setdefault(source, []).append(task)
+        return found
+
+    def _chunks_by_release(self) -> dict[TaskId, list[int]]:
+        """The chunks that each compute task frees."""
+        found: dict[TaskId, list[int]] = {}
+        for task in self._program:
+            for buffer in (self._schedule.buffers[freed] for freed in self._schedule.tasks[task].frees):
+                if buffer.content is Content.PARAMETERS:
+                    assert buffer.chunk is not None
+                    found.setdefault(task, []).append(buffer.chunk)
+        return found
+
+    def _from_other_lanes(self, task: Task) -> tuple[list[TaskId], list[TaskId]]:
+        """What a compute task waits for beside its own lane: tasks of its iteration, and of the one before."""
+
+        def others(tasks: Iterable[TaskId]) -> list[TaskId]:
+            return [other for other in tasks if self._schedule.tasks[other].lane is not Lane.COMPUTE]
+
+        return others(task.after), others(task.after_previous)
+
+    def _awaited_elsewhere(self) -> frozenset[TaskId]:
+        """The compute tasks that tasks of other lanes wait for."""
+        waiting = [task for task in self._schedule.tasks if task.lane is not Lane.COMPUTE]
+        return frozenset(other for task in waiting for other in (*task.after, *task.after_previous))
+
+    def _submit(self, iteration: int) -> IterationLog:
+        return IterationLog(iteration, spans=dict(self._lanes.submit(iteration)))
+
+    @property
+    def task_at_hand(self) -> Task:
+        """The task that runs, or else the one that the schedule expects to begin next."""
+        return self._schedule.tasks[self._program[self._place]]
+
+    @property
+    def is_between_iterations(self) -> bool:
+        """Whether no task of the running iteration has begun."""
+        return self._place == 0 and self._running is None
+
+    @property
+    def is_before_forward(self) -> bool:
+        """Whether a micro-batch's forward is what comes next."""
+        task = self.task_at_hand
+        return self._running is None and (task.kind, task.section) == (TaskKind.FORWARD, Part.PROLOGUE)
+
+    @property
+    def is_backward_done(self) -> bool:
+        """Whether the step on the device is all that is missing."""
+        return self._running is None and self._place == len(self._program) - 1
+
+    def has_left(self, chunk: int) -> bool:
+        """Whether a chunk's gradients of this iteration are gone from the device."""
+        return chunk in self._left
+
+    # -- an iteration ------------------------------------------------------------------------------------------------
+
+    def begin_micro_batch(self, inputs: Sequence[torch.Tensor]) -> None:
+        """Forward is about to run on ``inputs``.
+
+        Raises ScheduleError if gradients were changed since the last one, or if it runs on another stream.
+        """
+        self._device.check_stream()
+        if self.is_between_iterations:
+            self._logs[self.iteration].is_metered = self._metering.begin_iteration(self.iteration, inputs)
+        else:
+            self._placed.check_gradients()
+            self._metering.begin_micro_batch(inputs)
+        self._left.clear()
+
+    def begin(self, kind: TaskKind, section: Section) -> None:
+        """The walker's announcement: the running compute task ends and the next one begins."""
+        self._run_on(kind, section)
+
+    def end_backward(self) -> None:
+        """The walker's announcement that backward is over."""
+        try:
+            self._finish_running()
+            self._placed.watch_gradients()
+        except BaseException as error:
+            self.failed(error)
+            raise
+
+    def step_on_device(self) -> IterationLog:
+        """Step the persistent chunks, end the iteration and queue the one after next; gives the iteration's log."""
+        try:
+            self._run_on(TaskKind.DEVICE_ADAM, None)
+            with torch.profiler.record_function("protwin::device_adam"):
+                self._placed.step_on_device(self._lanes.scale_of(self.iteration))
+            self._placed.drop_gradients()
+            self._finish_running()
+            log = self._logs.pop(self.iteration)
+            log.memory = self._metering.end_iteration()
+            self._lanes.forget(self.iteration - 1)
+            self._left.clear()
+            self.iteration += 1
+            self._place = 0
+            self._logs[self.iteration + 1] = self._submit(self.iteration + 1)
+        except BaseException as error:
+            self.failed(error)
+            raise
+        return log
+
+    def failed(self, error: BaseException) -> None:
+        """Remember what ended training, if nothing has yet; a lack of memory gets a note of what the plan needs."""
+        if self.failure is None and is_operations_own(error):
+            most_bytes = guaranteed_device_peak(self._schedule).size_bytes
+            error.add_note(
+                f"The plan was at {self.task_at_hand.name}. It accounts for at most {format_bytes(most_bytes)} of "
+                f"device memory; what else the process holds, and what the allocator loses to pieces, comes on top. "
+                f"Search a plan for a smaller budget, or let the allocator join its pieces (set "
+                f"PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before torch starts)."
+            )
+        self.failure = self.failure or error
+
+    # -- giving an iteration up --------------------------------------------------------------------------------------
+
+    def skip_step(self) -> None:
+        """Give the running iteration up, wherever it is, and begin it anew.
+
+        Raises ScheduleError, with nothing changed, if weights have been stepped that cannot be given back, and whatever
+        has kept an earlier step from being completed.
+        """
+        self._refuse_lost()
+        if self._placed.has_begun_device_step(self.iteration):
+            raise ScheduleError(
+                f"the iteration cannot be given up: the step on the device has begun, and chunks that stay there are "
+                f"stepped in part. Close the training. {_AFTERWARDS}"
+            )
+        can_undo = self._placed.last_step is not None
+        begun = self._placed.gate.shut(self.iteration, may_have_begun=can_undo)
+        if begun and not can_undo:
+            num_stepped = sum(task.kind is TaskKind.CPU_ADAM for task in self._schedule.tasks)
+            instead = _AFTERWARDS if self.failure is not None or self._lanes.failure is not None else _COMPLETE_IT
+            raise ScheduleError(
+                f"the iteration cannot be given up: CPU Adam, which steps a chunk as soon as its gradients have "
+                f"arrived, has begun {len(begun)} of its {num_stepped} steps (chunk {begun[0]} first). {instead} A "
+                f"plan with max_gradient_norm steps nothing before backward has ended; keep_last_step=True of "
+                f"carry_out() keeps what is overwritten, so that an iteration can always be given up."
+            )
+        with self.changing_state():
+            # The steps of completed iterations are to be done; should one have failed, weights are of different steps.
+            self._lanes.drain(before=self.iteration)
+            self.suspend()
+            self._placed.take_back_steps(num_completed=self.iteration)
+            self.go_on()
+
+    def suspend(self) -> None:
+        """Bring every lane to rest, between two iterations or within one, of which nothing is left.
+
+        Steps of completed iterations must have been done.
+        """
+        self._lanes.stop()
+        self._placed.leave_device()
+        self._metering.give_up_iteration()
+        self._place, self._running = 0, None
+        self._left.clear()
+        self._logs.clear()
+
+    def go_on(self) -> None:
+        """Let the lanes begin the iteration that comes next."""
+        self._placed.gate.open()
+        self._lanes.start(self.iteration)
+        self._logs = {iteration: self._submit(iteration) for iteration in (self.iteration, self.iteration + 1)}
+        self.failure = None
+
+    @contextmanager
+    def changing_state(self) -> Iterator[None]:
+        """Within the block something is half done; if it ends by an error, no iteration can begin any more."""
+        self._refuse_lost()
+        self.is_lost = True
+        try:
+            yield
+        except BaseException as error:
+            self.failure = None
+            self.failed(error)
+            raise
+        self.is_lost = False
+
+    def _refuse_lost(self) -> None:
+        if self.is_lost:
+            raise ScheduleError(f"this training cannot go on: {self.failure}. Close it.") from self.failure
+
+    # -- a task ------------------------------------------------------------------------------------------------------
+
+    def _run_on(self, kind: TaskKind, section: Section | None) -> None:
+        """The running task ends; the one of ``kind`` and ``section`` begins when what it waits for has ended."""
+        try:
+            self._finish_running()
+            task = self.task_at_hand
+            if (task.kind, task.section) != (kind, section):
+                where = f" {section}" if section is not None else ""
+                raise ScheduleError(f"the model begins {kind}{where} where the schedule expects {task.name}.")
+            self._lanes.check()
+            if kind is TaskKind.DEVICE_ADAM and self._placed.last_step is not None:
+                # What is stepped on the device cannot be taken back, so nothing may be left that could still fail.
+                self._lanes.wait_for_steps(self.iteration)
+                self._lanes.check()
+            self._wait(task)
+            self._lanes.let_go(task, self.iteration)
+            if kind is TaskKind.BACKWARD and isinstance(section, int) and section in self._swapping:
+                self._swapping[section].arrive()
+            self._metering.begin_task(task)
+        except BaseException as error:
+            self.failed(error)
+            raise
+        log = self._logs[self.iteration]
+        span = log.spans[task.id] = Span(self._device.stamp())
+        if self._place == 0:
+            log.started = span.start
+        self._running = task
+
+    def _wait(self, task: Task) -> None:
+        """Wait for the tasks of other lanes that a compute task needs; the first iteration has none before it."""
+        same, previous = self._waits[task.id]
+        for other in same:
+            self._device.wait_event(self._lanes.mark(self.iteration, other).wait())
+        if self._lanes.has_previous(self.iteration):
+            for other in previous:
+                self._device.wait_event(self._lanes.mark(self.iteration - 1, other).wait())
+
+    def _finish_running(self) -> None:
+        """End the running compute task: free what it frees, let its gradients leave, tell who waits."""
+        task = self._running
+        if task is None:
+            return
+        self._logs[self.iteration].spans[task.id].end = self._device.stamp()
+        for chunk in self._releasing.get(task.id, ()):
+            self._placed.chunks[chunk].release()
+        leaving: dict[Content, list[torch.Tensor]] = {}
+        for offload in self._leaving.get(task.id, ()):
+            content = Content.GRADIENTS if offload.chunk is not None else Content.SWAPPED
+            leaving.setdefault(content, []).extend(self._lanes.send(offload, self.iteration))
+            if offload.chunk is not None:
+                self._left.add(offload.chunk)
+        if task.kind is TaskKind.BACKWARD and task.micro_batch == self._looked_at:
+            self._placed.look_at_gradients(task.section)
+        self._metering.end_task(task, leaving, self._placed.gradients)
+        self._lanes.make_room(task)
+        if task.id in self._awaited:
+            self._lanes.mark(self.iteration, task.id).set(self._device.record_event())
+        self._running = None
+        self._place += 1
+
+
+_COMPLETE_IT: Final = "Complete it: call backward() if that is missing, then step()."
+_AFTERWARDS: Final = (
+    "Close the training, which gives back the model with the weights as they are, or go on from the latest checkpoint "
+    "of training.save()."
+)
+
+
+def is_operations_own(error: BaseException) -> bool:
+    """Whether it was an operation of the model that torch's allocator had no room for; it knows of no plan."""
+    return isinstance(error, torch.OutOfMemoryError) and not isinstance(error, DeviceOutOfMemoryError)

@@ -1,0 +1,119 @@
+"""Forward without gradients in the middle of a training: every block's chunks come when it runs, and go after it.
+
+No lane runs meanwhile.  Gathers happen on the compute thread, one block after the other, into what the plan's buffers
+leave free, so at no time is more of the model on the device than a plan's fewest buffers hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...shared.basics.errors import ScheduleError
+from ...shared.schema.schedule import Content
+from ..chunks.chunk import DeviceChunk
+from ..devices.device import TrainingDevice
+from ..hooks.refusals import refuse_transforms
+from ..model.blocks import NamedBlock
+from ..model.nested_tensors import tensors_in
+
+
+def refuse_other_gradient_mode(*, is_evaluating: bool) -> None:
+    """Raise ScheduleError if the model is called without gradients in training, or with them in evaluation."""
+    if torch.is_grad_enabled() != is_evaluating:
+        return
+    if is_evaluating:
+        raise ScheduleError(
+            "forward with gradients within evaluation(), where nothing is trained. Leave its block first."
+        )
+    raise ScheduleError(
+        "forward without gradients while a plan is being carried out: offloaded chunks are not resident. Evaluate "
+        "within 'with training.evaluation():', between step() and the next forward, or after close()."
+    )
+
+
+class Evaluation:
+    """Brings chunks to a model that runs forward alone."""
+
+    def __init__(
+        self, model: nn.Module, blocks: Sequence[NamedBlock], chunks: Iterable[DeviceChunk], device: TrainingDevice
+    ) -> None:
+        self._model = model
+        self._blocks = tuple(blocks)
+        self._chunks = [chunk for chunk in chunks if not chunk.is_persistent]
+        self._device = device
+        self._claim_before_bytes: int | None = None
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Within the block the model runs forward.  Every chunk is away before and after it, and no lane runs."""
+        handles = [
+            self._model.register_forward_pre_hook(self._enter_model, prepend=True, with_kwargs=True),
+            self._model.register_forward_hook(self._leave_model, always_call=True),
+        ]
+        for index, block in enumerate(self._blocks):
+            handles.append(block.module.register_forward_pre_hook(self._enter_block(index), prepend=True))
+            handles.append(block.module.register_forward_hook(self._leave_block(index)))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            self._end_forward()
+            # Copies of chunks may still be queued, and their homes are about to be stepped.
+            self._device.synchronize()
+
+    def _enter_model(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        refuse_transforms()
+        ledger = self._device.ledger
+        if ledger is not None and self._claim_before_bytes is None:
+            self._claim_before_bytes = ledger.claim_bytes
+            ledger.claim(0)
+            ledger.doing = "running forward alone"
+            ledger.start_metering()
+            ledger.adopt(tensors_in((args, kwargs)), Content.RESIDENT)
+
+    def _leave_model(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._end_forward()
+
+    def _end_forward(self) -> None:
+        ledger = self._device.ledger
+        if ledger is not None and self._claim_before_bytes is not None:
+            ledger.stop_metering()
+            ledger.claim(self._claim_before_bytes)
+            self._claim_before_bytes = None
+        self._keep([])
+
+    def _enter_block(self, block: int) -> Any:
+        needed = [chunk for chunk in self._chunks if block in chunk.chunk.blocks]
+
+        def enter(*_: Any) -> None:
+            self._keep(needed)
+            for chunk in needed:
+                if not chunk.is_resident:
+                    self._gather(chunk)
+
+        return enter
+
+    def _leave_block(self, block: int) -> Any:
+        shared = [chunk for chunk in self._chunks if {block, block + 1} <= set(chunk.chunk.blocks)]
+
+        def leave(*_: Any) -> None:
+            self._keep(shared)
+
+        return leave
+
+    def _gather(self, chunk: DeviceChunk) -> None:
+        if self._device.runs_behind:
+            chunk.make_room()
+        chunk.gather()
+
+    def _keep(self, needed: Sequence[DeviceChunk]) -> None:
+        """Let every chunk but ``needed`` go."""
+        for chunk in self._chunks:
+            if chunk not in needed:
+                chunk.leave()

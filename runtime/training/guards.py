@@ -1,0 +1,176 @@
+"""What must not happen to a model while a plan is carried out on it, since its weights may be elsewhere."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from ...shared.basics.errors import ScheduleError
+
+
+class StateAccess:
+    """Whether ``state_dict`` may be called: by who reads no values from it."""
+
+    def __init__(self) -> None:
+        self.is_allowed = False
+
+    @contextmanager
+    def allowed(self) -> Iterator[None]:
+        """Within the block it may."""
+        self.is_allowed = True
+        try:
+            yield
+        finally:
+            self.is_allowed = False
+
+
+@contextmanager
+def refusing_access(model: nn.Module) -> Iterator[StateAccess]:
+    """Within the block, whatever torch does to all weights at once is refused: saving, loading, converting, moving.
+
+    An offloaded parameter has no memory on the device, and torch does not look before it reads.
+    """
+    access = StateAccess()
+
+    def refuse_state(*_: Any) -> None:
+        if access.is_allowed:
+            return
+        raise ScheduleError(
+            "state_dict() or load_state_dict() while a plan is being carried out: offloaded chunks are not on the "
+            "device. Read the weights by training.state_dict(), save them by training.save(). Call close() first, and "
+            "carry the plan out again afterwards, if they are to be changed."
+        )
+
+    def refuse_change(*_: Any, **__: Any) -> None:
+        raise ScheduleError(
+            "the model is to be converted or moved while a plan is being carried out: offloaded chunks are not on the "
+            "device. Call close() before model.to(), model.half() and the like."
+        )
+
+    with ExitStack() as undo:
+        for module in model.modules():
+            saving = module.register_state_dict_pre_hook(refuse_state)  # type: ignore[no-untyped-call]
+            undo.callback(saving.remove)
+            loading = module.register_load_state_dict_pre_hook(refuse_state)  # type: ignore[no-untyped-call]
+            undo.callback(loading.remove)
+            if "_apply" not in module.__dict__:
+                module.__dict__["_apply"] = refuse_change
+                undo.callback(module.__dict__.pop, "_apply", None)
+        yield access
+
+
+# -- other optimizers ------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def refusing_other_optimizers(model: nn.Module, own: Iterable[torch.optim.Optimizer]) -> Iterator[None]:
+    """Within the block, no torch optimizer but ``own`` steps a parameter of ``model``; ScheduleError before it does.
+
+    It would step what is on the device a second time, and leave out the rest, whose gradients have gone to the host.
+    """
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    guarded = _Guarded(names, frozenset(id(inner) for optimizer in own for inner in _with_inner(optimizer)))
+    _WATCH.add(guarded)
+    try:
+        yield
+    finally:
+        _WATCH.remove(guarded)
+
+
+@dataclass(frozen=True, eq=False)
+class _Guarded:
+    """A model's parameters, and who may step them."""
+
+    names: dict[int, str]
+    """Of its parameters, by ``id``."""
+    own: frozenset[int]
+    """The ``id`` of the optimizers that may."""
+
+    def check(self, optimizer: torch.optim.Optimizer) -> None:
+        if id(optimizer) in self.own:
+            return
+        stepped = [p for group in optimizer.param_groups for p in group["params"] if id(p) in self.names]
+        if stepped:
+            more = f" and {len(stepped) - 1} more parameters" if len(stepped) > 1 else ""
+            raise ScheduleError(
+                f"another optimizer ({type(optimizer).__name__}) was about to step {self.names[id(stepped[0])]}{more}, "
+                f"which the training steps by itself while a plan is being carried out. Nothing was stepped. Call "
+                f"training.step() alone; choose the optimizer with optimizer= and parameter_groups= of carry_out(), "
+                f"and let schedulers have training.optimizer."
+            )
+
+
+class _StepWatch:
+    """One hook on the steps of all optimizers of this process, while any plan is being carried out.
+
+    torch's hook is the process's, and torch goes through its hooks while a lane steps: another one that came or went
+    meanwhile would be an error there.  So one serves every training, and it goes with the last one.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._guarded: tuple[_Guarded, ...] = ()
+        self._handle: Any = None
+
+    def add(self, guarded: _Guarded) -> None:
+        with self._lock:
+            self._guarded = (*self._guarded, guarded)
+            if self._handle is None:
+                self._handle = register_optimizer_step_pre_hook(self._before_step)
+
+    def remove(self, guarded: _Guarded) -> None:
+        with self._lock:
+            self._guarded = tuple(other for other in self._guarded if other is not guarded)
+            if not self._guarded:
+                self._handle.remove()
+                self._handle = None
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        for guarded in self._guarded:
+            guarded.check(optimizer)
+
+
+_WATCH: Final = _StepWatch()
+
+
+def _with_inner(optimizer: torch.optim.Optimizer) -> Iterator[torch.optim.Optimizer]:
+    """An optimizer, and those that it keeps in its attributes and may step by, as wrappers do."""
+    yield optimizer
+    for value in vars(optimizer).values():
+        for inner in value if isinstance(value, list | tuple) else (value,):
+            if isinstance(inner, torch.optim.Optimizer):
+                yield from _with_inner(inner)
+
+
+# -- writes that would be lost ---------------------------------------------------------------------------------------
+
+
+class OffloadedWeights:
+    """Tells when somebody has written to a parameter that has its home on the host, where the write does not arrive.
+
+    torch counts a tensor's changes; gathers go round that count, and nobody else may change these.
+    """
+
+    def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
+        self._noted = [(name, parameter, parameter._version) for name, parameter in parameters]
+
+    def check(self) -> None:
+        """Raise ScheduleError if a parameter was written to."""
+        with torch._C.DisableTorchFunctionSubclass():
+            self._check()
+
+    def _check(self) -> None:
+        for name, parameter, version in self._noted:
+            if parameter._version != version:
+                raise ScheduleError(
+                    f"parameter {name} was written to while a plan is being carried out. Its chunk is offloaded, so "
+                    f"the change is lost. Close the training before weights are changed, or keep every chunk "
+                    f"persistent (n_persist)."
+                )

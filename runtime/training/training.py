@@ -1,0 +1,499 @@
+"""Carrying out a plan: the schedule, interpreted on a real model.
+
+The model's own forward and backward are the compute tasks, and hooks on its blocks advance the program to them
+(``compute_lane``).  All other tasks run on lanes of their own beside it (``lane_tasks``).
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+from ...shared.basics.errors import PlanError, ScheduleError
+from ...shared.compile.compile import compile_schedule
+from ...shared.layout.layout import build_layout
+from ...shared.schema.plan import Plan
+from ...shared.schema.record import Record
+from ...shared.schema.schedule import Content, TaskKind
+from ...shared.schema.workload import Workload
+from ...shared.tables.explain import explain
+from ...shared.verify.verify import verify_schedule
+from ..checkpoints.checkpoints import read_checkpoint, write_checkpoint
+from ..checkpoints.state import CheckpointState, Resumed, Scheduler, configuration_text
+from ..chunks.gradient_watch import refusing_late_gradients
+from ..chunks.placed_model import PlacedModel
+from ..devices.device import TrainingDevice
+from ..hooks.refusals import refuse_transforms
+from ..hooks.section_walker import SectionWalker
+from ..hooks.swapping import swapped_blocks
+from ..model.blocks import find_blocks
+from ..model.nested_tensors import tensors_in
+from ..model.ownership import TakenOver, check_model, taken_over
+from ..model.snapshot import without_cache
+from ..optimizers.chunk_optimizer import MakeOptimizer, group_options
+from ..optimizers.facade import TrainingOptimizer
+from ..optimizers.loss_scaling import LossScaling, scaler_for
+from ..optimizers.step_undo import LastStep
+from ..recording.metering import metering_of
+from ..recording.recorder import Recorder
+from ..recording.summaries import StepSummary, Summaries, to_stderr
+from .compute_lane import ComputeLane
+from .evaluation import Evaluation, refuse_other_gradient_mode
+from .guards import OffloadedWeights, refusing_access, refusing_other_optimizers
+from .model_state import state_on_host
+from .module_buffers import buffers_on
+from .supported import check_carried_out
+from .transfer_lanes import LaneTasks
+
+
+class Training:
+    """A model in the hands of a schedule.
+
+    It lives as long as the model, whose ``training_of`` it is, until it is closed.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        workload: Workload,
+        *,
+        optimizer: MakeOptimizer,
+        parameter_groups: Sequence[Mapping[str, Any]] | None,
+        device: TrainingDevice,
+        meter_every: int | None,
+        check_gradients: bool,
+        loss_scaling: LossScaling | None,
+        keep_last_step: bool,
+    ) -> None:
+        self._is_closed = False
+        check_carried_out(plan)
+        check_model(model, workload)
+        if isinstance(optimizer, torch.optim.Optimizer):
+            raise PlanError(
+                "optimizer is an optimizer already, but every chunk needs one of its own. Pass what makes one, such as "
+                "functools.partial(torch.optim.AdamW, lr=1e-4, fused=True), and groups as parameter_groups=."
+            )
+        if meter_every is not None and meter_every < 1:
+            raise PlanError(f"meter_every is {meter_every}; it must be positive.")
+        self.loss_scaler = scaler_for(loss_scaling, plan)
+        """The scale of losses, if they are scaled."""
+        layout = build_layout(workload.parameters, num_blocks=workload.num_blocks, chunk_bytes=plan.chunk_bytes)
+        self.schedule = compile_schedule(plan, workload, layout)
+        verify_schedule(self.schedule, plan, workload, layout)
+        self._layout = layout
+        self.plan = plan
+        self.workload = workload
+        self.device = device
+        self.model = model
+        self._is_evaluating = False
+        self._resumed_steps = 0
+        self._summaries: Summaries | None = None
+        self._recorder = Recorder(self.schedule, plan, workload, device)
+        self._metering = metering_of(device, meter_every)
+        options = group_options(model, parameter_groups, workload)
+        blocks = find_blocks(model, [block.name for block in workload.blocks])
+        self._checkpointable = [m for m in model.modules() if hasattr(m, "gradient_checkpointing")]
+        configuration = configuration_text(model)
+        with ExitStack() as undo:
+            undo.enter_context(without_cache(model))
+            undo.enter_context(taken_over(model, self))
+            undo.enter_context(buffers_on(device.torch_device, model))
+            if device.ledger is not None:
+                device.ledger.adopt(model.buffers(), Content.RESIDENT)
+            self._placed = PlacedModel(
+                model,
+                workload,
+                layout,
+                n_persist=plan.n_persist,
+                options=options,
+                make_optimizer=optimizer,
+                device=device,
+                check_gradients=check_gradients,
+                micro_batches=plan.micro_batches,
+                scaler=self.loss_scaler,
+            )
+            undo.callback(self._placed.move_out)
+            self._placed.last_step = LastStep() if keep_last_step else None
+            undo.callback(self._take_back)
+            self._offloaded_weights = OffloadedWeights(self._placed.named_offloaded())
+            self._taken_over = TakenOver(model)
+            self.optimizer = TrainingOptimizer(
+                options,
+                step=self._step,
+                has_gradients=self._has_gradients,
+                is_ahead=any(task.kind is TaskKind.CPU_ADAM for task in self.schedule.tasks),
+            )
+            """What schedulers take: the user's parameter groups."""
+            self._state = CheckpointState(
+                model,
+                workload,
+                self._placed,
+                self.optimizer,
+                device,
+                plan=plan,
+                configuration=configuration,
+                scaler=self.loss_scaler,
+            )
+            undo.callback(self.__dict__.pop, "_state", None)
+            self._access = undo.enter_context(refusing_access(model))
+            steppers = [stepper.optimizer for stepper, _, _ in self._placed.steppers()]
+            undo.enter_context(refusing_other_optimizers(model, [self.optimizer, *steppers]))
+            swapping = swapped_blocks(model, self.schedule, device)
+            self._lanes = LaneTasks(self.schedule, self._placed, device, swapping, plan.max_gradient_norm)
+            undo.callback(self._lanes.close)
+            self._compute = ComputeLane(self.schedule, self._placed, self._lanes, self._metering, device, swapping)
+            modes = plan.modes(workload.num_blocks)
+            self._evaluation = Evaluation(model, blocks, self._placed.chunks, device)
+            self._walker = SectionWalker(model, blocks, modes, self._compute, swapping, is_training=True)
+            undo.callback(self._walker.remove)
+            for handle in self._hooks():
+                undo.callback(handle.remove)
+            undo.callback(self._metering.stop)
+            self._undo = undo.pop_all()
+
+    def _hooks(self) -> list[Any]:
+        enter = self.model.register_forward_pre_hook(self._enter_model, prepend=True, with_kwargs=True)
+        # As if autocast ended with the forward: what it still keeps is no part of what the plan accounts for.
+        leave = self.model.register_forward_hook(lambda *_: torch.clear_autocast_cache())
+        # Lanes bring parameters back meanwhile: their classes must not be asked ([Note: Parameters that are away]).
+        with torch._C.DisableTorchFunctionSubclass():
+            return [enter, leave, *refusing_late_gradients(self._placed.chunks, self._compute.has_left)]
+
+    # -- training ----------------------------------------------------------------------------------------------------
+
+    def _enter_model(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Runs before the walker's hook of the model's forward."""
+        refuse_transforms()
+        refuse_other_gradient_mode(is_evaluating=self._is_evaluating)
+        self._check_usable()
+        if self._is_evaluating:
+            return
+        if not self._compute.is_before_forward:
+            raise ScheduleError(
+                f"forward began before the last one was complete: the iteration is at "
+                f"{self._compute.task_at_hand.name}. Call loss.backward() after every forward, and step() after as "
+                f"many of both as the plan has micro-batches ({self.plan.micro_batches}); if something failed on the "
+                f"way, call skip_step() to begin a new iteration."
+            )
+        if any(getattr(block, "gradient_checkpointing", False) is True for block in self._checkpointable):
+            raise ScheduleError(
+                "the model checkpoints activations itself. Call model.gradient_checkpointing_disable(): the plan "
+                "decides which blocks are checkpointed (n_checkpoint)."
+            )
+        self._taken_over.check()
+        self._placed.check_parameters()
+        self._offloaded_weights.check()
+        # A weight's cast that autocast keeps from an earlier forward is stale, and its gradient would come late.
+        torch.clear_autocast_cache()
+        if self._compute.is_between_iterations:
+            self.optimizer.begin_iteration()
+        self._compute.begin_micro_batch(list(tensors_in((args, kwargs))))
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss times the scale of this step, to run backward from.  Raises ScheduleError without loss_scaling."""
+        self._check_usable()
+        if self.loss_scaler is None:
+            raise ScheduleError("losses are not scaled here. Pass loss_scaling=LossScaling() to carry_out().")
+        return self.loss_scaler.scale_loss(loss)
+
+    def step(self) -> None:
+        """Step the persistent chunks and end the iteration; the others are stepped by CPU Adam meanwhile.
+
+        The same as ``optimizer.step()``.  Raises ScheduleError without a completed backward, and whatever a lane
+        raised.
+        """
+        # By way of the optimizer, so that schedulers notice, and hooks on its step run.
+        self.optimizer.step()
+
+    def _step(self) -> None:
+        self._check_usable()
+        if self._compute.is_between_iterations:
+            raise ScheduleError("step() without a forward. Call the model and loss.backward() first.")
+        if self._compute.is_before_forward:
+            done = self._compute.task_at_hand.micro_batch
+            raise ScheduleError(
+                f"step() after {done} of {self.plan.micro_batches} micro-batches. Call the model and loss.backward() "
+                f"for each of them first, or change micro_batches of the plan."
+            )
+        if not self._compute.is_backward_done:
+            raise ScheduleError(
+                f"step() before backward has ended: the iteration is at {self._compute.task_at_hand.name}. Call "
+                f"loss.backward() first, on a loss that depends on the model's output."
+            )
+        self._offloaded_weights.check()
+        self.optimizer.begin_step()
+        self._recorder.add(self._compute.step_on_device())
+        self.optimizer.end_step()
+        if self.loss_scaler is not None:
+            self.loss_scaler.end_step()
+        if self._summaries is not None:
+            self._summaries.end_step(self.num_steps, self.peak_device_bytes, self._recorder.logs)
+
+    def skip_step(self) -> None:
+        """Give the running iteration up, with all its micro-batches, and let the next forward begin it anew.
+
+        What follows is, bit for bit, what follows in a plain loop that calls ``optimizer.zero_grad()`` and goes on with
+        its next batch: gradients and saved activations are dropped, nothing is stepped, and random states and buffers
+        stay what forward has made of them.  May be called at any time, after an error above all: a bad batch, a lack of
+        memory, Ctrl-C, gradients that are not finite.  Without a running iteration it does nothing.
+
+        Sure to be possible until backward of the last micro-batch begins; until it ends, if the plan has a
+        ``max_gradient_norm``; until the step on the device begins, with ``keep_last_step``.  Raises ScheduleError, with
+        nothing changed, where it is not, since CPU Adam has stepped weights already; and whatever has kept an earlier
+        step from being completed.
+        """
+        self._check_open()
+        is_idle = self._compute.is_between_iterations and self._lanes.failure is None
+        if is_idle and self._compute.failure is None:
+            return
+        self._compute.skip_step()
+        self._walker.forget()
+        torch.clear_autocast_cache()
+        if self.loss_scaler is not None:
+            self.loss_scaler.skip_step()
+        self._recorder.interrupt(self._compute.iteration)
+
+    def _has_gradients(self) -> bool:
+        """Whether a backward of this iteration has begun."""
+        first = next(task.id for task in self.schedule.tasks if task.kind is TaskKind.BACKWARD)
+        return self._compute.task_at_hand.id >= first
+
+    def synchronize(self) -> None:
+        """Wait until every task of the completed iterations has ended.  Raises what one of them raised.
+
+        The next iteration starts with idle lanes, so a Record counts neither it nor the one before.
+        """
+        self._check_usable()
+        self._lanes.drain(before=self._compute.iteration)
+        self._recorder.interrupt(self._compute.iteration)
+
+    def set_learning_rate(self, learning_rate: float) -> None:
+        """Set the rate of every group, from the next step on.  Raises PlanError unless finite and not negative."""
+        if not 0 <= learning_rate < float("inf"):
+            raise PlanError(f"learning rate {learning_rate} is not finite and at least 0.")
+        self._check_usable()
+        if not self._compute.is_between_iterations:
+            raise ScheduleError("the learning rate can change between step() and the next forward alone.")
+        self.optimizer.set_learning_rate(learning_rate)
+
+    # -- between two steps -------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def evaluation(self) -> Iterator[None]:
+        """Within the block the model runs forward without gradients, on batches of any shape that memory allows.
+
+        Every block's chunks come to the device when it runs and go after it; nothing else is there besides the
+        persistent ones.  Gradients are off; ``model.eval()`` and ``model.train()`` are the caller's, as in a plain
+        loop.  Steps of the iterations before are completed first, and training goes on as if nothing had been in
+        between, but for what forward itself changes (random states, running statistics in training mode).  Raises
+        ScheduleError between a forward and its step, or within another evaluation.
+        """
+        self._check_between_iterations("the model can be evaluated")
+        if self._is_evaluating:
+            raise ScheduleError("evaluation() within evaluation(). Leave the outer block first.")
+        self._offloaded_weights.check()
+        self.synchronize()
+        with self._compute.changing_state():
+            self._compute.suspend()
+        self._is_evaluating = True
+        try:
+            with torch.no_grad(), self._evaluation.running():
+                yield
+        finally:
+            self._is_evaluating = False
+            if not self._is_closed:
+                with self._compute.changing_state():
+                    self._compute.go_on()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What ``model.state_dict()`` holds, in copies on the host; tied weights are one tensor.
+
+        To be called between step() and the next forward; changes nothing that follows, and needs no device memory.
+        ``load_state_dict`` of another model takes it, and ``save_pretrained(folder, state_dict=...)`` of transformers.
+        """
+        self._check_between_iterations("weights can be read")
+        self.synchronize()
+        return state_on_host(self.model, self._placed, self._access)
+
+    # -- saving and resuming -----------------------------------------------------------------------------------------
+
+    def save(self, folder: str | Path, *, scheduler: Scheduler | None = None, data_position: Any = None) -> None:
+        """Save everything that training needs to go on into ``folder``, in the place of the checkpoint that is there.
+
+        To be called between step() and the next forward; changes nothing that follows.  ``data_position`` is whatever
+        the loop needs to find its next batch: numbers, text, lists, tables, tensors.  ``folder`` is replaced when the
+        new checkpoint is complete, and loads at every moment.  Raises FileError if it cannot be written.
+        """
+        self._check_between_iterations("a training can be saved")
+        self.synchronize()
+        write_checkpoint(folder, self._state.collect(self.num_steps, scheduler, data_position))
+
+    def resume(
+        self, folder: str | Path, *, scheduler: Scheduler | None = None, allow_changed_step: bool = False
+    ) -> Resumed:
+        """Go on from the checkpoint in ``folder``, which may have been saved under another plan.
+
+        Weights, optimizer, options of the parameter groups, ``scheduler``, random states and buffers become what they
+        were, so that what follows is, bit for bit, what would have followed there.  To be called between step() and
+        the next forward.  ``allow_changed_step``: under a plan with other ``micro_batches`` or ``max_gradient_norm``
+        too, where what follows is not what would have followed there.  Raises FileError, with nothing changed, if the
+        checkpoint is missing, damaged, of another model, optimizer or scheduler, of a plan whose steps compute
+        something else, or written by a newer version.
+        """
+        self._check_between_iterations("a training can be resumed")
+        content = read_checkpoint(folder, model_hash=self.workload.model_hash)
+        self._state.check(content, scheduler, allow_changed_step=allow_changed_step)
+        self.synchronize()
+        with self._compute.changing_state():
+            resumed = self._state.place(content, scheduler)
+        self._resumed_steps = resumed.step - self._compute.iteration
+        return resumed
+
+    def _check_between_iterations(self, what: str) -> None:
+        self._check_usable()
+        if not self._compute.is_between_iterations:
+            raise ScheduleError(
+                f"{what} between step() and the next forward alone; the iteration is at "
+                f"{self._compute.task_at_hand.name}. Call it after step(), or after skip_step()."
+            )
+
+    # -- asking ------------------------------------------------------------------------------------------------------
+
+    @property
+    def num_iterations(self) -> int:
+        """Completed iterations."""
+        return self._compute.iteration
+
+    @property
+    def num_steps(self) -> int:
+        """Completed steps, with those of the checkpoint that was resumed from."""
+        return self._resumed_steps + self._compute.iteration
+
+    @property
+    def peak_device_bytes(self) -> int:
+        """Highest level seen by the ledger so far; on CUDA, by the allocator."""
+        return self._metering.peak_bytes
+
+    @property
+    def bytes_host_to_device(self) -> int:
+        """Bytes gathered so far."""
+        return self._lanes.bytes_host_to_device
+
+    @property
+    def bytes_device_to_host(self) -> int:
+        """Bytes of gradients offloaded so far."""
+        return self._lanes.bytes_device_to_host
+
+    @property
+    def num_gathers(self) -> int:
+        """Chunks gathered so far."""
+        return self._lanes.num_gathers
+
+    @property
+    def num_cpu_adam_steps(self) -> int:
+        """Chunks stepped by CPU Adam so far."""
+        return self._lanes.num_cpu_adam_steps
+
+    def explain(self) -> str:
+        """What every iteration does with each block and chunk, as text: two tables and a summary."""
+        return explain(self.schedule, self.plan, self.workload, self._layout)
+
+    def report_every(
+        self, steps: int, *, to: Callable[[StepSummary], None] = to_stderr, predicted: Record | None = None
+    ) -> None:
+        """Tell a summary after every so many steps: ``str()`` of it is a line.
+
+        ``predicted`` is what the search or the simulator says of the plan.  Raises ProtwinError unless ``steps`` is
+        positive.
+        """
+        self._summaries = Summaries(
+            steps,
+            to,
+            self.schedule,
+            self.device,
+            num_samples=self.workload.num_samples * self.plan.micro_batches,
+            num_tokens=self.workload.num_tokens * self.plan.micro_batches,
+            predicted_step_s=None if predicted is None else predicted.iteration_s,
+        )
+
+    def record(self, *, hardware_name: str = "", since: int = 0, until: int | None = None) -> Record:
+        """The measured Record of the iterations from number ``since`` on and before ``until``, of the last 200.
+
+        ``since=n, until=n + 1`` is iteration n alone.  The first three count in no Record, nor does the latest.
+
+        Raises ProtwinError if there are too few of them.
+        """
+        return self._recorder.record(hardware_name=hardware_name, since=since, until=until)
+
+    # -- ending ------------------------------------------------------------------------------------------------------
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise ScheduleError("this training is closed. Carry the plan out again.")
+
+    def _check_usable(self) -> None:
+        self._check_open()
+        failure = self._compute.failure
+        if failure is not None:
+            go_on = "" if self._compute.is_lost else ", or call skip_step() to go on without the iteration that failed"
+            raise ScheduleError(f"this training has failed: {failure}. Close it{go_on}.") from failure
+
+    def close(self) -> None:
+        """Wait for the steps of completed iterations and give the model ordinary parameters again.  Idempotent.
+
+        Raises what a lane raised since the last step, after the model was given back.  Chunks whose CPU Adam has run
+        in an iteration that did not complete keep that step, unless ``keep_last_step`` was chosen.
+        """
+        if self._is_closed:
+            return
+        self._is_closed = True
+        with self._undo:
+            if self._compute.failure is None:
+                self._lanes.drain(before=self._compute.iteration)
+            else:
+                # What has failed has been raised; the steps that were completed before are to be kept all the same.
+                self._finish_last_step()
+
+    def _finish_last_step(self) -> None:
+        """Wait until CPU Adam of the last completed iteration has run, as far as it can.
+
+        That of earlier ones has: every gather waits for its chunk's.
+        """
+        self._lanes.wait_for_steps(self._compute.iteration - 1)
+
+    def _take_back(self) -> None:
+        """Undo steps of an iteration that was not completed, if what they overwrote was kept."""
+        compute: ComputeLane | None = self.__dict__.get("_compute")
+        if compute is not None:
+            self._placed.take_back_steps(num_completed=compute.iteration)
+
+    def __del__(self) -> None:
+        # The collector may come by on any thread, a lane's among them, and the model goes too: nothing to give back.
+        if not self._is_closed and "_undo" in self.__dict__:
+            self._is_closed = True
+            self._lanes.let_end()
+            self._placed.let_end()
+            warnings.warn(
+                f"a training of {type(self.model).__name__} was dropped with its model and without close(); steps "
+                f"since the latest checkpoint are lost. Use it as a context manager, or call close().",
+                ResourceWarning,
+                stacklevel=2,
+            )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self._compute.failed(error)
+        self.close()

@@ -1,0 +1,323 @@
+"""The tasks of every lane besides compute: gathers, gradient offloads and CPU Adam, queued ahead with their marks.
+
+Lanes are queued up to the end of the next iteration, so that its first gathers run while this one still computes; a
+task starts when what it waits for has ended, exactly as in the simulator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import torch
+
+from ...shared.schema.schedule import LANES_ALONE, Content, Lane, Schedule, Task, TaskId, TaskKind
+from ..chunks.chunk import DeviceChunk
+from ..chunks.placed_model import PlacedModel
+from ..devices.device import TrainingDevice
+from ..devices.lanes import Cancelled, Mark, Span, WorkerLane
+from ..hooks.swapping import SwappedBlock
+from ..model.nested_tensors import storage_bytes
+from .stream_memory import stream_memory
+
+
+class LaneTasks:
+    """Runs a schedule's transfers and CPU Adam, iteration after iteration, and counts what they move."""
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        placed: PlacedModel,
+        device: TrainingDevice,
+        swapping: Mapping[int, SwappedBlock],
+        max_gradient_norm: float | None,
+    ) -> None:
+        self.bytes_host_to_device = 0
+        self.bytes_device_to_host = 0
+        self.num_gathers = 0
+        self.num_cpu_adam_steps = 0
+        self._tasks = schedule.tasks
+        self._placed = placed
+        self._device = device
+        self._marks: dict[tuple[int, TaskId], Mark] = {}
+        self._swapping = swapping
+        self._max_gradient_norm = max_gradient_norm
+        self._outgoing: dict[tuple[int, int, int], list[torch.Tensor | None]] = {}
+        """Gradients on their way, by iteration, micro-batch and chunk."""
+        self._arrived: dict[tuple[int, int, int], list[bool]] = {}
+        """For which parameters of a chunk a later micro-batch had a gradient."""
+        self._present: dict[tuple[int, int], list[bool]] = {}
+        """For which parameters of a chunk there was a gradient in any micro-batch, by iteration and chunk."""
+        self._scales: dict[int, torch.Tensor] = {}
+        """What the gradients of an iteration are multiplied by, so that their norm keeps to its limit."""
+        self._memory = stream_memory(schedule) if device.runs_behind else None
+        self._held: dict[tuple[int, TaskId], list[torch.Tensor | None]] = {}
+        """Gradients that queued copies still read, by iteration and offload (``_memory`` says until when)."""
+        self._lanes: dict[Lane, WorkerLane] = {}
+        self._first = 0
+        """The iteration that begins with idle lanes and every chunk away."""
+        self.start(0)
+
+    def start(self, iteration: int) -> None:
+        """Start the lanes, for ``iteration`` and those after it; it waits for nothing that was before.
+
+        Every chunk is away.  Raises the device's out-of-memory error if there is no room for the first copies.
+        """
+        self._first = iteration
+        for task_id in self._memory.room_at_start if self._memory is not None else ():
+            self._make_room(self._tasks[task_id])
+        # The first copies wait for nothing that was queued so far: neither for who had their memory before, nor for
+        # what the model was prepared with.
+        self._device.synchronize()
+        try:
+            for lane in LANES_ALONE:
+                if lane is not Lane.COMPUTE:
+                    self._lanes[lane] = WorkerLane(lane, self._device)
+        except BaseException:
+            self.close()
+            raise
+
+    # -- marks -------------------------------------------------------------------------------------------------------
+
+    def mark(self, iteration: int, task: TaskId) -> Mark:
+        """The mark of a task's end."""
+        key = (iteration, task)
+        found = self._marks.get(key)
+        if found is None:
+            found = self._marks[key] = Mark()
+        return found
+
+    def marks_before(self, task: Task, iteration: int) -> list[Mark]:
+        """The marks that a task waits for; the first iteration has none before it."""
+        marks = [self.mark(iteration, earlier) for earlier in task.after]
+        if self.has_previous(iteration):
+            marks += [self.mark(iteration - 1, earlier) for earlier in task.after_previous]
+        return marks
+
+    def has_previous(self, iteration: int) -> bool:
+        """Whether the iteration before ``iteration`` is one that it waits for."""
+        return iteration > self._first
+
+    def forget(self, iteration: int) -> None:
+        """Drop the marks of an iteration that nobody waits for any more; those still to come are kept."""
+        for task in self._tasks:
+            mark = self._marks.get((iteration, task.id))
+            if mark is not None and mark.is_set:
+                del self._marks[iteration, task.id]
+        self._scales.pop(iteration, None)
+
+    def drain(self, before: int) -> None:
+        """Wait until every task of the iterations before ``before`` has ended.  Raises what one of them raised."""
+        for (iteration, _), mark in list(self._marks.items()):
+            if iteration < before:
+                self._device.synchronize_event(mark.wait())
+        # No lane waits for the step on the device.
+        self._device.synchronize()
+
+    def wait_for_steps(self, iteration: int) -> None:
+        """Wait until CPU Adam of ``iteration`` has run, as far as it can.  Raises nothing."""
+        for task in self._tasks:
+            mark = self._marks.get((iteration, task.id)) if task.kind is TaskKind.CPU_ADAM else None
+            if mark is not None:
+                mark.wait_for_end()
+
+    def check(self) -> None:
+        """Raise what stopped a lane, if one has."""
+        failure = self.failure
+        if failure is not None:
+            raise failure
+
+    @property
+    def failure(self) -> BaseException | None:
+        """What stopped a lane, if one has."""
+        return next((lane.failure for lane in self._lanes.values() if lane.failure is not None), None)
+
+    # -- memory ([Note: Memory on one stream] in ``stream_memory``) ----------------------------------------------------
+
+    def make_room(self, ended: Task) -> None:
+        """The compute task ``ended`` is at its end: make room for the copies to the device that wait for it last.
+
+        Raises the device's out-of-memory error if there is none.
+        """
+        if self._memory is not None:
+            for copying in self._memory.room_at_end.get(ended.id, ()):
+                self._make_room(self._tasks[copying.task])
+
+    def _make_room(self, task: Task) -> None:
+        if task.kind is TaskKind.ACTIVATION_FETCH:
+            self._swapped(task).make_room()
+        else:
+            assert task.chunk is not None
+            self._placed.chunks[task.chunk].make_room()
+
+    def let_go(self, begins: Task, iteration: int) -> None:
+        """The compute stream waits for what ``begins`` waits for: let go of what finished copies have read."""
+        if self._memory is None:
+            return
+        for copying in self._memory.gone_at_begin.get(begins.id, ()):
+            task = self._tasks[copying.task]
+            if task.kind is TaskKind.GRADIENT_OFFLOAD:
+                self._held.pop((iteration + copying.iterations_later, task.id), None)
+            elif iteration + copying.iterations_later >= self._first:
+                self._swapped(task).let_go()
+
+    # -- tasks -------------------------------------------------------------------------------------------------------
+
+    def submit(self, iteration: int) -> dict[TaskId, Span]:
+        """Queue every task of an iteration that is not the compute thread's; gives their spans of time."""
+        spans = {}
+        for task in self._tasks:
+            if task.lane is not Lane.COMPUTE:
+                waits = self.marks_before(task, iteration)
+                spans[task.id] = self._lanes[task.lane].submit(
+                    self._work(task, iteration), waits, self.mark(iteration, task.id)
+                )
+        return spans
+
+    def send(self, offload: Task, iteration: int) -> list[torch.Tensor]:
+        """What an offload will copy leaves its owner, before the offload may start; gives those tensors.
+
+        Gradients are taken off their parameters, saved activations off their block.
+        """
+        if offload.kind is TaskKind.ACTIVATION_OFFLOAD:
+            return self._swapped(offload).leave()
+        assert offload.chunk is not None
+        gradients = self._placed.chunks[offload.chunk].detach_gradients()
+        self._outgoing[iteration, offload.micro_batch, offload.chunk] = gradients
+        return [gradient for gradient in gradients if gradient is not None]
+
+    def scale_of(self, iteration: int) -> torch.Tensor | None:
+        """What the gradients of an iteration are multiplied by before they are consumed; None if by nothing."""
+        return self._scales.get(iteration)
+
+    def _swapped(self, task: Task) -> SwappedBlock:
+        assert isinstance(task.section, int)
+        return self._swapping[task.section]
+
+    def _work(self, task: Task, iteration: int) -> Callable[[], None]:
+        work: Callable[[], None]
+        match task.kind:
+            case TaskKind.GRADIENT_NORM:
+                work = partial(self._norm, iteration)
+            case TaskKind.ACTIVATION_OFFLOAD:
+                work = partial(self._offload_activations, self._swapped(task))
+            case TaskKind.ACTIVATION_FETCH:
+                work = partial(self._fetch_activations, self._swapped(task))
+            case _:
+                assert task.chunk is not None
+                chunk = self._placed.chunks[task.chunk]
+                match task.kind:
+                    case TaskKind.GATHER:
+                        work = partial(self._gather, chunk)
+                    case TaskKind.GRADIENT_OFFLOAD:
+                        work = partial(self._offload, chunk, iteration, task)
+                    case TaskKind.GRADIENT_ACCUMULATE:
+                        work = partial(self._accumulate, chunk, iteration, task.micro_batch)
+                    case _:
+                        assert task.kind is TaskKind.CPU_ADAM
+                        work = partial(self._cpu_adam, chunk, iteration)
+        return partial(_labelled, f"protwin::{task.name}", work)
+
+    def _gather(self, chunk: DeviceChunk) -> None:
+        chunk.gather()
+        self.bytes_host_to_device += chunk.chunk.size_bytes
+        self.num_gathers += 1
+
+    def _offload(self, chunk: DeviceChunk, iteration: int, task: Task) -> None:
+        micro_batch = task.micro_batch
+        gradients = self._outgoing.pop((iteration, micro_batch, chunk.chunk.id))
+        size_bytes = storage_bytes(gradients)
+        if self._memory is not None:
+            self._held[iteration, task.id] = list(gradients)
+        try:
+            present = chunk.stage_gradients(gradients, is_first=micro_batch == 0)
+        finally:
+            gradients.clear()
+            self._free(size_bytes)
+        if micro_batch == 0:
+            self._present[iteration, chunk.chunk.id] = present
+        else:
+            self._arrived[iteration, micro_batch, chunk.chunk.id] = present
+        self.bytes_device_to_host += chunk.moved_gradient_bytes(present)
+
+    def _accumulate(self, chunk: DeviceChunk, iteration: int, micro_batch: int) -> None:
+        key = (iteration, chunk.chunk.id)
+        arrived = self._arrived.pop((iteration, micro_batch, chunk.chunk.id))
+        self._present[key] = chunk.accumulate(self._present[key], arrived)
+
+    def _norm(self, iteration: int) -> None:
+        assert self._max_gradient_norm is not None
+        present = {chunk: there for (of, chunk), there in self._present.items() if of == iteration}
+        self._scales[iteration] = self._placed.scale_to_norm(self._max_gradient_norm, present)
+
+    def _cpu_adam(self, chunk: DeviceChunk, iteration: int) -> None:
+        present = self._present.pop((iteration, chunk.chunk.id))
+        self._placed.step_on_host(chunk, present, scale=self.scale_of(iteration))
+        self.num_cpu_adam_steps += 1
+
+    def _offload_activations(self, block: SwappedBlock) -> None:
+        self.bytes_device_to_host += block.offload()
+
+    def _fetch_activations(self, block: SwappedBlock) -> None:
+        self.bytes_host_to_device += block.fetch()
+
+    # -- ending ------------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """``stop``, and let go of the memory on the host too.  Idempotent."""
+        try:
+            self.stop()
+        finally:
+            for block in self._swapping.values():
+                block.close()
+
+    def let_end(self) -> None:
+        """Let the threads end by themselves, without waiting: for whoever cannot know which thread it is on."""
+        for lane in self._lanes.values():
+            lane.cancel()
+        for mark in list(self._marks.values()):
+            mark.fail(Cancelled("training was dropped"))
+        for lane in self._lanes.values():
+            lane.let_end()
+
+    def stop(self) -> None:
+        """Let the running tasks end, give up the others, end the threads, and forget every iteration.  Idempotent."""
+        for lane in self._lanes.values():
+            lane.cancel()
+        for mark in list(self._marks.values()):
+            mark.fail(Cancelled("training has stopped"))
+        for lane in self._lanes.values():
+            lane.close()
+            # An error holds the frames that it passed through, and these the lane: nothing would go before the
+            # collector of cycles comes.
+            lane.failure = None
+        self._lanes.clear()
+        try:
+            # Copies that were queued may still run, and what they read and write is about to go.
+            self._device.synchronize()
+        finally:
+            self._forget_all()
+
+    def _forget_all(self) -> None:
+        for gradients in self._outgoing.values():
+            self._free(storage_bytes(gradients))
+        for block in self._swapping.values():
+            block.forget()
+        for mark in self._marks.values():
+            mark.error = None
+        self._marks.clear()
+        self._outgoing.clear()
+        self._held.clear()
+        self._arrived.clear()
+        self._present.clear()
+        self._scales.clear()
+
+    def _free(self, size_bytes: int) -> None:
+        if self._device.ledger is not None:
+            self._device.ledger.free(size_bytes, Content.GRADIENTS)
+
+
+def _labelled(name: str, work: Callable[[], None]) -> None:
+    """Do the work under a name that PyTorch's profiler shows."""
+    with torch.profiler.record_function(name):
+        work()

@@ -1,0 +1,182 @@
+"""Blocks that change something about themselves when they run: recomputation must not change it again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+import protwin.runtime.hooks.section_walker as walk_module
+from protwin.runtime import carry_out, trace
+from protwin.runtime.hooks.block_state import BlockState
+from protwin.shared.basics.errors import ScheduleError
+from protwin.shared.schema.plan import Plan
+from tests.runtime.models import adamw
+
+WIDTH = 8
+STEPS = 4
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, points: torch.Tensor) -> torch.Tensor:
+        return points + self.down(torch.tanh(self.up(points)))
+
+
+class Counting(Block):
+    """A warm-up that a buffer counts, in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("runs", torch.zeros((), dtype=torch.long))
+
+    def forward(self, points: torch.Tensor) -> torch.Tensor:
+        self.runs += 1
+        return super().forward(points) * min(1.0, 0.1 + 0.2 * self.runs.item())
+
+
+class Averaging(Block):
+    """A running mean that replaces its buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, points: torch.Tensor) -> torch.Tensor:
+        self.mean = self.mean * 0.9 + points.detach().mean(0) * 0.1
+        return super().forward(points - self.mean)
+
+
+class Numbering(Block):
+    """A plain number."""
+
+    runs = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.runs = 0
+
+    def forward(self, points: torch.Tensor) -> torch.Tensor:
+        self.runs += 1
+        return super().forward(points) / self.runs
+
+
+class Spectral(Block):
+    """The power iteration of a spectral norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        nn.utils.parametrizations.spectral_norm(self.up)
+
+
+class Large(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("history", torch.zeros(2**15))
+
+    def forward(self, points: torch.Tensor) -> torch.Tensor:
+        self.history[0] += 1
+        return super().forward(points)
+
+
+class Sharing(nn.Module):
+    """All blocks count in one buffer: each is to see what it saw the first time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Counting() for _ in range(3)])
+        for layer in self.layers[1:]:
+            layer.runs = self.layers[0].runs
+
+    def forward(self, points: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            points = layer(points)
+        return points.square().mean()
+
+
+class Stack(Sharing):
+    def __init__(self, make: Callable[[], Block]) -> None:
+        nn.Module.__init__(self)
+        self.layers = nn.ModuleList([make() for _ in range(3)])
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "counting": lambda: Stack(Counting),
+    "averaging": lambda: Stack(Averaging),
+    "numbering": lambda: Stack(Numbering),
+    "spectral norm": lambda: Stack(Spectral),
+    "sharing": Sharing,
+}
+
+
+def build(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    return MODELS[name]()
+
+
+def batches() -> list[torch.Tensor]:
+    return list(torch.randn(STEPS, 5, WIDTH, generator=torch.Generator().manual_seed(1)))
+
+
+def plain(name: str) -> tuple[list[float], dict[str, torch.Tensor]]:
+    model = build(name)
+    optimizer = adamw([{"params": list(model.parameters())}])
+    losses = []
+    for batch in batches():
+        loss = model(batch)
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, model.state_dict()
+
+
+def recomputed(name: str) -> tuple[list[float], dict[str, torch.Tensor]]:
+    model = build(name)
+    workload = trace(build(name), batches()[0], repeats=0)
+    plan = Plan(workload_id=workload.identity, chunk_bytes=2000, n_persist=0, n_buffer=8, n_checkpoint=3)
+    losses = []
+    with carry_out(model, plan, workload, optimizer=adamw) as training:
+        for batch in batches():
+            loss = model(batch)
+            loss.backward()
+            losses.append(loss.item())
+            training.step()
+    return losses, model.state_dict()
+
+
+def are_equal(name: str) -> bool:
+    (losses, state), (expected_losses, expected) = recomputed(name), plain(name)
+    return losses == expected_losses and all(torch.equal(state[key], expected[key]) for key in expected)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_recomputed_blocks_equal_the_plain_loop(name: str) -> None:
+    assert are_equal(name)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_recomputation_that_goes_on_from_there_does_not(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The wrong variant: nothing is noted, so nothing is given back."""
+    monkeypatch.setattr(walk_module, "BlockState", lambda name, modules, is_training: BlockState(name, []))
+    assert not are_equal(name)
+
+
+def test_a_large_buffer_that_changes_is_refused() -> None:
+    model = Stack(Large)
+    workload = trace(model, batches()[0], repeats=0)
+    plan = Plan(workload_id=workload.identity, chunk_bytes=2000, n_persist=0, n_buffer=8, n_checkpoint=3)
+    with (
+        carry_out(model, plan, workload) as training,
+        pytest.raises(ScheduleError, match=r"block layers\.0 changes its buffer history \(128 KiB\)"),
+    ):
+        training.model(batches()[0])
+    kept = plan.model_copy(update={"n_checkpoint": 0})
+    with carry_out(model, kept, workload) as training:
+        training.model(batches()[0]).backward()
+        training.step()

@@ -1,0 +1,215 @@
+"""What a loop can get wrong ends in one clear message, before data is harmed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from protwin.runtime import Training, carry_out
+from protwin.shared.basics.errors import PlanError, ProtwinError, ScheduleError
+from tests.runtime.misuse import check_goes_on
+from tests.runtime.models import Case, adamw, differences
+from tests.runtime.training.test_life_cycle import plan_for
+from tests.runtime.watchdog import ends_in_time
+
+
+def test_forward_twice(case: Case, model: nn.Module, training: Training) -> None:
+    loss = case.loss(model, case.batches[1])
+    with pytest.raises(ScheduleError, match=r"before the last one was complete.*backward\(\) after every forward"):
+        model(**case.batches[1])
+    loss.backward()
+    training.step()
+    case.loss(model, case.batches[2]).backward()
+    with pytest.raises(ScheduleError, match="the iteration is at device_adam"):
+        model(**case.batches[2])
+    training.step()
+    assert training.num_iterations == 3
+
+
+def test_step_without_forward_or_backward(case: Case, model: nn.Module, training: Training) -> None:
+    with pytest.raises(ScheduleError, match=r"step\(\) without a forward"):
+        training.step()
+    loss = case.loss(model, case.batches[1])
+    with pytest.raises(
+        ScheduleError, match=r"step\(\) before backward has ended: the iteration is at forward epilogue"
+    ):
+        training.step()
+    loss.backward()
+    training.step()
+    with pytest.raises(ScheduleError, match=r"step\(\) without a forward"):
+        training.step()
+    assert training.num_iterations == 2
+
+
+def micro_batched(case: Case, model: nn.Module, **knobs: Any) -> Training:
+    plan = plan_for(case.workload).model_copy(update={"micro_batches": 2, **knobs})
+    return carry_out(model, plan, case.workload, optimizer=case.make_optimizer)
+
+
+def test_step_between_micro_batches(case: Case, model: nn.Module) -> None:
+    """Nothing is lost: the step that follows in the right place is the plain loop's."""
+    with ends_in_time(), micro_batched(case, model) as training:
+        for batches in case.steps(2):
+            case.loss(model, batches[0]).backward()
+            with pytest.raises(ScheduleError, match=r"step\(\) after 1 of 2 micro-batches"):
+                training.step()
+            case.loss(model, batches[1]).backward()
+            with pytest.raises(ScheduleError, match="forward began before the last one was complete"):
+                model(**batches[1])
+            training.step()
+    assert differences(model, case.plain_with(2, None).weights[-1]) == []
+
+
+def test_gradients_that_are_changed_between_micro_batches(case: Case, model: nn.Module) -> None:
+    with ends_in_time(), micro_batched(case, model) as training:
+        case.loss(model, case.batches[0]).backward()
+        model.zero_grad()
+        with pytest.raises(ScheduleError, match="gradients were changed"):
+            case.loss(model, case.batches[1])
+        assert training.num_iterations == 0
+
+
+def test_the_limit_of_the_norm_holds(case: Case, model: nn.Module) -> None:
+    """A tight limit and a loose one, over several micro-batches, both as in the plain loop; the tight one binds."""
+    for max_norm in (0.05, 1e9):
+        plain = case.plain_with(2, max_norm)
+        assert all((norm > max_norm) == (max_norm < 1) for norm in plain.norms)
+        model = case.build()
+        with ends_in_time(), micro_batched(case, model, max_gradient_norm=max_norm) as training:
+            for batches in case.steps(2):
+                for batch in batches:
+                    case.loss(model, batch).backward()
+                training.step()
+        assert differences(model, plain.weights[-1]) == []
+    assert case.plain_with(2, 0.05).weights[-1].keys() == case.plain_with(2, 1e9).weights[-1].keys()
+    assert differences(model, case.plain_with(2, 0.05).weights[-1]) != []
+
+
+def test_a_norm_that_is_not_finite_is_told_with_its_block_and_nothing_is_stepped(case: Case, model: nn.Module) -> None:
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with (  # noqa: PT012
+        ends_in_time(),
+        pytest.raises(ProtwinError, match=r"model\.layers\.1.*is not finite"),
+        micro_batched(case, model, micro_batches=1, max_gradient_norm=1.0) as training,
+    ):
+        weight = model.model.layers[1].mlp.down_proj.weight
+        handle = weight.register_hook(lambda gradient: gradient * float("nan"))
+        case.loss(model, case.batches[0]).backward()
+        handle.remove()
+        training.step()
+        training.synchronize()
+    assert differences(model, before) == []
+
+
+def test_backward_twice(case: Case, model: nn.Module, training: Training) -> None:
+    loss = case.loss(model, case.batches[1])
+    loss.backward(retain_graph=True)
+    with pytest.raises(ScheduleError, match="backward runs for the second time"):
+        loss.backward()
+    training.step()
+    del loss
+    for batch in case.batches[2:]:
+        case.loss(model, batch).backward()
+        training.step()
+    training.close()
+    assert differences(model, case.plain.weights[-1]) == []
+
+
+@pytest.mark.parametrize("switch", [torch.no_grad, torch.inference_mode])
+def test_forward_without_gradients(case: Case, model: nn.Module, training: Training, switch: Any) -> None:
+    with pytest.raises(ScheduleError, match=r"forward without gradients.*training\.evaluation\(\)"), switch():
+        model(**case.batches[1])
+    check_goes_on(case, model, training)
+
+
+def test_a_part_of_the_model_alone(case: Case, model: nn.Module, training: Training) -> None:
+    hidden = torch.ones(1, 3, 32)
+    with pytest.raises(ScheduleError, match=r"block model\.layers\.0 runs outside a forward of the whole model"):
+        model.model(input_ids=case.batches[1]["input_ids"])
+    with pytest.raises(ScheduleError, match=r"block model\.layers\.2 runs outside a forward"):
+        model.model.layers[2](hidden)
+    check_goes_on(case, model, training)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: nn.utils.clip_grad_norm_(model.parameters(), 1e-3),
+        lambda model: nn.utils.clip_grad_value_(model.parameters(), 1e-3),
+        lambda model: model.zero_grad(),
+        lambda model: model.lm_head.weight.grad.mul_(2),
+    ],
+)
+def test_gradients_that_are_changed_before_the_step(
+    case: Case, model: nn.Module, training: Training, change: Callable[[nn.Module], Any]
+) -> None:
+    case.loss(model, case.batches[1]).backward()
+    with torch.no_grad():
+        change(model)
+    with pytest.raises(ScheduleError, match="gradients were changed between backward"):
+        training.step()
+    with pytest.raises(ScheduleError, match="has failed"):
+        training.step()
+
+
+def test_gradients_may_be_clipped_where_nothing_is_offloaded(case: Case, model: nn.Module) -> None:
+    plan = plan_for(case.workload).model_copy(update={"chunk_bytes": 2**20, "n_persist": 3, "n_buffer": 0})
+    plain = case.build()
+    optimizer = adamw([{"params": list(plain.parameters())}])
+    with ends_in_time(), carry_out(model, plan, case.workload, optimizer=adamw) as training:
+        for batch in case.batches:
+            for trained in (model, plain):
+                case.loss(trained, batch).backward()
+                nn.utils.clip_grad_norm_(trained.parameters(), 0.1)
+            training.step()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert differences(model, plain.state_dict()) == []
+
+
+def test_learning_rates(case: Case, model: nn.Module, training: Training) -> None:
+    for rate in (-1.0, float("nan"), float("inf")):
+        with pytest.raises(PlanError, match="learning rate"):
+            training.set_learning_rate(rate)
+    loss = case.loss(model, case.batches[1])
+    with pytest.raises(ScheduleError, match="learning rate can change between"):
+        training.set_learning_rate(0.1)
+    loss.backward()
+    training.step()
+    training.set_learning_rate(0.0)
+
+
+def test_a_learning_rate_holds_from_the_next_step_on(case: Case, model: nn.Module) -> None:
+    plain = case.build()
+    optimizer = case.make_optimizer(case.groups(plain))
+    with (
+        ends_in_time(),
+        carry_out(model, plan_for(case.workload), case.workload, optimizer=case.make_optimizer) as training,
+    ):
+        for number, batch in enumerate(case.batches):
+            training.set_learning_rate(0.01 / (number + 1))
+            for group in optimizer.param_groups:
+                group["lr"] = 0.01 / (number + 1)
+            for trained in (model, plain):
+                case.loss(trained, batch).backward()
+            training.step()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert differences(model, plain.state_dict()) == []
+
+
+def test_a_closed_training(case: Case, model: nn.Module, training: Training) -> None:
+    training.close()
+    for attempt in (training.step, lambda: training.set_learning_rate(0.1)):
+        with pytest.raises(ScheduleError, match=r"closed. Carry the plan out again"):
+            attempt()
+    model(**case.batches[0])
+
+
+def test_a_record_of_too_few_iterations(training: Training) -> None:
+    with pytest.raises(ProtwinError, match="1 iterations were recorded; a Record needs at least 5"):
+        training.record()

@@ -1,0 +1,21 @@
+"""Plans that the runtime cannot carry out yet are refused before anything is touched."""
+
+from __future__ import annotations
+
+import pytest
+from torch import nn
+
+from protwin.runtime import carry_out
+from protwin.shared.basics.errors import PlanError
+from protwin.shared.schema.plan import ParallelMode
+from tests.runtime.models import Case, differences
+from tests.runtime.training.test_life_cycle import plan_for
+
+
+@pytest.mark.parametrize("mode", [ParallelMode.REPLICATED, ParallelMode.SHARDED])
+def test_plans_of_several_ranks_are_refused(case: Case, model: nn.Module, mode: ParallelMode) -> None:
+    plan = plan_for(case.workload).model_copy(update={"parallel": mode, "num_ranks": 2})
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(PlanError, match=rf"num_ranks = 2 \(parallel = {mode}\).*collectives.*num_ranks = 1"):
+        carry_out(model, plan, case.workload, optimizer=case.make_optimizer)
+    assert differences(model, weights) == []
