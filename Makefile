@@ -22,7 +22,7 @@ help: ## List the targets
 
 .PHONY: demo
 demo: $(STAMP) ## Search a plan, carry it out, lay prediction and reality over each other (out/demo/report.html)
-	$(BIN)/python -m protwin.calibration.demo
+	$(BIN)/python -m protwin.calibration.commands.demo
 
 .PHONY: test
 test: $(STAMP) ## Run the tests (ARGS="-k name" for some of them)
@@ -70,7 +70,7 @@ bench-predictors: $(STAMP) ## Memory and time that other predictors give for the
 
 .PHONY: published
 published: $(STAMP) ## Published training runs: prediction, measurement, signed error
-	$(BIN)/python -m protwin.calibration.published
+	$(BIN)/python -m protwin.calibration.published.report
 
 .PHONY: bench-gpu
 bench-gpu: $(STAMP) ## The proof and the fidelity of predictions on a GPU, in under eight minutes (exit code 2 without)

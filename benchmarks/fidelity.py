@@ -19,8 +19,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from protwin.calibration.demo import CONFIGURATION
-from protwin.calibration.fidelity import Fidelity, Subject, measure_fidelity
+from protwin.calibration.commands.demo import CONFIGURATION
+from protwin.calibration.fitting.fidelity import Fidelity, Subject, measure_fidelity
 from protwin.runtime.devices.device import CpuDevice
 from protwin.runtime.devices.probe import probe_hardware
 from protwin.runtime.devices.process_settings import leave_a_core_for_lanes

@@ -36,7 +36,7 @@ from gpu_runtime import account, compare_with_plain
 from gpu_subject import Clock, Machine, OutOfTime, Section, find_machine, prepare
 from rich.console import Console
 
-from protwin.calibration.slowdowns import measure_slowdowns
+from protwin.calibration.fitting.slowdowns import measure_slowdowns
 from protwin.runtime.devices.probe import probe_hardware
 from protwin.runtime.model.identity import software_versions
 from protwin.shared.basics.documents import write_atomically

@@ -13,8 +13,8 @@ from typing import Any, Final
 
 import torch
 
-from protwin.calibration.calibrating import run_plan
-from protwin.calibration.fidelity import Subject
+from protwin.calibration.fitting.calibrate import run_plan
+from protwin.calibration.fitting.fidelity import Subject
 from protwin.runtime.devices.device import CpuDevice, CudaDevice, TrainingDevice
 from protwin.runtime.model.batches import Batch
 from protwin.runtime.model.byte_text import byte_batches, python_reference

@@ -30,10 +30,10 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from protwin.calibration.demo import CONFIGURATION
-from protwin.calibration.fitting import Pair, fit_calibration
-from protwin.calibration.plans import bootstrap_plans
-from protwin.calibration.slowdowns import measure_slowdowns
+from protwin.calibration.commands.demo import CONFIGURATION
+from protwin.calibration.fitting.fit import Pair, fit_calibration
+from protwin.calibration.fitting.measurement_plans import bootstrap_plans
+from protwin.calibration.fitting.slowdowns import measure_slowdowns
 from protwin.runtime.devices.device import CpuDevice
 from protwin.runtime.devices.lanes import Span
 from protwin.runtime.devices.probe import probe_hardware

@@ -9,8 +9,8 @@ from typing import Any, Final
 import torch
 from peers_subject import LEARNING_RATE, MODEL_NAME, WEIGHT_DECAY, make_batches, make_model
 
-from protwin.calibration.calibrating import calibrate
-from protwin.calibration.plans import largest_block_bytes
+from protwin.calibration.fitting.calibrate import calibrate
+from protwin.calibration.fitting.measurement_plans import largest_block_bytes
 from protwin.runtime.devices.device import CpuDevice
 from protwin.runtime.devices.probe import probe_hardware
 from protwin.runtime.tracing.tracing import trace

@@ -9,15 +9,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .calibrating import calibrate
-    from .fitting import Pair, fit_calibration
-    from .slowdowns import measure_slowdowns
+    from .fitting.calibrate import calibrate
+    from .fitting.fit import Pair, fit_calibration
+    from .fitting.slowdowns import measure_slowdowns
 
 _HOMES = {
-    "Pair": "fitting",
-    "calibrate": "calibrating",
-    "fit_calibration": "fitting",
-    "measure_slowdowns": "slowdowns",
+    "Pair": "fitting.fit",
+    "calibrate": "fitting.calibrate",
+    "fit_calibration": "fitting.fit",
+    "measure_slowdowns": "fitting.slowdowns",
 }
 
 __all__ = ["Pair", "calibrate", "fit_calibration", "measure_slowdowns"]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Final
 
-from ..shared.catalogue.parts import host_part
-from ..shared.schema.hardware import Host
-from ..sim.costs.efficiency import CORE_BYTES_PER_S
-from ..sim.costs.task_costs import host_adam_bytes_per_s
+from ...shared.catalogue.parts import host_part
+from ...shared.schema.hardware import Host
+from ...sim.costs.efficiency import CORE_BYTES_PER_S
+from ...sim.costs.task_costs import host_adam_bytes_per_s
 from .published_prediction import Prediction
-from .published_rows import ADAM_32_THREADS, ADAM_128_THREADS, ADAM_4210R, Quantity
+from .runs import ADAM_32_THREADS, ADAM_128_THREADS, ADAM_4210R, Quantity
 
 FUSED_BYTES: Final = 28
 """Of one scalar: parameter, gradient and two moments are read, all but the gradient written, in float32."""

@@ -10,17 +10,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from ..shared.catalogue.machines import machine, override_hardware
-from ..shared.catalogue.parts import network_part
-from ..shared.layout.layout import build_layout
-from ..shared.schema.hardware import Hardware
-from ..shared.schema.plan import ParallelMode, Plan
-from ..shared.schema.workload import DType, Workload
-from ..shared.workloads.shipped import shipped_family
-from ..sim.engine.simulator import simulate
-from .published_machines import Range, slowed
+from ...shared.catalogue.machines import machine, override_hardware
+from ...shared.catalogue.parts import network_part
+from ...shared.layout.layout import build_layout
+from ...shared.schema.hardware import Hardware
+from ...shared.schema.plan import ParallelMode, Plan
+from ...shared.schema.workload import DType, Workload
+from ...shared.workloads.shipped import shipped_family
+from ...sim.engine.simulator import simulate
+from .machines import Range, slowed
 from .published_prediction import Prediction
-from .published_rows import Quantity, ShardedCase
+from .runs import Quantity, ShardedCase
 
 _POWER_FRAC: Final = 500 / 700
 """Power limit of the H100 boards over that of their data sheet."""

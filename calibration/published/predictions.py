@@ -9,18 +9,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from ..shared.basics.errors import InfeasibleError
-from ..shared.layout.layout import build_layout
-from ..shared.schema.hardware import Hardware
-from ..shared.schema.plan import ParallelMode, Plan
-from ..shared.schema.record import Record
-from ..shared.schema.workload import Workload
-from ..sim.engine.simulator import simulate
-from ..sim.searching.search import search
-from ..sim.space.space import SearchSpace
-from .published_adam import adam_predictions
-from .published_largest import largest_predictions
-from .published_machines import (
+from ...shared.basics.errors import InfeasibleError
+from ...shared.layout.layout import build_layout
+from ...shared.schema.hardware import Hardware
+from ...shared.schema.plan import ParallelMode, Plan
+from ...shared.schema.record import Record
+from ...shared.schema.workload import Workload
+from ...sim.engine.simulator import simulate
+from ...sim.searching.search import search
+from ...sim.space.space import SearchSpace
+from .largest import largest_predictions
+from .machines import (
     Range,
     four_rank_machine,
     one_rank_machine,
@@ -29,8 +28,9 @@ from .published_machines import (
     sharded_reduction_s,
     small_all_reduces_s,
 )
+from .published_adam import adam_predictions
 from .published_prediction import Prediction
-from .published_rows import (
+from .runs import (
     DATA_PARALLEL,
     ON_DEVICE,
     PLAN_OF_130_CHUNKS,
@@ -39,8 +39,8 @@ from .published_rows import (
     SHARDED,
     Quantity,
 )
-from .published_sharded import sharded_predictions
-from .published_workloads import adapted_workload, llama, with_divisions
+from .sharded import sharded_predictions
+from .workloads import adapted_workload, llama, with_divisions
 
 NUM_RANKS: Final = 4
 BUDGET_BYTES: Final = 4 * 2**30

@@ -7,8 +7,8 @@ from typing import Self
 
 from pydantic import PositiveFloat
 
-from ..shared.basics.documents import FrozenModel
-from .published_rows import Quantity
+from ...shared.basics.documents import FrozenModel
+from .runs import Quantity
 
 
 class Prediction(FrozenModel):

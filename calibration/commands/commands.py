@@ -7,11 +7,11 @@ from typing import Annotated
 
 import typer
 
-from ..shared.basics.documents import write_atomically
-from ..shared.basics.progress import progress_bar
-from ..shared.catalogue.machines import load_hardware
-from ..shared.catalogue.models import load_model_configuration
-from ..shared.cli.options import (
+from ...shared.basics.documents import write_atomically
+from ...shared.basics.progress import progress_bar
+from ...shared.catalogue.machines import load_hardware
+from ...shared.catalogue.models import load_model_configuration
+from ...shared.cli.options import (
     ConfigurationName,
     DTypeName,
     HardwareName,
@@ -26,17 +26,17 @@ from ..shared.cli.options import (
     keep_apart,
     writable_json,
 )
-from ..shared.cli.output import give, show
-from ..shared.cli.report_options import PictureFolder, ReportPath, write_report
-from ..shared.compile.compile import compile_schedule
-from ..shared.records.chrome_trace import chrome_trace
-from ..shared.records.comparison import compare_records
-from ..shared.report.report import report as full_report
-from ..shared.schema.record import Record
-from ..shared.schema.workload import Workload
-from ..shared.tables.labels import ORIGIN_NAMES
-from ..shared.tables.record import comparison_tables
-from .tables import calibration_tables
+from ...shared.cli.output import give, show
+from ...shared.cli.report_options import PictureFolder, ReportPath, write_report
+from ...shared.compile.compile import compile_schedule
+from ...shared.records.chrome_trace import chrome_trace
+from ...shared.records.comparison import compare_records
+from ...shared.report.report import report as full_report
+from ...shared.schema.record import Record
+from ...shared.schema.workload import Workload
+from ...shared.tables.labels import ORIGIN_NAMES
+from ...shared.tables.record import comparison_tables
+from ..tables import calibration_tables
 
 __all__ = ["calibrate", "compare"]
 
@@ -77,7 +77,7 @@ def calibrate_command(
     machine = load_hardware(hardware)
     described = load_model_configuration(model)
 
-    from .calibrating import calibrate_configuration
+    from ..fitting.calibrate import calibrate_configuration
 
     with progress_bar("calibrating") as on_progress:
         workload, factors = calibrate_configuration(

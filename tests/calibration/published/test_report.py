@@ -9,16 +9,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from protwin.calibration.published import (
-    is_within_aim,
-    measured_order,
-    predicted_order,
-    predictions_of,
-    published_document,
-    published_tables,
-)
-from protwin.calibration.published_adam import adam_predictions
-from protwin.calibration.published_machines import (
+from protwin.calibration.published.machines import (
     HOP_LATENCY_S,
     all_reduce_s,
     four_rank_machine,
@@ -29,9 +20,18 @@ from protwin.calibration.published_machines import (
     sharded_reduction_s,
     small_all_reduces_s,
 )
-from protwin.calibration.published_prediction import Prediction
-from protwin.calibration.published_predictions import idle_buffer_bytes, plan_on_device
-from protwin.calibration.published_rows import (
+from protwin.calibration.published.predictions import idle_buffer_bytes, plan_on_device
+from protwin.calibration.published.published_adam import adam_predictions
+from protwin.calibration.published.published_prediction import Prediction
+from protwin.calibration.published.report import (
+    is_within_aim,
+    measured_order,
+    predicted_order,
+    predictions_of,
+    published_document,
+    published_tables,
+)
+from protwin.calibration.published.runs import (
     DATA_PARALLEL,
     ON_DEVICE,
     PUBLISHED_RUNS,
@@ -41,8 +41,8 @@ from protwin.calibration.published_rows import (
     Quantity,
     ShardedCase,
 )
-from protwin.calibration.published_sharded import fsdp_plan, sharded_predictions
-from protwin.calibration.published_workloads import (
+from protwin.calibration.published.sharded import fsdp_plan, sharded_predictions
+from protwin.calibration.published.workloads import (
     WideAdapter,
     adapted_workload,
     dense_workload,

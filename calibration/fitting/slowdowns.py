@@ -16,11 +16,11 @@ from typing import Final
 
 import torch
 
-from ..runtime.devices.device import TrainingDevice
-from ..runtime.devices.lanes import Mark, WorkerLane
-from ..runtime.devices.probe import adam_work, copy_work
-from ..shared.schema.calibration import Contention
-from ..shared.schema.schedule import LANES_ALONE, Lane
+from ...runtime.devices.device import TrainingDevice
+from ...runtime.devices.lanes import Mark, WorkerLane
+from ...runtime.devices.probe import adam_work, copy_work
+from ...shared.schema.calibration import Contention
+from ...shared.schema.schedule import LANES_ALONE, Lane
 
 _COPY_BYTES: Final = 2**22
 _ADAM_SCALARS: Final = 2**20

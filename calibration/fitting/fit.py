@@ -16,16 +16,16 @@ from typing import Final
 import numpy as np
 from scipy.optimize import nnls
 
-from ..shared.basics.errors import CalibrationError
-from ..shared.compile.compile import compile_schedule
-from ..shared.schema.calibration import Calibration, Contention, Factor
-from ..shared.schema.hardware import Hardware
-from ..shared.schema.record import Origin, Record
-from ..shared.schema.schedule import Schedule, TaskKind
-from ..shared.schema.workload import Workload
-from ..sim.costs.contention import ContentionModel
-from ..sim.costs.task_costs import CostModel
-from ..sim.engine.simulator import simulate_timing
+from ...shared.basics.errors import CalibrationError
+from ...shared.compile.compile import compile_schedule
+from ...shared.schema.calibration import Calibration, Contention, Factor
+from ...shared.schema.hardware import Hardware
+from ...shared.schema.record import Origin, Record
+from ...shared.schema.schedule import Schedule, TaskKind
+from ...shared.schema.workload import Workload
+from ...sim.costs.contention import ContentionModel
+from ...sim.costs.task_costs import CostModel
+from ...sim.engine.simulator import simulate_timing
 
 _ROUNDS: Final = 4
 _SPREAD: Final = 4.0

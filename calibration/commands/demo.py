@@ -23,33 +23,33 @@ from rich.console import Console
 from rich.panel import Panel
 from torch import nn
 
-from ..runtime.devices.device import CpuDevice
-from ..runtime.devices.ledger import CpuOutOfMemoryError, MemoryLedger
-from ..runtime.devices.probe import probe_hardware
-from ..runtime.devices.process_settings import leave_a_core_for_lanes
-from ..runtime.model.byte_text import byte_batches, python_reference
-from ..runtime.model.configurations import build_model
-from ..runtime.tracing.tracing import trace
-from ..runtime.training.carry_out import carry_out
-from ..runtime.training.plain_loop import train_plainly
-from ..shared.basics.documents import write_atomically
-from ..shared.basics.progress import progress_bar
-from ..shared.basics.units import format_bytes, format_seconds
-from ..shared.catalogue.machines import hardware_to_toml
-from ..shared.compile.compile import compile_schedule
-from ..shared.records.chrome_trace import chrome_trace
-from ..shared.records.comparison import compare_records
-from ..shared.report.report import html_report
-from ..shared.schema.calibration import Calibration
-from ..shared.schema.hardware import Hardware
-from ..shared.schema.record import Record
-from ..shared.schema.workload import Workload
-from ..shared.tables.record import comparison_tables
-from ..shared.tables.search import search_tables
-from ..sim.engine.simulator import simulate
-from ..sim.searching.search import search
-from .calibrating import calibrate, run_plan
-from .plans import bootstrap_plans
+from ...runtime.devices.device import CpuDevice
+from ...runtime.devices.ledger import CpuOutOfMemoryError, MemoryLedger
+from ...runtime.devices.probe import probe_hardware
+from ...runtime.devices.process_settings import leave_a_core_for_lanes
+from ...runtime.model.byte_text import byte_batches, python_reference
+from ...runtime.model.configurations import build_model
+from ...runtime.tracing.tracing import trace
+from ...runtime.training.carry_out import carry_out
+from ...runtime.training.plain_loop import train_plainly
+from ...shared.basics.documents import write_atomically
+from ...shared.basics.progress import progress_bar
+from ...shared.basics.units import format_bytes, format_seconds
+from ...shared.catalogue.machines import hardware_to_toml
+from ...shared.compile.compile import compile_schedule
+from ...shared.records.chrome_trace import chrome_trace
+from ...shared.records.comparison import compare_records
+from ...shared.report.report import html_report
+from ...shared.schema.calibration import Calibration
+from ...shared.schema.hardware import Hardware
+from ...shared.schema.record import Record
+from ...shared.schema.workload import Workload
+from ...shared.tables.record import comparison_tables
+from ...shared.tables.search import search_tables
+from ...sim.engine.simulator import simulate
+from ...sim.searching.search import search
+from ..fitting.calibrate import calibrate, run_plan
+from ..fitting.measurement_plans import bootstrap_plans
 
 CONFIGURATION: Final[dict[str, Any]] = {
     "model_type": "llama",

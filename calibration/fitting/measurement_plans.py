@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ..shared.layout.layout import Layout, aligned, build_layout
-from ..shared.schema.plan import Plan
-from ..shared.schema.workload import Workload
+from ...shared.layout.layout import Layout, aligned, build_layout
+from ...shared.schema.plan import Plan
+from ...shared.schema.workload import Workload
 
 
 def bootstrap_plans(workload: Workload) -> tuple[Plan, ...]:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import pytest
 
-from protwin.calibration.fitting import Pair, fit_calibration
-from protwin.calibration.plans import bootstrap_plans, spanning_plans
+from protwin.calibration.fitting.fit import Pair, fit_calibration
+from protwin.calibration.fitting.measurement_plans import bootstrap_plans, spanning_plans
 from protwin.shared.basics.errors import CalibrationError
 from protwin.shared.compile.compile import compile_schedule
 from protwin.shared.layout.layout import build_layout

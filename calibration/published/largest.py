@@ -5,18 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from ..shared.catalogue.machines import machine
-from ..shared.compile.compile import compile_schedule
-from ..shared.layout.layout import Chunk, Layout, build_layout
-from ..shared.schema.hardware import Hardware
-from ..shared.schema.plan import Plan
-from ..shared.schema.schedule import Memory
-from ..shared.schema.workload import Workload
-from ..shared.verify.guaranteed_peak import guaranteed_device_peak
-from ..sim.searching.problem import default_host_budget_bytes
+from ...shared.catalogue.machines import machine
+from ...shared.compile.compile import compile_schedule
+from ...shared.layout.layout import Chunk, Layout, build_layout
+from ...shared.schema.hardware import Hardware
+from ...shared.schema.plan import Plan
+from ...shared.schema.schedule import Memory
+from ...shared.schema.workload import Workload
+from ...shared.verify.guaranteed_peak import guaranteed_device_peak
+from ...sim.searching.problem import default_host_budget_bytes
 from .published_prediction import Prediction
-from .published_rows import LARGEST_ON_24_GB, LARGEST_ON_80_GB, Quantity
-from .published_workloads import dense_workload, llama, with_depth
+from .runs import LARGEST_ON_24_GB, LARGEST_ON_80_GB, Quantity
+from .workloads import dense_workload, llama, with_depth
 
 _TRACED_BLOCKS: Final = 5
 _LEAST_BYTES: Final = 12

@@ -11,7 +11,7 @@ from typing import Final
 
 from pydantic import PositiveFloat
 
-from ..shared.basics.documents import FrozenModel
+from ...shared.basics.documents import FrozenModel
 
 FORK: Final = "github.com/thad0ctor/axolotl, pull requests 20 and 39, and the design page of their ProTrain integration"
 SCRIPT: Final = "scripts/benchmark_multi_gpu.py there, and multi_gpu_benchmark_results.json beside it"

@@ -8,9 +8,9 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from ..runtime.model.configurations import build_model, quiet
-from ..runtime.tracing.tracing import trace
-from ..shared.schema.workload import Block, Operation, OperationClass, Workload
+from ...runtime.model.configurations import build_model, quiet
+from ...runtime.tracing.tracing import trace
+from ...shared.schema.workload import Block, Operation, OperationClass, Workload
 
 ADAPTED: Final = ("q_proj", "k_proj", "v_proj", "o_proj")
 

@@ -19,24 +19,24 @@ from typing import Final
 from scipy.stats import spearmanr
 from torch import nn
 
-from ..runtime.devices.device import TrainingDevice
-from ..runtime.model.batches import Batch, loss_of
-from ..runtime.model.identity import software_versions
-from ..runtime.optimizers.chunk_optimizer import MakeOptimizer
-from ..runtime.training.carry_out import carry_out
-from ..runtime.training.training import Training
-from ..shared.basics.documents import FrozenModel
-from ..shared.compile.compile import compile_schedule
-from ..shared.schema.calibration import Calibration, Contention
-from ..shared.schema.hardware import Hardware
-from ..shared.schema.plan import Plan
-from ..shared.schema.record import Record
-from ..shared.schema.workload import Workload
-from ..shared.verify.guaranteed_peak import guaranteed_device_peak
-from ..sim.engine.simulator import simulate
-from ..sim.searching.search import search
-from .fitting import Pair, fit_calibration
-from .plans import bootstrap_plans, spanning_plans
+from ...runtime.devices.device import TrainingDevice
+from ...runtime.model.batches import Batch, loss_of
+from ...runtime.model.identity import software_versions
+from ...runtime.optimizers.chunk_optimizer import MakeOptimizer
+from ...runtime.training.carry_out import carry_out
+from ...runtime.training.training import Training
+from ...shared.basics.documents import FrozenModel
+from ...shared.compile.compile import compile_schedule
+from ...shared.schema.calibration import Calibration, Contention
+from ...shared.schema.hardware import Hardware
+from ...shared.schema.plan import Plan
+from ...shared.schema.record import Record
+from ...shared.schema.workload import Workload
+from ...shared.verify.guaranteed_peak import guaranteed_device_peak
+from ...sim.engine.simulator import simulate
+from ...sim.searching.search import search
+from .fit import Pair, fit_calibration
+from .measurement_plans import bootstrap_plans, spanning_plans
 from .slowdowns import measure_slowdowns
 
 _WARM_UP: Final = 3

@@ -10,24 +10,24 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from ..runtime.devices.device import CpuDevice, CudaDevice, TrainingDevice
-from ..runtime.devices.process_settings import leave_a_core_for_lanes
-from ..runtime.model.batches import Batch, Loss, loss_of
-from ..runtime.model.byte_text import byte_batches, python_reference
-from ..runtime.model.configurations import build_model, training_dtype
-from ..runtime.model.identity import software_versions
-from ..runtime.model.snapshot import left_as_found
-from ..runtime.optimizers.chunk_optimizer import MakeOptimizer, default_optimizer
-from ..runtime.tracing.tracing import trace
-from ..runtime.training.carry_out import carry_out
-from ..shared.basics.errors import CalibrationError
-from ..shared.schema.calibration import Calibration, Contention
-from ..shared.schema.hardware import DeviceKind, Hardware
-from ..shared.schema.plan import Plan
-from ..shared.schema.record import Record
-from ..shared.schema.workload import Workload
-from .fitting import Pair, fit_calibration
-from .plans import bootstrap_plans
+from ...runtime.devices.device import CpuDevice, CudaDevice, TrainingDevice
+from ...runtime.devices.process_settings import leave_a_core_for_lanes
+from ...runtime.model.batches import Batch, Loss, loss_of
+from ...runtime.model.byte_text import byte_batches, python_reference
+from ...runtime.model.configurations import build_model, training_dtype
+from ...runtime.model.identity import software_versions
+from ...runtime.model.snapshot import left_as_found
+from ...runtime.optimizers.chunk_optimizer import MakeOptimizer, default_optimizer
+from ...runtime.tracing.tracing import trace
+from ...runtime.training.carry_out import carry_out
+from ...shared.basics.errors import CalibrationError
+from ...shared.schema.calibration import Calibration, Contention
+from ...shared.schema.hardware import DeviceKind, Hardware
+from ...shared.schema.plan import Plan
+from ...shared.schema.record import Record
+from ...shared.schema.workload import Workload
+from .fit import Pair, fit_calibration
+from .measurement_plans import bootstrap_plans
 from .slowdowns import measure_slowdowns
 
 _WARM_UP: Final = 3

@@ -13,12 +13,12 @@ from typing import Any, Final
 from rich.console import Console, RenderableType
 from rich.text import Text
 
-from ..shared.basics.progress import progress_bar
-from ..shared.basics.units import format_seconds
-from ..shared.tables.style import add_row, least_width, plain_table, spaced, titled
+from ...shared.basics.progress import progress_bar
+from ...shared.basics.units import format_seconds
+from ...shared.tables.style import add_row, least_width, plain_table, spaced, titled
+from .predictions import MATCHING, NUM_RANKS, predict_published
 from .published_prediction import Prediction
-from .published_predictions import MATCHING, NUM_RANKS, predict_published
-from .published_rows import (
+from .runs import (
     DATA_PARALLEL,
     ON_DEVICE,
     PUBLISHED_RUNS,

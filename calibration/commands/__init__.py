@@ -1,0 +1,1 @@
+"""calibrate, compare, and the demo."""

@@ -1,0 +1,1 @@
+"""Measuring a machine, fitting factors, judging them."""
