@@ -37,6 +37,7 @@ from protwin.shared.compile.compile import compile_schedule
 from protwin.shared.schema.search_result import SearchResult
 from protwin.shared.schema.workload import Workload
 from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
+from protwin.shared.workloads.source import resolve_workload
 from protwin.sim.bounds.replay import Replayer, ReplayPlan
 from protwin.sim.costs.contention import ContentionModel
 from protwin.sim.costs.task_costs import CostModel
@@ -46,7 +47,6 @@ from protwin.sim.searching.problem import SearchProblem, search_problem
 from protwin.sim.searching.search import search
 from protwin.sim.space.space import SearchSpace
 from protwin.sim.space.step_spec import StepRule
-from protwin.sim.workload_source import resolve_workload
 
 ROOMY_HOST_BYTES = 16 * 2**40
 """The largest models need more host memory than the machines of the catalogue have: the search is timed all the same,

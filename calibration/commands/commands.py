@@ -34,9 +34,9 @@ from ...shared.records.comparison import compare_records
 from ...shared.report.report import report as full_report
 from ...shared.schema.record import Record
 from ...shared.schema.workload import Workload
+from ...shared.tables.calibration import calibration_tables
 from ...shared.tables.labels import ORIGIN_NAMES
 from ...shared.tables.record import comparison_tables
-from ..tables import calibration_tables
 
 __all__ = ["calibrate", "compare"]
 

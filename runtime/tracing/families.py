@@ -14,12 +14,12 @@ from ...shared.basics.errors import WorkloadError
 from ...shared.basics.gc_pause import uncollected
 from ...shared.schema.training_options import FULL_TRAINING, TrainingOptions
 from ...shared.schema.workload import DType
-from ...shared.workload_family_fit import NotPolynomialError, Shape, do_the_same, fit_piece
 from ...shared.workloads.assembly import TracedShape, assemble
 from ...shared.workloads.family import SEQUENCE_LENGTH, TARGET_LENGTH, FamilyPiece, Limit, WorkloadFamily
 from ..model.blocks import find_blocks
 from ..model.configurations import quiet
 from .configurations import autocast_of, batch_of, configured_model, limits_of, variables_of
+from .family_fit import NotPolynomialError, Shape, do_the_same, fit_piece
 from .tracing import FakeSubject, traced_model
 
 _BATCHES: Final = (2, 3)

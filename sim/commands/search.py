@@ -52,11 +52,11 @@ from ...shared.schema.record import Record
 from ...shared.schema.schedule import Schedule
 from ...shared.schema.search_result import BatchSearchResult, SearchResult
 from ...shared.schema.workload import Workload
+from ...shared.workloads.source import resolve_workload, saved_sizes
 from ..engine.simulator import simulate as simulate_plan
 from ..memory.rank_memory import rank_device_bytes, rank_host_bytes
 from ..space.space import LARGEST_KNOB, SearchSpace
 from ..space.step_spec import SEVERAL, StepRule, check_shares
-from ..workload_source import resolve_workload, saved_sizes
 from .hardware import hardware
 from .options import (
     USUAL,

@@ -250,7 +250,7 @@ def check_request(request: Request) -> int:
     Raises ProtwinError if no machine could answer: the model is unknown, its shape missing, an option impossible.
     """
     from ...shared.cli.options import cache_folder
-    from ..workload_source import resolve_workload, saved_sizes
+    from ...shared.workloads.source import resolve_workload, saved_sizes
 
     StepRule(max_gradient_norm=request.max_gradient_norm)
     sizes = saved_sizes(request.model, request.global_batch)
@@ -293,7 +293,7 @@ def search_machine(request: Request, asked: Asked) -> MachineAdvice:
 
 def _search(request: Request, hardware: Hardware, num_ranks: int) -> BatchSearchResult:
     from ...shared.cli.options import cache_folder
-    from ..workload_source import resolve_workload, saved_sizes
+    from ...shared.workloads.source import resolve_workload, saved_sizes
 
     def workload_at(size: int) -> Workload:
         return resolve_workload(

@@ -13,6 +13,7 @@ from ...shared.schema.calibration import Calibration
 from ...shared.schema.hardware import DeviceKind, Hardware
 from ...shared.schema.plan import Plan
 from ...shared.schema.workload import Workload
+from ...shared.workloads.check import check_magnitude
 from ..bounds.peak_bounds import MemoryBounds
 from ..bounds.rank_bounds import RankBounds
 from ..bounds.throughput import Throughput
@@ -25,7 +26,6 @@ from ..space.chunk_table import ChunkTable, chunk_table
 from ..space.compute_table import ComputeTable, compute_table
 from ..space.space import IntArray, LayoutGrid, SearchSpace, enumerate_space
 from ..space.step_spec import StepRule
-from ..workload_check import check_magnitude
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,8 @@ from protwin.shared.schema.schedule import Lane, Schedule, Task, TaskId, TaskKin
 from protwin.sim.costs.contention import ContentionModel
 from protwin.sim.engine.simulator import simulate, simulate_timing
 from protwin.sim.engine.timing import slowest_period_s, steady_period_s
-from protwin.sim.longest_path import longest_path_s
 from tests.sim.hand_made import MACHINE, Seconds, assert_timeline, machine, plan, workload
+from tests.sim.longest_path import longest_path_s
 from tests.strategies import PlannedWorkload, calibrations, hardware, planned_workloads
 
 DURATIONS = st.floats(0, 4) | st.sampled_from((0.0, 0.5, 1.0, 2.0))

@@ -16,6 +16,7 @@ from protwin.shared.schema.plan import Plan
 from protwin.shared.schema.schedule import Content, Memory, Schedule
 from protwin.shared.schema.workload import Workload
 from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
+from protwin.shared.workloads.source import resolve_family
 from protwin.sim.memory.allocator import AllocatorFullError, CachingAllocator
 from protwin.sim.memory.allocator_tensors import static_tensors
 from protwin.sim.memory.libraries import matrix_workspaces, nccl_bytes, outside_allocator_bytes
@@ -24,7 +25,6 @@ from protwin.sim.memory.requests_of_schedule import Act, Step, allocation_progra
 from protwin.sim.memory.reserved import device_reserved
 from protwin.sim.memory.rules import AllocatorSettings
 from protwin.sim.searching.search import search
-from protwin.sim.workload_source import resolve_family
 from tests.sim.hand_made import machine, phase, plan, workload
 from tests.strategies import PlannedWorkload, planned_workloads
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
-from ..shared.basics.errors import WorkloadError
-from ..shared.basics.units import format_bytes
-from ..shared.schema.workload import Phase, Workload
+from ..basics.errors import WorkloadError
+from ..basics.units import format_bytes
+from ..schema.workload import Phase, Workload
 
 _MOST_BYTES: Final = 2**56
 """64 PiB in one iteration of one device, some thousand times what the largest models have."""

@@ -16,8 +16,8 @@ from hypothesis import HealthCheck, given, settings
 from protwin.shared.basics.errors import FileError
 from protwin.shared.schema.hardware import DeviceKind
 from protwin.shared.schema.workload import Workload
-from protwin.sim import workload_cache
-from protwin.sim.workload_cache import TraceRequest, cache_key, load_cached, store_cached
+from protwin.shared.workloads import cache as workload_cache
+from protwin.shared.workloads.cache import TraceRequest, cache_key, load_cached, store_cached
 from tests.shared.laid_out import decoder_workload
 from tests.strategies import workloads
 
@@ -63,7 +63,7 @@ def test_the_key_depends_on_software(package: str, monkeypatch: pytest.MonkeyPat
 
 def test_the_key_imports_no_torch() -> None:
     code = (
-        "import sys\nfrom protwin.sim.workload_cache import TraceRequest, cache_key\n"
+        "import sys\nfrom protwin.shared.workloads.cache import TraceRequest, cache_key\n"
         "cache_key(TraceRequest({}, name='n', batch_size=1, sequence_length=1, dtype=None))\n"
         "assert not {'torch', 'transformers', 'protwin.runtime'} & sys.modules.keys()"
     )

@@ -5,11 +5,11 @@ from __future__ import annotations
 from rich.console import RenderableType
 from rich.text import Text
 
-from ..shared.basics.units import format_seconds
-from ..shared.schema.calibration import Calibration
-from ..shared.schema.schedule import LANES_ALONE
-from ..shared.tables.labels import KIND_NAMES, LANE_NAMES
-from ..shared.tables.style import add_row, plain_table, spaced, titled
+from ..basics.units import format_seconds
+from ..schema.calibration import Calibration
+from ..schema.schedule import LANES_ALONE
+from .labels import KIND_NAMES, LANE_NAMES
+from .style import add_row, plain_table, spaced, titled
 
 
 def calibration_tables(calibration: Calibration) -> RenderableType:

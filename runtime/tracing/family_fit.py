@@ -19,12 +19,12 @@ from itertools import combinations
 from math import lcm, prod
 from typing import Any
 
-from .basics.errors import WorkloadError
-from .schema.plan import ActivationMode
-from .workloads.assembly import TracedShape
-from .workloads.family import FamilyCall, FamilyPiece, FamilyPlace, FamilySection, FamilySharedInput
-from .workloads.observation import Observation, OperatorCall
-from .workloads.observed_inputs import ObservedInput, PhaseKey
+from ...shared.basics.errors import WorkloadError
+from ...shared.schema.plan import ActivationMode
+from ...shared.workloads.assembly import TracedShape
+from ...shared.workloads.family import FamilyCall, FamilyPiece, FamilyPlace, FamilySection, FamilySharedInput
+from ...shared.workloads.observation import Observation, OperatorCall
+from ...shared.workloads.observed_inputs import ObservedInput, PhaseKey
 
 Shape = tuple[int, ...]
 """Values of the family's variables."""

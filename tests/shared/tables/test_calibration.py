@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from protwin.calibration.tables import calibration_tables
 from protwin.shared.schema.calibration import Calibration
 from protwin.shared.schema.plan import Plan
+from protwin.shared.tables.calibration import calibration_tables
 from protwin.shared.tables.record import as_text, plan_table
 
 

@@ -11,20 +11,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from ..shared.basics.documents import read_mapping
-from ..shared.basics.errors import FileError, WorkloadError
-from ..shared.basics.plugins import extension
-from ..shared.basics.progress import progress_bar
-from ..shared.catalogue.models import ModelConfiguration, known_model, load_model_configuration
-from ..shared.schema.hardware import DeviceKind
-from ..shared.schema.training_options import FULL_TRAINING, TrainingOptions
-from ..shared.schema.workload import DType, Workload
-from .workload_cache import TraceRequest, cache_key, load_cached, store_cached
-from .workload_check import check_magnitude
+from ..basics.documents import read_mapping
+from ..basics.errors import FileError, WorkloadError
+from ..basics.plugins import extension
+from ..basics.progress import progress_bar
+from ..catalogue.models import ModelConfiguration, known_model, load_model_configuration
+from ..schema.hardware import DeviceKind
+from ..schema.training_options import FULL_TRAINING, TrainingOptions
+from ..schema.workload import DType, Workload
+from .cache import TraceRequest, cache_key, load_cached, store_cached
+from .check import check_magnitude
 from .workload_kernels import has_fused_dropout
 
 if TYPE_CHECKING:
-    from ..shared.workloads.family import WorkloadFamily
+    from .family import WorkloadFamily
 
 Warn = Callable[[str], None]
 _TRAINABLE: Final = (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16)
@@ -79,7 +79,7 @@ def resolve_family(model: str, *, dtype: str | None = None) -> WorkloadFamily | 
 
     Raises WorkloadError if ``dtype`` cannot be trained.
     """
-    from ..shared.workloads.shipped import shipped_family
+    from .shipped import shipped_family
 
     if dtype is not None and dtype not in _TRAINABLE:
         raise WorkloadError(f"dtype {dtype!r} cannot be trained; use {', '.join(_TRAINABLE)}.")
@@ -125,7 +125,7 @@ def _traced(request: TraceRequest, cache: Path | None, warn: Warn) -> Workload:
 
 def _shipped(described: ModelConfiguration, request: TraceRequest, warn: Warn) -> Workload | None:
     """The answer of the family that comes with the package; None, with a warning, if it has none."""
-    from ..shared.workloads.family import OutsideFamilyError
+    from .family import OutsideFamilyError
 
     family = resolve_family(described.name, dtype=request.dtype) if request.options.is_full else None
     if family is None:

@@ -14,8 +14,8 @@ from protwin.shared.schema.hardware import DeviceKind
 from protwin.shared.schema.plan import Plan
 from protwin.shared.schema.training_options import FULL_TRAINING, LoraOptions, TrainingOptions
 from protwin.shared.schema.workload import DType, Workload
-from protwin.sim import workload_source
-from protwin.sim.workload_source import resolve_family, resolve_workload
+from protwin.shared.workloads import source as workload_source
+from protwin.shared.workloads.source import resolve_family, resolve_workload
 from tests.shared.laid_out import decoder_workload
 
 CONFIGURATION = {"model_type": "gpt2", "n_layer": 2, "n_head": 2, "n_embd": 64, "vocab_size": 128, "n_positions": 64}

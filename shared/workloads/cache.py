@@ -14,11 +14,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
-from ..shared.basics.documents import Document
-from ..shared.basics.errors import FileError
-from ..shared.schema.hardware import DeviceKind
-from ..shared.schema.training_options import FULL_TRAINING, TrainingOptions
-from ..shared.schema.workload import Workload
+from ..basics.documents import Document
+from ..basics.errors import FileError
+from ..schema.hardware import DeviceKind
+from ..schema.training_options import FULL_TRAINING, TrainingOptions
+from ..schema.workload import Workload
 
 _SOFTWARE: Final = ("protwin", "torch", "transformers")
 _MAX_ENTRIES: Final = 64
@@ -100,11 +100,11 @@ def _version(package: str) -> str | None:
 
 def _tracer_fingerprint() -> str | None:
     """Hash of the tracer's sources, which change between releases in an editable installation; imports nothing."""
-    spec, shared = find_spec("protwin.runtime"), find_spec("protwin.shared.workloads.observation")
-    if spec is None or spec.origin is None or shared is None or shared.origin is None:
+    spec = find_spec("protwin.runtime")
+    if spec is None or spec.origin is None:
         return None
     digest = hashlib.sha256()
-    assembling = [Path(shared.origin).with_name(f"{name}.py") for name in ("observation", "workload_assembly")]
-    for path in (*sorted(Path(spec.origin).parent.glob("*.py")), *assembling):
-        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    for folder in (Path(spec.origin).parent, Path(__file__).parent):
+        for path in sorted(folder.rglob("*.py")):
+            digest.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..shared.schema.schedule import Lane, Schedule
-from .engine.timing import Timeline
+from protwin.shared.schema.schedule import Lane, Schedule
+from protwin.sim.engine.timing import Timeline
 
 
 def longest_path_s(schedule: Schedule, durations_s: Sequence[float], num_iterations: int) -> Timeline:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Final
 
-from ..shared.basics.errors import WorkloadError
-from ..shared.schema.hardware import DeviceKind, Hardware
-from ..shared.schema.workload import Workload
+from ..basics.errors import WorkloadError
+from ..schema.hardware import DeviceKind, Hardware
+from ..schema.workload import Workload
 
 _FUSED_ATTENTION: Final = "_scaled_dot_product_flash_attention"
 
