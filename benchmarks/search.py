@@ -46,7 +46,7 @@ from protwin.sim.searching.candidates import Candidates
 from protwin.sim.searching.problem import SearchProblem, search_problem
 from protwin.sim.searching.search import search
 from protwin.sim.space.space import SearchSpace
-from protwin.sim.space.step_spec import StepRule
+from protwin.sim.space.step_spec import StepSpec
 
 ROOMY_HOST_BYTES = 16 * 2**40
 """The largest models need more host memory than the machines of the catalogue have: the search is timed all the same,
@@ -90,7 +90,7 @@ class Case:
             load_hardware(self.machine),
             host_budget_bytes=self.host_budget_bytes,
             space=self.space,
-            rule=StepRule(max_gradient_norm=self.max_gradient_norm),
+            rule=StepSpec(max_gradient_norm=self.max_gradient_norm),
         )
 
     def search(self, workload: Workload) -> SearchResult:

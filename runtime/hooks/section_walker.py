@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ...shared.basics.errors import ScheduleError
 from ...shared.schema.plan import ActivationMode
-from ...shared.schema.schedule import Part, Section, TaskKind
+from ...shared.schema.schedule import OuterSection, Section, TaskKind
 from ...shared.schema.workload import BlockId
 from ..model.blocks import NamedBlock
 from ..model.nested_tensors import containers_as_they_are, tensors_in
@@ -133,7 +133,7 @@ class SectionWalker:
         self._backward_place = None
         self._is_backward_over = False
         self._has_backward = [False] * len(self._names)
-        self._listener.begin(TaskKind.FORWARD, Part.PROLOGUE)
+        self._listener.begin(TaskKind.FORWARD, OuterSection.PROLOGUE)
 
     def _enter_block(self, block: BlockId) -> Callable[..., None]:
         def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -150,7 +150,7 @@ class SectionWalker:
             self._next_block += 1
             self._listener.begin(TaskKind.FORWARD, block)
             if block == 0:
-                self._announce_at((args, kwargs), TaskKind.BACKWARD, Part.PROLOGUE)
+                self._announce_at((args, kwargs), TaskKind.BACKWARD, OuterSection.PROLOGUE)
 
         return enter
 
@@ -165,7 +165,7 @@ class SectionWalker:
                 )
             self._has_backward[block] = self._announce_at(output, self._first_backward_kind(block), block)
             if block == len(self._names) - 1:
-                self._listener.begin(TaskKind.FORWARD, Part.EPILOGUE)
+                self._listener.begin(TaskKind.FORWARD, OuterSection.EPILOGUE)
 
         return leave
 
@@ -175,7 +175,7 @@ class SectionWalker:
         self._is_active = False
         if self._next_block != len(self._names):
             raise missing_block(self._names[self._next_block])
-        self._announce_at(output, TaskKind.BACKWARD, Part.EPILOGUE)
+        self._announce_at(output, TaskKind.BACKWARD, OuterSection.EPILOGUE)
 
     # -- backward ----------------------------------------------------------------------------------------------------
 
@@ -200,12 +200,12 @@ class SectionWalker:
         return TaskKind.RECOMPUTE if self._modes[block] is ActivationMode.CHECKPOINT else TaskKind.BACKWARD
 
     def _backward_program(self) -> list[tuple[TaskKind, Section]]:
-        program: list[tuple[TaskKind, Section]] = [(TaskKind.BACKWARD, Part.EPILOGUE)]
+        program: list[tuple[TaskKind, Section]] = [(TaskKind.BACKWARD, OuterSection.EPILOGUE)]
         for index in reversed(range(len(self._names))):
             if self._modes[index] is ActivationMode.CHECKPOINT:
                 program.append((TaskKind.RECOMPUTE, BlockId(index)))
             program.append((TaskKind.BACKWARD, BlockId(index)))
-        program.append((TaskKind.BACKWARD, Part.PROLOGUE))
+        program.append((TaskKind.BACKWARD, OuterSection.PROLOGUE))
         return program
 
     def _advance(self, kind: TaskKind, section: Section) -> None:
@@ -227,7 +227,7 @@ class SectionWalker:
             self._listener.begin(announced, of)
 
     def _end_backward(self) -> None:
-        self._advance(TaskKind.BACKWARD, Part.PROLOGUE)
+        self._advance(TaskKind.BACKWARD, OuterSection.PROLOGUE)
         self._is_backward_over = True
         self._listener.end_backward()
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ...shared.basics.errors import WorkloadError
-from ...shared.basics.gc_pause import uncollected
+from ...shared.basics.gc_pause import gc_paused
 from ...shared.schema.hardware import DeviceKind
 from ...shared.schema.training_options import FULL_TRAINING, TrainingOptions
 from ...shared.schema.workload import DType, Workload
@@ -25,7 +25,7 @@ _LEARNED_POSITIONS: Final = ("bert", "gpt2", "gpt_neo", "opt")
 _AUTOCAST: Final = (DType.BFLOAT16, DType.FLOAT16)
 
 
-@uncollected()
+@gc_paused()
 def workload_of_configuration(
     configuration: Mapping[str, Any],
     *,

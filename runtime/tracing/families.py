@@ -11,7 +11,7 @@ from typing import Any, Final
 from torch import nn
 
 from ...shared.basics.errors import WorkloadError
-from ...shared.basics.gc_pause import uncollected
+from ...shared.basics.gc_pause import gc_paused
 from ...shared.schema.training_options import FULL_TRAINING, TrainingOptions
 from ...shared.schema.workload import DType
 from ...shared.workloads.assembly import TracedShape, assemble
@@ -36,7 +36,7 @@ _ABOUT: Final = 9
 _TWINS: Final = {DType.BFLOAT16: DType.FLOAT16, DType.FLOAT16: DType.BFLOAT16}
 
 
-@uncollected()
+@gc_paused()
 def family_of_configuration(
     configuration: Mapping[str, Any],
     *,

@@ -14,7 +14,7 @@ import torch
 
 from ...shared.basics.errors import DeviceOutOfMemoryError, ScheduleError
 from ...shared.basics.units import format_bytes
-from ...shared.schema.schedule import Content, Lane, Part, Schedule, Section, Task, TaskId, TaskKind
+from ...shared.schema.schedule import Content, Lane, OuterSection, Schedule, Section, Task, TaskId, TaskKind
 from ...shared.verify.guaranteed_peak import guaranteed_device_peak
 from ..chunks.placed_model import PlacedModel
 from ..devices.device import TrainingDevice
@@ -22,7 +22,7 @@ from ..devices.lanes import Span
 from ..hooks.swapping import SwappedBlock
 from ..recording.metering import Metering
 from ..recording.recorder import IterationLog
-from .transfer_lanes import LaneTasks
+from .transfer_lanes import TransferLanes
 
 
 class ComputeLane:
@@ -32,7 +32,7 @@ class ComputeLane:
         self,
         schedule: Schedule,
         placed: PlacedModel,
-        lanes: LaneTasks,
+        lanes: TransferLanes,
         metering: Metering,
         device: TrainingDevice,
         swapping: Mapping[int, SwappedBlock],
@@ -113,7 +113,7 @@ class ComputeLane:
     def is_before_forward(self) -> bool:
         """Whether a micro-batch's forward is what comes next."""
         task = self.task_at_hand
-        return self._running is None and (task.kind, task.section) == (TaskKind.FORWARD, Part.PROLOGUE)
+        return self._running is None and (task.kind, task.section) == (TaskKind.FORWARD, OuterSection.PROLOGUE)
 
     @property
     def is_backward_done(self) -> bool:

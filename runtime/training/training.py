@@ -50,7 +50,7 @@ from .guards import OffloadedWeights, refusing_access, refusing_other_optimizers
 from .model_state import state_on_host
 from .module_buffers import buffers_on
 from .supported import check_carried_out
-from .transfer_lanes import LaneTasks
+from .transfer_lanes import TransferLanes
 
 
 class Training:
@@ -147,7 +147,7 @@ class Training:
             steppers = [stepper.optimizer for stepper, _, _ in self._placed.steppers()]
             undo.enter_context(refusing_other_optimizers(model, [self.optimizer, *steppers]))
             swapping = swapped_blocks(model, self.schedule, device)
-            self._lanes = LaneTasks(self.schedule, self._placed, device, swapping, plan.max_gradient_norm)
+            self._lanes = TransferLanes(self.schedule, self._placed, device, swapping, plan.max_gradient_norm)
             undo.callback(self._lanes.close)
             self._compute = ComputeLane(self.schedule, self._placed, self._lanes, self._metering, device, swapping)
             modes = plan.modes(workload.num_blocks)

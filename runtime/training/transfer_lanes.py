@@ -21,7 +21,7 @@ from ..model.nested_tensors import storage_bytes
 from .stream_memory import stream_memory
 
 
-class LaneTasks:
+class TransferLanes:
     """Runs a schedule's transfers and CPU Adam, iteration after iteration, and counts what they move."""
 
     def __init__(

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def uncollected() -> Iterator[None]:
+def gc_paused() -> Iterator[None]:
     """Suspend the collection of cycles; it goes on afterwards if it was on before."""
     was_enabled = gc.isenabled()
     gc.disable()

@@ -6,7 +6,7 @@ from importlib.metadata import entry_points
 from typing import Any
 
 
-def extension(group: str, name: str) -> Any:
+def plugin(group: str, name: str) -> Any:
     """What the entry point ``name`` of ``group`` names.  Raises ModuleNotFoundError if it needs a missing extra."""
     found = entry_points(group=group, name=name)
     assert found, f"this package names {name} in {group}; install it again if its entry points are out of date"

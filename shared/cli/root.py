@@ -16,7 +16,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from ..basics.errors import ProtwinError
-from ..basics.gc_pause import uncollected
+from ..basics.gc_pause import gc_paused
 from .main import discard_output, report_interruption, report_mistake
 
 COMMANDS: Final[dict[str, str]] = {
@@ -142,7 +142,7 @@ class _LazyCommand(TyperCommand):
 
     def load(self) -> typer.Typer:
         """Import the command's module; gives its app."""
-        with uncollected():
+        with gc_paused():
             app = self._entry.load()
         assert isinstance(app, typer.Typer), f"{self._entry.value} is no typer app"
         return app

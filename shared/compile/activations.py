@@ -4,56 +4,56 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from ..schema.schedule import BufferId, Content, Memory, Part, Section
+from ..schema.schedule import AllocationId, Content, Memory, OuterSection, Section
 from ..schema.workload import BlockId, Phase
-from .builder import Program
+from .builder import ScheduleBuilder
 
 
 class Activations:
     """Outputs, saved activations and the incoming gradient ([Note: Memory of compute tasks] in ``compile.py``)."""
 
-    def __init__(self, program: Program) -> None:
-        self.program = program
+    def __init__(self, builder: ScheduleBuilder) -> None:
+        self.builder = builder
         self.level_bytes = 0
         """What phases have left so far by their net bytes, without the gradients of blocks."""
-        self.incoming: BufferId | None = None
+        self.incoming: AllocationId | None = None
         """What the latest backward handed on."""
-        self.left_over: list[BufferId] = []
+        self.left_over: list[AllocationId] = []
         """What the backwards of all micro-batches have left in the end: gradients outside every block."""
-        self._outputs: dict[Section, BufferId] = {}
-        self._saved: dict[Section, BufferId] = {}
+        self._outputs: dict[Section, AllocationId] = {}
+        self._saved: dict[Section, AllocationId] = {}
         self._swapped_bytes: dict[Section, int] = {}
 
     def run_phase(self, phase: Phase) -> None:
         """Count what a forward or recomputation leaves."""
         self.level_bytes += phase.net_bytes
 
-    def make_output(self, section: Section, size_bytes: int) -> BufferId:
+    def make_output(self, section: Section, size_bytes: int) -> AllocationId:
         """A new buffer for a section's output."""
-        self._outputs[section] = self.program.buffer(Content.OUTPUT, Memory.DEVICE, max(0, size_bytes), section=section)
+        self._outputs[section] = self.builder.buffer(Content.OUTPUT, Memory.DEVICE, max(0, size_bytes), section=section)
         return self._outputs[section]
 
-    def save(self, section: Section, size_bytes: int, *, swapped_bytes: int = 0) -> BufferId:
+    def save(self, section: Section, size_bytes: int, *, swapped_bytes: int = 0) -> AllocationId:
         """A new buffer for what a section saves for its backward and keeps on the device.
 
         The books count ``swapped_bytes`` as there too until its backward: they follow what phases leave, and a phase
         does not know what becomes of it.
         """
-        self._saved[section] = self.program.buffer(
+        self._saved[section] = self.builder.buffer(
             Content.ACTIVATIONS, Memory.DEVICE, max(0, size_bytes - swapped_bytes), section=section
         )
         self._swapped_bytes[section] = swapped_bytes
         return self._saved[section]
 
-    def input_of(self, block: BlockId) -> BufferId:
+    def input_of(self, block: BlockId) -> AllocationId:
         """The output of the section before ``block``."""
-        return self._outputs[BlockId(block - 1) if block > 0 else Part.PROLOGUE]
+        return self._outputs[BlockId(block - 1) if block > 0 else OuterSection.PROLOGUE]
 
-    def output_of(self, section: Section) -> BufferId:
+    def output_of(self, section: Section) -> AllocationId:
         """The output of ``section``."""
         return self._outputs[section]
 
-    def saved_by(self, section: Section) -> BufferId:
+    def saved_by(self, section: Section) -> AllocationId:
         """What ``section`` saved."""
         return self._saved[section]
 
@@ -64,8 +64,8 @@ class Activations:
         self.incoming = None
 
     def hand_over(
-        self, section: Section, phase: Phase, *, drops: Collection[BufferId], gradient_bytes: int = 0
-    ) -> BufferId:
+        self, section: Section, phase: Phase, *, drops: Collection[AllocationId], gradient_bytes: int = 0
+    ) -> AllocationId:
         """The INCOMING_GRADIENT buffer that the backward of ``section`` leaves for the one before it.
 
         It is what the measured level exceeds the other buffers by, once the backward has dropped ``drops``.
@@ -78,10 +78,10 @@ class Activations:
                 del table[key]
         self._swapped_bytes = {key: size for key, size in self._swapped_bytes.items() if key in self._saved}
         others = (*self._outputs.values(), *self._saved.values())
-        others_bytes = sum(self.program.buffers[buffer].size_bytes for buffer in others)
+        others_bytes = sum(self.builder.buffers[buffer].size_bytes for buffer in others)
         others_bytes += sum(self._swapped_bytes.values())
-        others_bytes += sum(self.program.buffers[buffer].size_bytes for buffer in self.left_over)
-        self.incoming = self.program.buffer(
+        others_bytes += sum(self.builder.buffers[buffer].size_bytes for buffer in self.left_over)
+        self.incoming = self.builder.buffer(
             Content.INCOMING_GRADIENT, Memory.DEVICE, max(0, self.level_bytes - others_bytes), section=section
         )
         return self.incoming

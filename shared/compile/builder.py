@@ -6,16 +6,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from ..layout.layout import ChunkId
-from ..schema.schedule import Buffer, BufferId, Content, Memory, Section, Task, TaskId, TaskKind
+from ..schema.schedule import Allocation, AllocationId, Content, Memory, Section, Task, TaskId, TaskKind
 from ..schema.workload import Phase
 
 
-class Program:
-    """Tasks in the order of the program.  Ids are places."""
+class ScheduleBuilder:
+    """Tasks in the order of the schedule.  Ids are places."""
 
     def __init__(self) -> None:
         self.tasks: list[Task] = []
-        self.buffers: list[Buffer] = []
+        self.buffers: list[Allocation] = []
         self.step_begin: list[TaskId] = []
         """The first compute task of every step."""
         self.step_end: list[TaskId] = []
@@ -33,12 +33,12 @@ class Program:
         section: Section | None = None,
         slot: int | None = None,
         is_static: bool = False,
-    ) -> BufferId:
+    ) -> AllocationId:
         """Add a buffer."""
-        buffer_id = BufferId(len(self.buffers))
+        buffer_id = AllocationId(len(self.buffers))
         micro_batch = 0 if is_static else self.micro_batch
         self.buffers.append(
-            Buffer(buffer_id, content, memory, size_bytes, chunk, section, micro_batch, slot, is_static)
+            Allocation(buffer_id, content, memory, size_bytes, chunk, section, micro_batch, slot, is_static)
         )
         return buffer_id
 
@@ -49,10 +49,10 @@ class Program:
         section: Section | None = None,
         chunk: ChunkId | None = None,
         after: Iterable[TaskId] = (),
-        makes: Iterable[BufferId] = (),
-        reads: Iterable[BufferId] = (),
-        updates: Iterable[BufferId] = (),
-        frees: Iterable[BufferId] = (),
+        makes: Iterable[AllocationId] = (),
+        reads: Iterable[AllocationId] = (),
+        updates: Iterable[AllocationId] = (),
+        frees: Iterable[AllocationId] = (),
         phase: Phase | None = None,
         moved_bytes: int = 0,
         num_stepped: int = 0,

@@ -63,11 +63,11 @@ from dataclasses import dataclass
 from ..layout.layout import Layout, build_layout, check_layout
 from ..layout.shards import stepped_bytes
 from ..schema.plan import ActivationMode, ParallelMode, Plan
-from ..schema.schedule import BufferId, Content, Memory, Part, Schedule, TaskId, TaskKind
+from ..schema.schedule import AllocationId, Content, Memory, OuterSection, Schedule, TaskId, TaskKind
 from ..schema.shared_inputs import SharedBytes
 from ..schema.workload import BlockId, Phase, Workload, check_plan
 from .activations import Activations
-from .builder import Program
+from .builder import ScheduleBuilder
 from .gathers import Gathers, allocate_homes
 from .swaps import Swaps
 from .updates import Updates
@@ -93,12 +93,12 @@ class _Coming:
     """What comes to the device for one step."""
 
     awaited: tuple[TaskId, ...]
-    swapped: tuple[BufferId, ...]
+    swapped: tuple[AllocationId, ...]
     """The buffers for what its block had swapped."""
 
 
 class _Compiler:
-    """Builds one schedule; the order of the methods is the order of the program."""
+    """Builds one schedule; the order of the calls is the order of the schedule."""
 
     def __init__(self, plan: Plan, workload: Workload, layout: Layout) -> None:
         self.plan = plan
@@ -106,20 +106,20 @@ class _Compiler:
         self.num_blocks = workload.num_blocks
         self.modes = plan.modes(self.num_blocks)
         persistent = layout.persistent(plan.n_persist)
-        self.program = Program()
-        self.program.buffer(Content.RESIDENT, Memory.DEVICE, workload.resident_bytes, is_static=True)
-        homes = allocate_homes(self.program, plan, workload.parameters, layout, persistent)
-        self.gathers = Gathers(self.program, plan, layout, homes, persistent)
-        self.updates = Updates(self.program, plan, workload.parameters, layout, homes, persistent)
-        self.activations = Activations(self.program)
-        self.swaps = Swaps(self.program, plan, workload, self.modes)
+        self.builder = ScheduleBuilder()
+        self.builder.buffer(Content.RESIDENT, Memory.DEVICE, workload.resident_bytes, is_static=True)
+        homes = allocate_homes(self.builder, plan, workload.parameters, layout, persistent)
+        self.gathers = Gathers(self.builder, plan, layout, homes, persistent)
+        self.updates = Updates(self.builder, plan, workload.parameters, layout, homes, persistent)
+        self.activations = Activations(self.builder)
+        self.swaps = Swaps(self.builder, plan, workload, self.modes)
         self.coming: list[_Coming] = []
         """What comes to the device for each step, as far as it has been added."""
         self.shared = SharedBytes(workload.shared_inputs, self.modes)
 
     def run(self) -> Schedule:
         for micro_batch in range(self.plan.micro_batches):
-            self.program.micro_batch = micro_batch
+            self.builder.micro_batch = micro_batch
             first_step = 2 * self.num_blocks * micro_batch
             self._prologue_forward()
             for block in range(self.num_blocks):
@@ -129,15 +129,15 @@ class _Compiler:
                 self._backward(BlockId(block), step=first_step + 2 * self.num_blocks - 1 - block)
             end = self._prologue_backward()
         self.updates.reduce_outer(self.activations.left_over, after=end)
-        self.program.micro_batch = 0
+        self.builder.micro_batch = 0
         self.updates.limit_norm(self.activations.left_over, after=end)
         self.updates.device_adam(self.activations.left_over)
         self.gathers.link_previous_iteration(self.updates.adam_of)
         self.updates.link_previous_iteration()
         return Schedule(
             plan_id=self.plan.identity,
-            tasks=tuple(self.program.tasks),
-            buffers=tuple(self.program.buffers),
+            tasks=tuple(self.builder.tasks),
+            buffers=tuple(self.builder.buffers),
             num_slots=self.plan.n_buffer,
             num_blocks=self.num_blocks,
             prefetch_depth=self.plan.prefetch_depth,
@@ -176,38 +176,38 @@ class _Compiler:
 
     def _send_next(self) -> None:
         step = len(self.coming)
-        now, self.program.micro_batch = self.program.micro_batch, step // (2 * self.num_blocks)
+        now, self.builder.micro_batch = self.builder.micro_batch, step // (2 * self.num_blocks)
         block = self._fetching_block(step)
         fetches, swapped = ([], []) if block is None else self.swaps.fetch(block, step=step)
         self.coming.append(_Coming((*self.gathers.begin(step), *fetches), tuple(swapped)))
-        self.program.micro_batch = now
+        self.builder.micro_batch = now
 
     # -- forward -----------------------------------------------------------------------------------------------------
 
     def _prologue_forward(self) -> None:
         phase = self.workload.prologue_forward
         self.activations.run_phase(phase)
-        self.program.task(
+        self.builder.task(
             TaskKind.FORWARD,
-            section=Part.PROLOGUE,
+            section=OuterSection.PROLOGUE,
             reads=self.gathers.unowned_parameters(),
-            makes=(self.activations.make_output(Part.PROLOGUE, phase.net_bytes),),
+            makes=(self.activations.make_output(OuterSection.PROLOGUE, phase.net_bytes),),
             phase=phase,
         )
 
     def _forward(self, block: BlockId, *, step: int) -> None:
         wait = (*self._coming_for(step).awaited, *self.swaps.gone_before(step))
-        if self.program.micro_batch:
+        if self.builder.micro_batch:
             wait += self.updates.gone_before(step)
         profile = self.workload.profile_of(block)
         mode = self.modes[block]
         phase = profile.forward_in(mode).with_shared(held_bytes=self.shared.let_go_later[block])
         self.activations.run_phase(phase)
         reads = (*self.gathers.parameters(block, step=step), self.activations.input_of(block))
-        swapped: list[BufferId] = []
+        swapped: list[AllocationId] = []
         if mode is not ActivationMode.CHECKPOINT:
             swapped = self.swaps.save(block) if mode is ActivationMode.SWAP else []
-            swapped_bytes = sum(self.program.buffers[buffer].size_bytes for buffer in swapped)
+            swapped_bytes = sum(self.builder.buffers[buffer].size_bytes for buffer in swapped)
             # What a forward frees that was there before, its input if nobody saves that, is taken off its output.
             made = [
                 self.activations.make_output(block, min(profile.output_bytes, phase.net_bytes - swapped_bytes)),
@@ -217,7 +217,7 @@ class _Compiler:
         else:
             # Whatever a checkpointed forward leaves beside its output (the random generator's state) goes with it.
             made = [self.activations.make_output(block, phase.net_bytes)]
-        task = self.program.task(
+        task = self.builder.task(
             TaskKind.FORWARD,
             section=block,
             after=wait,
@@ -226,7 +226,7 @@ class _Compiler:
             reads=reads,
             phase=phase,
         )
-        self.program.end_step(task, task)
+        self.builder.end_step(task, task)
         self.swaps.offload(block, swapped, step=step)
         self._send_ahead(step)
 
@@ -237,21 +237,21 @@ class _Compiler:
         forward = self.workload.epilogue_forward.with_shared(held_bytes=self.shared.let_go_later[None])
         backward = self.workload.epilogue_backward
         self.activations.run_phase(forward)
-        saved = self.activations.save(Part.EPILOGUE, forward.net_bytes)
-        self.program.task(
-            TaskKind.FORWARD, section=Part.EPILOGUE, makes=(saved,), reads=(*parameters, last), phase=forward
+        saved = self.activations.save(OuterSection.EPILOGUE, forward.net_bytes)
+        self.builder.task(
+            TaskKind.FORWARD, section=OuterSection.EPILOGUE, makes=(saved,), reads=(*parameters, last), phase=forward
         )
-        self.program.task(
+        self.builder.task(
             TaskKind.BACKWARD,
-            section=Part.EPILOGUE,
+            section=OuterSection.EPILOGUE,
             makes=(
                 self.activations.hand_over(
-                    Part.EPILOGUE, backward, drops=(saved, last), gradient_bytes=self._added_bytes(backward)
+                    OuterSection.EPILOGUE, backward, drops=(saved, last), gradient_bytes=self._added_bytes(backward)
                 ),
             ),
             frees=(saved, last),
             reads=(*parameters, saved, last),
-            phase=backward.adding if self.program.micro_batch else backward,
+            phase=backward.adding if self.builder.micro_batch else backward,
         )
 
     # -- backward ----------------------------------------------------------------------------------------------------
@@ -265,7 +265,7 @@ class _Compiler:
         recompute = None
         if self.modes[block] is ActivationMode.CHECKPOINT:
             self.activations.run_phase(profile.recompute)
-            recompute = self.program.task(
+            recompute = self.builder.task(
                 TaskKind.RECOMPUTE,
                 section=block,
                 after=wait,
@@ -285,7 +285,7 @@ class _Compiler:
         incoming = self.activations.hand_over(
             block, phase, drops=drops, gradient_bytes=self._own_gradient_bytes(phase, gradient_bytes)
         )
-        end = self.program.task(
+        end = self.builder.task(
             TaskKind.BACKWARD,
             section=block,
             after=wait,
@@ -293,9 +293,9 @@ class _Compiler:
             frees=(*drops, *swapped, handed, *self.gathers.released_by(step)),
             reads=(*parameters, before, saved, *swapped, handed, *added),
             updates=added,
-            phase=phase.adding if self.program.micro_batch and not gradients else phase,
+            phase=phase.adding if self.builder.micro_batch and not gradients else phase,
         )
-        self.program.end_step(end if recompute is None else recompute, end)
+        self.builder.end_step(end if recompute is None else recompute, end)
         self.updates.end_backward(block, step=step)
         self._send_ahead(step)
 
@@ -307,27 +307,27 @@ class _Compiler:
         """
         if not phase.gradient_bytes:
             return buffers_bytes
-        return phase.gradient_bytes if self.program.micro_batch else min(buffers_bytes, phase.gradient_bytes)
+        return phase.gradient_bytes if self.builder.micro_batch else min(buffers_bytes, phase.gradient_bytes)
 
     def _added_bytes(self, phase: Phase) -> int:
         """Gradients that a backward adds to those of earlier micro-batches, where its phase left new ones."""
-        return phase.gradient_bytes if self.program.micro_batch else 0
+        return phase.gradient_bytes if self.builder.micro_batch else 0
 
     def _prologue_backward(self) -> TaskId:
-        handed, output = self.activations.incoming, self.activations.output_of(Part.PROLOGUE)
+        handed, output = self.activations.incoming, self.activations.output_of(OuterSection.PROLOGUE)
         assert handed is not None
         phase = self.workload.prologue_backward
         made = self.activations.hand_over(
-            Part.PROLOGUE, phase, drops=(output,), gradient_bytes=self._added_bytes(phase)
+            OuterSection.PROLOGUE, phase, drops=(output,), gradient_bytes=self._added_bytes(phase)
         )
         added = self.activations.left_over[:1]
         self.activations.end_micro_batch()
-        return self.program.task(
+        return self.builder.task(
             TaskKind.BACKWARD,
-            section=Part.PROLOGUE,
+            section=OuterSection.PROLOGUE,
             makes=(made,),
             frees=(output, handed),
             reads=(*self.gathers.unowned_parameters(), output, handed, *added),
             updates=added,
-            phase=phase.adding if self.program.micro_batch else phase,
+            phase=phase.adding if self.builder.micro_batch else phase,
         )

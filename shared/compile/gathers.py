@@ -9,23 +9,23 @@ from ..layout.layout import ChunkId, Layout
 from ..layout.shards import RankPart, rank_part
 from ..layout.slots import assign_slots
 from ..schema.plan import ParallelMode, Plan
-from ..schema.schedule import BufferId, Content, Memory, TaskId, TaskKind
+from ..schema.schedule import AllocationId, Content, Memory, TaskId, TaskKind
 from ..schema.workload import BlockId, Parameter
-from .builder import Program
+from .builder import ScheduleBuilder
 
 
 @dataclass(frozen=True)
 class Homes:
     """The static buffers of every chunk: on the device if it is persistent or sharded, else on the host."""
 
-    parameters: Mapping[ChunkId, BufferId]
-    state: Mapping[ChunkId, BufferId]
+    parameters: Mapping[ChunkId, AllocationId]
+    state: Mapping[ChunkId, AllocationId]
     """Of trainable chunks."""
-    staging: Mapping[ChunkId, BufferId]
+    staging: Mapping[ChunkId, AllocationId]
     """Of offloaded trainable chunks: where their gradients arrive, and where those of later micro-batches are added."""
-    arrivals: Mapping[ChunkId, BufferId]
+    arrivals: Mapping[ChunkId, AllocationId]
     """Where the gradients of later micro-batches arrive, if there are any."""
-    reduced: Mapping[ChunkId, BufferId]
+    reduced: Mapping[ChunkId, AllocationId]
     """Of sharded trainable chunks: the rank's part of their gradients on its device."""
     parts: Mapping[ChunkId, RankPart]
     """Of all chunks that are gathered: what one rank holds of them."""
@@ -34,7 +34,11 @@ class Homes:
 
 
 def allocate_homes(
-    program: Program, plan: Plan, parameters_of: Sequence[Parameter], layout: Layout, persistent: frozenset[ChunkId]
+    builder: ScheduleBuilder,
+    plan: Plan,
+    parameters_of: Sequence[Parameter],
+    layout: Layout,
+    persistent: frozenset[ChunkId],
 ) -> Homes:
     """Add the static buffers of all chunks."""
     sharded = layout.sharded(plan.n_persist, plan.n_shard)
@@ -43,26 +47,26 @@ def allocate_homes(
         for c in layout.chunks
         if c.id not in persistent
     }
-    parameters: dict[ChunkId, BufferId] = {}
-    state: dict[ChunkId, BufferId] = {}
-    staging: dict[ChunkId, BufferId] = {}
-    arrivals: dict[ChunkId, BufferId] = {}
-    reduced: dict[ChunkId, BufferId] = {}
+    parameters: dict[ChunkId, AllocationId] = {}
+    state: dict[ChunkId, AllocationId] = {}
+    staging: dict[ChunkId, AllocationId] = {}
+    arrivals: dict[ChunkId, AllocationId] = {}
+    reduced: dict[ChunkId, AllocationId] = {}
     for chunk in layout.chunks:
         is_persistent = chunk.id in persistent
         is_on_device = is_persistent or chunk.id in sharded
         place = Memory.DEVICE if is_on_device else Memory.PINNED_HOST
         size_bytes = chunk.size_bytes if is_persistent else parts[chunk.id].parameter_bytes
-        parameters[chunk.id] = program.buffer(Content.PARAMETERS, place, size_bytes, chunk=chunk.id, is_static=True)
+        parameters[chunk.id] = builder.buffer(Content.PARAMETERS, place, size_bytes, chunk=chunk.id, is_static=True)
         if not chunk.is_trainable:
             continue
         place = Memory.DEVICE if is_on_device else Memory.HOST
         size_bytes = chunk.state_bytes if is_persistent else parts[chunk.id].state_bytes
-        state[chunk.id] = program.buffer(Content.OPTIMIZER_STATE, place, size_bytes, chunk=chunk.id, is_static=True)
+        state[chunk.id] = builder.buffer(Content.OPTIMIZER_STATE, place, size_bytes, chunk=chunk.id, is_static=True)
         if is_persistent:
             continue
         if chunk.id in sharded:
-            reduced[chunk.id] = program.buffer(
+            reduced[chunk.id] = builder.buffer(
                 Content.REDUCED_GRADIENTS,
                 Memory.DEVICE,
                 parts[chunk.id].gradient_bytes,
@@ -71,23 +75,23 @@ def allocate_homes(
             )
             continue
         staging_bytes = parts[chunk.id].staging_bytes
-        staging[chunk.id] = program.buffer(
+        staging[chunk.id] = builder.buffer(
             Content.GRADIENTS, Memory.PINNED_HOST, staging_bytes, chunk=chunk.id, is_static=True
         )
         if plan.micro_batches > 1:
-            arrivals[chunk.id] = program.buffer(
+            arrivals[chunk.id] = builder.buffer(
                 Content.ARRIVING_GRADIENTS, Memory.PINNED_HOST, staging_bytes, chunk=chunk.id, is_static=True
             )
     return Homes(parameters, state, staging, arrivals, reduced, parts, sharded)
 
 
 class Gathers:
-    """The stays of chunks that are gathered, added to the program step by step ([Note: Steps] in ``compile.py``)."""
+    """The stays of chunks that are gathered, added to the schedule step by step ([Note: Steps] in ``compile.py``)."""
 
     def __init__(
-        self, program: Program, plan: Plan, layout: Layout, homes: Homes, persistent: frozenset[ChunkId]
+        self, builder: ScheduleBuilder, plan: Plan, layout: Layout, homes: Homes, persistent: frozenset[ChunkId]
     ) -> None:
-        self.program = program
+        self.builder = builder
         self.prefetch_depth = plan.prefetch_depth
         self.layout = layout
         self.homes = homes
@@ -103,7 +107,7 @@ class Gathers:
             self._ends.setdefault(stay.last_step, []).append(index)
         self._latest_stay: dict[ChunkId, int] = {}
         """Of every chunk that has been gathered."""
-        self._buffers: list[BufferId] = []
+        self._buffers: list[AllocationId] = []
         self._tasks: list[TaskId] = []
         self._resident = {chunk: homes.parameters[chunk] for chunk in persistent}
         self._stay_at = self._stays_by_step()
@@ -117,7 +121,7 @@ class Gathers:
             found.append({chunk: latest[chunk] for chunk in chunks})
         return found
 
-    def parameters(self, block: BlockId, *, step: int) -> tuple[BufferId, ...]:
+    def parameters(self, block: BlockId, *, step: int) -> tuple[AllocationId, ...]:
         """Where the chunks of a block lie on the device during ``step``, for which all gathers have been added."""
         stay_of = self._stay_at[step]
         return tuple(
@@ -125,7 +129,7 @@ class Gathers:
             for chunk in self.layout.chunks_of_block[block]
         )
 
-    def unowned_parameters(self) -> tuple[BufferId, ...]:
+    def unowned_parameters(self) -> tuple[AllocationId, ...]:
         """Where the chunks outside every block lie."""
         return tuple(self._resident[chunk] for chunk in sorted(self.layout.unowned))
 
@@ -146,14 +150,14 @@ class Gathers:
         """
         return tuple(self._gather(index) for index in self._begins.get(step, ()))
 
-    def released_by(self, step: int) -> tuple[BufferId, ...]:
+    def released_by(self, step: int) -> tuple[AllocationId, ...]:
         """The buffers of the chunks whose stay ends with ``step``."""
         return tuple(self._buffers[index] for index in self._ends.get(step, ()))
 
     def _gather(self, index: int) -> TaskId:
         stay = self.stays[index]
         chunk = self.layout.chunks[stay.chunk]
-        step_end = self.program.step_end
+        step_end = self.builder.step_end
         after = []
         before = [stay.previous, self._latest_stay.get(stay.chunk)]
         after += [step_end[self.stays[index].last_step] for index in before if index is not None]
@@ -161,11 +165,11 @@ class Gathers:
         if window >= 0:
             after.append(step_end[window])
         part = self.homes.parts[chunk.id]
-        buffer = self.program.buffer(
+        buffer = self.builder.buffer(
             Content.PARAMETERS, Memory.DEVICE, part.gathered_bytes, chunk=chunk.id, slot=stay.slot
         )
         is_on_device = chunk.id in self.homes.sharded
-        task = self.program.task(
+        task = self.builder.task(
             TaskKind.ALL_GATHER if is_on_device else TaskKind.GATHER,
             chunk=chunk.id,
             after=after,
@@ -179,7 +183,7 @@ class Gathers:
         self._tasks.append(task)
         if is_on_device or not self.has_shards:
             return task
-        return self.program.task(
+        return self.builder.task(
             TaskKind.ALL_GATHER,
             chunk=chunk.id,
             after=(task,),
@@ -191,7 +195,7 @@ class Gathers:
 
     def link_previous_iteration(self, adam_of: Mapping[ChunkId, TaskId]) -> None:
         """Add what gathers wait for in the previous iteration: their slot, their window, their chunk."""
-        step_end = self.program.step_end
+        step_end = self.builder.step_end
         last_in_slot = {stay.slot: step_end[stay.last_step] for stay in self.stays}
         waits: dict[TaskId, list[TaskId]] = {}
         gathered: set[ChunkId] = set()
@@ -208,4 +212,4 @@ class Gathers:
                 last_stay = self.stays[self._latest_stay[stay.chunk]]
                 wait.append(adam_of.get(stay.chunk, step_end[last_stay.last_step]))
             gathered.add(stay.chunk)
-        self.program.wait_for_previous(waits)
+        self.builder.wait_for_previous(waits)

@@ -9,9 +9,9 @@ from ..layout.adam_memory import device_adam_peak_bytes, part_peak_bytes
 from ..layout.layout import Chunk, ChunkId, Layout
 from ..layout.shards import stepped_bytes
 from ..schema.plan import ParallelMode, Plan
-from ..schema.schedule import BufferId, Content, Memory, Part, TaskId, TaskKind
+from ..schema.schedule import AllocationId, Content, Memory, OuterSection, TaskId, TaskKind
 from ..schema.workload import BlockId, Parameter, Phase
-from .builder import Program
+from .builder import ScheduleBuilder
 from .gathers import Homes
 
 NORM_BYTES: Final = 8
@@ -26,14 +26,14 @@ class Updates:
 
     def __init__(
         self,
-        program: Program,
+        builder: ScheduleBuilder,
         plan: Plan,
         parameters: Sequence[Parameter],
         layout: Layout,
         homes: Homes,
         persistent: frozenset[ChunkId],
     ) -> None:
-        self.program = program
+        self.builder = builder
         self.prefetch_depth = plan.prefetch_depth
         self.parameters = parameters
         self.layout = layout
@@ -41,7 +41,7 @@ class Updates:
         self.persistent = persistent
         self.adam_of: dict[ChunkId, TaskId] = {}
         """What steps every trainable chunk that is gathered: its CPU Adam, or device Adam if it is sharded."""
-        self._gradients: dict[ChunkId, list[BufferId]] = {chunk.id: [] for chunk in layout.chunks}
+        self._gradients: dict[ChunkId, list[AllocationId]] = {chunk.id: [] for chunk in layout.chunks}
         self._leaving_at_step: dict[int, list[TaskId]] = {}
         """What takes gradients off the device: copies to the host, reductions to the rank's part of them."""
         self._arrived: dict[ChunkId, TaskId] = {}
@@ -54,22 +54,22 @@ class Updates:
         self._summed: list[TaskId] = []
         """What has added up the gradients that stay on the device, whole or in parts."""
 
-    def make_gradients(self, block: BlockId) -> tuple[list[BufferId], list[BufferId], int]:
+    def make_gradients(self, block: BlockId) -> tuple[list[AllocationId], list[AllocationId], int]:
         """New buffers for the gradients of the block in each of its chunks, those that it adds to, and all its bytes.
 
         Gradients of persistent chunks stay from one micro-batch to the next, which adds to them.
         """
-        made: list[BufferId] = []
-        added: list[BufferId] = []
+        made: list[AllocationId] = []
+        added: list[AllocationId] = []
         total = 0
         for chunk_id in self.layout.chunks_of_block[block]:
             chunk = self.layout.chunks[chunk_id]
             size_bytes = chunk.gradient_bytes[chunk.blocks.index(block)]
             total += size_bytes
-            if size_bytes and self.program.micro_batch and chunk_id in self.persistent:
-                added += [b for b in self._gradients[chunk_id] if self.program.buffers[b].section == block]
+            if size_bytes and self.builder.micro_batch and chunk_id in self.persistent:
+                added += [b for b in self._gradients[chunk_id] if self.builder.buffers[b].section == block]
             elif size_bytes:
-                buffer = self.program.buffer(
+                buffer = self.builder.buffer(
                     Content.GRADIENTS, Memory.DEVICE, size_bytes, chunk=chunk_id, section=block
                 )
                 self._gradients[chunk_id].append(buffer)
@@ -86,19 +86,19 @@ class Updates:
             chunk = self.layout.chunks[chunk_id]
             if not chunk.is_trainable or chunk.blocks[0] != block:
                 continue
-            end = self.program.step_end[step]
+            end = self.builder.step_end[step]
             if chunk.id in self.homes.sharded:
                 scattered = self._scatter(chunk, after=end)
                 self._summed.append(scattered)
                 self._leaving_at_step.setdefault(step, []).append(scattered)
             elif chunk.id not in self.persistent:
                 self._leaving_at_step.setdefault(step, []).append(self._offload(chunk, after=end))
-            elif self.num_ranks > 1 and self.program.micro_batch == self.last_micro_batch:
+            elif self.num_ranks > 1 and self.builder.micro_batch == self.last_micro_batch:
                 self._summed.append(self._all_reduce(chunk, tuple(self._gradients[chunk.id]), after=end))
 
-    def _all_reduce(self, chunk: Chunk, gradients: tuple[BufferId, ...], *, after: TaskId) -> TaskId:
+    def _all_reduce(self, chunk: Chunk, gradients: tuple[AllocationId, ...], *, after: TaskId) -> TaskId:
         """Add up the gradients of a chunk where they lie."""
-        return self.program.task(
+        return self.builder.task(
             TaskKind.ALL_REDUCE,
             chunk=chunk.id,
             after=(after,),
@@ -108,15 +108,15 @@ class Updates:
             num_ranks=self.num_ranks,
         )
 
-    def reduce_outer(self, left_over: Sequence[BufferId], *, after: TaskId) -> None:
+    def reduce_outer(self, left_over: Sequence[AllocationId], *, after: TaskId) -> None:
         """Add up what ranks have of the gradients outside every block; ``left_over`` hold them."""
         outer = [self.layout.chunks[chunk] for chunk in self.layout.unowned]
         moved_bytes = sum(sum(chunk.gradient_bytes) for chunk in outer)
         if self.num_ranks > 1 and moved_bytes:
             self._summed.append(
-                self.program.task(
+                self.builder.task(
                     TaskKind.ALL_REDUCE,
-                    section=Part.PROLOGUE,
+                    section=OuterSection.PROLOGUE,
                     after=(after,),
                     reads=left_over,
                     updates=left_over,
@@ -125,19 +125,19 @@ class Updates:
                 )
             )
 
-    def _reduce(self, chunk: Chunk, *, after: TaskId) -> tuple[TaskId, tuple[BufferId, ...]]:
+    def _reduce(self, chunk: Chunk, *, after: TaskId) -> tuple[TaskId, tuple[AllocationId, ...]]:
         """What the copy of a chunk's gradients waits for, and the buffers that it reads; ranks have added them up."""
         if self.has_shards:
             task = self._scatter(chunk, after=after)
-            return task, tuple(b for b in self.program.tasks[task].allocates if self._is_reduced(b))
+            return task, tuple(b for b in self.builder.tasks[task].allocates if self._is_reduced(b))
         gradients = tuple(self._gradients[chunk.id])
         self._gradients[chunk.id].clear()
         if self.num_ranks == 1:
             return after, gradients
         return self._all_reduce(chunk, gradients, after=after), gradients
 
-    def _is_reduced(self, buffer: BufferId) -> bool:
-        return self.program.buffers[buffer].content is Content.REDUCED_GRADIENTS
+    def _is_reduced(self, buffer: AllocationId) -> bool:
+        return self.builder.buffers[buffer].content is Content.REDUCED_GRADIENTS
 
     def _scatter(self, chunk: Chunk, *, after: TaskId) -> TaskId:
         """Add up the gradients of a chunk, of which every rank keeps its part: made anew, or where it lies for good.
@@ -148,14 +148,14 @@ class Updates:
         self._gradients[chunk.id].clear()
         part = self.homes.parts[chunk.id]
         home = self.homes.reduced.get(chunk.id)
-        is_added = home is not None and self.program.micro_batch > 0
-        made = [self.program.buffer(Content.FLAT_GRADIENTS, Memory.DEVICE, part.reduced_bytes, chunk=chunk.id)]
+        is_added = home is not None and self.builder.micro_batch > 0
+        made = [self.builder.buffer(Content.FLAT_GRADIENTS, Memory.DEVICE, part.reduced_bytes, chunk=chunk.id)]
         if home is None or is_added:
             made.append(
-                self.program.buffer(Content.REDUCED_GRADIENTS, Memory.DEVICE, part.gradient_bytes, chunk=chunk.id)
+                self.builder.buffer(Content.REDUCED_GRADIENTS, Memory.DEVICE, part.gradient_bytes, chunk=chunk.id)
             )
         kept = () if home is None else (home,)
-        return self.program.task(
+        return self.builder.task(
             TaskKind.REDUCE_SCATTER,
             chunk=chunk.id,
             after=(after,),
@@ -172,12 +172,12 @@ class Updates:
         after, gradients = self._reduce(chunk, after=after)
         part = self.homes.parts[chunk.id]
         staging = self.homes.staging[chunk.id]
-        is_first = self.program.micro_batch == 0
+        is_first = self.builder.micro_batch == 0
         waits = [after]
-        if self.program.micro_batch > 1:
+        if self.builder.micro_batch > 1:
             # The arrivals of the micro-batch before must have been added.
             waits.append(self._arrived[chunk.id])
-        offload = self._arrived[chunk.id] = self.program.task(
+        offload = self._arrived[chunk.id] = self.builder.task(
             TaskKind.GRADIENT_OFFLOAD,
             chunk=chunk.id,
             after=waits,
@@ -188,7 +188,7 @@ class Updates:
         )
         if not is_first:
             arrivals = self.homes.arrivals[chunk.id]
-            self._arrived[chunk.id] = self.program.task(
+            self._arrived[chunk.id] = self.builder.task(
                 TaskKind.GRADIENT_ACCUMULATE,
                 chunk=chunk.id,
                 after=(offload,),
@@ -196,14 +196,14 @@ class Updates:
                 updates=(staging,),
                 stepped_bytes=3 * part.gradient_bytes,
             )
-        if self.program.micro_batch == self.last_micro_batch and self.max_gradient_norm is None:
+        if self.builder.micro_batch == self.last_micro_batch and self.max_gradient_norm is None:
             self._cpu_adam(chunk, after=self._arrived[chunk.id])
         return offload
 
     def _cpu_adam(self, chunk: Chunk, *, after: TaskId) -> None:
         stepped = (self.homes.state[chunk.id], self.homes.parameters[chunk.id])
         part = self.homes.parts[chunk.id]
-        self.adam_of[chunk.id] = self.program.task(
+        self.adam_of[chunk.id] = self.builder.task(
             TaskKind.CPU_ADAM,
             chunk=chunk.id,
             after=(after,),
@@ -217,7 +217,7 @@ class Updates:
         """Traffic of scaling gradients down to the limit of their norm: in and out."""
         return 0 if self.max_gradient_norm is None else 2 * gradient_bytes
 
-    def limit_norm(self, left_over: Sequence[BufferId], *, after: TaskId) -> None:
+    def limit_norm(self, left_over: Sequence[AllocationId], *, after: TaskId) -> None:
         """If there is a limit: the norm of all gradients, and CPU Adam of every offloaded chunk after it.
 
         Adam takes the chunks in the order in which the next iteration needs them.
@@ -227,7 +227,7 @@ class Updates:
         staged = sorted(self._arrived)
         parts = self.homes.reduced.values()
         waiting = [b for chunk in self.layout.chunks if chunk.id in self.persistent for b in self._gradients[chunk.id]]
-        norm = self.program.task(
+        norm = self.builder.task(
             TaskKind.GRADIENT_NORM,
             after=(after, *self._arrived.values(), *self._summed),
             reads=(*(self.homes.staging[chunk] for chunk in staged), *parts, *left_over, *waiting),
@@ -235,14 +235,14 @@ class Updates:
         )
         if self.has_shards and (staged or parts):
             # Of sharded gradients every rank knows the norm of its own shards only.
-            norm = self.program.task(
+            norm = self.builder.task(
                 TaskKind.ALL_REDUCE, after=(norm,), moved_bytes=NORM_BYTES, num_ranks=self.num_ranks
             )
         self._norm = (norm,)
         for chunk_id in staged:
             self._cpu_adam(self.layout.chunks[chunk_id], after=norm)
 
-    def device_adam(self, left_over: Sequence[BufferId]) -> None:
+    def device_adam(self, left_over: Sequence[AllocationId]) -> None:
         """Step persistent and sharded chunks; ``left_over`` are the gradients outside every block."""
         chunks = [c for c in self.layout.chunks if c.id in self.persistent and c.is_trainable]
         shards = [c for c in self.layout.chunks if c.id in self.homes.reduced]
@@ -256,7 +256,7 @@ class Updates:
             device_adam_peak_bytes(chunks, self.parameters),
             part_peak_bytes(shards, chunks, self.parameters, self.num_ranks),
         )
-        adam = self.program.task(
+        adam = self.builder.task(
             TaskKind.DEVICE_ADAM,
             phase=Phase(curve=((1.0, widened_bytes),)) if widened_bytes else None,
             after=(*self._norm, *self._summed),
@@ -274,10 +274,10 @@ class Updates:
 
     def link_previous_iteration(self) -> None:
         """Add which gradients of the previous iteration must have gone before the first steps begin."""
-        num_steps = len(self.program.step_end)
-        self.program.wait_for_previous(
+        num_steps = len(self.builder.step_end)
+        self.builder.wait_for_previous(
             {
-                self.program.step_begin[step]: offloads
+                self.builder.step_begin[step]: offloads
                 for step in range(min(num_steps, self.prefetch_depth + 1))
                 if (offloads := self._leaving_at_step.get(step - self.prefetch_depth - 1 + num_steps))
             }

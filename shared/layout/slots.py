@@ -1,4 +1,4 @@
-"""Buffer slots, assigned at compile time like registers.
+"""Allocation slots, assigned at compile time like registers.
 
 Given which chunks each step of the iteration needs, decide when each is gathered, into which slot, and when it goes.
 When every slot is taken, the chunk whose next use lies farthest ahead makes room (Belady's rule: the fewest gathers
@@ -16,7 +16,7 @@ from .layout import ChunkId
 
 
 @dataclass(slots=True)
-class Residency:
+class Stay:
     """One stay of a chunk on the device."""
 
     chunk: ChunkId
@@ -53,7 +53,7 @@ class Uses:
         return cls(needed, following, max(map(len, needed), default=0), len(upcoming))
 
 
-def assign_slots(needed: Sequence[Sequence[ChunkId]] | Uses, n_buffer: int) -> list[Residency]:
+def assign_slots(needed: Sequence[Sequence[ChunkId]] | Uses, n_buffer: int) -> list[Stay]:
     """The stays of all chunks, in gathering order.
 
     ``needed[step]`` are the offloaded chunks that a step uses; ``Uses`` of them spare looking them through again.
@@ -66,8 +66,8 @@ def assign_slots(needed: Sequence[Sequence[ChunkId]] | Uses, n_buffer: int) -> l
             f"Raise n_buffer to {uses.most_at_once}, or chunk_bytes."
         )
     num_steps, evicts = len(uses.needed), n_buffer < uses.num_chunks
-    stays: list[Residency] = []
-    current: dict[ChunkId, Residency] = {}
+    stays: list[Stay] = []
+    current: dict[ChunkId, Stay] = {}
     """The stay of every chunk that is there and still needed."""
     latest: list[int] = []
     """The latest stay in every slot that was ever taken."""
@@ -94,7 +94,7 @@ def assign_slots(needed: Sequence[Sequence[ChunkId]] | Uses, n_buffer: int) -> l
                         slot = _evicted(taken, stays, latest, keep=chunks)
                         del current[stays[latest[slot]].chunk]
                     previous, latest[slot] = latest[slot], len(stays)
-                stay = current[chunk] = Residency(chunk, slot, step, step, previous)
+                stay = current[chunk] = Stay(chunk, slot, step, step, previous)
                 stays.append(stay)
             if next_use is None:
                 is_last_use = True
@@ -107,7 +107,7 @@ def assign_slots(needed: Sequence[Sequence[ChunkId]] | Uses, n_buffer: int) -> l
     return stays
 
 
-def _evicted(taken: list[int], stays: Sequence[Residency], latest: Sequence[int], keep: Sequence[ChunkId]) -> int:
+def _evicted(taken: list[int], stays: Sequence[Stay], latest: Sequence[int], keep: Sequence[ChunkId]) -> int:
     """The slot whose chunk is needed last, which leaves it; never one of ``keep``, the chunks of the step.
 
     ``taken``: (steps from the chunk's next use to the end) * slots + slot.  Entries whose use has come stay behind in

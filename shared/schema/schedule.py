@@ -18,7 +18,7 @@ from .plan import ParallelMode
 from .workload import BlockId, Phase
 
 TaskId = NewType("TaskId", int)
-BufferId = NewType("BufferId", int)
+AllocationId = NewType("AllocationId", int)
 
 
 class Lane(StrEnum):
@@ -94,14 +94,14 @@ LANE_OF: dict[TaskKind, Lane] = {
 }
 
 
-class Part(StrEnum):
+class OuterSection(StrEnum):
     """The parts of the model outside its blocks."""
 
     PROLOGUE = "prologue"
     EPILOGUE = "epilogue"
 
 
-Section = BlockId | Part
+Section = BlockId | OuterSection
 """What a compute task runs: a block by its index, or the part before the first or after the last."""
 
 
@@ -140,10 +140,10 @@ class Content(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Buffer:
+class Allocation:
     """A stretch of memory with a lifetime: allocated by one task and freed by a later one, or there for good."""
 
-    id: BufferId
+    id: AllocationId
     content: Content
     memory: Memory
     size_bytes: int
@@ -169,10 +169,10 @@ class Task:
     """Tasks of this iteration that must have ended before it starts."""
     after_previous: tuple[TaskId, ...] = ()
     """Tasks of the previous iteration that must have ended before it starts."""
-    allocates: tuple[BufferId, ...] = ()
-    frees: tuple[BufferId, ...] = ()
-    reads: tuple[BufferId, ...] = ()
-    writes: tuple[BufferId, ...] = ()
+    allocates: tuple[AllocationId, ...] = ()
+    frees: tuple[AllocationId, ...] = ()
+    reads: tuple[AllocationId, ...] = ()
+    writes: tuple[AllocationId, ...] = ()
     phase: Phase | None = None
     """What a forward, recomputation or backward does."""
     moved_bytes: int = 0
@@ -206,7 +206,7 @@ class Schedule:
     """Hash of plan and workload: ranks and interpreters agree on it."""
     tasks: tuple[Task, ...]
     """In an order that respects every ``after``; each lane keeps it."""
-    buffers: tuple[Buffer, ...]
+    buffers: tuple[Allocation, ...]
     num_slots: int
     num_blocks: int
     prefetch_depth: int

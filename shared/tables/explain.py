@@ -14,7 +14,7 @@ from ..basics.units import format_bytes
 from ..compile.compile import compile_schedule
 from ..layout.layout import Chunk, ChunkId, Layout, build_layout, master_bytes
 from ..schema.plan import ActivationMode, ParallelMode, Plan
-from ..schema.schedule import Buffer, Content, Lane, Memory, Part, Schedule, Section, TaskKind
+from ..schema.schedule import Allocation, Content, Lane, Memory, OuterSection, Schedule, Section, TaskKind
 from ..schema.workload import BlockId, Workload
 from ..verify.guaranteed_peak import guaranteed_device_peak
 from .labels import NO_VALUE, format_share, knobs
@@ -84,12 +84,12 @@ def account(schedule: Schedule, plan: Plan, workload: Workload, layout: Layout) 
     keep = ActivationMode.KEEP
     return Account(
         sections=(
-            _section(schedule, Part.PROLOGUE, "prologue", keep, unowned),
+            _section(schedule, OuterSection.PROLOGUE, "prologue", keep, unowned),
             *(
                 _section(schedule, BlockId(index), block.name, modes[index], layout.chunks_of_block[index])
                 for index, block in enumerate(workload.blocks)
             ),
-            _section(schedule, Part.EPILOGUE, "epilogue", keep, unowned),
+            _section(schedule, OuterSection.EPILOGUE, "epilogue", keep, unowned),
         ),
         chunks=tuple(_chunk(schedule, chunk, workload) for chunk in layout.chunks),
     )
@@ -112,7 +112,7 @@ def _section(
     return SectionAccount(section, name, mode, chunks, kept_bytes, recomputed_bytes, moved_bytes)
 
 
-def _size_bytes(buffers: Iterable[Buffer], *contents: Content) -> int:
+def _size_bytes(buffers: Iterable[Allocation], *contents: Content) -> int:
     return sum(buffer.size_bytes for buffer in buffers if buffer.content in contents)
 
 

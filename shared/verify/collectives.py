@@ -8,9 +8,9 @@ from typing import Final
 
 from ..layout.layout import ChunkId
 from ..schema.plan import ParallelMode
-from ..schema.schedule import Buffer, Content, Lane, Part, Section, Task, TaskId, TaskKind
-from .case import Case, check_amounts, chunk_of, compare_buffers, reject
+from ..schema.schedule import Allocation, Content, Lane, OuterSection, Section, Task, TaskId, TaskKind
 from .chunks import check_gather
+from .claim import Claim, check_amounts, chunk_of, compare_buffers, reject
 
 _NORM_BYTES: Final = 8
 """A float64."""
@@ -18,25 +18,25 @@ _Named = tuple[TaskKind, ChunkId | None, Section | None, int]
 """A collective: kind, chunk or section, and micro-batch."""
 
 
-def check_collectives(case: Case) -> None:
+def check_collectives(claim: Claim) -> None:
     """Raise ScheduleError unless ranks gather what they have in parts and add up all gradients, each once.
 
     That every rank enters them in the same order needs no proof: all run one schedule, and it has one lane for them.
     """
-    found = Counter(_named(task) for task in case.schedule.tasks if task.lane is Lane.COLLECTIVE)
-    expected = Counter(_expected(case))
+    found = Counter(_named(task) for task in claim.schedule.tasks if task.lane is Lane.COLLECTIVE)
+    expected = Counter(_expected(claim))
     if found != expected:
         missing, extra = expected - found, found - expected
         reject(f"ranks do {_shown(extra)} too much and {_shown(missing)} too little together")
-    for task in case.tasks_of(TaskKind.ALL_GATHER):
-        if task.chunk in case.sharded:
-            check_gather(case, task, moved_bytes=case.held[task.chunk].gathered_bytes)
+    for task in claim.tasks_of(TaskKind.ALL_GATHER):
+        if task.chunk in claim.sharded:
+            check_gather(claim, task, moved_bytes=claim.held[task.chunk].gathered_bytes)
         else:
-            _check_all_gather(case, task)
-    for task in case.tasks_of(TaskKind.REDUCE_SCATTER):
-        _check_reduce_scatter(case, task)
-    for task in case.tasks_of(TaskKind.ALL_REDUCE):
-        _check_all_reduce(case, task)
+            _check_all_gather(claim, task)
+    for task in claim.tasks_of(TaskKind.REDUCE_SCATTER):
+        _check_reduce_scatter(claim, task)
+    for task in claim.tasks_of(TaskKind.ALL_REDUCE):
+        _check_all_reduce(claim, task)
 
 
 def _named(task: Task) -> _Named:
@@ -51,54 +51,54 @@ def _shown(named: Counter[_Named]) -> str:
     return ", ".join(shown) or "nothing"
 
 
-def _expected(case: Case) -> list[_Named]:
-    plan = case.plan
+def _expected(claim: Claim) -> list[_Named]:
+    plan = claim.plan
     if plan.parallel is ParallelMode.SINGLE:
         return []
     last = plan.micro_batches - 1
-    stay = [c for c in case.layout.chunks if c.is_trainable and c.id in case.persistent]
+    stay = [c for c in claim.layout.chunks if c.is_trainable and c.id in claim.persistent]
     expected: list[_Named] = [(TaskKind.ALL_REDUCE, chunk.id, None, last) for chunk in stay if chunk.blocks]
     if any(sum(chunk.gradient_bytes) for chunk in stay if not chunk.blocks):
-        expected.append((TaskKind.ALL_REDUCE, None, Part.PROLOGUE, last))
+        expected.append((TaskKind.ALL_REDUCE, None, OuterSection.PROLOGUE, last))
     is_sharded = plan.parallel is ParallelMode.SHARDED
     leaving = TaskKind.REDUCE_SCATTER if is_sharded else TaskKind.ALL_REDUCE
-    expected += [(leaving, chunk, None, micro) for chunk in case.updated for micro in range(plan.micro_batches)]
+    expected += [(leaving, chunk, None, micro) for chunk in claim.updated for micro in range(plan.micro_batches)]
     if is_sharded:
-        gathers = case.tasks_of(TaskKind.GATHER)
+        gathers = claim.tasks_of(TaskKind.GATHER)
         expected += [(TaskKind.ALL_GATHER, gather.chunk, None, gather.micro_batch) for gather in gathers]
         # How often chunks come from the devices is free, as it is for gathers: each must have its readers.
-        expected += [_named(task) for task in case.tasks_of(TaskKind.ALL_GATHER) if task.chunk in case.sharded]
-        scattered = [(chunk, micro) for chunk in case.scattered for micro in range(plan.micro_batches)]
+        expected += [_named(task) for task in claim.tasks_of(TaskKind.ALL_GATHER) if task.chunk in claim.sharded]
+        scattered = [(chunk, micro) for chunk in claim.scattered for micro in range(plan.micro_batches)]
         expected += [(TaskKind.REDUCE_SCATTER, chunk, None, micro) for chunk, micro in scattered]
-        if plan.max_gradient_norm is not None and (case.updated or case.scattered):
+        if plan.max_gradient_norm is not None and (claim.updated or claim.scattered):
             expected.append((TaskKind.ALL_REDUCE, None, None, 0))
     return expected
 
 
-def _check_all_gather(case: Case, task: Task) -> None:
+def _check_all_gather(claim: Claim, task: Task) -> None:
     """In the buffer that one gather has filled with the rank's shard, the shards of the others."""
-    chunk = chunk_of(case, task)
-    if len(task.reads) != 1 or not case.is_gathered(task.reads[0]) or case.buffer(task.reads[0]).chunk != chunk.id:
+    chunk = chunk_of(claim, task)
+    if len(task.reads) != 1 or not claim.is_gathered(task.reads[0]) or claim.buffer(task.reads[0]).chunk != chunk.id:
         reject(f"{task.name} does not work on one buffer for the parameters of chunk {chunk.id}")
-    gathered = case.buffer(task.reads[0])
-    if case.writers[gathered.id] != [case.allocating[gathered.id], task.id]:
+    gathered = claim.buffer(task.reads[0])
+    if claim.writers[gathered.id] != [claim.allocating[gathered.id], task.id]:
         reject(f"{task.name} does not follow the one gather of its buffer")
     _check_in_place(task, [gathered])
-    check_amounts(task, moved_bytes=case.held[chunk.id].gathered_bytes)
+    check_amounts(task, moved_bytes=claim.held[chunk.id].gathered_bytes)
 
 
-def _check_reduce_scatter(case: Case, task: Task) -> None:
+def _check_reduce_scatter(claim: Claim, task: Task) -> None:
     """From all gradients of the chunk, through a flat buffer that comes and goes, to the rank's shard of them.
 
     Sharded over the devices, the shard of the first micro-batch is written where it stays; those of later ones are made
     beside it, added to it, and go.
     """
-    chunk = chunk_of(case, task)
-    part = case.held[chunk.id]
-    gradients = case.gradients.get((chunk.id, task.micro_batch), [])
-    made = [case.buffer(b) for b in task.allocates]
+    chunk = chunk_of(claim, task)
+    part = claim.held[chunk.id]
+    gradients = claim.gradients.get((chunk.id, task.micro_batch), [])
+    made = [claim.buffer(b) for b in task.allocates]
     sizes = {Content.FLAT_GRADIENTS: part.num_parts * part.gradient_bytes}
-    kept = [case.homes[Content.REDUCED_GRADIENTS, chunk.id]] if chunk.id in case.sharded else []
+    kept = [claim.homes[Content.REDUCED_GRADIENTS, chunk.id]] if chunk.id in claim.sharded else []
     added = kept if task.micro_batch else []
     if added or not kept:
         sizes[Content.REDUCED_GRADIENTS] = part.gradient_bytes
@@ -113,36 +113,36 @@ def _check_reduce_scatter(case: Case, task: Task) -> None:
     check_amounts(task, moved_bytes=sizes[Content.FLAT_GRADIENTS])
 
 
-def _check_all_reduce(case: Case, task: Task) -> None:
+def _check_all_reduce(claim: Claim, task: Task) -> None:
     """Gradients where they lie; or, of the norm, nothing that has a buffer."""
     if task.phase is not None:
         reject(f"{task.name} has a phase")
     if task.chunk is not None:
-        chunk = chunk_of(case, task)
-        micro_batch = 0 if chunk.id in case.persistent else task.micro_batch
-        gradients = case.gradients.get((chunk.id, micro_batch), [])
+        chunk = chunk_of(claim, task)
+        micro_batch = 0 if chunk.id in claim.persistent else task.micro_batch
+        gradients = claim.gradients.get((chunk.id, micro_batch), [])
         size_bytes = sum(chunk.gradient_bytes)
     elif task.section is not None:
         gradients = [
-            case.buffer(b)
-            for b in case.freed_by(TaskKind.DEVICE_ADAM)
-            if case.buffer(b).content is Content.INCOMING_GRADIENT
+            claim.buffer(b)
+            for b in claim.freed_by(TaskKind.DEVICE_ADAM)
+            if claim.buffer(b).content is Content.INCOMING_GRADIENT
         ]
-        size_bytes = sum(sum(case.layout.chunks[chunk].gradient_bytes) for chunk in case.layout.unowned)
+        size_bytes = sum(sum(claim.layout.chunks[chunk].gradient_bytes) for chunk in claim.layout.unowned)
     else:
         gradients, size_bytes = [], _NORM_BYTES
     _check_in_place(task, gradients)
     check_amounts(task, moved_bytes=size_bytes)
 
 
-def _check_in_place(task: Task, buffers: list[Buffer]) -> None:
+def _check_in_place(task: Task, buffers: list[Allocation]) -> None:
     compare_buffers(task, task.reads, buffers, "reads")
     compare_buffers(task, task.writes, buffers, "writes")
     compare_buffers(task, task.allocates, [], "allocates")
     compare_buffers(task, task.frees, [], "frees")
 
 
-def check_collective_order(case: Case, before: Callable[[TaskId, TaskId, int], bool]) -> None:
+def check_collective_order(claim: Claim, before: Callable[[TaskId, TaskId, int], bool]) -> None:
     """Raise ScheduleError unless what ranks do together comes between what makes its data and what needs its result.
 
     Chunks are whole before anything is computed on them; gradients are complete before they are added up, and added up
@@ -151,32 +151,32 @@ def check_collective_order(case: Case, before: Callable[[TaskId, TaskId, int], b
 
     def check(first: TaskId, second: TaskId) -> None:
         if first != second and not before(first, second, 0):
-            reject(f"{case.name(second)} may start before {case.name(first)} has ended")
+            reject(f"{claim.name(second)} may start before {claim.name(first)} has ended")
 
-    for task in case.schedule.tasks:
-        if task.lane is not Lane.COLLECTIVE or (task.kind is TaskKind.ALL_GATHER and task.chunk in case.sharded):
+    for task in claim.schedule.tasks:
+        if task.lane is not Lane.COLLECTIVE or (task.kind is TaskKind.ALL_GATHER and task.chunk in claim.sharded):
             # What an all-gather allocates nobody reads before it, and what it reads is a home.
             continue
         for buffer_id in task.reads:
-            readers, writers = case.readers[buffer_id], case.writers[buffer_id]
+            readers, writers = claim.readers[buffer_id], claim.writers[buffer_id]
             if task.kind is TaskKind.ALL_GATHER:
-                sources, users = [case.allocating[buffer_id]], case.on_compute(readers)
+                sources, users = [claim.allocating[buffer_id]], claim.on_compute(readers)
             else:
                 # Backwards of later micro-batches read what they add to: they write it too.
-                sources = case.on_compute(writers)
+                sources = claim.on_compute(writers)
                 users = [reader for reader in readers if reader not in writers]
             for source in sources:
                 check(source, task.id)
             for user in users:
                 check(task.id, user)
-    _check_norm_order(case, check)
+    _check_norm_order(claim, check)
 
 
-def _check_norm_order(case: Case, check: Callable[[TaskId, TaskId], None]) -> None:
-    shared = [t for t in case.tasks_of(TaskKind.ALL_REDUCE) if t.chunk is None and t.section is None]
-    for norm in case.tasks_of(TaskKind.GRADIENT_NORM):
+def _check_norm_order(claim: Claim, check: Callable[[TaskId, TaskId], None]) -> None:
+    shared = [t for t in claim.tasks_of(TaskKind.ALL_REDUCE) if t.chunk is None and t.section is None]
+    for norm in claim.tasks_of(TaskKind.GRADIENT_NORM):
         for task in shared:
             check(norm.id, task.id)
         for kind in (TaskKind.CPU_ADAM, TaskKind.DEVICE_ADAM):
-            for adam in case.tasks_of(kind):
+            for adam in claim.tasks_of(kind):
                 check(shared[0].id if shared else norm.id, adam.id)

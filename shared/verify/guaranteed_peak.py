@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..schema.schedule import BufferId, Content, Lane, Memory, Schedule, Section, Task, TaskId
+from ..schema.schedule import AllocationId, Content, Lane, Memory, Schedule, Section, Task, TaskId
 from .happens_before import HappensBefore, Occurrence
 
 _COMPUTE = tuple(Lane).index(Lane.COMPUTE)
@@ -29,7 +29,7 @@ class GuaranteedPeak:
 
     size_bytes: int
     task: TaskId
-    alive: tuple[BufferId, ...]
+    alive: tuple[AllocationId, ...]
     """Buffers that may be alive during the task, static ones included."""
     transient_bytes: int
     """What the task itself may add at its highest; 0 if the peak comes in the pause before it."""
@@ -43,7 +43,7 @@ def guaranteed_device_peak(schedule: Schedule, order: HappensBefore | None = Non
     start, stop = _MIDDLE * len(compute), (_MIDDLE + 1) * len(compute)
     static_bytes = schedule.static_bytes(Memory.DEVICE)
     running, pausing = [0] * (stop - start + 1), [0] * (stop - start + 1)
-    intervals: list[tuple[int, int, int, int, BufferId]] = []
+    intervals: list[tuple[int, int, int, int, AllocationId]] = []
     gone_out: dict[tuple[int, int, Section | None], tuple[int, int]] = {}
     allocating, freeing = _lifetimes(schedule)
     for buffer in schedule.buffers:
@@ -86,7 +86,7 @@ def guaranteed_device_peak(schedule: Schedule, order: HappensBefore | None = Non
     return GuaranteedPeak(best.size_bytes, best.task, tuple(alive), best.transient_bytes)
 
 
-def _lifetimes(schedule: Schedule) -> tuple[dict[BufferId, TaskId], dict[BufferId, TaskId]]:
+def _lifetimes(schedule: Schedule) -> tuple[dict[AllocationId, TaskId], dict[AllocationId, TaskId]]:
     allocating = {buffer: task.id for task in schedule.tasks for buffer in task.allocates}
     freeing = {buffer: task.id for task in schedule.tasks for buffer in task.frees}
     return allocating, freeing

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from ..layout.adam_memory import WIDENED_SCALARS
 from ..layout.layout import ChunkId
 from ..schema.plan import ActivationMode
-from ..schema.schedule import Buffer, BufferId, Content, Lane, Memory, Part, Section, Task, TaskKind
+from ..schema.schedule import Allocation, AllocationId, Content, Lane, Memory, OuterSection, Section, Task, TaskKind
 from ..schema.workload import BlockId, Phase
-from .case import Case, reject
+from .claim import Claim, reject
 from .shards import fullest_regions
 
 Name = tuple[Content, ChunkId | None, Section | None, int]
@@ -40,10 +40,10 @@ class _Expected:
     """What it frees, gathered parameters aside."""
 
 
-def check_sections(case: Case) -> None:
+def check_sections(claim: Claim) -> None:
     """Raise ScheduleError unless the compute lane is forward through all sections and backward through them."""
-    expected = list(_Walk(case).entries())
-    found = [task for task in case.schedule.tasks if task.lane is Lane.COMPUTE]
+    expected = list(_Walk(claim).entries())
+    found = [task for task in claim.schedule.tasks if task.lane is Lane.COMPUTE]
     for place in range(max(len(found), len(expected))):
         shown = [
             f"{entries[place].kind} {_shown(entries[place].section)}" if place < len(entries) else "nothing"
@@ -52,14 +52,14 @@ def check_sections(case: Case) -> None:
         if shown[0] != shown[1]:
             reject(f"compute task {place} is {shown[0]}, the plan asks for {shown[1]}")
     for task, entry in zip(found, expected, strict=True):
-        _check_entry(case, task, entry)
+        _check_entry(claim, task, entry)
 
 
 def _shown(section: Section | None) -> str:
     return "" if section is None else str(section)
 
 
-def _check_entry(case: Case, task: Task, entry: _Expected) -> None:
+def _check_entry(claim: Claim, task: Task, entry: _Expected) -> None:
     if task.chunk is not None:
         reject(f"{task.name} is a compute task and names a chunk")
     if task.micro_batch != entry.micro_batch:
@@ -67,28 +67,28 @@ def _check_entry(case: Case, task: Task, entry: _Expected) -> None:
     if task.phase is not entry.phase and task.phase != entry.phase:
         reject(f"{task.name} has another phase than the workload gives it")
     for buffer_id in (*task.reads, *task.writes, *task.allocates, *task.frees):
-        if case.buffer(buffer_id).memory is not Memory.DEVICE:
-            reject(f"{task.name} touches buffer {buffer_id} in {case.buffer(buffer_id).memory} memory")
-    _compare(task, "reads", _names(case, task.reads), entry.reads)
-    _compare(task, "writes", _names(case, task.writes), entry.updates | entry.makes.keys())
-    _compare(task, "allocates", _names(case, task.allocates), set(entry.makes))
-    released = [buffer for buffer in task.frees if case.is_gathered(buffer)]
-    _compare(task, "frees", _names(case, (b for b in task.frees if b not in released)), entry.drops)
+        if claim.buffer(buffer_id).memory is not Memory.DEVICE:
+            reject(f"{task.name} touches buffer {buffer_id} in {claim.buffer(buffer_id).memory} memory")
+    _compare(task, "reads", _names(claim, task.reads), entry.reads)
+    _compare(task, "writes", _names(claim, task.writes), entry.updates | entry.makes.keys())
+    _compare(task, "allocates", _names(claim, task.allocates), set(entry.makes))
+    released = [buffer for buffer in task.frees if claim.is_gathered(buffer)]
+    _compare(task, "frees", _names(claim, (b for b in task.frees if b not in released)), entry.drops)
     if not set(released) <= set(task.reads):
         reject(f"{task.name} frees a gathered chunk that it does not use")
     for buffer_id in task.allocates:
-        buffer = case.buffer(buffer_id)
-        size_bytes = entry.makes[_name(case, buffer)]
+        buffer = claim.buffer(buffer_id)
+        size_bytes = entry.makes[_name(claim, buffer)]
         if buffer.size_bytes != size_bytes:
             reject(f"{task.name} allocates {buffer.size_bytes} bytes of {buffer.content}, not {size_bytes}")
 
 
-def _names(case: Case, buffers: Iterable[BufferId]) -> list[Name]:
-    return [_name(case, case.buffer(buffer)) for buffer in buffers]
+def _names(claim: Claim, buffers: Iterable[AllocationId]) -> list[Name]:
+    return [_name(claim, claim.buffer(buffer)) for buffer in buffers]
 
 
-def _name(case: Case, buffer: Buffer) -> Name:
-    if buffer.is_static and buffer.chunk in case.sharded:
+def _name(claim: Claim, buffer: Allocation) -> Name:
+    if buffer.is_static and buffer.chunk in claim.sharded:
         return _part(buffer.content, buffer.chunk)
     # A chunk may be gathered for one micro-batch and still be there for the next.
     micro_batch = 0 if buffer.content is Content.PARAMETERS else buffer.micro_batch
@@ -121,10 +121,10 @@ class _Walk:
     counts as alive from forward to backward, since phases do not know of it.
     """
 
-    def __init__(self, case: Case) -> None:
-        self.case = case
-        self.blocks = [BlockId(block) for block in range(case.workload.num_blocks)]
-        self.sections: list[Section] = [Part.PROLOGUE, *self.blocks, Part.EPILOGUE]
+    def __init__(self, claim: Claim) -> None:
+        self.claim = claim
+        self.blocks = [BlockId(block) for block in range(claim.workload.num_blocks)]
+        self.sections: list[Section] = [OuterSection.PROLOGUE, *self.blocks, OuterSection.EPILOGUE]
         self.micro_batch = 0
         self.level_bytes = 0
         self.held, self.kept, self.freed = self._shared_inputs()
@@ -138,7 +138,7 @@ class _Walk:
         held: Counter[Section] = Counter()
         kept: Counter[Section] = Counter()
         freed: Counter[Section] = Counter()
-        for shared in self.case.workload.shared_inputs:
+        for shared in self.claim.workload.shared_inputs:
             goes_with: Section | None = None
             counted: set[Section] = set()
             for block in reversed(self.blocks):
@@ -149,13 +149,15 @@ class _Walk:
                     counted.add(block)
             goes = set() if goes_with is None else {goes_with}
             if goes:
-                held[Part.EPILOGUE if shared.let_go_by is None else BlockId(shared.let_go_by)] += shared.size_bytes
+                held[OuterSection.EPILOGUE if shared.let_go_by is None else BlockId(shared.let_go_by)] += (
+                    shared.size_bytes
+                )
             kept.update(dict.fromkeys(counted - goes, shared.size_bytes))
             freed.update(dict.fromkeys(goes - counted, shared.size_bytes))
         return held, kept, freed
 
     def entries(self) -> Iterator[_Expected]:
-        for micro_batch in range(self.case.plan.micro_batches):
+        for micro_batch in range(self.claim.plan.micro_batches):
             self.micro_batch = micro_batch
             yield from (self._forward(section) for section in self.sections)
             for section in reversed(self.sections):
@@ -176,29 +178,29 @@ class _Walk:
         return (content, None, section, self.micro_batch)
 
     def _mode(self, section: Section) -> ActivationMode:
-        return ActivationMode.KEEP if isinstance(section, Part) else self.case.modes[section]
+        return ActivationMode.KEEP if isinstance(section, OuterSection) else self.claim.modes[section]
 
     def _swapped(self, section: Section) -> dict[Name, int]:
-        size_bytes = 0 if isinstance(section, Part) else self.case.swapping.get(section, 0)
+        size_bytes = 0 if isinstance(section, OuterSection) else self.claim.swapping.get(section, 0)
         return {self._called(Content.SWAPPED, section): size_bytes} if size_bytes else {}
 
     def _parameters(self, section: Section) -> set[Name]:
-        layout = self.case.layout
-        chunks = layout.unowned if isinstance(section, Part) else layout.chunks_of_block[section]
+        layout = self.claim.layout
+        chunks = layout.unowned if isinstance(section, OuterSection) else layout.chunks_of_block[section]
         return {(Content.PARAMETERS, chunk, None, 0) for chunk in chunks}
 
     def _input(self, section: Section) -> set[Name]:
-        if section is Part.PROLOGUE:
+        if section is OuterSection.PROLOGUE:
             return set()
         return {self._called(Content.OUTPUT, self.sections[self.sections.index(section) - 1])}
 
     def _forward(self, section: Section) -> _Expected:
-        workload = self.case.workload
+        workload = self.claim.workload
         output, saved = self._called(Content.OUTPUT, section), self._called(Content.ACTIVATIONS, section)
-        if section is Part.PROLOGUE:
+        if section is OuterSection.PROLOGUE:
             phase = workload.prologue_forward
             makes = {output: max(0, phase.net_bytes)}
-        elif section is Part.EPILOGUE:
+        elif section is OuterSection.EPILOGUE:
             phase = workload.epilogue_forward.with_shared(held_bytes=self.held[section])
             makes = {saved: max(0, phase.net_bytes)}
         else:
@@ -214,22 +216,22 @@ class _Walk:
         return self._expect(TaskKind.FORWARD, section, phase, self._parameters(section) | self._input(section), makes)
 
     def _recompute(self, section: Section) -> _Expected:
-        assert not isinstance(section, Part)
-        phase = self.case.workload.profile_of(section).recompute
+        assert not isinstance(section, OuterSection)
+        phase = self.claim.workload.profile_of(section).recompute
         makes = {self._called(Content.ACTIVATIONS, section): max(0, phase.net_bytes)}
         return self._expect(TaskKind.RECOMPUTE, section, phase, self._parameters(section) | self._input(section), makes)
 
     def _backward(self, section: Section) -> _Expected:
-        workload = self.case.workload
-        output = self._called(Content.OUTPUT, Part.PROLOGUE)
+        workload = self.claim.workload
+        output = self._called(Content.OUTPUT, OuterSection.PROLOGUE)
         saved = {self._called(Content.ACTIVATIONS, section)}
         gradients: dict[Name, int] = {}
         own_bytes = 0
-        if section is Part.PROLOGUE:
+        if section is OuterSection.PROLOGUE:
             phase = workload.prologue_backward
             consumed = {output}
             drops = set(consumed)
-        elif section is Part.EPILOGUE:
+        elif section is OuterSection.EPILOGUE:
             phase = workload.epilogue_backward
             consumed = saved | self._input(section)
             drops = set(consumed)
@@ -242,7 +244,7 @@ class _Walk:
             consumed = saved | self._input(section) | self._swapped(section).keys()
             # The first block's input is the prologue's output, which the prologue's own backward drops.
             drops = consumed - {output}
-        if section is not Part.EPILOGUE:
+        if section is not OuterSection.EPILOGUE:
             incoming = self._called(Content.INCOMING_GRADIENT, self.sections[self.sections.index(section) + 1])
             consumed = consumed | {incoming}
             drops = drops | {incoming}
@@ -264,43 +266,43 @@ class _Walk:
 
     def _added_to(self, section: Section) -> set[Name]:
         """Gradients of the first micro-batch that a later one's backward adds to, where they stay on the device."""
-        if not self.micro_batch or section is Part.EPILOGUE:
+        if not self.micro_batch or section is OuterSection.EPILOGUE:
             return set()
-        if section is Part.PROLOGUE:
+        if section is OuterSection.PROLOGUE:
             return {(Content.INCOMING_GRADIENT, None, section, 0)}
-        chunks = [self.case.layout.chunks[chunk] for chunk in self.case.layout.chunks_of_block[section]]
+        chunks = [self.claim.layout.chunks[chunk] for chunk in self.claim.layout.chunks_of_block[section]]
         return {
             (Content.GRADIENTS, chunk.id, section, 0)
             for chunk in chunks
-            if chunk.id in self.case.persistent and chunk.gradient_bytes[chunk.blocks.index(section)]
+            if chunk.id in self.claim.persistent and chunk.gradient_bytes[chunk.blocks.index(section)]
         }
 
     def _gradients(self, block: BlockId) -> tuple[dict[Name, int], int]:
         """What the block's backward makes anew, and the bytes of all its gradients."""
-        chunks = [self.case.layout.chunks[chunk] for chunk in self.case.layout.chunks_of_block[block]]
+        chunks = [self.claim.layout.chunks[chunk] for chunk in self.claim.layout.chunks_of_block[block]]
         sizes = {chunk.id: chunk.gradient_bytes[chunk.blocks.index(block)] for chunk in chunks}
         made: dict[Name, int] = {
             (Content.GRADIENTS, chunk, block, self.micro_batch): size
             for chunk, size in sizes.items()
-            if size and not (self.micro_batch and chunk in self.case.persistent)
+            if size and not (self.micro_batch and chunk in self.claim.persistent)
         }
         return made, sum(sizes.values())
 
     def _device_adam(self) -> _Expected:
         trainable = {
-            chunk.id for chunk in self.case.layout.chunks if chunk.is_trainable and chunk.id in self.case.persistent
+            chunk.id for chunk in self.claim.layout.chunks if chunk.is_trainable and chunk.id in self.claim.persistent
         }
         updates: set[Name] = {(Content.PARAMETERS, chunk, None, 0) for chunk in trainable}
         updates |= {(Content.OPTIMIZER_STATE, chunk, None, 0) for chunk in trainable}
         drops: set[Name] = {
-            (Content.INCOMING_GRADIENT, None, Part.PROLOGUE, micro_batch)
-            for micro_batch in range(self.case.plan.micro_batches)
+            (Content.INCOMING_GRADIENT, None, OuterSection.PROLOGUE, micro_batch)
+            for micro_batch in range(self.claim.plan.micro_batches)
         }
         for block in self.blocks:
             drops |= {name for name in self._gradients(block)[0] if name[1] in trainable}
-        parts: set[Name] = {_part(Content.REDUCED_GRADIENTS, chunk) for chunk in self.case.scattered}
+        parts: set[Name] = {_part(Content.REDUCED_GRADIENTS, chunk) for chunk in self.claim.scattered}
         for content in (Content.PARAMETERS, Content.OPTIMIZER_STATE):
-            updates |= {_part(content, chunk) for chunk in self.case.scattered}
+            updates |= {_part(content, chunk) for chunk in self.claim.scattered}
         phase = self._widening(trainable)
         return _Expected(TaskKind.DEVICE_ADAM, None, 0, phase, updates | drops | parts, updates=updates, drops=drops)
 
@@ -309,18 +311,18 @@ class _Walk:
 
         Last come those of parts, run by run, which stay.
         """
-        chunks = (chunk for chunk in self.case.layout.chunks if chunk.id in stepped)
+        chunks = (chunk for chunk in self.claim.layout.chunks if chunk.id in stepped)
         places = (placed.index for chunk in chunks for placed in chunk.parameters)
-        found = [p for p in (self.case.workload.parameters[place] for place in places) if p.trainable]
+        found = [p for p in (self.claim.workload.parameters[place] for place in places) if p.trainable]
         level = -sum(p.size_bytes for p in found if p.dtype.item_bytes >= 4)
         highest = 0
         for parameter in found:
             if parameter.dtype.item_bytes < 4:
                 highest = max(highest, level + 4 * min(parameter.num_elements, WIDENED_SCALARS))
                 level -= parameter.size_bytes
-        for chunk_id in self.case.scattered:
+        for chunk_id in self.claim.scattered:
             runs = fullest_regions(
-                self.case.layout.chunks[chunk_id], self.case.workload.parameters, self.case.plan.num_ranks
+                self.claim.layout.chunks[chunk_id], self.claim.workload.parameters, self.claim.plan.num_ranks
             )
             for dtype, scalars in runs:
                 if dtype.item_bytes < 4:

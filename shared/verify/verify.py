@@ -14,8 +14,8 @@ from ..layout.layout import Layout, check_layout
 from ..schema.plan import Plan
 from ..schema.schedule import Memory, Schedule
 from ..schema.workload import Workload, check_plan
-from .case import Case, check_form
 from .chunks import check_chunks, check_swaps
+from .claim import Claim, check_form
 from .collectives import check_collectives
 from .guaranteed_peak import guaranteed_device_peak
 from .happens_before import HappensBefore, OrderError
@@ -51,17 +51,17 @@ def verify_schedule(
     """
     check_plan(plan, workload)
     check_layout(layout, plan, workload)
-    case = Case(schedule, plan, workload, layout)
-    check_form(case)
-    check_sections(case)
-    check_chunks(case)
-    check_swaps(case)
-    check_collectives(case)
+    claim = Claim(schedule, plan, workload, layout)
+    check_form(claim)
+    check_sections(claim)
+    check_chunks(claim)
+    check_swaps(claim)
+    check_collectives(claim)
     try:
         order = HappensBefore(schedule, _ITERATIONS)
     except OrderError as error:
         raise ScheduleError(f"the schedule deadlocks: {error}.") from error
-    check_order(case, order)
+    check_order(claim, order)
     if device_limit_bytes is not None:
         _check_device(schedule, order, device_limit_bytes)
     pinned_bytes = schedule.static_bytes(Memory.PINNED_HOST)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from ..schema.plan import ActivationMode
-from ..schema.schedule import Part, Section, TaskKind
+from ..schema.schedule import OuterSection, Section, TaskKind
 from ..schema.workload import Block, BlockId, BlockProfile, DType, Parameter, Phase, Workload
 from .observation import Observation
 from .observed_inputs import ObservedInput, PhaseKey, unshared
@@ -64,10 +64,10 @@ def assemble(
         parameters=model.parameters,
         blocks=tuple(Block(name=n, profile=p) for n, p in zip(model.block_names, profile_of, strict=True)),
         profiles=profiles,
-        prologue_forward=assembly.outer_phase(TaskKind.FORWARD, Part.PROLOGUE),
-        epilogue_forward=assembly.outer_phase(TaskKind.FORWARD, Part.EPILOGUE),
-        epilogue_backward=assembly.outer_phase(TaskKind.BACKWARD, Part.EPILOGUE),
-        prologue_backward=assembly.outer_phase(TaskKind.BACKWARD, Part.PROLOGUE),
+        prologue_forward=assembly.outer_phase(TaskKind.FORWARD, OuterSection.PROLOGUE),
+        epilogue_forward=assembly.outer_phase(TaskKind.FORWARD, OuterSection.EPILOGUE),
+        epilogue_backward=assembly.outer_phase(TaskKind.BACKWARD, OuterSection.EPILOGUE),
+        prologue_backward=assembly.outer_phase(TaskKind.BACKWARD, OuterSection.PROLOGUE),
         shared_inputs=tuple(given.shared_input(model.stands_for) for given in shape.shared_inputs),
         resident_bytes=shape.resident_bytes,
         traced_with=model.traced_with,
@@ -101,7 +101,7 @@ class _Assembly:
             measured_s=self._seconds.get(mode, {}).get((kind, section)),
         )
 
-    def outer_phase(self, kind: TaskKind, section: Part) -> Phase:
+    def outer_phase(self, kind: TaskKind, section: OuterSection) -> Phase:
         """A phase outside the blocks.
 
         Once shared inputs are counted alike it depends on no mode; where a difference remains, the phase that frees

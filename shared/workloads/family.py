@@ -25,7 +25,7 @@ from pydantic import PositiveInt, ValidationError, model_validator
 from ..basics.documents import Document, FrozenModel
 from ..basics.errors import WorkloadError
 from ..schema.plan import ActivationMode
-from ..schema.schedule import Part, TaskKind
+from ..schema.schedule import OuterSection, TaskKind
 from ..schema.workload import BlockId, DType, Operation, OperationClass, Parameter, Workload
 from .assembly import TracedModel, TracedShape, assemble
 from .observation import Observation, OperatorCall
@@ -80,7 +80,7 @@ class FamilyPlace(FrozenModel):
 
     mode: ActivationMode
     kind: TaskKind
-    section: int | Part
+    section: int | OuterSection
     seen: int
     """Index into the piece's ``sections``."""
 
@@ -90,8 +90,8 @@ class FamilySharedInput(FrozenModel):
 
     size: Number
     blocks: tuple[int, ...]
-    kept: tuple[TaskKind, int | Part]
-    checkpointed: tuple[TaskKind, int | Part]
+    kept: tuple[TaskKind, int | OuterSection]
+    checkpointed: tuple[TaskKind, int | OuterSection]
 
 
 class FamilyPiece(FrozenModel):
@@ -183,9 +183,9 @@ class FamilyPiece(FrozenModel):
         return [total // self.denominator for total in sums]
 
 
-def _phase_key(place: tuple[TaskKind, int | Part]) -> PhaseKey:
+def _phase_key(place: tuple[TaskKind, int | OuterSection]) -> PhaseKey:
     kind, section = place
-    return kind, section if isinstance(section, Part) else BlockId(section)
+    return kind, section if isinstance(section, OuterSection) else BlockId(section)
 
 
 def _call_at(call: FamilyCall, numbers: list[int]) -> OperatorCall:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..schema.plan import ActivationMode
-from ..schema.schedule import Part, Section, TaskKind
+from ..schema.schedule import OuterSection, Section, TaskKind
 from ..schema.shared_inputs import SharedInput
 from .observation import Observation
 
@@ -33,7 +33,7 @@ class ObservedInput:
     def let_go_by(self) -> Section | None:
         """Whose forward lets it go where no block holds it; None if there are two answers."""
         found = {section for kind, section in (self.kept, self.checkpointed) if kind is TaskKind.FORWARD}
-        return None if len(found) > 1 else found.pop() if found else Part.EPILOGUE
+        return None if len(found) > 1 else found.pop() if found else OuterSection.EPILOGUE
 
     def held_by(self, gone: PhaseKey) -> tuple[int, ...]:
         """The observed blocks that hold it for backward if it went so.
@@ -52,8 +52,8 @@ class ObservedInput:
         What only one block is given, the output of the block before above all, goes as that block's own mode says.
         """
         for kind, section in (self.kept, self.checkpointed):
-            is_followed = section is not Part.PROLOGUE and kind is not TaskKind.RECOMPUTE
-            if not is_followed or (kind is TaskKind.BACKWARD and section is Part.EPILOGUE):
+            is_followed = section is not OuterSection.PROLOGUE and kind is not TaskKind.RECOMPUTE
+            if not is_followed or (kind is TaskKind.BACKWARD and section is OuterSection.EPILOGUE):
                 return False
         sections = {self.kept[1], self.checkpointed[1]}
         if self.let_go_by is None or (len(self.blocks) == 1 and self._is_own(sections, stands_for)):
@@ -95,7 +95,7 @@ def unshared(
             let_go: PhaseKey = (TaskKind.FORWARD, by)
             if gone != let_go:
                 # Where a block holds it, all levels are raised again: this one, or for the epilogue any.
-                is_held = isinstance(by, Part) or by in given.held_by(gone)
+                is_held = isinstance(by, OuterSection) or by in given.held_by(gone)
                 sections[let_go] = _without(sections[let_go], given.size_bytes, within=is_held)
     return found
 

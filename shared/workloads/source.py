@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 from ..basics.documents import read_mapping
 from ..basics.errors import FileError, WorkloadError
-from ..basics.plugins import extension
+from ..basics.plugins import plugin
 from ..basics.progress import progress_bar
 from ..catalogue.models import ModelConfiguration, known_model, load_model_configuration
 from ..schema.hardware import DeviceKind
@@ -159,7 +159,7 @@ def _saved_workload(model: str) -> Workload | None:
 
 def _trace(request: TraceRequest) -> Workload:
     with progress_bar(f"tracing {request.name}") as on_progress:
-        traced = extension("protwin.tracers", "transformers")(
+        traced = plugin("protwin.tracers", "transformers")(
             request.configuration,
             name=request.name,
             batch_size=request.batch_size,

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 
 from ..space.compute_table import ComputeTable
-from ..space.gather_plan import Residency
-from ..space.side_lanes import Traffic
+from ..space.gather_plan import GatherPlan
+from ..space.side_lanes import SideLanes
 from ..space.space import BoolArray, IntArray
 
 
-def guaranteed_peaks(traffic: Traffic, depths: IntArray, modes: IntArray, resident_bytes: int) -> IntArray:
+def guaranteed_peaks(traffic: SideLanes, depths: IntArray, modes: IntArray, resident_bytes: int) -> IntArray:
     """(D, K) guaranteed device peaks: of every compute task, and of the pause before it.
 
     ``modes``: (K,) rows of the compute table, all with the traffic's ``n_swap``.
@@ -32,7 +32,7 @@ def guaranteed_peaks(traffic: Traffic, depths: IntArray, modes: IntArray, reside
     return peaks
 
 
-def adding_positions(compute: ComputeTable, residency: Residency) -> BoolArray:
+def adding_positions(compute: ComputeTable, residency: GatherPlan) -> BoolArray:
     """(W,) whether the task at each position of a later micro-batch adds all its gradients to those of an earlier one.
 
     Chunks that are not persistent have new gradients in every micro-batch.
@@ -44,7 +44,7 @@ def adding_positions(compute: ComputeTable, residency: Residency) -> BoolArray:
     return adds
 
 
-def _held_bytes(traffic: Traffic, depths: IntArray, resident_bytes: int) -> tuple[IntArray, IntArray]:
+def _held_bytes(traffic: SideLanes, depths: IntArray, resident_bytes: int) -> tuple[IntArray, IntArray]:
     """(D, L) the highest level of all but activations that stay, while each task runs and in the pause before it.
 
     In the pause before a compute task, what has a copy that it waits for is still there.

@@ -19,7 +19,7 @@ import numpy as np
 
 from ..space.compute_table import FloatArray
 from ..space.lane_order import NOTHING, Waits
-from ..space.side_lanes import COLLECTIVE, COMPUTE, CPU_OPTIM, D2H, H2D, Traffic
+from ..space.side_lanes import COLLECTIVE, COMPUTE, CPU_OPTIM, D2H, H2D, SideLanes
 from ..space.space import BoolArray, IntArray
 
 _ALONE: Final = (
@@ -58,7 +58,7 @@ class LaneProgram:
     tasks of the iterations before, ``NOTHING`` for no wait."""
 
 
-def copy_programs(traffic: Traffic, depth: int, slowest: FloatArray) -> tuple[LaneProgram, ...]:
+def copy_programs(traffic: SideLanes, depth: int, slowest: FloatArray) -> tuple[LaneProgram, ...]:
     """The programs of all lanes, in their order, with tasks fused.
 
     ``slowest``: the largest slowdown of each lane.
@@ -120,7 +120,7 @@ def copy_programs(traffic: Traffic, depth: int, slowest: FloatArray) -> tuple[La
     return tuple(fused)
 
 
-def _compute_joins(traffic: Traffic, waits: Waits, met: dict[int, BoolArray]) -> BoolArray:
+def _compute_joins(traffic: SideLanes, waits: Waits, met: dict[int, BoolArray]) -> BoolArray:
     """(L,) whether a compute task waits for nothing new; ``waits``: of steps, and of device Adam."""
     positions = traffic.positions
     joins = np.ones(positions.length, dtype=np.bool_)
@@ -133,7 +133,7 @@ def _compute_joins(traffic: Traffic, waits: Waits, met: dict[int, BoolArray]) ->
     return joins
 
 
-def _steps_in_time(traffic: Traffic, slowest: FloatArray) -> BoolArray:
+def _steps_in_time(traffic: SideLanes, slowest: FloatArray) -> BoolArray:
     """(Y,) whether a copy has surely ended when CPU Adam has stepped the chunk before; see [Note: Fused tasks]."""
     residency, rule = traffic.residency, traffic.residency.table.rule
     in_time = np.zeros(traffic.cpu_length, dtype=np.bool_)

@@ -30,8 +30,8 @@ import numpy as np
 from ..costs.contention import ContentionModel
 from ..space.chunk_table import ChunkTable
 from ..space.compute_table import ComputeTable, FloatArray
-from ..space.rank_side_lanes import RankTraffic
-from ..space.side_lanes import Traffic
+from ..space.rank_side_lanes import RankSideLanes
+from ..space.side_lanes import SideLanes
 from ..space.space import BoolArray, IntArray
 from .rank_cycles import RankCycles
 from .rank_throughput import RankThroughput, RankWork
@@ -117,9 +117,9 @@ class RankBounds(TimeBounds):
         found: FloatArray = least_s * _BOUND_FRAC
         return found
 
-    def traffic_s(self, traffic: Traffic, depths: IntArray, modes: IntArray) -> FloatArray:
+    def traffic_s(self, traffic: SideLanes, depths: IntArray, modes: IntArray) -> FloatArray:
         """(D, K) bounds by what the lanes really do, and by what compute waits for at every step."""
-        assert isinstance(traffic, RankTraffic)
+        assert isinstance(traffic, RankSideLanes)
         compute_s = self._sums.compute_s[traffic.residency.prefix, modes]
         h2d_s, d2h_s, cpu_s = (lane_s.sum() for lane_s in (traffic.h2d_s, traffic.d2h_s, traffic.cpu_s))
         waited_s = traffic.waited_s(depths) + self._outer_s

@@ -19,7 +19,7 @@ import numpy as np
 from ..costs.contention import ContentionModel
 from ..engine.simulator import MIN_ITERATIONS
 from ..space.compute_table import ComputeTable, FloatArray
-from ..space.side_lanes import COMPUTE, Traffic
+from ..space.side_lanes import COMPUTE, SideLanes
 from ..space.space import BoolArray, IntArray
 from .lane_programs import WAITS_FOR, LaneProgram, copy_programs
 
@@ -43,7 +43,7 @@ _WORTH_DROPPING: Final = 0.75
 class ReplayPlan:
     """One plan to replay."""
 
-    traffic: Traffic
+    traffic: SideLanes
     depth: int
     """Prefetch depth."""
     mode: int
@@ -72,7 +72,7 @@ class Replayer:
     def __init__(self, compute: ComputeTable, contention: ContentionModel) -> None:
         self._compute = compute
         self._slowdowns = _slowdown_table(contention)
-        self._known: dict[tuple[int, int], tuple[Traffic, tuple[LaneProgram, ...]]] = {}
+        self._known: dict[tuple[int, int], tuple[SideLanes, tuple[LaneProgram, ...]]] = {}
         """By ``id`` and depth; the traffic itself keeps its id from being reused."""
 
     def periods_s(self, plans: Sequence[ReplayPlan]) -> FloatArray:

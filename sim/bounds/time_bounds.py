@@ -65,7 +65,7 @@ import numpy as np
 
 from ..space.chunk_table import ChunkTable
 from ..space.compute_table import ComputeTable, FloatArray
-from ..space.side_lanes import Traffic
+from ..space.side_lanes import SideLanes
 from ..space.space import IntArray
 from .overlaps import Overlaps
 from .throughput import Throughput
@@ -152,7 +152,7 @@ class TimeBounds:
         bound *= _BOUND_FRAC
         return bound
 
-    def traffic_s(self, traffic: Traffic, depths: IntArray, modes: IntArray) -> FloatArray | float:
+    def traffic_s(self, traffic: SideLanes, depths: IntArray, modes: IntArray) -> FloatArray | float:
         """(D, K) bounds by what one residency brings about, where these are worth their price: several ranks."""
         return 0.0
 

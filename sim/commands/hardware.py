@@ -9,7 +9,7 @@ from typing import Annotated, Final
 import typer
 
 from ...shared.basics.documents import FrozenModel, write_atomically
-from ...shared.basics.plugins import extension
+from ...shared.basics.plugins import plugin
 from ...shared.basics.progress import progress_bar
 from ...shared.catalogue.machines import (
     cluster_names,
@@ -124,7 +124,7 @@ def probe_command(
     Its memory, its links, its arithmetic and its CPU Adam, with all cores but one, as training has them.
     --output writes the machine, as TOML to edit if the name ends so.
     """
-    probe = extension("protwin.probes", "torch")
+    probe = plugin("protwin.probes", "torch")
     with progress_bar("measuring this machine") as on_progress:
         found = probe(seconds=seconds, on_progress=on_progress, leaves_a_core=True)
     _give(found, output, as_json=as_json)

@@ -10,7 +10,7 @@ import typer
 
 from ...shared.basics.documents import write_atomically
 from ...shared.basics.errors import InfeasibleError
-from ...shared.basics.gc_pause import uncollected
+from ...shared.basics.gc_pause import gc_paused
 from ...shared.basics.progress import progress_bar
 from ...shared.basics.units import format_bytes
 from ...shared.catalogue.machines import load_hardware, override_hardware
@@ -56,7 +56,7 @@ from ...shared.workloads.source import resolve_workload, saved_sizes
 from ..engine.simulator import simulate as simulate_plan
 from ..memory.rank_memory import rank_device_bytes, rank_host_bytes
 from ..space.space import LARGEST_KNOB, SearchSpace
-from ..space.step_spec import SEVERAL, StepRule, check_shares
+from ..space.step_spec import SEVERAL, StepSpec, check_shares
 from .hardware import hardware
 from .options import (
     USUAL,
@@ -98,7 +98,7 @@ simulate = command_app()
         "protwin search --model llama-3-8b --hardware h100-80gb-x8 --batch-size 1 --sequence-length 2048 --ranks 8",
     ),
 )
-@uncollected()
+@gc_paused()
 def search_command(
     model: ModelName,
     hardware: HardwareName,
@@ -208,7 +208,7 @@ def search_command(
         """What is asked, once there is a workload."""
         from ..questions.what_if import Batches, Setting
 
-        rule = StepRule(micro_batches, max_gradient_norm, mode, ranks)
+        rule = StepSpec(micro_batches, max_gradient_norm, mode, ranks)
         sizes = saved_sizes(model, global_batch, ranks) if global_batch is not None else None
         batches = None if global_batch is None else Batches(workload_at, global_batch, sizes)
         budget = device_budget_bytes
@@ -275,7 +275,7 @@ def search_command(
         "protwin simulate --plan plan.json --model model.json --hardware h100-80gb-x8 --parallel sharded",
     )
 )
-@uncollected()
+@gc_paused()
 def simulate_command(
     plan: Annotated[Path, typer.Option("--plan", metavar="FILE", help="What to simulate.")],
     model: ModelName,

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...shared.schema.record import Holding, MemoryCurve
-from ...shared.schema.schedule import Buffer, Content, Lane, Memory, Schedule, Task, TaskId
+from ...shared.schema.schedule import Allocation, Content, Lane, Memory, Schedule, Task, TaskId
 from .timing import Seconds, Timing
 
 _ORDER: Final = tuple(Content)
@@ -103,7 +103,7 @@ class DeviceMemory:
         )
 
     @cached_property
-    def _buffers(self) -> list[Buffer]:
+    def _buffers(self) -> list[Allocation]:
         return [b for b in self.schedule.buffers if not b.is_static and b.memory is Memory.DEVICE]
 
     @cached_property
@@ -208,7 +208,7 @@ def pinned_host_curve(schedule: Schedule, timing: Timing) -> MemoryCurve:
     )
 
 
-def _by_content(buffers: Iterable[Buffer]) -> Counter[Content]:
+def _by_content(buffers: Iterable[Allocation]) -> Counter[Content]:
     held: Counter[Content] = Counter()
     for buffer in buffers:
         held[buffer.content] += buffer.size_bytes

@@ -23,7 +23,7 @@ from simpy import Environment, Event
 from ...shared.basics.errors import ScheduleError
 from ...shared.schema.schedule import Lane, Schedule
 from ..costs.contention import ContentionModel
-from .lanes import SIMULTANEOUS, End, Stint, programs_of, slowdowns_by_mask
+from .lanes import SIMULTANEOUS, End, LaneTask, programs_of, slowdowns_by_mask
 
 _LANES: Final = tuple(Lane)
 _TOGETHER: Final = _LANES.index(Lane.COLLECTIVE)
@@ -113,7 +113,7 @@ class GroupLanes:
                 for group in range(self._num_groups):
                     self._tell_ended(group, _TOGETHER, now_s)
 
-    def _targets(self, stint: Stint, iteration: int) -> list[tuple[int, int]]:
+    def _targets(self, stint: LaneTask, iteration: int) -> list[tuple[int, int]]:
         return [(other, place + iteration * self._lengths[other]) for other, place in stint.waits]
 
     def _until_ended(self, group: int, other: int, target: int) -> Event:

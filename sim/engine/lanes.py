@@ -33,7 +33,7 @@ SIMULTANEOUS: Final = 1 + 1e-12
 
 
 @dataclass(frozen=True, slots=True)
-class Stint:
+class LaneTask:
     """A task as its lane sees it."""
 
     duration_s: float
@@ -178,14 +178,14 @@ class LaneProcesses:
         return self._schedule.tasks[program[self._ended[lane] % len(program)]]
 
 
-def programs_of(schedule: Schedule, durations_s: Sequence[float]) -> list[list[Stint]]:
+def programs_of(schedule: Schedule, durations_s: Sequence[float]) -> list[list[LaneTask]]:
     """The program of every lane.  Waits that an earlier one of the same lane implies are left out."""
     lanes, places = [0] * len(schedule.tasks), [0] * len(schedule.tasks)
     for lane, program in enumerate(schedule.lanes[lane] for lane in _LANES):
         for place, task_id in enumerate(program):
             lanes[task_id], places[task_id] = lane, place
     lengths = [len(schedule.lanes[lane]) for lane in _LANES]
-    programs: list[list[Stint]] = [[] for _ in _LANES]
+    programs: list[list[LaneTask]] = [[] for _ in _LANES]
     waited = [[_NEVER] * len(_LANES) for _ in _LANES]
     for task in schedule.tasks:
         lane = lanes[task.id]
@@ -200,7 +200,7 @@ def programs_of(schedule: Schedule, durations_s: Sequence[float]) -> list[list[S
                     waits[other] = max(waits.get(other, place), place)
         for other, place in waits.items():
             seen[other] = place
-        programs[lane].append(Stint(durations_s[task.id], tuple(sorted(waits.items()))))
+        programs[lane].append(LaneTask(durations_s[task.id], tuple(sorted(waits.items()))))
     return programs
 
 

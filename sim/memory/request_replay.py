@@ -19,7 +19,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Final
 
-from ...shared.schema.schedule import BufferId
+from ...shared.schema.schedule import AllocationId
 from .allocator import CachingAllocator
 from .allocator_tensors import StaticTensors
 from .blocks import Block
@@ -177,7 +177,7 @@ class Requests:
         return latest_first(self.numbers)
 
 
-Held = dict[tuple[int, BufferId], list[tuple[int, int]]]
+Held = dict[tuple[int, AllocationId], list[tuple[int, int]]]
 """By iteration, counted from the present one, and buffer: how long ago its tensors were made, and their bytes."""
 
 
@@ -189,7 +189,7 @@ class _Run:
         self._static = static
         self._allocator = allocator
         self._is_at_once = inside is Inside.AT_ONCE
-        self._held: dict[tuple[int, BufferId], list[Made]] = {}
+        self._held: dict[tuple[int, AllocationId], list[Made]] = {}
         """By iteration of the task that made the buffer."""
         self._tensors: list[Made] = []
         """Made by the running compute task, in order."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Final
 
-from ...shared.schema.schedule import BufferId, Content, Lane, Memory, Schedule, Task, TaskId, TaskKind
+from ...shared.schema.schedule import AllocationId, Content, Lane, Memory, Schedule, Task, TaskId, TaskKind
 from ...shared.verify.happens_before import HappensBefore, Occurrence
 
 _COMPUTE: Final = tuple(Lane).index(Lane.COMPUTE)
@@ -44,7 +44,7 @@ class Step:
     """One entry of the program."""
 
     act: Act
-    buffers: tuple[BufferId, ...] = ()
+    buffers: tuple[AllocationId, ...] = ()
     level_bytes: int = 0
     iterations_later: int = 0
     """Of the copy, after the iteration in which this happens; negative if it belongs to an earlier one."""
@@ -123,6 +123,6 @@ def _levels(task: Task, least_bytes: int) -> Iterable[Step]:
         before_bytes = level
 
 
-def _parameters_first(schedule: Schedule, buffers: list[BufferId]) -> tuple[BufferId, ...]:
+def _parameters_first(schedule: Schedule, buffers: list[AllocationId]) -> tuple[AllocationId, ...]:
     """Gathered chunks first, since they go last."""
     return tuple(sorted(buffers, key=lambda buffer: schedule.buffers[buffer].content is not Content.PARAMETERS))

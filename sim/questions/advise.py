@@ -28,7 +28,7 @@ from ...shared.schema.hardware import Hardware
 from ...shared.schema.search_result import BatchSearchResult
 from ...shared.schema.workload import Workload
 from ..searching.batch_search import search_batches
-from ..space.step_spec import StepRule
+from ..space.step_spec import StepSpec
 
 _SECONDS_PER_HOUR: Final = 3600
 _MOST_WORK: Final = 8_000
@@ -252,7 +252,7 @@ def check_request(request: Request) -> int:
     from ...shared.cli.options import cache_folder
     from ...shared.workloads.source import resolve_workload, saved_sizes
 
-    StepRule(max_gradient_norm=request.max_gradient_norm)
+    StepSpec(max_gradient_norm=request.max_gradient_norm)
     sizes = saved_sizes(request.model, request.global_batch)
     least = sizes[0] if sizes else 1
     resolve_workload(

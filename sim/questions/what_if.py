@@ -26,7 +26,7 @@ from ..searching.problem import SearchProblem, default_host_budget_bytes, search
 from ..searching.rank_search import MODES, search_ranks
 from ..searching.search import search
 from ..space.space import SearchSpace
-from ..space.step_spec import StepRule
+from ..space.step_spec import StepSpec
 
 _MEMORY_STEP_BYTES = 2 * 2**30
 
@@ -68,7 +68,7 @@ class Setting:
     """Of one rank, like the host's."""
     host_budget_bytes: int | None = None
     space: SearchSpace | None = None
-    rule: StepRule = field(default_factory=StepRule)
+    rule: StepSpec = field(default_factory=StepSpec)
     """Of the best plan as things are."""
     tolerance_frac: float = 0.005
     modes: Sequence[ParallelMode] = MODES
@@ -81,7 +81,7 @@ class Setting:
         """As things are."""
         return self.rule.num_ranks
 
-    def problem(self, workload: Workload | None = None, rule: StepRule | None = None) -> SearchProblem:
+    def problem(self, workload: Workload | None = None, rule: StepSpec | None = None) -> SearchProblem:
         """The search's tables; ``workload`` and ``rule``: instead of the setting's."""
         return search_problem(
             workload or self.workload,

@@ -18,8 +18,8 @@ from ...shared.schema.hardware import Hardware
 from ...shared.schema.search_result import BatchChoice, BatchSearchResult
 from ...shared.schema.workload import Workload
 from ..space.space import SearchSpace
-from ..space.step_spec import MOST_MICRO_BATCHES, StepRule, check_shares
-from .branch_and_bound import Hunt, OnProgress, run_in_turns, was_interrupted
+from ..space.step_spec import MOST_MICRO_BATCHES, StepSpec, check_shares
+from .branch_and_bound import BranchAndBound, OnProgress, run_in_turns, was_interrupted
 from .infeasible import explain_infeasible
 from .outcomes import search_result
 from .problem import search_problem
@@ -60,7 +60,7 @@ def search_batches(
     """
     check_effort(tolerance_frac, max_replays)
     sizes = batch_sizes(global_batch, micro_batch_sizes)
-    hunts: dict[int, Hunt] = {}
+    hunts: dict[int, BranchAndBound] = {}
     for size in sizes:
         problem = search_problem(
             workload_at(size),
@@ -69,9 +69,9 @@ def search_batches(
             device_budget_bytes=device_budget_bytes,
             host_budget_bytes=host_budget_bytes,
             space=space,
-            rule=StepRule(global_batch // size, max_gradient_norm),
+            rule=StepSpec(global_batch // size, max_gradient_norm),
         )
-        hunts[size] = Hunt(problem, tolerance_frac=tolerance_frac)
+        hunts[size] = BranchAndBound(problem, tolerance_frac=tolerance_frac)
     report, ordered = on_progress or (lambda done, total: None), [hunts[size] for size in reversed(sizes)]
     interrupted = was_interrupted(
         ordered, lambda: run_in_turns(ordered, report, max_replays=max_replays), keep=keep_interrupted
@@ -113,7 +113,7 @@ def batch_sizes(global_batch: int, wanted: Sequence[int] | None, num_ranks: int 
     return tuple(sorted(set(wanted)))
 
 
-def batch_choice(size: int, hunts: Sequence[Hunt], is_interrupted: bool) -> BatchChoice:
+def batch_choice(size: int, hunts: Sequence[BranchAndBound], is_interrupted: bool) -> BatchChoice:
     """What became of one size; ``hunts``: its searches, of several ranks one for each parallel mode."""
     simulated = [hunt.best for hunt in hunts if hunt.best is not None]
     best = min(simulated, key=lambda one: one.order, default=None)
@@ -130,7 +130,7 @@ def batch_choice(size: int, hunts: Sequence[Hunt], is_interrupted: bool) -> Batc
     )
 
 
-def _nothing_fits(global_batch: int, hunts: dict[int, Hunt]) -> InfeasibleError:
+def _nothing_fits(global_batch: int, hunts: dict[int, BranchAndBound]) -> InfeasibleError:
     """Why not even the smallest micro-batches fit."""
     size = min(hunts)
     reason = str(explain_infeasible(hunts[size].problem))

@@ -61,7 +61,7 @@ class Replayed:
         return self.bound_s, self.candidate.simplicity
 
 
-class Hunt:
+class BranchAndBound:
     """One search under way.
 
     ``incumbent_s``: the best time known from elsewhere; plans that cannot beat it are not looked at.
@@ -186,7 +186,7 @@ class Hunt:
             self.best = found
 
 
-def was_interrupted(hunts: Collection[Hunt], work: Callable[[], None], *, keep: bool) -> bool:
+def was_interrupted(hunts: Collection[BranchAndBound], work: Callable[[], None], *, keep: bool) -> bool:
     """Do ``work``, which is theirs; whether Ctrl-C ended it, which is raised unless ``keep`` and a plan was found."""
     try:
         work()
@@ -197,7 +197,7 @@ def was_interrupted(hunts: Collection[Hunt], work: Callable[[], None], *, keep: 
     return False
 
 
-def run_in_turns(hunts: Sequence[Hunt], on_progress: OnProgress, *, max_replays: int | None = None) -> None:
+def run_in_turns(hunts: Sequence[BranchAndBound], on_progress: OnProgress, *, max_replays: int | None = None) -> None:
     """Search several spaces that share the best time: each turn is taken where the lowest bound is.
 
     A space is left out as a whole as soon as none of its plans can win.  ``max_replays`` ends the search after so many

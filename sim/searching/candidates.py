@@ -21,9 +21,9 @@ import numpy as np
 
 from ..bounds.exact_peaks import guaranteed_peaks
 from ..space.compute_table import FloatArray
-from ..space.gather_plan import Residency, residency
+from ..space.gather_plan import GatherPlan, residency
 from ..space.rank_side_lanes import traffic_of
-from ..space.side_lanes import Traffic
+from ..space.side_lanes import SideLanes
 from ..space.space import BoolArray, IntArray
 from .problem import SearchProblem
 
@@ -39,9 +39,9 @@ class Candidate:
 
     layout: int
     index: tuple[int, int, int]
-    """Residency, prefetch depth and modes, as indices into the layout's grid."""
+    """GatherPlan, prefetch depth and modes, as indices into the layout's grid."""
     simplicity: tuple[int, ...]
-    traffic: Traffic
+    traffic: SideLanes
     bound_s: float
     """No simulation of it takes less."""
     peak_bytes: int
@@ -85,7 +85,7 @@ class _Plans:
     """The plans of one residency that fit, best bound first, then simplest."""
 
     def __init__(
-        self, found: _Residency, bounds_s: FloatArray, traffic: Traffic, fits: BoolArray, peaks: IntArray
+        self, found: _Residency, bounds_s: FloatArray, traffic: SideLanes, fits: BoolArray, peaks: IntArray
     ) -> None:
         self.layout = found.layout
         self.row = found.row
@@ -111,7 +111,7 @@ class Candidates:
         self.num_bounded_by_memory = 0
         self._ticket = count()
         self._heap: list[tuple[float, int, tuple[int, ...], int, _Entry]] = []
-        self._residencies: dict[tuple[int, int], Residency] = {}
+        self._residencies: dict[tuple[int, int], GatherPlan] = {}
         for layout in range(len(problem.layouts)):
             self._add_groups(layout)
         heapify(self._heap)
@@ -226,7 +226,7 @@ class Candidates:
         sharper_s = layout.time.traffic_s(traffic, layout.grid.prefetch_depth, found.modes)
         self._queue(_Plans(found, np.maximum(found.bound_s, sharper_s), traffic, fits, peaks))
 
-    def _residency(self, index: int, row: int) -> Residency:
+    def _residency(self, index: int, row: int) -> GatherPlan:
         """Groups share their residencies."""
         known = self._residencies.get((index, row))
         if known is None:

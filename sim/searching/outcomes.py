@@ -12,7 +12,7 @@ from ...shared.catalogue.rank_share import price_of_ranks
 from ...shared.schema.search_result import Certificate, PlanOutcome, SearchResult
 from ..engine.prediction import predicted_record
 from ..memory.libraries import collective_bytes
-from .branch_and_bound import Hunt, Simulated
+from .branch_and_bound import BranchAndBound, Simulated
 from .candidates import Candidate
 
 _NUM_ALTERNATIVES: Final = 4
@@ -20,7 +20,7 @@ _PARETO_SAVING_FRAC: Final = 0.01
 
 
 def search_result(
-    hunt: Hunt, chosen: Simulated, *, hunts: Sequence[Hunt] = (), is_interrupted: bool = False
+    hunt: BranchAndBound, chosen: Simulated, *, hunts: Sequence[BranchAndBound] = (), is_interrupted: bool = False
 ) -> SearchResult:
     """The document of a search that settled on ``chosen``; its certificate is that of all ``hunts`` together.
 
@@ -56,7 +56,7 @@ def search_result(
     )
 
 
-def certify(hunts: Sequence[Hunt], *, is_interrupted: bool = False) -> Certificate:
+def certify(hunts: Sequence[BranchAndBound], *, is_interrupted: bool = False) -> Certificate:
     """What the searches, which share a best plan, prove together."""
     best_s = min(hunt.best_s for hunt in hunts)
     num_bounded_by_time = num_undecided = 0
@@ -86,7 +86,7 @@ def certify(hunts: Sequence[Hunt], *, is_interrupted: bool = False) -> Certifica
     )
 
 
-def _outcome(hunt: Hunt, known: _Known) -> PlanOutcome:
+def _outcome(hunt: BranchAndBound, known: _Known) -> PlanOutcome:
     problem, candidate = hunt.problem, known.candidate
     plan = problem.plan(candidate.layout, *candidate.index)
     prefix = problem.layouts[candidate.layout].grid.prefix[[candidate.index[0]]]

@@ -25,7 +25,7 @@ from ..memory.rank_memory import rank_device_bytes
 from ..space.chunk_table import ChunkTable, chunk_table
 from ..space.compute_table import ComputeTable, compute_table
 from ..space.space import IntArray, LayoutGrid, SearchSpace, enumerate_space
-from ..space.step_spec import StepRule
+from ..space.step_spec import StepSpec
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class SearchProblem:
     costs: CostModel
     contention: ContentionModel
     compute: ComputeTable
-    rule: StepRule
+    rule: StepSpec
     layouts: tuple[LayoutProblem, ...]
     is_shared: bool = False
     """Whether both budgets are shares of one memory, which nobody asked for."""
@@ -103,7 +103,7 @@ def search_problem(
     device_budget_bytes: int | None = None,
     host_budget_bytes: int | None = None,
     space: SearchSpace | None = None,
-    rule: StepRule | None = None,
+    rule: StepSpec | None = None,
     is_offloading: bool | None = None,
 ) -> SearchProblem:
     """Lay out the space and tabulate its costs.  Arguments and errors as of ``search``.
@@ -111,7 +111,7 @@ def search_problem(
     ``is_offloading``: as of ``enumerate_space``.
     """
     check_magnitude(workload)
-    rule = rule or StepRule()
+    rule = rule or StepSpec()
     together, num_ranks = hardware, rule.num_ranks
     if num_ranks > 1:
         hardware = machine_of_rank(together, num_ranks)

@@ -17,7 +17,7 @@ from ...shared.schema.plan import ParallelMode
 from ...shared.schema.search_result import BatchSearchResult
 from ..space.space import SearchSpace
 from .batch_search import WorkloadAt, batch_choice, batch_sizes
-from .branch_and_bound import Hunt, OnProgress, Simulated, run_in_turns, was_interrupted
+from .branch_and_bound import BranchAndBound, OnProgress, Simulated, run_in_turns, was_interrupted
 from .outcomes import search_result
 from .rank_search import MODES, RankSetting, mode_choice, modes_among, nothing_fits
 from .search import check_effort
@@ -65,7 +65,7 @@ def search_rank_batches(
         max_gradient_norm,
         tolerance_frac,
     )
-    hunts: dict[Where, Hunt] = {}
+    hunts: dict[Where, BranchAndBound] = {}
     reasons: dict[ParallelMode, str] = {}
     for size in sizes:
         of_size, reasons = setting.hunts(workload_at(size), global_batch // num_ranks // size)
@@ -102,7 +102,7 @@ def _simplest(where: Where) -> tuple[int, int]:
     return MODES.index(mode), -size
 
 
-def _chosen(hunts: dict[Where, Hunt]) -> tuple[Where, Simulated] | None:
+def _chosen(hunts: dict[Where, BranchAndBound]) -> tuple[Where, Simulated] | None:
     """Of the plans within the tolerance of the fastest one of the simplest mode, then of the largest micro-batch."""
     near = {where: plan for where, hunt in hunts.items() if (plan := hunt.simplest_near()) is not None}
     if not near:
@@ -111,7 +111,7 @@ def _chosen(hunts: dict[Where, Hunt]) -> tuple[Where, Simulated] | None:
     return where, near[where]
 
 
-def _nothing_fits(global_batch: int, hunts: dict[Where, Hunt]) -> InfeasibleError:
+def _nothing_fits(global_batch: int, hunts: dict[Where, BranchAndBound]) -> InfeasibleError:
     """Why not even the smallest micro-batches fit."""
     size = min(size for size, _ in hunts)
     num_sizes = len({size for size, _ in hunts})

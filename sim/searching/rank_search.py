@@ -22,8 +22,8 @@ from ...shared.schema.plan import ParallelMode
 from ...shared.schema.search_result import ModeChoice, SearchResult
 from ...shared.schema.workload import Workload
 from ..space.space import SearchSpace
-from ..space.step_spec import SEVERAL, StepRule
-from .branch_and_bound import Hunt, OnProgress, run_in_turns, was_interrupted
+from ..space.step_spec import SEVERAL, StepSpec
+from .branch_and_bound import BranchAndBound, OnProgress, run_in_turns, was_interrupted
 from .infeasible import explain_infeasible, least_of, smallest_changes
 from .outcomes import search_result
 from .problem import SearchProblem, search_problem
@@ -51,9 +51,9 @@ class RankSetting:
 
     def hunts(
         self, workload: Workload, micro_batches: int = 1
-    ) -> tuple[dict[ParallelMode, Hunt], dict[ParallelMode, str]]:
+    ) -> tuple[dict[ParallelMode, BranchAndBound], dict[ParallelMode, str]]:
         """One search per mode, none of them begun, and why some modes have no plan."""
-        hunts: dict[ParallelMode, Hunt] = {}
+        hunts: dict[ParallelMode, BranchAndBound] = {}
         reasons: dict[ParallelMode, str] = {}
         for mode in self.modes:
             try:
@@ -64,13 +64,13 @@ class RankSetting:
                     device_budget_bytes=self.device_budget_bytes,
                     host_budget_bytes=self.host_budget_bytes,
                     space=self.space,
-                    rule=StepRule(micro_batches, self.max_gradient_norm, mode, self.num_ranks),
+                    rule=StepSpec(micro_batches, self.max_gradient_norm, mode, self.num_ranks),
                     is_offloading=_is_offloading(mode, alone=len(self.modes) == 1),
                 )
             except PlanError as error:
                 reasons[mode] = str(error)
                 continue
-            hunts[mode] = Hunt(problem, tolerance_frac=self.tolerance_frac, max_replays=self.max_replays)
+            hunts[mode] = BranchAndBound(problem, tolerance_frac=self.tolerance_frac, max_replays=self.max_replays)
         if not hunts:
             raise PlanError(
                 next(iter(reasons.values()), "no parallel mode is allowed. Name ddp, replicated or sharded.")
@@ -144,7 +144,7 @@ def _is_offloading(mode: ParallelMode, *, alone: bool) -> bool | None:
     return None if alone else True
 
 
-def mode_choice(mode: ParallelMode, hunts: Sequence[Hunt], reason: str, is_interrupted: bool) -> ModeChoice:
+def mode_choice(mode: ParallelMode, hunts: Sequence[BranchAndBound], reason: str, is_interrupted: bool) -> ModeChoice:
     """What became of a mode; ``hunts``: its searches, one for each size of the micro-batch, ascending.
 
     ``reason``: why it has no plan, where there is no search.
@@ -170,7 +170,7 @@ def _why(problem: SearchProblem) -> str:
         return str(error)
 
 
-def nothing_fits(hunts: dict[ParallelMode, Hunt]) -> InfeasibleError:
+def nothing_fits(hunts: dict[ParallelMode, BranchAndBound]) -> InfeasibleError:
     """Why not even the mode fits that asks for the least, and the smallest changes with which a plan of any does."""
     changes = {mode: smallest_changes(hunt.problem) for mode, hunt in hunts.items()}
 

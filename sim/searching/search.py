@@ -18,8 +18,8 @@ from ...shared.schema.hardware import Hardware
 from ...shared.schema.search_result import SearchResult as SearchResult
 from ...shared.schema.workload import Workload
 from ..space.space import SearchSpace
-from ..space.step_spec import StepRule
-from .branch_and_bound import Hunt, OnProgress, was_interrupted
+from ..space.step_spec import StepSpec
+from .branch_and_bound import BranchAndBound, OnProgress, was_interrupted
 from .infeasible import explain_infeasible
 from .outcomes import search_result
 from .problem import search_problem
@@ -61,10 +61,10 @@ def search(
         device_budget_bytes=device_budget_bytes,
         host_budget_bytes=host_budget_bytes,
         space=space,
-        rule=StepRule(micro_batches, max_gradient_norm),
+        rule=StepSpec(micro_batches, max_gradient_norm),
     )
     report = on_progress or (lambda done, total: None)
-    hunt = Hunt(problem, tolerance_frac=tolerance_frac, max_replays=max_replays, on_progress=report)
+    hunt = BranchAndBound(problem, tolerance_frac=tolerance_frac, max_replays=max_replays, on_progress=report)
 
     def work() -> None:
         hunt.run()

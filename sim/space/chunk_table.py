@@ -18,11 +18,11 @@ from ...shared.schema.workload import Workload
 from ..costs.task_costs import CostModel
 from .collective_table import CollectiveTable, collective_table
 from .compute_table import FloatArray, Positions
-from .placements import ChunkPlaces
+from .placements import Placements
 from .space import BoolArray, IntArray
-from .step_spec import StepRule
+from .step_spec import StepSpec
 
-_NO_RULE: Final = StepRule()
+_NO_RULE: Final = StepSpec()
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class ChunkTable:
     """
 
     layout: Layout
-    places: ChunkPlaces
+    places: Placements
     is_owned: BoolArray
     """(C,) whether a block owns it, so that it can be offloaded."""
     is_stepped: BoolArray
@@ -87,7 +87,7 @@ class ChunkTable:
     update_order: IntArray
     """(T,) chunks as their gradients leave and CPU Adam steps them: last block first."""
     costs: CostModel
-    rule: StepRule
+    rule: StepSpec
     collectives: CollectiveTable | None
     """Where several ranks train together."""
 
@@ -175,8 +175,8 @@ def chunk_table(
     workload: Workload,
     layout: Layout,
     costs: CostModel,
-    rule: StepRule = _NO_RULE,
-    places: ChunkPlaces | None = None,
+    rule: StepSpec = _NO_RULE,
+    places: Placements | None = None,
 ) -> ChunkTable:
     """Tabulate ``layout``; ``places``: its prefixes, those without shards by default."""
     chunks = layout.chunks
@@ -209,7 +209,7 @@ def chunk_table(
     is_stepped = np.array([bool(chunk.blocks) and chunk.is_trainable for chunk in chunks], dtype=np.bool_)
     return ChunkTable(
         layout=layout,
-        places=places or ChunkPlaces.of(layout),
+        places=places or Placements.of(layout),
         is_owned=np.array([bool(chunk.blocks) for chunk in chunks], dtype=np.bool_),
         is_stepped=is_stepped,
         size_bytes=_integers(chunk.size_bytes for chunk in chunks),

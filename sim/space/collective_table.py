@@ -16,7 +16,7 @@ from ...shared.schema.schedule import Task, TaskId, TaskKind
 from ..costs.task_costs import CostModel
 from .compute_table import FloatArray
 from .space import IntArray
-from .step_spec import StepRule
+from .step_spec import StepSpec
 
 _NO_SECONDS: Final = 0.0
 
@@ -42,7 +42,7 @@ class CollectiveTable:
 
 
 def collective_table(
-    layout: Layout, parts: Sequence[RankPart], is_stepped: Sequence[bool], costs: CostModel, rule: StepRule
+    layout: Layout, parts: Sequence[RankPart], is_stepped: Sequence[bool], costs: CostModel, rule: StepSpec
 ) -> CollectiveTable:
     """Tabulate ``layout``.  ``parts``: what a host has of each chunk; ``is_stepped``: of chunks that a block owns."""
 

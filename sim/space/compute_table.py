@@ -30,13 +30,13 @@ from ...shared.schema.workload import Phase, Workload
 from ..costs.task_costs import CostModel
 from .activation_levels import NO_TASK_BYTES, ActivationLevels, activation_levels
 from .space import BoolArray, IntArray, ModeRows
-from .step_spec import StepRule
+from .step_spec import StepSpec
 
 FloatArray = npt.NDArray[np.float64]
 
 __all__ = ["NO_TASK_BYTES", "ComputeTable", "FloatArray", "Positions", "compute_table"]
 
-_NO_RULE: Final = StepRule()
+_NO_RULE: Final = StepSpec()
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ class ComputeTable:
         return np.append(0, self.swap_bytes.cumsum())
 
 
-def compute_table(workload: Workload, modes: ModeRows, costs: CostModel, rule: StepRule = _NO_RULE) -> ComputeTable:
+def compute_table(workload: Workload, modes: ModeRows, costs: CostModel, rule: StepSpec = _NO_RULE) -> ComputeTable:
     """Tabulate the compute lane of ``workload`` for each choice of ``modes``."""
     swap_bytes = np.array([workload.profile_of(block).swappable_bytes for block in range(workload.num_blocks)])
 

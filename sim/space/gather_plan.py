@@ -19,7 +19,7 @@ from .space import IntArray
 
 
 @dataclass(frozen=True, eq=False)
-class Residency:
+class GatherPlan:
     """What comes to the device, and what goes, under one prefix and number of buffers.
 
     Shapes: G gathers, of which S of chunks that are sharded over the devices, U updates (chunks with gradients that
@@ -87,7 +87,7 @@ class Residency:
         return np.maximum(opened, self.slot_free)
 
 
-def residency(table: ChunkTable, prefix: int, n_buffer: int) -> Residency:
+def residency(table: ChunkTable, prefix: int, n_buffer: int) -> GatherPlan:
     """The gathers and updates of the plans with these knobs; slots are assigned as the compiler assigns them."""
     positions = table.positions
     is_gathered, is_offloaded = table.is_gathered(prefix), table.is_offloaded(prefix)
@@ -107,7 +107,7 @@ def residency(table: ChunkTable, prefix: int, n_buffer: int) -> Residency:
         gone[stay.chunk] = stay.last_step
     before = np.array(free, dtype=np.int64)
     is_previous = before < 0
-    return Residency(
+    return GatherPlan(
         table=table,
         prefix=prefix,
         n_buffer=n_buffer,

@@ -23,7 +23,7 @@ _Booleans = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, eq=False)
-class ChunkPlaces:
+class Placements:
     """Shapes: P prefixes, C chunks.  Chunks that no block owns are persistent in all of them."""
 
     is_owned: _Booleans

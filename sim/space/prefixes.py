@@ -21,7 +21,7 @@ from ...shared.layout.layout import Layout
 
 
 @dataclass(frozen=True)
-class Prefix:
+class Placement:
     """One choice of persistent and sharded chunks."""
 
     n_persist: int
@@ -35,7 +35,7 @@ class Prefix:
 
 def distinct_prefixes(
     layout: Layout, n_persist: Iterable[int] | None, n_shard: Iterable[int] | None = (0,)
-) -> list[Prefix]:
+) -> list[Placement]:
     """Distinct choices of persistent and sharded chunks; None for everything that [Note: Shards in the space] names."""
     num_chunks = len(layout.chunks)
     is_owned = np.array([bool(chunk.blocks) for chunk in layout.chunks], dtype=bool)
@@ -52,11 +52,11 @@ def distinct_prefixes(
     for first in candidates:
         if first <= num_chunks:
             firsts.setdefault(num_from[first], first)
-    pairs: dict[tuple[int, int], Prefix] = {}
+    pairs: dict[tuple[int, int], Placement] = {}
     for number, first in enumerate(firsts.values()):
         for count in _shard_counts(num_chunks - first, n_shard, is_first=number == 0):
             left = num_from[first], num_from[first + count]
-            pairs.setdefault(left, Prefix(first, count, int(fewest[first]), left[0]))
+            pairs.setdefault(left, Placement(first, count, int(fewest[first]), left[0]))
     return list(pairs.values())
 
 

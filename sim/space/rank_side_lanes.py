@@ -16,9 +16,9 @@ import numpy as np
 
 from .collective_table import CollectiveTable
 from .compute_table import ComputeTable, FloatArray
-from .gather_plan import Residency
+from .gather_plan import GatherPlan
 from .lane_order import NOTHING, Waits, ended_with, reached_before
-from .side_lanes import COLLECTIVE, COMPUTE, CPU_OPTIM, D2H, H2D, LaneWork, Order, Traffic
+from .side_lanes import COLLECTIVE, COMPUTE, CPU_OPTIM, D2H, H2D, LaneWork, Order, SideLanes
 from .space import IntArray
 
 _BESIDE_COMPUTE = (H2D, D2H, CPU_OPTIM, COLLECTIVE)
@@ -52,7 +52,7 @@ class CollectiveLane:
     """(D, Z)"""
 
 
-class RankTraffic(Traffic):
+class RankSideLanes(SideLanes):
     """The lanes beside compute of one of several equal ranks."""
 
     @property
@@ -328,7 +328,7 @@ class RankTraffic(Traffic):
         return np.stack([places[np.searchsorted(row, counts)] for row in both])
 
 
-def traffic_of(residency: Residency, compute: ComputeTable, n_swap: int) -> Traffic:
+def traffic_of(residency: GatherPlan, compute: ComputeTable, n_swap: int) -> SideLanes:
     """The lanes beside compute, of one rank alone or of one of several."""
-    kind = Traffic if residency.table.rule.num_ranks == 1 else RankTraffic
+    kind = SideLanes if residency.table.rule.num_ranks == 1 else RankSideLanes
     return kind(residency, compute, n_swap)

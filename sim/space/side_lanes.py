@@ -19,7 +19,7 @@ import numpy as np
 
 from ...shared.schema.schedule import Lane
 from .compute_table import ComputeTable, FloatArray, Positions
-from .gather_plan import Residency
+from .gather_plan import GatherPlan
 from .lane_order import NOTHING, Waits
 from .space import BoolArray, IntArray
 
@@ -60,10 +60,10 @@ class Order:
 
 
 @dataclass(frozen=True, eq=False)
-class Traffic:
+class SideLanes:
     """The lanes beside compute.  Shapes: H tasks of H2D, X of D2H, Y of CPU_OPTIM, S steps, D prefetch depths."""
 
-    residency: Residency
+    residency: GatherPlan
     compute: ComputeTable
     n_swap: int
 

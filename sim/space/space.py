@@ -18,9 +18,9 @@ from ...shared.basics.errors import PlanError
 from ...shared.layout.layout import ALIGNMENT_BYTES, Layout, aligned, build_layout
 from ...shared.schema.plan import Plan
 from ...shared.schema.workload import Workload
-from .placements import ChunkPlaces
-from .prefixes import Prefix, distinct_prefixes
-from .step_spec import StepRule
+from .placements import Placements
+from .prefixes import Placement, distinct_prefixes
+from .step_spec import StepSpec
 
 IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
@@ -123,7 +123,7 @@ class LayoutGrid:
     """
 
     layout: Layout
-    places: ChunkPlaces
+    places: Placements
     prefix: IntArray
     """(R,) which chunks are persistent and which are sharded, as a prefix of ``places``."""
     n_buffer: IntArray
@@ -131,7 +131,7 @@ class LayoutGrid:
     prefetch_depth: IntArray
     """(D,) ascending."""
     modes: ModeRows
-    rule: StepRule = field(default_factory=StepRule)
+    rule: StepSpec = field(default_factory=StepSpec)
 
     @cached_property
     def n_persist(self) -> IntArray:
@@ -207,7 +207,7 @@ class LayoutGrid:
 def enumerate_space(
     workload: Workload,
     space: SearchSpace | None = None,
-    rule: StepRule | None = None,
+    rule: StepSpec | None = None,
     *,
     is_offloading: bool | None = None,
 ) -> tuple[LayoutGrid, ...]:
@@ -217,7 +217,7 @@ def enumerate_space(
     a chunk is gathered or a block swaps, prefetch depth.  ``is_offloading`` leaves only plans that offload chunks, or
     shard them over devices, or only plans that do neither.  Raises PlanError if no plan is left.
     """
-    space, rule = space or SearchSpace(), rule or StepRule()
+    space, rule = space or SearchSpace(), rule or StepSpec()
     if space.n_shard is not None and min(space.n_shard) > 0 and not rule.is_sharded:
         raise PlanError(
             f"the space holds no plan: n_shard is at least {min(space.n_shard)} but parallel is {rule.parallel}, and "
@@ -356,12 +356,12 @@ def _layouts(workload: Workload, wanted: Sequence[int] | None) -> list[Layout]:
 class _Residencies:
     """Distinct residencies of a layout, both (R,)."""
 
-    places: ChunkPlaces
+    places: Placements
     prefix: IntArray
     n_buffer: IntArray
 
 
-def _residencies(layout: Layout, prefixes: Sequence[Prefix], space: SearchSpace) -> _Residencies:
+def _residencies(layout: Layout, prefixes: Sequence[Placement], space: SearchSpace) -> _Residencies:
     """The residencies with these prefixes."""
     shards = [(prefix.n_persist, prefix.n_shard) for prefix in prefixes if prefix.n_shard]
     first = len(layout.chunks) + 1
@@ -369,7 +369,7 @@ def _residencies(layout: Layout, prefixes: Sequence[Prefix], space: SearchSpace)
     numbers = [number_of.get((prefix.n_persist, prefix.n_shard), prefix.n_persist) for prefix in prefixes]
     counts = [_buffer_counts(prefix.fewest, prefix.num_gathered, space.n_buffer) for prefix in prefixes]
     return _Residencies(
-        places=ChunkPlaces.of(layout, shards),
+        places=Placements.of(layout, shards),
         prefix=np.repeat(np.array(numbers, dtype=np.int64), [len(of_prefix) for of_prefix in counts]),
         n_buffer=np.array(list(chain.from_iterable(counts)), dtype=np.int64),
     )

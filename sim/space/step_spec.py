@@ -45,7 +45,7 @@ def _nearest_shares(global_batch: int, num_ranks: int) -> list[int]:
 
 
 @dataclass(frozen=True)
-class StepRule:
+class StepSpec:
     """Knobs of a plan that say what is trained rather than how; the search takes them as they are.
 
     Raises PlanError if they are out of range.

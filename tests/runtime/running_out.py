@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from protwin.runtime import CpuDevice, CpuOutOfMemoryError, Training, carry_out
-from protwin.runtime.training.transfer_lanes import LaneTasks
+from protwin.runtime.training.transfer_lanes import TransferLanes
 from protwin.shared.schema.plan import Plan
 from protwin.shared.schema.schedule import Lane, Task, TaskId, TaskKind
 from tests.runtime.eager_lanes import settle
@@ -49,9 +49,9 @@ class _Steps:
     @contextmanager
     def counted(self, fail_at: tuple[int, TaskId] | None) -> Iterator[None]:
         """Within the block, lanes count, and fail at one task."""
-        original = LaneTasks._work
+        original = TransferLanes._work
 
-        def work(lanes: LaneTasks, task: Task, iteration: int) -> Callable[[], None]:
+        def work(lanes: TransferLanes, task: Task, iteration: int) -> Callable[[], None]:
             inner = original(lanes, task, iteration)
 
             def run() -> None:
@@ -64,11 +64,11 @@ class _Steps:
 
             return run
 
-        LaneTasks._work = work  # type: ignore[assignment, method-assign]
+        TransferLanes._work = work  # type: ignore[assignment, method-assign]
         try:
             yield
         finally:
-            LaneTasks._work = original  # type: ignore[method-assign]
+            TransferLanes._work = original  # type: ignore[method-assign]
 
 
 @contextmanager

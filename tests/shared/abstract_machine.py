@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from protwin.shared.layout.layout import ChunkId, Layout
 from protwin.shared.schema.plan import ActivationMode, ParallelMode, Plan
 from protwin.shared.schema.schedule import (
-    BufferId,
+    AllocationId,
     Content,
     Lane,
     Memory,
-    Part,
+    OuterSection,
     Schedule,
     Section,
     Task,
@@ -73,19 +73,19 @@ class AbstractMachine:
         self.num_iterations = num_iterations
         self.modes = plan.modes(workload.num_blocks)
         blocks = [BlockId(block) for block in range(workload.num_blocks)]
-        self.sections: list[Section] = [Part.PROLOGUE, *blocks, Part.EPILOGUE]
+        self.sections: list[Section] = [OuterSection.PROLOGUE, *blocks, OuterSection.EPILOGUE]
         self.persistent = layout.persistent(plan.n_persist)
         self.programs = {lane: [t for t in schedule.tasks if t.lane is lane] for lane in Lane}
         self.places = [_Place(is_alive=buffer.is_static) for buffer in schedule.buffers]
         self.ended: set[tuple[int, TaskId]] = set()
         self.num_started = dict.fromkeys(Lane, 0)
         self.running: dict[Lane, Event] = {}
-        self.seen: dict[tuple[Lane, BufferId], int] = {}
+        self.seen: dict[tuple[Lane, AllocationId], int] = {}
         """Number of writes that a buffer had had when the running task of a lane began to read it."""
         self.steps_of: dict[ChunkId, int] = {}
         self.num_block_steps = 0
         """Forwards and backwards of blocks that have ended, since the first iteration."""
-        self.gathered_after: dict[BufferId, int] = {}
+        self.gathered_after: dict[AllocationId, int] = {}
         """``num_block_steps`` when the gather of a buffer started, until its first use."""
         self.normed: set[int] = set()
         """Iterations whose norm of all gradients is known."""
@@ -167,7 +167,7 @@ class AbstractMachine:
         self._check_window(task)
         self._note_level()
 
-    def _allocate(self, task: Task, buffer_id: BufferId) -> None:
+    def _allocate(self, task: Task, buffer_id: AllocationId) -> None:
         buffer, place = self.schedule.buffers[buffer_id], self.places[buffer_id]
         if place.is_alive:
             raise Violation(f"{task.name} allocates buffer {buffer_id}, which is there")
@@ -215,7 +215,7 @@ class AbstractMachine:
             if buffer.memory is Memory.DEVICE:
                 self.level_bytes -= buffer.size_bytes
         self.ended.add((event.iteration, task.id))
-        if task.kind in (TaskKind.FORWARD, TaskKind.BACKWARD) and not isinstance(task.section, Part):
+        if task.kind in (TaskKind.FORWARD, TaskKind.BACKWARD) and not isinstance(task.section, OuterSection):
             self.num_block_steps += 1
         self._note_level()
 
@@ -228,7 +228,7 @@ class AbstractMachine:
 
     # -- meaning -----------------------------------------------------------------------------------------------------
 
-    def _carry_out(self, task: Task, iteration: int) -> dict[BufferId, Value]:
+    def _carry_out(self, task: Task, iteration: int) -> dict[AllocationId, Value]:
         """The values that the task leaves in what it writes.  Raises Violation if its inputs are not what it needs."""
         held = {self.places[b].value: b for b in task.reads}
         is_limited = self.plan.max_gradient_norm is not None
@@ -262,7 +262,7 @@ class AbstractMachine:
             if copied[0] != ("shard" if is_whole else "parameters"):
                 raise Violation(f"{task.name} works on {copied}")
             return dict.fromkeys(task.writes, ("parameters" if is_whole else "shard", *copied[1:]))
-        made: dict[BufferId, Value] = {}
+        made: dict[AllocationId, Value] = {}
         for buffer_id in task.writes:
             made[buffer_id] = self._made(task, buffer_id, iteration)
         if task.kind in (TaskKind.CPU_ADAM, TaskKind.DEVICE_ADAM):
@@ -282,7 +282,7 @@ class AbstractMachine:
         chunks = [
             chunk
             for chunk in self.layout.chunks
-            if (section in chunk.blocks if not isinstance(section, Part) else not chunk.blocks)
+            if (section in chunk.blocks if not isinstance(section, OuterSection) else not chunk.blocks)
         ]
         return [("parameters", c.id, iteration if c.is_trainable else 0) for c in chunks]
 
@@ -315,7 +315,7 @@ class AbstractMachine:
             return self._summed(self._gradients(chunk.id, iteration, micro))
         needed: list[Value] = []
         if task.kind is TaskKind.ALL_REDUCE:
-            return self._outer(iteration) if section is Part.PROLOGUE else []
+            return self._outer(iteration) if section is OuterSection.PROLOGUE else []
         if task.kind in (TaskKind.DEVICE_ADAM, TaskKind.GRADIENT_NORM):
             outer = self._outer(iteration)
             needed += self._summed(outer) if self._has_outer_gradients() else outer
@@ -335,20 +335,20 @@ class AbstractMachine:
         place = self.sections.index(section)
         before = self.sections[place - 1]
         needed = self._parameters(section, iteration)
-        if task.kind is TaskKind.BACKWARD and section is not Part.EPILOGUE:
+        if task.kind is TaskKind.BACKWARD and section is not OuterSection.EPILOGUE:
             needed.append(("incoming", self.sections[place + 1], iteration, micro))
-        if task.kind is TaskKind.BACKWARD and section is Part.PROLOGUE:
-            needed.append(("output", Part.PROLOGUE, iteration, micro))
+        if task.kind is TaskKind.BACKWARD and section is OuterSection.PROLOGUE:
+            needed.append(("output", OuterSection.PROLOGUE, iteration, micro))
             if micro:
                 needed.append(
-                    ("added", iteration, micro - 1) if micro > 1 else ("incoming", Part.PROLOGUE, iteration, 0)
+                    ("added", iteration, micro - 1) if micro > 1 else ("incoming", OuterSection.PROLOGUE, iteration, 0)
                 )
-        elif section is not Part.PROLOGUE:
+        elif section is not OuterSection.PROLOGUE:
             needed.append(("output", before, iteration, micro))
             if task.kind is TaskKind.BACKWARD:
                 needed.append(("saved", section, iteration, micro))
                 needed += self._swapped(section, iteration, micro)
-                if micro and not isinstance(section, Part):
+                if micro and not isinstance(section, OuterSection):
                     for chunk_id in self.persistent:
                         gradients = self._gradients(chunk_id, iteration, micro - 1)
                         needed += [gradient for gradient in gradients if gradient[2] == section]
@@ -368,8 +368,8 @@ class AbstractMachine:
     def _outer(self, iteration: int) -> list[Value]:
         """What all micro-batches leave of gradients outside every block."""
         last = self.plan.micro_batches - 1
-        needed: list[Value] = [("incoming", Part.PROLOGUE, iteration, m) for m in range(1, last + 1)]
-        needed.append(("added", iteration, last) if last else ("incoming", Part.PROLOGUE, iteration, 0))
+        needed: list[Value] = [("incoming", OuterSection.PROLOGUE, iteration, m) for m in range(1, last + 1)]
+        needed.append(("added", iteration, last) if last else ("incoming", OuterSection.PROLOGUE, iteration, 0))
         return needed
 
     def _has_outer_gradients(self) -> bool:
@@ -380,7 +380,7 @@ class AbstractMachine:
         return self.is_sharded and bool(offloaded)
 
     def _swapped(self, section: Section, iteration: int, micro: int) -> list[Value]:
-        if isinstance(section, Part) or self.modes[section] is not ActivationMode.SWAP:
+        if isinstance(section, OuterSection) or self.modes[section] is not ActivationMode.SWAP:
             return []
         if not self.workload.profile_of(section).swappable_bytes:
             return []
@@ -394,13 +394,13 @@ class AbstractMachine:
             if size
         ]
 
-    def _made(self, task: Task, buffer_id: BufferId, iteration: int) -> Value:
+    def _made(self, task: Task, buffer_id: AllocationId, iteration: int) -> Value:
         """What ``task`` puts into a buffer; the buffer's declared content must be something that it makes."""
         buffer = self.schedule.buffers[buffer_id]
         micro = task.micro_batch
         is_own = buffer.chunk == task.chunk
         match task.kind, buffer.content:
-            case TaskKind.FORWARD, Content.OUTPUT if task.section is not Part.EPILOGUE:
+            case TaskKind.FORWARD, Content.OUTPUT if task.section is not OuterSection.EPILOGUE:
                 return ("output", task.section, iteration, micro)
             case TaskKind.FORWARD, Content.ACTIVATIONS if self._keeps(task.section):
                 return ("saved", task.section, iteration, micro)
@@ -446,7 +446,7 @@ class AbstractMachine:
 
     def _keeps(self, section: Section | None) -> bool:
         assert section is not None
-        return isinstance(section, Part) or self.modes[section] is not ActivationMode.CHECKPOINT
+        return isinstance(section, OuterSection) or self.modes[section] is not ActivationMode.CHECKPOINT
 
     def _check_window(self, task: Task) -> None:
         """Gathers run at most ``prefetch_depth`` steps ahead of their first use, gradients lag at most that behind."""
@@ -455,7 +455,7 @@ class AbstractMachine:
         if is_gather or task.kind is TaskKind.ACTIVATION_FETCH:
             for buffer_id in task.writes:
                 self.gathered_after[buffer_id] = self.num_block_steps
-        if task.lane is not Lane.COMPUTE or isinstance(task.section, Part) or task.section is None:
+        if task.lane is not Lane.COMPUTE or isinstance(task.section, OuterSection) or task.section is None:
             return
         for buffer_id in task.reads:
             started = self.gathered_after.pop(buffer_id, self.num_block_steps)

@@ -13,11 +13,11 @@ from typing import Any
 
 from protwin.shared.layout.layout import ChunkId
 from protwin.shared.schema.schedule import (
-    BufferId,
+    AllocationId,
     Content,
     Lane,
     Memory,
-    Part,
+    OuterSection,
     Schedule,
     Section,
     Task,
@@ -45,7 +45,7 @@ def with_task(schedule: Schedule, task: TaskId, **changes: Any) -> Schedule:
     return replace(schedule, tasks=tuple(tasks))
 
 
-def with_buffer(schedule: Schedule, buffer: BufferId, **changes: Any) -> Schedule:
+def with_buffer(schedule: Schedule, buffer: AllocationId, **changes: Any) -> Schedule:
     """The schedule with some fields of one buffer changed."""
     buffers = list(schedule.buffers)
     buffers[buffer] = replace(buffers[buffer], **changes)
@@ -191,7 +191,7 @@ def changed_buffer_lists(schedule: Schedule) -> Iterator[Fault]:
     last = len(schedule.buffers)
     for task in schedule.tasks:
         for field in ("allocates", "frees", "reads", "writes"):
-            named: tuple[BufferId, ...] = getattr(task, field)
+            named: tuple[AllocationId, ...] = getattr(task, field)
             for buffer in named:
                 rest = without(named, buffer)
                 yield Fault(
@@ -206,9 +206,13 @@ def changed_buffer_lists(schedule: Schedule) -> Iterator[Fault]:
                                 schedule, task.id, **{field: (*rest, other)}
                             ),
                         )
-            for buffer in {*task.reads, *task.allocates, *task.frees, BufferId(task.id % last), BufferId(-1)} - {
-                *named
-            }:
+            for buffer in {
+                *task.reads,
+                *task.allocates,
+                *task.frees,
+                AllocationId(task.id % last),
+                AllocationId(-1),
+            } - {*named}:
                 yield Fault(
                     f"{task.id} {task.name} also {field} {buffer}",
                     lambda task=task, field=field, named=named, buffer=buffer: with_task(  # type: ignore[misc]
@@ -217,7 +221,7 @@ def changed_buffer_lists(schedule: Schedule) -> Iterator[Fault]:
                 )
 
 
-def _namesake(schedule: Schedule, buffer_id: BufferId) -> BufferId | None:
+def _namesake(schedule: Schedule, buffer_id: AllocationId) -> AllocationId | None:
     """Another buffer for the same thing: a second gather of the chunk, its home, its staging buffer."""
     buffer = schedule.buffers[buffer_id]
     for other in schedule.buffers:
@@ -252,13 +256,13 @@ def moved_frees(schedule: Schedule) -> Iterator[Fault]:
 def merged_buffers(schedule: Schedule) -> Iterator[Fault]:
     """Every buffer, replaced everywhere by its neighbour or by another buffer for the same thing."""
     for buffer in schedule.buffers:
-        for other in {BufferId(max(0, buffer.id - 1)), _namesake(schedule, buffer.id)} - {buffer.id, None}:
+        for other in {AllocationId(max(0, buffer.id - 1)), _namesake(schedule, buffer.id)} - {buffer.id, None}:
             assert other is not None
             if not any(buffer.id in (*task.reads, *task.writes) for task in schedule.tasks):
                 continue
 
-            def merge(gone: BufferId = buffer.id, kept: BufferId = other) -> Schedule:
-                def renamed(ids: Iterable[BufferId]) -> tuple[BufferId, ...]:
+            def merge(gone: AllocationId = buffer.id, kept: AllocationId = other) -> Schedule:
+                def renamed(ids: Iterable[AllocationId]) -> tuple[AllocationId, ...]:
                     return tuple(dict.fromkeys(kept if b == gone else b for b in ids))
 
                 return replace(
@@ -314,7 +318,7 @@ def changed_buffer_fields(schedule: Schedule) -> Iterator[Fault]:
             {"slot": schedule.num_slots if buffer.slot is not None else 0},
             {"slot": None if buffer.slot is not None else -1},
             {"is_static": not buffer.is_static},
-            {"id": BufferId(buffer.id + 1)},
+            {"id": AllocationId(buffer.id + 1)},
         ]
         for change in changes:
             yield Fault(
@@ -324,13 +328,13 @@ def changed_buffer_fields(schedule: Schedule) -> Iterator[Fault]:
         yield Fault(
             f"buffer {buffer.id} ({buffer.content}) listed twice",
             lambda buffer=buffer: replace(  # type: ignore[misc]
-                schedule, buffers=(*schedule.buffers, replace(buffer, id=BufferId(len(schedule.buffers))))
+                schedule, buffers=(*schedule.buffers, replace(buffer, id=AllocationId(len(schedule.buffers))))
             ),
         )
 
 
 def _sections(schedule: Schedule) -> list[Section | None]:
-    return [None, *Part, *(BlockId(block) for block in range(-1, schedule.num_blocks + 1))]
+    return [None, *OuterSection, *(BlockId(block) for block in range(-1, schedule.num_blocks + 1))]
 
 
 def changed_heads(schedule: Schedule) -> Iterator[Fault]:

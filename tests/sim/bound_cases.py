@@ -26,11 +26,11 @@ from protwin.sim.engine.timing import Timing
 from protwin.sim.space.chunk_table import ChunkTable, chunk_table
 from protwin.sim.space.compute_table import ComputeTable, compute_table
 from protwin.sim.space.gather_plan import residency
-from protwin.sim.space.placements import ChunkPlaces
+from protwin.sim.space.placements import Placements
 from protwin.sim.space.rank_side_lanes import traffic_of
-from protwin.sim.space.side_lanes import Traffic
+from protwin.sim.space.side_lanes import SideLanes
 from protwin.sim.space.space import ModeRows
-from protwin.sim.space.step_spec import StepRule
+from protwin.sim.space.step_spec import StepSpec
 from tests.strategies import calibrations, hardware, plans, workloads
 
 
@@ -69,7 +69,7 @@ class Case:
         is_mode = (modes.n_swap == self.plan.n_swap) & (modes.n_checkpoint == self.plan.n_checkpoint)
         return np.flatnonzero(is_mode)
 
-    def traffic(self) -> Traffic:
+    def traffic(self) -> SideLanes:
         found = residency(self.chunks, self.prefix, self.plan.n_buffer)
         return traffic_of(found, self.compute, self.plan.n_swap)
 
@@ -107,11 +107,11 @@ class Case:
 
 
 def case(model: Workload, chosen: Plan, layout: Layout, costs: CostModel, contention: ContentionModel) -> Case:
-    rule = StepRule(chosen.micro_batches, chosen.max_gradient_norm, chosen.parallel, chosen.num_ranks)
+    rule = StepSpec(chosen.micro_batches, chosen.max_gradient_norm, chosen.parallel, chosen.num_ranks)
     pairs = [(s, c) for s in range(model.num_blocks + 1) for c in range(model.num_blocks + 1 - s)]
     modes = ModeRows(model.num_blocks, *(np.array(column) for column in zip(*pairs, strict=True)))
     compute = compute_table(model, modes, costs, rule)
-    places = ChunkPlaces.of(layout, [(chosen.n_persist, chosen.n_shard)] if chosen.n_shard else [])
+    places = Placements.of(layout, [(chosen.n_persist, chosen.n_shard)] if chosen.n_shard else [])
     return Case(model, chosen, layout, costs, contention, compute, chunk_table(model, layout, costs, rule, places))
 
 

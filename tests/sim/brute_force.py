@@ -22,7 +22,7 @@ from protwin.sim.costs.task_costs import CostModel
 from protwin.sim.engine.simulator import simulate_timing
 from protwin.sim.searching.search import search
 from protwin.sim.space.space import SearchSpace
-from protwin.sim.space.step_spec import StepRule
+from protwin.sim.space.step_spec import StepSpec
 from tests.strategies import calibrations, hardware, workloads
 
 
@@ -44,7 +44,7 @@ class Case:
     hardware: Hardware
     calibration: Calibration | None
     space: SearchSpace
-    rule: StepRule
+    rule: StepSpec
     outcomes: tuple[Outcome, ...]
 
     def search(self, device_budget_bytes: int, tolerance_frac: float = 0.0) -> SearchResult:
@@ -65,7 +65,7 @@ class Case:
 
 
 def brute_force(
-    model: Workload, box: Hardware, calibration: Calibration | None, space: SearchSpace, rule: StepRule
+    model: Workload, box: Hardware, calibration: Calibration | None, space: SearchSpace, rule: StepSpec
 ) -> tuple[Outcome, ...]:
     """Every combination of knobs that the compiler takes, several of which are the same plan, simulated."""
     costs = CostModel(box, calibration, use_measured=model.measured_on == box.name)
@@ -123,5 +123,5 @@ def cases(draw: DrawFn) -> Case:
         n_checkpoint=tuple({0, draw(st.integers(0, model.num_blocks))}),
         n_swap=draw(st.sampled_from(((0,), (0,), (0, 1), (0, model.num_blocks)))),
     )
-    rule = StepRule(draw(st.sampled_from((1, 1, 2, 3))), draw(st.sampled_from((None, None, 1.0))))
+    rule = StepSpec(draw(st.sampled_from((1, 1, 2, 3))), draw(st.sampled_from((None, None, 1.0))))
     return Case(model, box, calibration, space, rule, brute_force(model, box, calibration, space, rule))

@@ -8,11 +8,11 @@ from hypothesis import given, settings
 
 from protwin.runtime.training.stream_memory import stream_memory
 from protwin.shared.compile.compile import compile_schedule
-from protwin.shared.schema.schedule import BufferId, Lane, Memory, Schedule, TaskId
+from protwin.shared.schema.schedule import AllocationId, Lane, Memory, Schedule, TaskId
 from protwin.sim.memory.requests_of_schedule import Act, allocation_program
 from tests.strategies import PlannedWorkload, planned_workloads
 
-Placed = Counter[tuple[TaskId, Act, BufferId, int]]
+Placed = Counter[tuple[TaskId, Act, AllocationId, int]]
 """Buffers of copies: by the compute task at whose end they are made, or at whose beginning they go."""
 
 

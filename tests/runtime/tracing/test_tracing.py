@@ -19,7 +19,7 @@ from protwin.shared.basics.errors import ProtwinError, WorkloadError
 from protwin.shared.compile.compile import compile_schedule
 from protwin.shared.layout.layout import build_layout
 from protwin.shared.schema.plan import ActivationMode, Plan
-from protwin.shared.schema.schedule import Part, Section, TaskKind
+from protwin.shared.schema.schedule import OuterSection, Section, TaskKind
 from protwin.shared.schema.workload import BlockId, DType, Operation, OperationClass, Phase, Workload
 from tests.runtime.models import cases, gpt2, hand_written, llama, point_batches, snapshot, token_batches
 
@@ -271,7 +271,7 @@ def test_bytes_of_a_linear_blocks_backward(linear: Workload) -> None:
 def test_bytes_outside_the_blocks(linear: Workload) -> None:
     assert linear.resident_bytes == ROWS * 3 * 4
     assert linear.prologue_forward.net_bytes == HIDDEN
-    assert all_in(linear, ActivationMode.KEEP)[TaskKind.FORWARD, Part.EPILOGUE].net_bytes == LOSS
+    assert all_in(linear, ActivationMode.KEEP)[TaskKind.FORWARD, OuterSection.EPILOGUE].net_bytes == LOSS
     assert linear.num_samples == ROWS
     assert [parameter.size_bytes for parameter in linear.parameters] == [WIDTH * 3 * 4, WEIGHT, WEIGHT, WEIGHT]
     assert [parameter.block for parameter in linear.parameters] == [None, 0, 1, 2]

@@ -14,7 +14,7 @@ import torch
 from protwin.runtime import CudaDevice, Training, carry_out
 from protwin.runtime.devices import stream_clock
 from protwin.runtime.hooks.swapping import SwappedBlock
-from protwin.runtime.training.transfer_lanes import LaneTasks
+from protwin.runtime.training.transfer_lanes import TransferLanes
 from protwin.shared.basics.errors import HardwareError, ScheduleError
 from protwin.shared.layout.layout import build_layout
 from protwin.shared.schema.plan import ActivationMode, Plan
@@ -169,13 +169,13 @@ def test_cpu_adam_that_does_not_wait_for_gradients_to_arrive_steps_with_others(m
 
 
 def test_gradients_that_go_when_their_copy_is_queued_are_gone_when_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = LaneTasks._offload
+    right = TransferLanes._offload
 
-    def wrong(tasks: LaneTasks, chunk: Any, iteration: int, task: Any) -> None:
+    def wrong(tasks: TransferLanes, chunk: Any, iteration: int, task: Any) -> None:
         right(tasks, chunk, iteration, task)
         tasks._held.clear()
 
-    monkeypatch.setattr(LaneTasks, "_offload", wrong)
+    monkeypatch.setattr(TransferLanes, "_offload", wrong)
     assert fails(plan_of(POINTS), "D2H")
 
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 
 from protwin.runtime.training.stream_memory import Copying, StreamMemory, stream_memory
 from protwin.shared.compile.compile import compile_schedule
-from protwin.shared.schema.schedule import BufferId, Content, Lane, Memory, Schedule, Task, TaskId, TaskKind
+from protwin.shared.schema.schedule import AllocationId, Content, Lane, Memory, Schedule, Task, TaskId, TaskKind
 from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
 from tests.shared.small_models import chain, plan
 from tests.strategies import PlannedWorkload, planned_workloads
@@ -28,7 +28,7 @@ class Replay:
     def __init__(self, schedule: Schedule, memory: StreamMemory) -> None:
         self._schedule = schedule
         self._memory = memory
-        self._alive: dict[tuple[int, BufferId], int] = {}
+        self._alive: dict[tuple[int, AllocationId], int] = {}
         self._level_bytes = schedule.static_bytes(Memory.DEVICE)
         self._early: set[tuple[int, TaskId]] = set()
         """What has ended if lanes do all they can."""
@@ -98,7 +98,7 @@ class Replay:
                     self._heads[lane] = (turn, place + 1) if place + 1 < len(program) else (turn + 1, 0)
                     is_moving = True
 
-    def _is_transient(self, buffer: BufferId) -> bool:
+    def _is_transient(self, buffer: AllocationId) -> bool:
         found = self._schedule.buffers[buffer]
         return found.memory is Memory.DEVICE and not found.is_static
 

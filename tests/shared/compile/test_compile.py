@@ -12,7 +12,7 @@ from protwin.shared.basics.errors import PlanError
 from protwin.shared.compile.compile import compile_schedule
 from protwin.shared.layout.layout import build_layout
 from protwin.shared.schema.plan import ActivationMode, Plan
-from protwin.shared.schema.schedule import Content, Lane, Memory, Part, Schedule, Task, TaskKind
+from protwin.shared.schema.schedule import Content, Lane, Memory, OuterSection, Schedule, Task, TaskKind
 from protwin.shared.schema.workload import DType, Workload
 from protwin.shared.verify.verify import verify_schedule
 from tests.shared.abstract_machine import AbstractMachine
@@ -139,24 +139,26 @@ def test_activations_of_both_modes_by_hand() -> None:
         if buffer.section is not None and buffer.content is not Content.GRADIENTS
     }
     assert sizes == {
-        (Content.OUTPUT, Part.PROLOGUE): OUTPUT_BYTES,
+        (Content.OUTPUT, OuterSection.PROLOGUE): OUTPUT_BYTES,
         (Content.OUTPUT, 0): OUTPUT_BYTES,
         (Content.ACTIVATIONS, 0): SAVED_BYTES,
         (Content.OUTPUT, 1): OUTPUT_BYTES,
-        (Content.ACTIVATIONS, Part.EPILOGUE): 3_000,
-        (Content.INCOMING_GRADIENT, Part.EPILOGUE): OUTPUT_BYTES,
+        (Content.ACTIVATIONS, OuterSection.EPILOGUE): 3_000,
+        (Content.INCOMING_GRADIENT, OuterSection.EPILOGUE): OUTPUT_BYTES,
         (Content.ACTIVATIONS, 1): SAVED_BYTES - 500,
         (Content.INCOMING_GRADIENT, 1): OUTPUT_BYTES,
         # The prologue's output is dropped by the prologue's backward, so nothing is left over here.
         (Content.INCOMING_GRADIENT, 0): 0,
-        (Content.INCOMING_GRADIENT, Part.PROLOGUE): 0,
+        (Content.INCOMING_GRADIENT, OuterSection.PROLOGUE): 0,
     }
 
 
 def test_gradients_outside_blocks_stay_with_the_incoming_gradient() -> None:
     model = workload([parameter("embedding", 1_000, None), parameter("w", 1_000, 0)], 1)
     schedule = compile_schedule(plan(model), model)
-    last = next(b for b in schedule.buffers if b.content is Content.INCOMING_GRADIENT and b.section is Part.PROLOGUE)
+    last = next(
+        b for b in schedule.buffers if b.content is Content.INCOMING_GRADIENT and b.section is OuterSection.PROLOGUE
+    )
     assert last.size_bytes == 4_000
     assert last.id in schedule.tasks[-1].frees
 
@@ -283,7 +285,7 @@ def test_a_checkpointed_output_holds_whatever_its_forward_leaves() -> None:
     )
     schedule = compile_schedule(plan(model, n_checkpoint=2), model)
     outputs = {b.section: b.size_bytes for b in schedule.buffers if b.content is Content.OUTPUT}
-    assert outputs == {Part.PROLOGUE: OUTPUT_BYTES, 0: OUTPUT_BYTES + 5_056, 1: OUTPUT_BYTES}
+    assert outputs == {OuterSection.PROLOGUE: OUTPUT_BYTES, 0: OUTPUT_BYTES + 5_056, 1: OUTPUT_BYTES}
 
 
 # -- refusals --------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from protwin.shared.basics.errors import PlanError, ScheduleError
 from protwin.shared.layout.layout import build_layout
 from protwin.shared.schema.plan import ParallelMode, Plan
-from protwin.shared.schema.schedule import Buffer, Content, Lane, Memory, Schedule, Task, TaskKind
+from protwin.shared.schema.schedule import Allocation, Content, Lane, Memory, Schedule, Task, TaskKind
 from protwin.shared.tables.explain import account, explain
 from protwin.shared.verify.verify import verify_schedule
 from tests.shared import faults
@@ -30,7 +30,7 @@ def of_kind(schedule: Schedule, kind: TaskKind) -> list[Task]:
     return [task for task in schedule.tasks if task.kind is kind]
 
 
-def homes(schedule: Schedule, content: Content) -> list[Buffer]:
+def homes(schedule: Schedule, content: Content) -> list[Allocation]:
     return [b for b in schedule.buffers if b.is_static and b.content is content]
 
 

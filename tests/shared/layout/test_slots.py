@@ -13,7 +13,7 @@ from hypothesis.strategies import DrawFn
 
 from protwin.shared.basics.errors import PlanError
 from protwin.shared.layout.layout import ChunkId
-from protwin.shared.layout.slots import Residency, assign_slots
+from protwin.shared.layout.slots import Stay, assign_slots
 
 Needs = tuple[tuple[ChunkId, ...], ...]
 
@@ -109,7 +109,7 @@ def test_stays_are_what_they_say(drawn: tuple[Needs, int]) -> None:
         assert_follows(stays, index)
 
 
-def assert_follows(stays: Sequence[Residency], index: int) -> None:
+def assert_follows(stays: Sequence[Stay], index: int) -> None:
     """``previous`` is the latest earlier stay in the slot, and that one has ended."""
     stay = stays[index]
     earlier = [other for other in range(index) if stays[other].slot == stay.slot]

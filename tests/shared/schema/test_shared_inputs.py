@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from protwin.shared.compile.compile import compile_schedule
 from protwin.shared.layout.layout import build_layout
 from protwin.shared.schema.plan import ActivationMode, Plan
-from protwin.shared.schema.schedule import Part, Section, TaskKind
+from protwin.shared.schema.schedule import OuterSection, Section, TaskKind
 from protwin.shared.schema.shared_inputs import SharedBytes, SharedInput
 from protwin.shared.schema.workload import BlockId, Phase, Workload
 from protwin.shared.workloads.observed_inputs import ObservedInput, PhaseKey
@@ -34,7 +34,7 @@ def backward(block: int) -> PhaseKey:
     return TaskKind.BACKWARD, BlockId(block)
 
 
-EPILOGUE = forward(Part.EPILOGUE)
+EPILOGUE = forward(OuterSection.EPILOGUE)
 MASK = ObservedInput(SIZE, ROW, kept=EPILOGUE, checkpointed=backward(0))
 """Added to what attention saves, and so saved by no block, but given to all."""
 
@@ -115,8 +115,8 @@ def test_one_block_may_be_seen_for_many_of_which_one_alone_frees_it() -> None:
         # A block's own input, which it widens: its own mode decides, and its own phases know.
         (ObservedInput(SIZE, (2,), kept=forward(BlockId(2)), checkpointed=backward(2)), ROW),
         # Outlives the blocks in either mode.
-        (ObservedInput(SIZE, ROW, kept=backward(0), checkpointed=(TaskKind.BACKWARD, Part.PROLOGUE)), ROW),
-        (ObservedInput(SIZE, ROW, kept=(TaskKind.BACKWARD, Part.EPILOGUE), checkpointed=backward(0)), ROW),
+        (ObservedInput(SIZE, ROW, kept=backward(0), checkpointed=(TaskKind.BACKWARD, OuterSection.PROLOGUE)), ROW),
+        (ObservedInput(SIZE, ROW, kept=(TaskKind.BACKWARD, OuterSection.EPILOGUE), checkpointed=backward(0)), ROW),
         # Two answers to what a forward lets go.
         (ObservedInput(SIZE, ROW, kept=EPILOGUE, checkpointed=forward(BlockId(1))), ROW),
         # The output of the block before, in a row of which one block was observed for several.

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from protwin.runtime.tracing.family_fit import NotPolynomialError, fit_piece
 from protwin.shared.basics.errors import WorkloadError
 from protwin.shared.schema.plan import ActivationMode
-from protwin.shared.schema.schedule import Part, TaskKind
+from protwin.shared.schema.schedule import OuterSection, TaskKind
 from protwin.shared.schema.workload import BlockId, DType, OperationClass, Parameter, Workload
 from protwin.shared.workloads.assembly import PhaseKey, TracedModel, TracedShape, assemble
 from protwin.shared.workloads.family import FamilyPiece, Limit, OutsideFamilyError, WorkloadFamily
@@ -27,15 +27,15 @@ PLACES: list[tuple[ActivationMode, list[PhaseKey]]] = [
     (
         mode,
         [
-            (TaskKind.FORWARD, Part.PROLOGUE),
+            (TaskKind.FORWARD, OuterSection.PROLOGUE),
             (TaskKind.FORWARD, BlockId(0)),
             (TaskKind.FORWARD, BlockId(1)),
-            (TaskKind.FORWARD, Part.EPILOGUE),
-            (TaskKind.BACKWARD, Part.EPILOGUE),
+            (TaskKind.FORWARD, OuterSection.EPILOGUE),
+            (TaskKind.BACKWARD, OuterSection.EPILOGUE),
             *((TaskKind.RECOMPUTE, BlockId(i)) for i in (1, 0) if mode is ActivationMode.CHECKPOINT),
             (TaskKind.BACKWARD, BlockId(1)),
             (TaskKind.BACKWARD, BlockId(0)),
-            (TaskKind.BACKWARD, Part.PROLOGUE),
+            (TaskKind.BACKWARD, OuterSection.PROLOGUE),
         ],
     )
     for mode in (ActivationMode.KEEP, ActivationMode.CHECKPOINT)
@@ -76,7 +76,7 @@ def trace(batch: int, length: int, *, odd: Callable[[int, int], int] = lambda b,
                 attention(batch, length),
                 product(batch, length),
             ]
-            if section is Part.PROLOGUE:
+            if section is OuterSection.PROLOGUE:
                 calls.insert(0, lookup(batch, length))
             seen = Observation(1000, end_bytes=1000 + (rows if kind is TaskKind.FORWARD else -rows))
             seen.calls, seen.operations = calls, [call.operation() for call in calls]

@@ -39,7 +39,7 @@ class Tracer:
 @pytest.fixture
 def tracer(monkeypatch: pytest.MonkeyPatch) -> Tracer:
     planted = Tracer()
-    monkeypatch.setattr(workload_source, "extension", lambda group, name: planted)
+    monkeypatch.setattr(workload_source, "plugin", lambda group, name: planted)
     return planted
 
 
@@ -266,7 +266,7 @@ def test_what_the_tracer_refuses_is_not_kept(
     def refuse(*arguments: Any, **shape: Any) -> Workload:
         raise WorkloadError("no such family.")
 
-    monkeypatch.setattr(workload_source, "extension", lambda group, name: refuse)
+    monkeypatch.setattr(workload_source, "plugin", lambda group, name: refuse)
     with pytest.raises(ProtwinError, match="no such family"):
         ask(configuration)
     assert not (tmp_path / "cache").exists()

@@ -21,7 +21,7 @@ from protwin.sim.costs.contention import ContentionModel
 from protwin.sim.costs.task_costs import CostModel
 from protwin.sim.space.chunk_table import chunk_table
 from protwin.sim.space.gather_plan import residency
-from protwin.sim.space.side_lanes import CPU_OPTIM, Traffic
+from protwin.sim.space.side_lanes import CPU_OPTIM, SideLanes
 from tests.sim.bound_cases import Case, case, cases, hand_made
 from tests.sim.hand_made import Seconds, machine, plan, workload
 from tests.strategies import contentions, hardware, plans
@@ -156,7 +156,7 @@ def test_plans_that_are_replayed_together_do_not_disturb_each_other(data: st.Dat
     for _ in range(5):
         chosen, layout = data.draw(plans(found.workload))
         chunks = chunk_table(found.workload, layout, found.costs, found.chunks.rule)
-        traffic = Traffic(residency(chunks, chosen.n_persist, chosen.n_buffer), found.compute, chosen.n_swap)
+        traffic = SideLanes(residency(chunks, chosen.n_persist, chosen.n_buffer), found.compute, chosen.n_swap)
         rows.append(ReplayPlan(traffic, chosen.prefetch_depth, int(found.mode[0])))
     together = Replayer(found.compute, found.contention).periods_s(rows)
     alone = [Replayer(found.compute, found.contention).periods_s([row])[0] for row in rows]

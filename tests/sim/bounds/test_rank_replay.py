@@ -19,7 +19,7 @@ from protwin.sim.costs.contention import ContentionModel
 from protwin.sim.costs.task_costs import CostModel
 from protwin.sim.engine.simulator import MIN_ITERATIONS
 from protwin.sim.space.lane_order import NOTHING
-from protwin.sim.space.rank_side_lanes import RankTraffic
+from protwin.sim.space.rank_side_lanes import RankSideLanes
 from tests.cli.saved import decoder
 from tests.sim.bound_cases import Case, case
 from tests.sim.ranked_cases import RANKS, ranked_cases
@@ -71,8 +71,8 @@ def test_all_gathers_follow_the_reductions_of_the_step_that_opens_their_way(monk
     simulated_s = found.simulated_s()
     assert found.replayed_s() == pytest.approx(simulated_s, rel=1e-9)
     # The wrong variant: they overtake them, and hold up the gradients' way to the host.
-    original = RankTraffic._behind_step
-    monkeypatch.setattr(RankTraffic, "_behind_step", lambda traffic, depths: original(traffic, depths) - 1)
+    original = RankSideLanes._behind_step
+    monkeypatch.setattr(RankSideLanes, "_behind_step", lambda traffic, depths: original(traffic, depths) - 1)
     assert found.replayed_s() > 1.01 * simulated_s
 
 
@@ -81,9 +81,9 @@ def test_gradients_are_twice_on_the_device_while_they_are_scattered(monkeypatch:
     peak_bytes = guaranteed_device_peak(found.schedule).size_bytes
     assert found.exact_peak_bytes() == peak_bytes
     # The wrong variant: they leave as those of one rank do.
-    original = RankTraffic.order
+    original = RankSideLanes.order
     monkeypatch.setattr(
-        RankTraffic,
+        RankSideLanes,
         "order",
         lambda traffic, depths: replace(original(traffic, depths), scatter_position=None, scattered_position=None),
     )
@@ -104,7 +104,7 @@ def test_all_gathers_of_sharded_chunks_wait_for_their_buffer_and_for_device_adam
     assert not len(found.traffic().h2d_s)
     # The wrong variant: they wait for nothing but their turn.
     monkeypatch.setattr(
-        RankTraffic,
+        RankSideLanes,
         "_waits_of_gathers",
         lambda traffic, depths: (np.full((len(depths), len(traffic.residency.gather_chunk)), NOTHING),) * 2,
     )
@@ -117,7 +117,7 @@ def test_steps_wait_for_gradients_to_be_reduced_to_parts(monkeypatch: pytest.Mon
     assert found.replayed_s() == pytest.approx(simulated_s, rel=1e-9)
     # The wrong variant: they lag behind as far as they like.
     monkeypatch.setattr(
-        RankTraffic,
+        RankSideLanes,
         "_steps_wait_for_parts",
         lambda traffic, lane, depths: np.full((len(depths), traffic.positions.num_steps), NOTHING),
     )
@@ -128,12 +128,12 @@ def test_reductions_to_parts_have_their_gradients_twice_on_the_device(monkeypatc
     found = _sharded()
     peak_bytes = guaranteed_device_peak(found.schedule).size_bytes
     assert found.exact_peak_bytes() == peak_bytes
-    original = RankTraffic.order
+    original = RankSideLanes.order
     # The wrong variants: gradients stay where they were made; and what is gathered takes no room.
     for name in ("reduce_position", "all_gather_position"):
         with monkeypatch.context() as changed:
             changed.setattr(
-                RankTraffic,
+                RankSideLanes,
                 "order",
                 lambda traffic, depths, name=name: replace(original(traffic, depths), **{name: None}),
             )

@@ -68,11 +68,11 @@ def test_the_watch_sees_imports(arguments: list[str], name: str) -> None:
 def test_collections_go_on_after_work_without_them() -> None:
     code = (
         "import gc\n"
-        "from protwin.shared.basics.gc_pause import uncollected\n"
-        "with uncollected():\n    assert not gc.isenabled()\n"
+        "from protwin.shared.basics.gc_pause import gc_paused\n"
+        "with gc_paused():\n    assert not gc.isenabled()\n"
         "assert gc.isenabled()\n"
         "gc.disable()\n"
-        "with uncollected():\n    pass\n"
+        "with gc_paused():\n    pass\n"
         "assert not gc.isenabled()\n"
     )
     subprocess.run([sys.executable, "-c", code], timeout=60, check=True)

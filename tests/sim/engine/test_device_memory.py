@@ -15,7 +15,17 @@ from protwin.shared.layout.layout import ChunkId
 from protwin.shared.schema.calibration import Calibration
 from protwin.shared.schema.hardware import Hardware
 from protwin.shared.schema.record import Holding, MemoryCurve
-from protwin.shared.schema.schedule import Buffer, BufferId, Content, Lane, Memory, Schedule, Task, TaskId, TaskKind
+from protwin.shared.schema.schedule import (
+    Allocation,
+    AllocationId,
+    Content,
+    Lane,
+    Memory,
+    Schedule,
+    Task,
+    TaskId,
+    TaskKind,
+)
 from protwin.shared.schema.workload import BlockId, Phase
 from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
 from protwin.sim.costs.contention import ContentionModel
@@ -226,8 +236,8 @@ def test_a_phase_cannot_release_more_than_it_frees() -> None:
 
 def waiting_for_copies() -> Schedule:
     """A backward that waits for its chunk to come and for gradients to leave, neither of which it holds meanwhile."""
-    gradients = Buffer(BufferId(0), Content.GRADIENTS, Memory.DEVICE, 100)
-    chunk = Buffer(BufferId(1), Content.PARAMETERS, Memory.DEVICE, 256)
+    gradients = Allocation(AllocationId(0), Content.GRADIENTS, Memory.DEVICE, 100)
+    chunk = Allocation(AllocationId(1), Content.PARAMETERS, Memory.DEVICE, 256)
     forward, gather, offload, backward, adam = (TaskId(place) for place in range(5))
     tasks = (
         Task(forward, TaskKind.FORWARD, BlockId(0), allocates=(gradients.id,)),
@@ -258,9 +268,11 @@ def test_at_a_peak_while_compute_waits_the_next_task_is_named() -> None:
 
 def releasing_as_it_runs() -> Schedule:
     """A backward that has released 150 of the 190 bytes that it frees when the next chunk begins to come."""
-    activations = Buffer(BufferId(0), Content.ACTIVATIONS, Memory.DEVICE, 100)
-    gradients = Buffer(BufferId(1), Content.GRADIENTS, Memory.DEVICE, 90)
-    chunks = [Buffer(BufferId(place), Content.PARAMETERS, Memory.DEVICE, size) for place, size in ((2, 10), (3, 1000))]
+    activations = Allocation(AllocationId(0), Content.ACTIVATIONS, Memory.DEVICE, 100)
+    gradients = Allocation(AllocationId(1), Content.GRADIENTS, Memory.DEVICE, 90)
+    chunks = [
+        Allocation(AllocationId(place), Content.PARAMETERS, Memory.DEVICE, size) for place, size in ((2, 10), (3, 1000))
+    ]
     forward, small, large, backward, adam = (TaskId(place) for place in range(5))
     curve = Phase(curve=((0.5, 0), (1.0, -150)))
     tasks = (

@@ -381,7 +381,7 @@ def test_exported_names() -> None:
     names = run_python("import protwin.sim; print(protwin.sim.__all__)")
     expected = ["RankGroup", "SearchResult", "SearchSpace", "search", "search_ranks", "simulate", "simulate_groups"]
     assert names.strip() == str(expected)
-    shadowed = "import protwin.sim.search, protwin.sim; print(callable(protwin.sim.search))"
+    shadowed = "import protwin.sim.searching.search, protwin.sim; print(callable(protwin.sim.search))"
     assert run_python(shadowed).strip() == "True"
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         import_name("nothing")

@@ -22,7 +22,7 @@ from protwin.sim.searching.least_memory import least_device, least_host
 from protwin.sim.searching.problem import SearchProblem, search_problem
 from protwin.sim.searching.search import search
 from protwin.sim.space.space import SearchSpace
-from protwin.sim.space.step_spec import StepRule
+from protwin.sim.space.step_spec import StepSpec
 from tests.sim.brute_force import Case, brute_force, cases
 from tests.sim.hand_made import machine, workload
 
@@ -151,7 +151,7 @@ def every_plan(model: Workload, box: Hardware) -> Case:
         n_checkpoint=(0, model.num_blocks),
         n_swap=(0,),
     )
-    return Case(model, box, None, space, StepRule(), brute_force(model, box, None, space, StepRule()))
+    return Case(model, box, None, space, StepSpec(), brute_force(model, box, None, space, StepSpec()))
 
 
 # -- the three reasons -----------------------------------------------------------------------------------------------

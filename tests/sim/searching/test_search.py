@@ -25,7 +25,7 @@ from protwin.sim.searching import problem as search_problem
 from protwin.sim.searching.problem import default_host_budget_bytes
 from protwin.sim.searching.search import search
 from protwin.sim.space.space import LayoutGrid, SearchSpace, enumerate_space
-from protwin.sim.space.step_spec import StepRule
+from protwin.sim.space.step_spec import StepSpec
 from tests.sim.brute_force import Case, cases
 from tests.sim.hand_made import MACHINE, Seconds, machine, workload
 from tests.strategies import hardware, workloads
@@ -58,7 +58,7 @@ def test_without_tolerance_the_search_finds_what_brute_force_finds(found: Case, 
     assert (result.plan.n_swap, result.plan.n_checkpoint) == min(
         (plan.n_swap, plan.n_checkpoint) for plan in equals if _is_distinct(plan, found.workload)
     )
-    assert StepRule(result.plan.micro_batches, result.plan.max_gradient_norm) == found.rule
+    assert StepSpec(result.plan.micro_batches, result.plan.max_gradient_norm) == found.rule
     assert result.gap_frac <= 1e-4
 
 
@@ -166,7 +166,7 @@ def _orders(
     def enumerate_in_disorder(
         model: Workload,
         space: SearchSpace | None = None,
-        rule: StepRule | None = None,
+        rule: StepSpec | None = None,
         *,
         is_offloading: bool | None = None,
     ) -> tuple[LayoutGrid, ...]:

@@ -15,7 +15,7 @@ from protwin.shared.schema.plan import ActivationMode, ParallelMode, Plan
 from protwin.shared.schema.workload import DType, Parameter, Workload
 from protwin.sim.searching.search import search
 from protwin.sim.space.space import LayoutGrid, SearchSpace, chunk_sizes, enumerate_space
-from protwin.sim.space.step_spec import StepRule
+from protwin.sim.space.step_spec import StepSpec
 from tests.sim.hand_made import machine, workload
 from tests.strategies import workloads
 
@@ -101,7 +101,7 @@ def test_sizes_of_chunks_follow_the_largest_block() -> None:
 
 def of_ranks(space: SearchSpace | None = None, *, is_offloading: bool | None = True) -> set[tuple[int, int, int]]:
     """Persistent, sharded and offloaded chunks of a model of four, on ranks in mode sharded."""
-    rule = StepRule(parallel=ParallelMode.SHARDED, num_ranks=8)
+    rule = StepSpec(parallel=ParallelMode.SHARDED, num_ranks=8)
     space = (space or SearchSpace()).model_copy(update={"chunk_bytes": (256,)})
     (grid,) = enumerate_space(workload(num_blocks=4), space, rule, is_offloading=is_offloading)
     return set(zip(grid.n_persist.tolist(), grid.n_shard.tolist(), grid.num_offloaded.tolist(), strict=True))
@@ -124,7 +124,7 @@ def test_named_numbers_of_shards_go_with_every_number_of_persistent_chunks() -> 
 @given(workloads(max_blocks=3))
 @settings(max_examples=15)
 def test_every_plan_with_shards_is_there_once_and_compiles(model: Workload) -> None:
-    rule = StepRule(parallel=ParallelMode.SHARDED, num_ranks=3)
+    rule = StepSpec(parallel=ParallelMode.SHARDED, num_ranks=3)
     grids = enumerate_space(model, SearchSpace(prefetch_depth=(1, 2)), rule)
     found = [(grid, index, grid.plan(model, *index)) for grid in grids for index in _indices(grid)]
     keys = [grid.simplicity(*index) for grid, index, _ in found]
@@ -143,7 +143,7 @@ def test_every_plan_with_shards_is_there_once_and_compiles(model: Workload) -> N
 
 
 def test_only_ranks_in_mode_sharded_can_be_asked_to_shard() -> None:
-    for rule in (StepRule(), StepRule(parallel=ParallelMode.REPLICATED, num_ranks=2)):
+    for rule in (StepSpec(), StepSpec(parallel=ParallelMode.REPLICATED, num_ranks=2)):
         with pytest.raises(PlanError, match=rf"n_shard is at least 2 but parallel is {rule.parallel}"):
             enumerate_space(workload(num_blocks=4), SearchSpace(n_shard=(2, 3)), rule)
         enumerate_space(workload(num_blocks=4), SearchSpace(n_shard=(0, 3)), rule)

@@ -10,13 +10,13 @@ from typing import NoReturn
 from ..basics.errors import ScheduleError
 from ..layout.layout import Chunk, ChunkId, Layout
 from ..schema.plan import ActivationMode, Plan
-from ..schema.schedule import Buffer, BufferId, Content, Lane, Schedule, Task, TaskId, TaskKind
+from ..schema.schedule import Allocation, AllocationId, Content, Lane, Schedule, Task, TaskId, TaskKind
 from ..schema.workload import BlockId, Workload
 from .shards import Held, held
 
 
 @dataclass(frozen=True)
-class Case:
+class Claim:
     """A schedule, and what it claims to carry out."""
 
     schedule: Schedule
@@ -41,41 +41,41 @@ class Case:
         return frozenset(c.id for c in self.layout.chunks if c.blocks and first <= c.id < first + number)
 
     @cached_property
-    def allocating(self) -> dict[BufferId, TaskId]:
+    def allocating(self) -> dict[AllocationId, TaskId]:
         """The task that allocates each buffer."""
         return {buffer: task.id for task in self.schedule.tasks for buffer in task.allocates}
 
     @cached_property
-    def freeing(self) -> dict[BufferId, TaskId]:
+    def freeing(self) -> dict[AllocationId, TaskId]:
         """The task that frees each buffer."""
         return {buffer: task.id for task in self.schedule.tasks for buffer in task.frees}
 
     @cached_property
-    def readers(self) -> dict[BufferId, list[TaskId]]:
+    def readers(self) -> dict[AllocationId, list[TaskId]]:
         """The tasks that read each buffer, in the order of the program."""
         return self._users([task.reads for task in self.schedule.tasks])
 
     @cached_property
-    def writers(self) -> dict[BufferId, list[TaskId]]:
+    def writers(self) -> dict[AllocationId, list[TaskId]]:
         """The tasks that write each buffer, in the order of the program."""
         return self._users([task.writes for task in self.schedule.tasks])
 
-    def _users(self, used: Sequence[Sequence[BufferId]]) -> dict[BufferId, list[TaskId]]:
-        users: dict[BufferId, list[TaskId]] = {buffer.id: [] for buffer in self.schedule.buffers}
+    def _users(self, used: Sequence[Sequence[AllocationId]]) -> dict[AllocationId, list[TaskId]]:
+        users: dict[AllocationId, list[TaskId]] = {buffer.id: [] for buffer in self.schedule.buffers}
         for place, buffers in enumerate(used):
             for buffer in buffers:
                 users[buffer].append(TaskId(place))
         return users
 
     @cached_property
-    def homes(self) -> dict[tuple[Content, ChunkId | None], Buffer]:
+    def homes(self) -> dict[tuple[Content, ChunkId | None], Allocation]:
         """The static buffer for each content of each chunk."""
         return {(buffer.content, buffer.chunk): buffer for buffer in self.schedule.buffers if buffer.is_static}
 
     @cached_property
-    def gradients(self) -> dict[tuple[ChunkId | None, int], list[Buffer]]:
+    def gradients(self) -> dict[tuple[ChunkId | None, int], list[Allocation]]:
         """The gradients of each chunk on the device, by micro-batch."""
-        found: dict[tuple[ChunkId | None, int], list[Buffer]] = {}
+        found: dict[tuple[ChunkId | None, int], list[Allocation]] = {}
         for buffer in self.schedule.buffers:
             if buffer.content is Content.GRADIENTS and not buffer.is_static:
                 found.setdefault((buffer.chunk, buffer.micro_batch), []).append(buffer)
@@ -87,7 +87,7 @@ class Case:
         sizes = {BlockId(b): self.workload.profile_of(b).swappable_bytes for b in range(self.workload.num_blocks)}
         return {b: size for b, size in sizes.items() if size and self.modes[b] is ActivationMode.SWAP}
 
-    def freed_by(self, kind: TaskKind) -> list[BufferId]:
+    def freed_by(self, kind: TaskKind) -> list[AllocationId]:
         """What the tasks of one kind free."""
         return [buffer for task in self.tasks_of(kind) for buffer in task.frees]
 
@@ -119,11 +119,11 @@ class Case:
             if chunk.id not in self.persistent
         }
 
-    def buffer(self, buffer_id: BufferId) -> Buffer:
+    def buffer(self, buffer_id: AllocationId) -> Allocation:
         """A buffer by its id."""
         return self.schedule.buffers[buffer_id]
 
-    def is_gathered(self, buffer_id: BufferId) -> bool:
+    def is_gathered(self, buffer_id: AllocationId) -> bool:
         """Whether a buffer holds a whole chunk's parameters for the length of a stay."""
         buffer = self.buffer(buffer_id)
         return buffer.content is Content.PARAMETERS and not buffer.is_static
@@ -138,14 +138,14 @@ def reject(fact: str) -> NoReturn:
     raise ScheduleError(f"the schedule is unsafe: {fact}. Compile it again from its plan.")
 
 
-def check_form(case: Case) -> None:
+def check_form(claim: Claim) -> None:
     """Ids are places, names exist, the program lists what is waited for first, buffers come and go once."""
-    schedule = case.schedule
-    plan = case.plan
+    schedule = claim.schedule
+    plan = claim.plan
     for name, found, expected in (
         ("plan_id", schedule.plan_id, plan.identity),
         ("num_slots", schedule.num_slots, plan.n_buffer),
-        ("num_blocks", schedule.num_blocks, case.workload.num_blocks),
+        ("num_blocks", schedule.num_blocks, claim.workload.num_blocks),
         ("prefetch_depth", schedule.prefetch_depth, plan.prefetch_depth),
         ("micro_batches", schedule.micro_batches, plan.micro_batches),
         ("num_ranks", schedule.num_ranks, plan.num_ranks),
@@ -160,8 +160,8 @@ def check_form(case: Case) -> None:
             reject(f"buffer {buffer.id} names micro-batch {buffer.micro_batch} of {plan.micro_batches}")
         if buffer.size_bytes < 0:
             reject(f"buffer {buffer.id} has {buffer.size_bytes} bytes")
-        if buffer.chunk is not None and not 0 <= buffer.chunk < len(case.layout.chunks):
-            reject(f"buffer {buffer.id} names chunk {buffer.chunk} of {len(case.layout.chunks)}")
+        if buffer.chunk is not None and not 0 <= buffer.chunk < len(claim.layout.chunks):
+            reject(f"buffer {buffer.id} names chunk {buffer.chunk} of {len(claim.layout.chunks)}")
     for place, task in enumerate(schedule.tasks):
         if task.id != place:
             reject(f"task {task.id} stands at place {place}")
@@ -169,32 +169,32 @@ def check_form(case: Case) -> None:
             reject(f"{task.name} names micro-batch {task.micro_batch} of {plan.micro_batches}")
         if task.num_ranks != (plan.num_ranks if task.lane is Lane.COLLECTIVE else 1):
             reject(f"{task.name} is done by {task.num_ranks} ranks together of {plan.num_ranks}")
-        _check_names(case, task)
-    _check_coming_and_going(case)
+        _check_names(claim, task)
+    _check_coming_and_going(claim)
 
 
-def _check_names(case: Case, task: Task) -> None:
+def _check_names(claim: Claim, task: Task) -> None:
     for buffers in (task.allocates, task.frees, task.reads, task.writes):
         if len(set(buffers)) != len(buffers):
             reject(f"{task.name} names a buffer twice")
-        if any(not 0 <= buffer < len(case.schedule.buffers) for buffer in buffers):
+        if any(not 0 <= buffer < len(claim.schedule.buffers) for buffer in buffers):
             reject(f"{task.name} names a buffer that does not exist")
     if any(not 0 <= other < task.id for other in task.after):
         reject(f"{task.name} waits for a task that does not stand before it")
-    if any(not 0 <= other < len(case.schedule.tasks) for other in task.after_previous):
+    if any(not 0 <= other < len(claim.schedule.tasks) for other in task.after_previous):
         reject(f"{task.name} waits for a task of the previous iteration that does not exist")
 
 
-def _check_coming_and_going(case: Case) -> None:
+def _check_coming_and_going(claim: Claim) -> None:
     """Every buffer that is not static is allocated once and freed once; static ones never."""
     for verb, named in (
-        ("allocated", [b for task in case.schedule.tasks for b in task.allocates]),
-        ("freed", [b for task in case.schedule.tasks for b in task.frees]),
+        ("allocated", [b for task in claim.schedule.tasks for b in task.allocates]),
+        ("freed", [b for task in claim.schedule.tasks for b in task.frees]),
     ):
-        counts = dict.fromkeys(range(len(case.schedule.buffers)), 0)
+        counts = dict.fromkeys(range(len(claim.schedule.buffers)), 0)
         for buffer_id in named:
             counts[buffer_id] += 1
-        for buffer in case.schedule.buffers:
+        for buffer in claim.schedule.buffers:
             expected = 0 if buffer.is_static else 1
             if counts[buffer.id] != expected:
                 reject(f"buffer {buffer.id} ({buffer.content}) is {verb} {counts[buffer.id]} times, not {expected}")
@@ -203,16 +203,16 @@ def _check_coming_and_going(case: Case) -> None:
 # -- one task --------------------------------------------------------------------------------------------------------
 
 
-def chunk_of(case: Case, task: Task) -> Chunk:
+def chunk_of(claim: Claim, task: Task) -> Chunk:
     """The chunk that a task names.  Raises ScheduleError if there is none, or the task names more."""
-    if task.chunk is None or not 0 <= task.chunk < len(case.layout.chunks):
-        reject(f"task {task.id} ({task.kind}) names chunk {task.chunk} of {len(case.layout.chunks)}")
+    if task.chunk is None or not 0 <= task.chunk < len(claim.layout.chunks):
+        reject(f"task {task.id} ({task.kind}) names chunk {task.chunk} of {len(claim.layout.chunks)}")
     if task.section is not None or task.phase is not None:
         reject(f"{task.name} has a section or a phase")
-    return case.layout.chunks[task.chunk]
+    return claim.layout.chunks[task.chunk]
 
 
-def compare_buffers(task: Task, found: Iterable[BufferId], expected: Iterable[Buffer], verb: str) -> None:
+def compare_buffers(task: Task, found: Iterable[AllocationId], expected: Iterable[Allocation], verb: str) -> None:
     """Raise ScheduleError unless a task names the expected buffers and no others."""
     if sorted(found) != sorted(buffer.id for buffer in expected):
         reject(f"{task.name} {verb} buffers {sorted(found)}, not {sorted(buffer.id for buffer in expected)}")
