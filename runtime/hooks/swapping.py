@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ...shared.basics.errors import ScheduleError
 from ...shared.schema.schedule import Content, Schedule
-from ...shared.workloads.observation import SMALLEST_SWAPPED_BYTES
+from ...shared.schema.workload import SMALLEST_SWAPPED_BYTES
 from ..devices.device import TrainingDevice
 from ..model.nested_tensors import tensors_in
 

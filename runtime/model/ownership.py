@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from torch import nn
 
@@ -12,9 +12,6 @@ from ...shared.basics.errors import PlanError, ScheduleError
 from ...shared.schema.workload import Workload
 from .identity import model_hash
 from .memory_overlaps import overlap_of
-
-if TYPE_CHECKING:
-    from ..training.training import Training
 
 _ATTRIBUTE: Final = "_protwin_training"
 """The attribute of a model that a plan is being carried out on."""
@@ -35,24 +32,21 @@ def check_model(model: nn.Module, workload: Workload) -> None:
 
 def check_untaken(model: nn.Module) -> None:
     """Raise PlanError if a plan is being carried out on ``model``."""
-    if training_of(model) is not None:
+    if owner_of(model) is not None:
         raise PlanError(
             "a plan is being carried out on this model already. Close that training first; if it was lost, "
             "protwin.runtime.training_of(model).close() does."
         )
 
 
-def training_of(model: nn.Module) -> Training | None:
-    """The training that a plan is being carried out by on ``model``; None if there is none, or it is closed.
-
-    For whoever has dropped what ``carry_out`` gave: ``training_of(model).close()`` gives ordinary parameters back.
-    """
-    found: Training | None = model.__dict__.get(_ATTRIBUTE)
+def owner_of(model: nn.Module) -> object | None:
+    """The training that marked ``model`` as its own; None if there is none, or it is closed."""
+    found: object | None = model.__dict__.get(_ATTRIBUTE)
     return found
 
 
 @contextmanager
-def taken_over(model: nn.Module, training: Training) -> Iterator[None]:
+def taken_over(model: nn.Module, training: object) -> Iterator[None]:
     """Within the block, the model is marked as ``training``'s, and refuses to be copied or pickled."""
 
     def refuse(*_: Any) -> Any:

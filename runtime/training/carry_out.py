@@ -11,6 +11,7 @@ from ...shared.basics.errors import PlanError
 from ...shared.schema.plan import Plan
 from ...shared.schema.workload import Workload
 from ..devices.device import CpuDevice, CudaDevice, TrainingDevice
+from ..model.ownership import owner_of
 from ..optimizers.chunk_optimizer import MakeOptimizer, default_optimizer
 from ..optimizers.loss_scaling import LossScaling
 from .training import Training
@@ -58,6 +59,16 @@ def carry_out(
         loss_scaling=loss_scaling,
         keep_last_step=keep_last_step,
     )
+
+
+def training_of(model: nn.Module) -> Training | None:
+    """The training that carries out a plan on ``model``; None if there is none, or it is closed.
+
+    For whoever has dropped what ``carry_out`` gave: ``training_of(model).close()`` gives ordinary parameters back.
+    """
+    found = owner_of(model)
+    assert found is None or isinstance(found, Training)
+    return found
 
 
 def _device_of(model: nn.Module) -> TrainingDevice:

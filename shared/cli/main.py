@@ -6,19 +6,13 @@ either.
 
 from __future__ import annotations
 
-import os
 import sys
 from typing import TYPE_CHECKING, Final
 
+from .exits import discard_output, report_interruption
+
 if TYPE_CHECKING:
     from sys import UnraisableHookArgs
-
-EXIT_MISTAKE: Final = 2
-"""Exit code of everything that the user can mend."""
-EXIT_INTERRUPTED: Final = 130
-"""Exit code after Ctrl-C: 128 + SIGINT, as shells report it."""
-EXIT_CLOSED_PIPE: Final = 1
-"""Exit code when the reader of standard output has gone."""
 
 
 _AGAIN_S: Final = 0.05
@@ -57,27 +51,3 @@ def _interrupt_again(unraisable: UnraisableHookArgs) -> None:
     again = threading.Timer(_AGAIN_S, signal.pthread_kill, (main_thread.ident, signal.SIGINT))
     again.daemon = True
     again.start()
-
-
-def report_mistake(message: str) -> int:
-    """Print one message on standard error, its head in red on a terminal; gives the exit code."""
-    sys.stderr.write(f"{_in_red('error:')} {message}\n")
-    return EXIT_MISTAKE
-
-
-def report_interruption() -> int:
-    """Say that the user stopped the command; gives the exit code."""
-    sys.stderr.write(f"{_in_red('interrupted')}\n")
-    return EXIT_INTERRUPTED
-
-
-def discard_output() -> int:
-    """Let what is still buffered go nowhere, since nobody reads it; gives the exit code."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return EXIT_CLOSED_PIPE
-
-
-def _in_red(text: str) -> str:
-    if not sys.stderr.isatty() or "NO_COLOR" in os.environ:
-        return text
-    return f"\033[1;31m{text}\033[0m"

@@ -17,7 +17,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from ..basics.errors import ProtwinError
 from ..basics.gc_pause import gc_paused
-from .main import discard_output, report_interruption, report_mistake
+from .exits import discard_output, report_interruption, report_mistake
 
 COMMANDS: Final[dict[str, str]] = {
     "hardware": "List and show known machines, or probe this one.",

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from ..layout.layout import ChunkId
-from ..schema.schedule import Allocation, AllocationId, Content, Memory, Section, Task, TaskId, TaskKind
+from ..schema.schedule import Allocation, AllocationId, ChunkId, Content, Memory, Section, Task, TaskId, TaskKind
 from ..schema.workload import Phase
 
 

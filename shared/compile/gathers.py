@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ..layout.layout import ChunkId, Layout
+from ..layout.layout import Layout
 from ..layout.shards import RankPart, rank_part
 from ..layout.slots import assign_slots
 from ..schema.plan import ParallelMode, Plan
-from ..schema.schedule import AllocationId, Content, Memory, TaskId, TaskKind
+from ..schema.schedule import AllocationId, ChunkId, Content, Memory, TaskId, TaskKind
 from ..schema.workload import BlockId, Parameter
 from .builder import ScheduleBuilder
 

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
 
 from ..layout.adam_memory import device_adam_peak_bytes, part_peak_bytes
-from ..layout.layout import Chunk, ChunkId, Layout
+from ..layout.layout import Chunk, Layout
 from ..layout.shards import stepped_bytes
 from ..schema.plan import ParallelMode, Plan
-from ..schema.schedule import AllocationId, Content, Memory, OuterSection, TaskId, TaskKind
+from ..schema.schedule import NORM_BYTES, AllocationId, ChunkId, Content, Memory, OuterSection, TaskId, TaskKind
 from ..schema.workload import BlockId, Parameter, Phase
 from .builder import ScheduleBuilder
 from .gathers import Homes
-
-NORM_BYTES: Final = 8
-"""What ranks add up of the norm: the sum of squares as a float64."""
 
 
 class Updates:

@@ -11,13 +11,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Final, NewType
+from typing import Final
 
 from ..basics.errors import PlanError
 from ..schema.plan import ParallelMode, Plan
+from ..schema.schedule import ChunkId
 from ..schema.workload import DType, Parameter, Workload
-
-ChunkId = NewType("ChunkId", int)
 
 ALIGNMENT_BYTES: Final = 256
 """Every parameter begins at a multiple of this within its chunk, as the device's allocator would place it.

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 
 from ..basics.errors import PlanError
-from .layout import ChunkId
+from ..schema.schedule import ChunkId
 
 
 @dataclass(slots=True)

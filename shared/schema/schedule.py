@@ -13,12 +13,16 @@ from enum import StrEnum
 from functools import cached_property
 from typing import Final, NewType
 
-from ..layout.layout import ChunkId
 from .plan import ParallelMode
 from .workload import BlockId, Phase
 
+ChunkId = NewType("ChunkId", int)
 TaskId = NewType("TaskId", int)
 AllocationId = NewType("AllocationId", int)
+
+
+NORM_BYTES: Final = 8
+"""Bytes that ranks add up of the norm of the gradients: the sum of squares as a float64."""
 
 
 class Lane(StrEnum):

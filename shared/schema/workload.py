@@ -27,6 +27,9 @@ MAX_BYTES: Final = 2**60
 Bytes = Annotated[int, Field(ge=0, le=MAX_BYTES)]
 SignedBytes = Annotated[int, Field(ge=-MAX_BYTES, le=MAX_BYTES)]
 
+SMALLEST_SWAPPED_BYTES: Final = 512
+"""Storages below this stay on the device in mode SWAP."""
+
 
 class DType(StrEnum):
     """Element types of parameters and compute, by their torch names."""

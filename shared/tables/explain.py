@@ -12,9 +12,9 @@ from rich.text import Text
 
 from ..basics.units import format_bytes
 from ..compile.compile import compile_schedule
-from ..layout.layout import Chunk, ChunkId, Layout, build_layout, master_bytes
+from ..layout.layout import Chunk, Layout, build_layout, master_bytes
 from ..schema.plan import ActivationMode, ParallelMode, Plan
-from ..schema.schedule import Allocation, Content, Lane, Memory, OuterSection, Schedule, Section, TaskKind
+from ..schema.schedule import Allocation, ChunkId, Content, Lane, Memory, OuterSection, Schedule, Section, TaskKind
 from ..schema.workload import BlockId, Workload
 from ..verify.guaranteed_peak import guaranteed_device_peak
 from .labels import NO_VALUE, format_share, knobs

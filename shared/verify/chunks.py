@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from ..layout.layout import ChunkId
 from ..schema.plan import ParallelMode
-from ..schema.schedule import Content, Lane, Memory, Section, Task, TaskKind
+from ..schema.schedule import ChunkId, Content, Lane, Memory, Section, Task, TaskKind
 from ..schema.workload import DType
 from .claim import Claim, check_amounts, chunk_of, compare_buffers, reject
 from .shards import trained_scalars

@@ -8,9 +8,9 @@ from functools import cached_property
 from typing import NoReturn
 
 from ..basics.errors import ScheduleError
-from ..layout.layout import Chunk, ChunkId, Layout
+from ..layout.layout import Chunk, Layout
 from ..schema.plan import ActivationMode, Plan
-from ..schema.schedule import Allocation, AllocationId, Content, Lane, Schedule, Task, TaskId, TaskKind
+from ..schema.schedule import Allocation, AllocationId, ChunkId, Content, Lane, Schedule, Task, TaskId, TaskKind
 from ..schema.workload import BlockId, Workload
 from .shards import Held, held
 

@@ -6,9 +6,8 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Final
 
-from ..layout.layout import ChunkId
 from ..schema.plan import ParallelMode
-from ..schema.schedule import Allocation, Content, Lane, OuterSection, Section, Task, TaskId, TaskKind
+from ..schema.schedule import Allocation, ChunkId, Content, Lane, OuterSection, Section, Task, TaskId, TaskKind
 from .chunks import check_gather
 from .claim import Claim, check_amounts, chunk_of, compare_buffers, reject
 

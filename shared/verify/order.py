@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import pairwise
 
-from ..layout.layout import ChunkId
-from ..schema.schedule import Allocation, AllocationId, Lane, OuterSection, Task, TaskId, TaskKind
+from ..schema.schedule import Allocation, AllocationId, ChunkId, Lane, OuterSection, Task, TaskId, TaskKind
 from .claim import Claim, reject
 from .collectives import check_collective_order
 from .happens_before import HappensBefore, Occurrence

@@ -12,9 +12,19 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from ..layout.adam_memory import WIDENED_SCALARS
-from ..layout.layout import ChunkId
 from ..schema.plan import ActivationMode
-from ..schema.schedule import Allocation, AllocationId, Content, Lane, Memory, OuterSection, Section, Task, TaskKind
+from ..schema.schedule import (
+    Allocation,
+    AllocationId,
+    ChunkId,
+    Content,
+    Lane,
+    Memory,
+    OuterSection,
+    Section,
+    Task,
+    TaskKind,
+)
 from ..schema.workload import BlockId, Phase
 from .claim import Claim, reject
 from .shards import fullest_regions

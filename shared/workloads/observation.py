@@ -11,19 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from ..schema.workload import DType, Operation, OperationClass
-
-SMALLEST_SWAPPED_BYTES: Final = 512
-"""Storages below this stay on the device in mode SWAP."""
-_CURVE_STRETCHES: Final = 24
-_FLOPS_PER_BYTE: Final = 10.0
-"""Weighs an operation's arithmetic against its traffic when its share of a phase's time is estimated: the order of the
-machine balance of CPUs and GPUs alike outside tensor cores.  It only places levels within a phase."""
-_OPERATION_OVERHEAD: Final = 20_000.0
-"""Bytes that an operation of no size counts for, for the same purpose."""
-_FILLS: Final = frozenset(
-    ("fill_", "zero_", "zeros", "ones", "full", "zeros_like", "ones_like", "full_like", "new_zeros")
-)
+from ..schema.workload import SMALLEST_SWAPPED_BYTES, DType, Operation, OperationClass
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +39,17 @@ class OperatorCall:
             bytes_moved=moved_bytes(self.name, self.operation_class, self.reads, self.writes_bytes),
             shape=self.shape,
         )
+
+
+_CURVE_STRETCHES: Final = 24
+_FLOPS_PER_BYTE: Final = 10.0
+"""Weighs an operation's arithmetic against its traffic when its share of a phase's time is estimated: the order of the
+machine balance of CPUs and GPUs alike outside tensor cores.  It only places levels within a phase."""
+_OPERATION_OVERHEAD: Final = 20_000.0
+"""Bytes that an operation of no size counts for, for the same purpose."""
+_FILLS: Final = frozenset(
+    ("fill_", "zero_", "zeros", "ones", "full", "zeros_like", "ones_like", "full_like", "new_zeros")
+)
 
 
 def moved_bytes(

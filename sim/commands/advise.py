@@ -14,7 +14,7 @@ import typer
 from ...shared.basics.errors import HardwareError
 from ...shared.basics.progress import progress_bar
 from ...shared.catalogue.machines import cluster_names, load_hardware, machine_names
-from ...shared.cli.main import report_interruption
+from ...shared.cli.exits import report_interruption
 from ...shared.cli.options import (
     DTypeName,
     JsonFlag,

@@ -15,7 +15,7 @@ from ...shared.basics.progress import progress_bar
 from ...shared.basics.units import format_bytes
 from ...shared.catalogue.machines import load_hardware, override_hardware
 from ...shared.catalogue.models import model_names
-from ...shared.cli.main import report_interruption
+from ...shared.cli.exits import report_interruption
 from ...shared.cli.options import (
     AutocastName,
     BatchSize,

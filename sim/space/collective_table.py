@@ -9,10 +9,9 @@ from typing import Final
 
 import numpy as np
 
-from ...shared.compile.updates import NORM_BYTES
 from ...shared.layout.layout import Layout
 from ...shared.layout.shards import RankPart
-from ...shared.schema.schedule import Task, TaskId, TaskKind
+from ...shared.schema.schedule import NORM_BYTES, Task, TaskId, TaskKind
 from ..costs.task_costs import CostModel
 from .compute_table import FloatArray
 from .space import IntArray

@@ -11,8 +11,8 @@ from functools import cached_property
 
 import numpy as np
 
-from ...shared.layout.layout import ChunkId
 from ...shared.layout.slots import assign_slots
+from ...shared.schema.schedule import ChunkId
 from .chunk_table import ChunkTable
 from .compute_table import Positions
 from .space import IntArray

@@ -11,10 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from protwin.shared.layout.layout import ChunkId, Layout
+from protwin.shared.layout.layout import Layout
 from protwin.shared.schema.plan import ActivationMode, ParallelMode, Plan
 from protwin.shared.schema.schedule import (
     AllocationId,
+    ChunkId,
     Content,
     Lane,
     Memory,

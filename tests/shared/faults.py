@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
-from protwin.shared.layout.layout import ChunkId
 from protwin.shared.schema.schedule import (
     AllocationId,
+    ChunkId,
     Content,
     Lane,
     Memory,

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 
 from protwin.shared.basics.errors import PlanError
-from protwin.shared.layout.layout import ChunkId
 from protwin.shared.layout.slots import Stay, assign_slots
+from protwin.shared.schema.schedule import ChunkId
 
 Needs = tuple[tuple[ChunkId, ...], ...]
 

@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protwin.shared.compile.compile import compile_schedule
-from protwin.shared.layout.layout import ChunkId
 from protwin.shared.schema.calibration import Calibration
 from protwin.shared.schema.hardware import Hardware
 from protwin.shared.schema.record import Holding, MemoryCurve
 from protwin.shared.schema.schedule import (
     Allocation,
     AllocationId,
+    ChunkId,
     Content,
     Lane,
     Memory,
