@@ -42,6 +42,9 @@ def carry_out(
     given up (``skip_step``), and ``close`` gives the weights of the last complete one; for as much more host memory as
     the weights and the optimizer's state of offloaded chunks take, and a step on the device that waits for CPU Adam.
 
+    Until the end, ``use_cache`` of a transformers model is off, as it has to be in a plain loop of the same bits: a
+    key-value cache changes the strides of keys, and with them the order in which kernels may add.
+
     Schedulers of ``torch.optim.lr_scheduler`` take ``optimizer`` of the result.  Use the result as a context manager,
     or call ``close``: the model then has ordinary parameters again.  ``training_of(model)`` finds one that was lost.
     Raises PlanError if plan, workload and model do not belong together, the device's out-of-memory error if the

@@ -12,7 +12,7 @@ from torch import nn
 from protwin.runtime import CudaDevice, Training, TrainingDevice, carry_out
 from protwin.shared.layout.layout import build_layout
 from protwin.shared.schema.plan import ActivationMode, Plan
-from tests.runtime.models import SEED, Batch, Case, snapshot
+from tests.runtime.models import SEED, Batch, Case, snapshot, uncached
 
 DEVICE = torch.device("cuda", 0)
 KEEP, CHECKPOINT, SWAP = ActivationMode.KEEP, ActivationMode.CHECKPOINT, ActivationMode.SWAP
@@ -73,7 +73,7 @@ def train_plainly(case: Case, *, on_host: set[str], micro_batches: int = 1, max_
 
     AdamW of the CPU and of the GPU round differently, so that only where both loops step alike bits can be equal.
     """
-    model = case.build().to(DEVICE)
+    model = uncached(case.build()).to(DEVICE)
     masters = _masters(model, on_host)
     groups = case.groups(model)
     optimizers = []

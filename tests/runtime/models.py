@@ -119,6 +119,18 @@ def frozen(model: nn.Module, *prefixes: str) -> nn.Module:
     return model
 
 
+def uncached(model: nn.Module) -> nn.Module:
+    """``model``, with key-value caches off, as a plan trains it: the model of every plain loop to compare with.
+
+    A cache gives attention a copy of its keys with other strides, over which kernels may add in another order.
+    """
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if getattr(config, "use_cache", False):
+            config.use_cache = False
+    return model
+
+
 def one_group(model: nn.Module) -> list[dict[str, Any]]:
     """All trainable parameters."""
     return [{"params": [p for p in model.parameters() if p.requires_grad]}]
@@ -190,7 +202,7 @@ class Case:
         return self._plain[key]
 
     def _train(self, micro_batches: int, max_norm: float | None) -> PlainResult:
-        model = self.build()
+        model = uncached(self.build())
         masters = Masters(model)
         optimizer = self.make_optimizer(masters.groups(self.groups(model)))
         losses, weights, norms = [], [snapshot(model)], []

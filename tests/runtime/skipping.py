@@ -13,7 +13,7 @@ from torch import nn
 from protwin.runtime import CpuDevice, Training, carry_out
 from protwin.runtime.model.blocks import find_blocks
 from protwin.shared.schema.plan import Plan
-from tests.runtime.models import SEED, Batch, Case, Masters, snapshot
+from tests.runtime.models import SEED, Batch, Case, Masters, snapshot, uncached
 from tests.runtime.training.test_life_cycle import plan_for
 
 
@@ -105,7 +105,7 @@ def plainly(
     case: Case, steps: Sequence[Sequence[Batch]], max_norm: float | None, faults: Mapping[int, Point]
 ) -> Trained:
     """The loop that everybody writes; ``faults`` are by the number of the step."""
-    model = case.build()
+    model = uncached(case.build())
     injector = Injector(model, [block.name for block in case.workload.blocks])
     masters = Masters(model)
     optimizer = case.make_optimizer(masters.groups(case.groups(model)))

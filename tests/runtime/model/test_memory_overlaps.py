@@ -16,7 +16,7 @@ from protwin.runtime.optimizers.chunk_optimizer import default_optimizer
 from protwin.shared.basics.errors import PlanError, WorkloadError
 from protwin.shared.schema.plan import Plan
 from protwin.shared.schema.workload import Workload
-from tests.runtime.models import differences, llama, token_batches
+from tests.runtime.models import differences, llama, token_batches, uncached
 from tests.runtime.watchdog import ends_in_time
 
 
@@ -60,6 +60,7 @@ def trained(model: nn.Module, workload: Workload) -> None:
 
 
 def trained_plainly(model: nn.Module) -> nn.Module:
+    uncached(model)
     optimizer = default_optimizer([{"params": list(model.parameters())}])
     for batch in token_batches():
         model(**batch).loss.backward()

@@ -10,7 +10,7 @@ import torch
 
 from protwin.shared.basics.errors import FileError
 from protwin.shared.schema.plan import Plan
-from tests.runtime.models import SEED, Case, cases, differences
+from tests.runtime.models import SEED, Case, cases, differences, uncached
 from tests.runtime.resuming import kept, offloaded, other_weights, start
 from tests.runtime.watchdog import ends_in_time
 
@@ -49,7 +49,7 @@ def save_two_steps(case: Case, knobs: Knobs, folder: Path) -> None:
 
 def plain_with_change(case: Case, before: Knobs, after: Knobs) -> Any:
     """Two plain steps of one kind, two of the other."""
-    model = case.build()
+    model = uncached(case.build())
     optimizer = case.make_optimizer(case.groups(model))
     torch.manual_seed(SEED)
     for knobs in (before, before, after, after):

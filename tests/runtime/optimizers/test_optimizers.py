@@ -12,7 +12,7 @@ from torch import nn
 from protwin.runtime import Training, carry_out
 from protwin.runtime.optimizers.non_finite import NonFiniteGradientError, non_finite
 from protwin.shared.basics.errors import PlanError, ScheduleError
-from tests.runtime.models import SEED, Case, differences
+from tests.runtime.models import SEED, Case, differences, uncached
 from tests.runtime.optimizing import (
     CASE,
     OPTIMIZERS,
@@ -161,7 +161,7 @@ def test_options_changed_within_an_iteration_are_refused_and_nothing_is_lost() -
 
 
 def test_where_nothing_is_stepped_ahead_options_may_change_up_to_the_step() -> None:
-    model, plain = CASE.build(), CASE.build()
+    model, plain = CASE.build(), uncached(CASE.build())
     optimizer = OPTIMIZERS["AdamW"](two_groups(plain))
     with (
         ends_in_time(),

@@ -17,7 +17,7 @@ from torch.optim import lr_scheduler
 from protwin.runtime import Training, carry_out
 from protwin.runtime.optimizers.step_options import StepOptions
 from protwin.shared.schema.plan import Plan
-from tests.runtime.models import SEED, differences
+from tests.runtime.models import SEED, differences, uncached
 from tests.runtime.optimizing import (
     CASE,
     OPTIMIZERS,
@@ -41,7 +41,7 @@ def advance(scheduler: Any, loss: float) -> None:
 
 
 def trained_plainly(make_optimizer: MakeOptimizer, make_scheduler: MakeScheduler) -> tuple[list[float], nn.Module]:
-    model = CASE.build()
+    model = uncached(CASE.build())
     optimizer = make_optimizer(two_groups(model))
     scheduler = make_scheduler(optimizer)
     losses = []

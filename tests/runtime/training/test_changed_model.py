@@ -15,7 +15,7 @@ from protwin.runtime.model.ownership import TakenOver
 from protwin.shared.basics.errors import ScheduleError
 from protwin.shared.schema.plan import Plan
 from tests.runtime.misuse import check_goes_on
-from tests.runtime.models import Case, differences, hand_written, token_batches
+from tests.runtime.models import Case, differences, hand_written, token_batches, uncached
 from tests.runtime.training.test_life_cycle import plan_for
 from tests.runtime.watchdog import ends_in_time
 
@@ -80,7 +80,7 @@ def swap(layers: Any) -> None:
 
 def test_blocks_swapped_after_the_trace_are_just_other_blocks(case: Case, model: nn.Module) -> None:
     """The names of parameters follow, so nothing is mistaken for anything else."""
-    plain = case.build()
+    plain = uncached(case.build())
     swap(model.model.layers)
     swap(plain.model.layers)
     optimizer = case.make_optimizer(case.groups(plain))
@@ -167,7 +167,7 @@ def test_models_of_one_kind_train_side_by_side(case: Case) -> None:
 
 def test_a_batch_of_another_shape_trains_like_the_plain_loop(case: Case, model: nn.Module) -> None:
     """The schedule holds; memory is watched anew for each shape."""
-    plain = case.build()
+    plain = uncached(case.build())
     optimizer = case.make_optimizer(case.groups(plain))
     batches = [*token_batches(2), *token_batches(2, batch=1, length=7), *token_batches(1, batch=3, length=5)]
     with (

@@ -18,7 +18,7 @@ from protwin.shared.schema.hardware import DeviceKind
 from protwin.shared.schema.plan import Plan
 from protwin.shared.schema.workload import Phase, Workload
 from tests.runtime.families import families
-from tests.runtime.models import adamw, gpt2, hand_written, llama, snapshot, token_batches
+from tests.runtime.models import adamw, gpt2, hand_written, llama, snapshot, token_batches, uncached
 
 
 @pytest.fixture(autouse=True)
@@ -71,6 +71,7 @@ def fake(build: Callable[[], nn.Module], batch: dict[str, torch.Tensor]) -> Work
 
 
 def plain_losses(model: nn.Module, batch: dict[str, torch.Tensor]) -> list[float]:
+    uncached(model)
     optimizer = adamw([{"params": list(model.parameters())}])
     losses = []
     for _ in range(2):

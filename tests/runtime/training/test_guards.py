@@ -15,7 +15,7 @@ import protwin.runtime.training.training as training_module
 from protwin.runtime import Training, carry_out
 from protwin.runtime.training.guards import OffloadedWeights
 from protwin.shared.basics.errors import ScheduleError
-from tests.runtime.models import Case, adamw, cases, differences
+from tests.runtime.models import Case, adamw, cases, differences, uncached
 from tests.runtime.training.test_life_cycle import plan_for
 from tests.runtime.watchdog import ends_in_time
 
@@ -104,7 +104,7 @@ def test_an_optimizer_of_a_part_of_the_model_is_noticed_on_any_thread(case: Case
 
 def test_optimizers_of_other_models_step(case: Case, model: nn.Module) -> None:
     """A discriminator beside a generator, and a second training of ours."""
-    friend, plain = case.build(), nn.Linear(3, 1)
+    friend, plain = uncached(case.build()), nn.Linear(3, 1)
     before = plain.weight.detach().clone()
     with ends_in_time(), start(case, model) as training, start(case, friend) as other:
         optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
@@ -179,7 +179,7 @@ def trained_with_limit(case: Case, model: nn.Module, block: int) -> None:
 
 
 def plain_with_limit(case: Case, block: int) -> nn.Module:
-    plain = case.build()
+    plain = uncached(case.build())
     handle = limited(plain.model.layers[block])
     optimizer = case.make_optimizer(case.groups(plain))
     for batch in case.batches:

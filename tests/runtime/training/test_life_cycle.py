@@ -20,7 +20,7 @@ from protwin.runtime import CpuDevice, CpuOutOfMemoryError, Training, carry_out
 from protwin.shared.layout.layout import build_layout
 from protwin.shared.schema.plan import Plan
 from protwin.shared.schema.workload import Workload
-from tests.runtime.models import SEED, Case, adamw, cases, differences, snapshot
+from tests.runtime.models import SEED, Case, adamw, cases, differences, snapshot, uncached
 from tests.runtime.tracing.test_tracing import hooks_of, same
 from tests.runtime.watchdog import FaultyDevice, ends_in_time, lanes_alive
 
@@ -127,7 +127,7 @@ def test_a_model_is_ordinary_before_and_after(case: Case, tmp_path: Path) -> Non
 
 def test_a_second_training_goes_on_where_the_first_ended(case: Case) -> None:
     """Only the optimizer's state starts anew, so the reference is two plain runs of one step each."""
-    model, plain = case.build(), case.build()
+    model, plain = case.build(), uncached(case.build())
     for batch in case.batches[:2]:
         with ends_in_time(), start(case, model) as training:
             loss = case.loss(model, batch)

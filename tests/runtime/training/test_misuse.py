@@ -12,7 +12,7 @@ from torch import nn
 from protwin.runtime import Training, carry_out
 from protwin.shared.basics.errors import PlanError, ProtwinError, ScheduleError
 from tests.runtime.misuse import check_goes_on
-from tests.runtime.models import Case, adamw, differences
+from tests.runtime.models import Case, adamw, differences, uncached
 from tests.runtime.training.test_life_cycle import plan_for
 from tests.runtime.watchdog import ends_in_time
 
@@ -158,7 +158,7 @@ def test_gradients_that_are_changed_before_the_step(
 
 def test_gradients_may_be_clipped_where_nothing_is_offloaded(case: Case, model: nn.Module) -> None:
     plan = plan_for(case.workload).model_copy(update={"chunk_bytes": 2**20, "n_persist": 3, "n_buffer": 0})
-    plain = case.build()
+    plain = uncached(case.build())
     optimizer = adamw([{"params": list(plain.parameters())}])
     with ends_in_time(), carry_out(model, plan, case.workload, optimizer=adamw) as training:
         for batch in case.batches:
@@ -184,7 +184,7 @@ def test_learning_rates(case: Case, model: nn.Module, training: Training) -> Non
 
 
 def test_a_learning_rate_holds_from_the_next_step_on(case: Case, model: nn.Module) -> None:
-    plain = case.build()
+    plain = uncached(case.build())
     optimizer = case.make_optimizer(case.groups(plain))
     with (
         ends_in_time(),

@@ -39,6 +39,7 @@ from tests.runtime.models import (
     point_batches,
     three_groups,
     token_batches,
+    uncached,
 )
 from tests.runtime.optimizing import half_offloaded, single_plans
 from tests.runtime.watchdog import ends_in_time
@@ -70,7 +71,7 @@ def trained_plainly(name: str, *, is_wide: bool, micro_batches: int = 1) -> tupl
     """The plain loop.  Autocast keeps casts of weights until it ends, so around a whole loop they have to be dropped:
     plain training would go on with the weights of its first step."""
     case = autocast_cases()[name]
-    model = case.build()
+    model = uncached(case.build())
     optimizer = adamw([{"params": list(model.parameters())}])
     around_loop, around_forward = contexts(is_wide=is_wide)
     losses = []
@@ -205,7 +206,7 @@ def test_schedulers_reach_every_piece_of_a_narrow_parameter(
         plan = plan.model_copy(update={"chunk_bytes": 2**20, "n_persist": 3, "n_buffer": 0})
     one_cycle = partial(lr_scheduler.OneCycleLR, max_lr=3e-2, total_steps=len(case.batches) + 1)
 
-    model, plain = case.build(), case.build()
+    model, plain = case.build(), uncached(case.build())
     masters = Masters(plain)
     optimizer = adamw(masters.groups([{"params": list(plain.parameters())}]))
     scheduler = one_cycle(optimizer)
@@ -252,7 +253,7 @@ class ScaledRun:
 def scaled_plainly(micro_batches: int) -> ScaledRun:
     """torch's own GradScaler over float32 masters: unscale, then clip, then step."""
     case = float16_case()
-    model = case.build()
+    model = uncached(case.build())
     masters = Masters(model)
     optimizer = adamw(masters.groups(three_groups(model)))
     scaler = torch.amp.GradScaler("cpu", init_scale=SCALING.initial_scale, growth_interval=SCALING.growth_interval)
