@@ -1,17 +1,19 @@
 """Making the simulator agree with a machine: measuring it, fitting factors, laying predictions over measurements.
 
-Names are imported when they are first used.
+Importing it costs nothing: each name is loaded when it is first used.
 """
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from ..shared.basics.lazy_face import lazy_face
 
 if TYPE_CHECKING:
-    from .fitting.calibrate import calibrate
-    from .fitting.fit import Pair, fit_calibration
-    from .fitting.slowdowns import measure_slowdowns
+    from .fitting.calibrate import calibrate as calibrate
+    from .fitting.fit import Pair as Pair
+    from .fitting.fit import fit_calibration as fit_calibration
+    from .fitting.slowdowns import measure_slowdowns as measure_slowdowns
 
 _HOMES = {
     "Pair": "fitting.fit",
@@ -20,11 +22,5 @@ _HOMES = {
     "measure_slowdowns": "fitting.slowdowns",
 }
 
-__all__ = ["Pair", "calibrate", "fit_calibration", "measure_slowdowns"]
-
-
-def __getattr__(name: str) -> Any:
-    home = _HOMES.get(name)
-    if home is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f".{home}", __name__), name)
+__all__ = sorted(_HOMES)
+__getattr__, __dir__ = lazy_face(__name__, _HOMES)

@@ -1,28 +1,32 @@
 """Carrying out a plan on PyTorch, on one device: tracing a model, training it as its schedule says.
 
-Names are imported when they are first used, so that asking for one does not load the rest.
+Importing it costs nothing: each name is loaded when it is first used.
 """
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from ..shared.basics.lazy_face import lazy_face
 
 if TYPE_CHECKING:
-    from .devices.device import CpuDevice, CudaDevice, TrainingDevice
-    from .devices.ledger import CpuOutOfMemoryError, MemoryLedger
-    from .devices.probe import probe_hardware
-    from .model.adapters import add_lora
-    from .model.freezing import freeze
-    from .model.ownership import training_of
-    from .optimizers.loss_scaling import LossScaling
-    from .optimizers.non_finite import NonFiniteGradientError
-    from .recording.summaries import StepSummary
-    from .tracing.configurations import workload_of_configuration
-    from .tracing.families import family_of_configuration
-    from .tracing.tracing import trace
-    from .training.carry_out import carry_out
-    from .training.training import Training
+    from .devices.device import CpuDevice as CpuDevice
+    from .devices.device import CudaDevice as CudaDevice
+    from .devices.device import TrainingDevice as TrainingDevice
+    from .devices.ledger import CpuOutOfMemoryError as CpuOutOfMemoryError
+    from .devices.ledger import MemoryLedger as MemoryLedger
+    from .devices.probe import probe_hardware as probe_hardware
+    from .model.adapters import add_lora as add_lora
+    from .model.freezing import freeze as freeze
+    from .optimizers.loss_scaling import LossScaling as LossScaling
+    from .optimizers.non_finite import NonFiniteGradientError as NonFiniteGradientError
+    from .recording.summaries import StepSummary as StepSummary
+    from .tracing.configurations import workload_of_configuration as workload_of_configuration
+    from .tracing.families import family_of_configuration as family_of_configuration
+    from .tracing.tracing import trace as trace
+    from .training.carry_out import carry_out as carry_out
+    from .training.carry_out import training_of as training_of
+    from .training.training import Training as Training
 
 _HOMES = {
     "CpuDevice": "devices.device",
@@ -40,33 +44,9 @@ _HOMES = {
     "freeze": "model.freezing",
     "probe_hardware": "devices.probe",
     "trace": "tracing.tracing",
-    "training_of": "model.ownership",
+    "training_of": "training.carry_out",
     "workload_of_configuration": "tracing.configurations",
 }
 
-__all__ = [
-    "CpuDevice",
-    "CpuOutOfMemoryError",
-    "CudaDevice",
-    "LossScaling",
-    "MemoryLedger",
-    "NonFiniteGradientError",
-    "StepSummary",
-    "Training",
-    "TrainingDevice",
-    "add_lora",
-    "carry_out",
-    "family_of_configuration",
-    "freeze",
-    "probe_hardware",
-    "trace",
-    "training_of",
-    "workload_of_configuration",
-]
-
-
-def __getattr__(name: str) -> Any:
-    home = _HOMES.get(name)
-    if home is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f".{home}", __name__), name)
+__all__ = sorted(_HOMES)
+__getattr__, __dir__ = lazy_face(__name__, _HOMES)

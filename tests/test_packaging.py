@@ -123,7 +123,7 @@ def test_a_wheel_holds_every_file_of_the_folders_and_nothing_else(wheel: Path) -
     with zipfile.ZipFile(wheel) as archive:
         packed = {name for name in archive.namelist() if ".dist-info/" not in name}
     present = {
-        f"protwin/{path.relative_to(ROOT)}"
+        f"protwin/{path.relative_to(ROOT)}".replace("shared/cli/namespace/", "")
         for folder in FOLDERS
         for path in (ROOT / folder).rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
@@ -150,9 +150,12 @@ def test_a_wheel_works_in_an_environment_of_its_own(wheel: Path, tmp_path: Path)
     assert Path(where.stdout.strip()) == site / "protwin" / "shared" / "__init__.py", where.stderr
 
     script = environment / "bin" / "protwin"
-    listed = subprocess.run([script, "hardware", "list"], cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert listed.returncode == 0, listed.stderr
-    assert "rtx-3090" in listed.stdout
+    for command in ([script], [own, "-m", "protwin"]):
+        listed = subprocess.run(
+            [*command, "hardware", "list"], cwd=tmp_path, capture_output=True, text=True, check=False
+        )
+        assert listed.returncode == 0, listed.stderr
+        assert "rtx-3090" in listed.stdout
 
     spawning = (
         "import multiprocessing, concurrent.futures as futures\n"

@@ -9,10 +9,7 @@ from typing import Any
 
 
 def lazy_face(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """``__getattr__`` and ``__dir__`` of ``package``, whose every name stands in the module that ``homes`` gives for it.
-
-    Modules are named relative to the package (PEP 562).
-    """
+    """``__getattr__`` and ``__dir__`` of ``package`` (PEP 562); ``homes`` gives every name's module, relative to it."""
 
     def get(name: str) -> Any:
         if name not in homes:
@@ -21,4 +18,4 @@ def lazy_face(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], A
         setattr(sys.modules[package], name, value)
         return value
 
-    return get, lambda: sorted({*vars(sys.modules[package]), *homes})
+    return get, lambda: sorted(homes)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from ..basics.errors import ScheduleError
 from ..basics.units import format_bytes
-from ..layout.layout import Layout, check_layout
+from ..layout.layout import Layout, build_layout, check_layout
 from ..schema.plan import Plan
 from ..schema.schedule import Memory, Schedule
 from ..schema.workload import Workload, check_plan
@@ -30,7 +30,7 @@ def verify_schedule(
     schedule: Schedule,
     plan: Plan,
     workload: Workload,
-    layout: Layout,
+    layout: Layout | None = None,
     *,
     device_limit_bytes: int | None = None,
     pinned_limit_bytes: int | None = None,
@@ -45,11 +45,13 @@ def verify_schedule(
     limit of their norm, after all gradients); of several ranks, chunks are gathered whole and gradients added up before
     anybody needs them, in one order on all ranks; buffers of one slot never overlap; gathers and gradients keep to the
     prefetch window; the memory that no timing can exceed stays under the limits.
-    ``host_limit_bytes`` bounds pinned and pageable host memory together.
+    ``host_limit_bytes`` bounds pinned and pageable host memory together; ``layout`` spares building it again.
 
     Raises PlanError if plan, workload and layout do not belong together.
     """
     check_plan(plan, workload)
+    if layout is None:
+        layout = build_layout(workload.parameters, num_blocks=workload.num_blocks, chunk_bytes=plan.chunk_bytes)
     check_layout(layout, plan, workload)
     claim = Claim(schedule, plan, workload, layout)
     check_form(claim)

@@ -30,6 +30,36 @@ Warn = Callable[[str], None]
 _TRAINABLE: Final = (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16)
 
 
+def load_workload(
+    name_or_path: str | Path,
+    *,
+    batch_size: int | None = None,
+    sequence_length: int | None = None,
+    dtype: str | None = None,
+    options: TrainingOptions = FULL_TRAINING,
+) -> Workload:
+    """What training does with one batch: of a model of the catalogue, of a ``config.json``, or from a saved file.
+
+    A saved workload has its shape; a model needs ``batch_size`` (samples) and, unless it takes images alone,
+    ``sequence_length`` (tokens of one sample).  ``dtype`` replaces the element type that the model was published in.
+    Models of the catalogue in full training need no torch; others are traced, which does.
+    Raises CatalogueError, FileError or WorkloadError.
+    """
+    return resolve_workload(
+        str(name_or_path),
+        batch_size=batch_size,
+        sequence_length=sequence_length,
+        dtype=dtype,
+        cache=None,
+        warn=_ignore,
+        options=options,
+    )
+
+
+def _ignore(_: str) -> None:
+    """Warnings say why something takes long; who calls from Python waits anyway."""
+
+
 def resolve_workload(
     model: str,
     *,
