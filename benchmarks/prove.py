@@ -4,6 +4,7 @@
 - memory: the measured peak is the schedule's own account, nothing is left, a thousand steps grow nothing.
 - faults: trainings that are killed at random moments resume from a complete checkpoint and end equal.
 - exhaustion: out of memory at every task of a schedule ends in one error with its cause, and loses nothing.
+- properties: the property tests of compiler, verifier, simulator and search with all of their examples.
 
 Small models, so that there are many cases; everything is checked against plain PyTorch.  ``make prove`` runs it and
 ends with code 1 unless everything was shown; ``ARGS="--only memory --models llama"`` runs a part.  Results are kept in
@@ -32,7 +33,7 @@ from protwin.shared.basics.documents import write_atomically
 from protwin.shared.basics.progress import OnProgress, progress_bar
 from protwin.shared.basics.units import format_seconds
 
-from . import prove_equality, prove_exhaustion, prove_faults, prove_memory
+from . import prove_equality, prove_exhaustion, prove_faults, prove_memory, prove_properties
 from .prove_claims import Claim, Settings, show
 
 _SECTIONS: Final[dict[str, Callable[[Settings, OnProgress], list[Claim]]]] = {
@@ -40,6 +41,7 @@ _SECTIONS: Final[dict[str, Callable[[Settings, OnProgress], list[Claim]]]] = {
     "memory": prove_memory.prove,
     "faults": prove_faults.prove,
     "exhaustion": prove_exhaustion.prove,
+    "properties": prove_properties.prove,
 }
 
 

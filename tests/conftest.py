@@ -9,7 +9,11 @@ import signal
 import hypothesis
 import pytest
 
-hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None, print_blob=True)
+from tests.proof_size import examples
+
+hypothesis.settings.register_profile(
+    "repeatable", derandomize=True, deadline=None, print_blob=True, max_examples=examples(100, 40)
+)
 hypothesis.settings.register_profile("explore", deadline=None, max_examples=2_000)
 """New examples on each run: HYPOTHESIS_PROFILE=explore make test."""
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))

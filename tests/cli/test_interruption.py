@@ -130,8 +130,8 @@ def test_in_the_middle_of_a_search(work: Path, environment: dict[str, str], as_j
 @pytest.mark.parametrize(
     ("module", "arguments"),
     [
-        ("sim.workload_source", ("search", "--hardware=rtx-3090", "--output=plan.json")),
-        ("runtime.commands", ("trace", "--real", "--output=workload.json")),
+        ("shared.workloads.source", ("search", "--hardware=rtx-3090", "--output=plan.json")),
+        ("runtime.commands.run", ("trace", "--real", "--output=workload.json")),
     ],
     ids=["search", "trace --real"],
 )

@@ -14,6 +14,7 @@ from hypothesis.strategies import DrawFn
 from protwin.shared.basics.errors import PlanError
 from protwin.shared.layout.slots import Stay, assign_slots
 from protwin.shared.schema.schedule import ChunkId
+from tests.proof_size import examples
 
 Needs = tuple[tuple[ChunkId, ...], ...]
 
@@ -72,7 +73,7 @@ def least_recently_used(present: dict[ChunkId, tuple[int, int]]) -> ChunkId:
     return min(present, key=lambda chunk: present[chunk][1])
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300, 100))
 @given(needs())
 def test_no_choice_gathers_fewer(drawn: tuple[Needs, int]) -> None:
     steps, n_buffer = drawn
@@ -91,7 +92,7 @@ def test_the_oracle_tells_good_policies_from_bad() -> None:
     assert gathers(loop, 3, first_in) == gathers(loop, 3, least_recently_used) == 8
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300, 100))
 @given(needs())
 def test_stays_are_what_they_say(drawn: tuple[Needs, int]) -> None:
     steps, n_buffer = drawn

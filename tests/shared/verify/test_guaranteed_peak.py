@@ -16,6 +16,7 @@ from protwin.shared.schema.plan import Plan
 from protwin.shared.schema.schedule import Lane, Memory, Schedule, TaskKind
 from protwin.shared.schema.workload import Workload
 from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
+from tests.proof_size import examples
 from tests.shared.abstract_machine import AbstractMachine, Adversary, Violation
 from tests.shared.adversaries import at_random, holding, preferring
 from tests.shared.small_models import OUTPUT_BYTES, SAVED_BYTES, chain, parameter, plan, workload
@@ -41,7 +42,7 @@ def highest(schedule: Schedule, plan: Plan, workload: Workload) -> int:
 
 
 @pytest.mark.slow
-@settings(max_examples=60)
+@settings(max_examples=examples(60, 20))
 @given(planned_workloads(), st.integers(0, 2**32 - 1))
 def test_no_timing_exceeds_it(case: PlannedWorkload, seed: int) -> None:
     schedule = compile_schedule(case.plan, case.workload, case.layout)
@@ -53,7 +54,7 @@ def test_no_timing_exceeds_it(case: PlannedWorkload, seed: int) -> None:
         assert machine.run(at_random(generator.randrange(2**32))).peak_bytes <= bound_bytes
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60, 20))
 @given(planned_workloads())
 def test_some_timing_reaches_it_if_no_gradients_leave(case: PlannedWorkload) -> None:
     """Otherwise a chunk's gradients and its next gather are counted side by side, though the one awaits the other."""

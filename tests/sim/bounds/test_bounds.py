@@ -22,6 +22,7 @@ from protwin.sim.costs.task_costs import CostModel
 from protwin.sim.space.chunk_table import chunk_table
 from protwin.sim.space.gather_plan import residency
 from protwin.sim.space.side_lanes import CPU_OPTIM, SideLanes
+from tests.proof_size import examples
 from tests.sim.bound_cases import Case, case, cases, hand_made
 from tests.sim.hand_made import Seconds, machine, plan, workload
 from tests.strategies import contentions, hardware, plans
@@ -33,7 +34,7 @@ LANES = LANES_ALONE
 
 
 @given(cases())
-@settings(max_examples=80)
+@settings(max_examples=examples(80, 40))
 def test_memory_bounds_never_exceed_the_guaranteed_peak_and_the_last_one_equals_it(found: Case) -> None:
     peak_bytes = guaranteed_device_peak(found.schedule).size_bytes
     assert found.activation_bound_bytes() <= found.memory_bound_bytes() <= peak_bytes
@@ -41,7 +42,7 @@ def test_memory_bounds_never_exceed_the_guaranteed_peak_and_the_last_one_equals_
 
 
 @given(cases())
-@settings(max_examples=50)
+@settings(max_examples=examples(50, 25))
 def test_host_bytes_are_those_of_the_schedule(found: Case) -> None:
     n_persist = np.array([found.plan.n_persist])
     pinned_bytes = found.chunks.pinned_host_bytes(n_persist)[0] + found.compute.swapped_bytes[found.plan.n_swap]
@@ -80,7 +81,7 @@ def _least_time_s(contention: ContentionModel, work_s: list[float]) -> float:
     hardware(),
     st.lists(st.just(0.0) | st.floats(0.01, 10), min_size=4, max_size=4),
 )
-@settings(max_examples=100)
+@settings(max_examples=examples(100, 40))
 def test_throughput_weights_reach_the_optimum_of_the_linear_program(
     measured: list[Contention], box: Hardware, work_s: list[float]
 ) -> None:
@@ -118,7 +119,7 @@ def test_adding_the_tail_to_the_work_of_the_busiest_lane_is_no_bound_of_time() -
 
 
 @given(cases())
-@settings(max_examples=100)
+@settings(max_examples=examples(100, 40))
 def test_time_bounds_never_exceed_the_simulated_period(found: Case) -> None:
     bound_s = found.time_bound_s()
     assert found.whole_bound_s() <= bound_s <= found.simulated_s()
@@ -142,7 +143,7 @@ def test_the_cycle_through_cpu_adam_is_counted() -> None:
 
 
 @given(cases())
-@settings(max_examples=100)
+@settings(max_examples=examples(100, 40))
 def test_a_replay_has_the_period_of_the_simulation(found: Case) -> None:
     replayed_s, simulated_s = found.replayed_s(), found.simulated_s()
     assert np.isnan(replayed_s) or replayed_s == pytest.approx(simulated_s, rel=(1 - REPLAY_FRAC) / 2)

@@ -15,6 +15,7 @@ from protwin.sim.bounds.throughput import Throughput
 from protwin.sim.bounds.time_bounds import TimeBounds
 from protwin.sim.costs.contention import ContentionModel
 from protwin.sim.space.gather_plan import residency
+from tests.proof_size import examples
 from tests.sim.bound_cases import Case, cases, hand_made
 from tests.sim.hand_made import Seconds, machine, plan, workload
 
@@ -50,14 +51,14 @@ def _simulated_together_s(found: Case) -> float:
 
 
 @given(cases())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40, 20), deadline=None)
 def test_copies_that_are_believed_to_run_side_by_side_do_so_in_the_simulation(found: Case) -> None:
     if found.simulated().is_steady:
         assert _together_s(found) <= _simulated_together_s(found) * (1 + 1e-6) + 1e-12
 
 
 @given(cases(), st.data())
-@settings(max_examples=40)
+@settings(max_examples=examples(40, 20))
 def test_gathers_are_released_when_the_slots_and_windows_of_the_schedule_say(found: Case, data: st.DataObject) -> None:
     table, chosen = found.chunks, found.plan
     offloaded = np.flatnonzero(table.is_offloaded(chosen.n_persist))

@@ -21,11 +21,12 @@ from protwin.sim.engine.simulator import MIN_ITERATIONS
 from protwin.sim.space.lane_order import NOTHING
 from protwin.sim.space.rank_side_lanes import RankSideLanes
 from tests.cli.saved import decoder
+from tests.proof_size import examples
 from tests.sim.bound_cases import Case, case
 from tests.sim.ranked_cases import RANKS, ranked_cases
 
 
-@settings(max_examples=80)
+@settings(max_examples=examples(80, 30))
 @given(ranked_cases())
 def test_a_replay_is_what_the_simulator_says(found: Case) -> None:
     replayed_s, simulated = found.replayed_s(), found.simulated()

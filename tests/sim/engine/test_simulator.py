@@ -22,6 +22,7 @@ from protwin.shared.schema.schedule import Lane, Schedule, Task, TaskId, TaskKin
 from protwin.sim.costs.contention import ContentionModel
 from protwin.sim.engine.simulator import simulate, simulate_timing
 from protwin.sim.engine.timing import slowest_period_s, steady_period_s
+from tests.proof_size import examples
 from tests.sim.hand_made import MACHINE, Seconds, assert_timeline, machine, plan, workload
 from tests.sim.longest_path import longest_path_s
 from tests.strategies import PlannedWorkload, calibrations, hardware, planned_workloads
@@ -280,7 +281,7 @@ def test_lanes_that_wait_for_each_other_are_an_error() -> None:
 # -- the record ------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50, 20))
 @given(planned_workloads(measured=None), hardware(), st.none() | calibrations())
 def test_a_record_is_consistent(drawn: PlannedWorkload, hardware: Hardware, calibration: Calibration | None) -> None:
     try:

@@ -13,6 +13,7 @@ from protwin.shared.basics.errors import PlanError
 from protwin.sim.memory.allocator import AllocatorFullError, CachingAllocator
 from protwin.sim.memory.blocks import Block
 from protwin.sim.memory.rules import AllocatorSettings, round_size, segment_size
+from tests.proof_size import examples
 from tests.sim.plain_allocator import PlainAllocator
 
 KIB, MIB = 2**10, 2**20
@@ -340,7 +341,7 @@ def run_plainly(plain: PlainAllocator, acts: Sequence[Act]) -> list[tuple[int, i
     return found
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300, 100))
 @given(ACTS, SETTINGS, LIMITS)
 def test_every_block_lies_where_the_oracle_puts_it(
     acts: list[Act], chosen: AllocatorSettings, limit_bytes: int | None

@@ -27,6 +27,7 @@ from protwin.sim.memory.host import (
     power_of_two,
     shares_of_one_memory,
 )
+from tests.proof_size import examples
 from tests.sim.hand_made import machine, plan, workload
 from tests.strategies import PlannedWorkload, parallel_workloads, planned_workloads
 
@@ -161,7 +162,7 @@ def loading_by_hand(case: PlannedWorkload, *, is_on_host: bool) -> int:
     return peak
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60, 25))
 @given(planned_workloads() | parallel_workloads(), st.booleans())
 def test_loading_is_what_its_allocations_come_to(case: PlannedWorkload, is_on_host: bool) -> None:
     schedule = compile_schedule(case.plan, case.workload, case.layout)

@@ -16,6 +16,7 @@ from protwin.sim.memory.request_replay import Inside, RequestLog, Requests, repl
 from protwin.sim.memory.requests import Nest, latest_first, nests
 from protwin.sim.memory.requests_of_schedule import AllocationProgram, allocation_program
 from protwin.sim.memory.rules import AllocatorSettings
+from tests.proof_size import examples
 from tests.strategies import PlannedWorkload, planned_workloads
 
 MIB = 2**20
@@ -68,7 +69,7 @@ def played(log: RequestLog, chosen: AllocatorSettings, limit_bytes: int | None, 
     return found, allocator.segments, allocator.reserved_bytes, allocator.allocated_bytes, allocator.requested_bytes
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300, 100))
 @given(requests(), SETTINGS, st.floats(0.5, 1.2))
 def test_nests_leave_everything_as_it_was(
     drawn: tuple[list[int], list[int]], chosen: AllocatorSettings, share: float
@@ -81,7 +82,7 @@ def test_nests_leave_everything_as_it_was(
     assert whole == quick
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40, 20))
 @given(planned_workloads(), st.sampled_from(Inside), SETTINGS)
 def test_programs_are_replayed_to_the_same(drawn: PlannedWorkload, inside: Inside, chosen: AllocatorSettings) -> None:
     schedule = compile_schedule(drawn.plan, drawn.workload, drawn.layout)
@@ -129,9 +130,9 @@ def without_peaks(numbers: Sequence[int], chosen: AllocatorSettings) -> dict[int
 @pytest.mark.parametrize(
     ("drawn", "replaced", "wrong"),
     [
-        (TWO_SEGMENTS, "allocator.CachingAllocator.has_cached", any_cache),
-        (TWO_SEGMENTS, "allocator.CachingAllocator.has_cached", all_caches),
-        (ROOM_BESIDE, "allocator_replay.nests", without_peaks),
+        (TWO_SEGMENTS, "memory.allocator.CachingAllocator.has_cached", any_cache),
+        (TWO_SEGMENTS, "memory.allocator.CachingAllocator.has_cached", all_caches),
+        (ROOM_BESIDE, "memory.request_replay.nests", without_peaks),
     ],
 )
 def test_what_nests_must_look_at(  # type: ignore[no-untyped-def]

@@ -31,6 +31,7 @@ from protwin.sim.engine.simulator import simulate, simulate_timing
 from protwin.sim.searching.rank_search import MODES, search_ranks
 from protwin.sim.space.space import SearchSpace
 from tests.cli.saved import decoder
+from tests.proof_size import examples
 from tests.sim.bound_cases import Case
 from tests.sim.ranked_cases import RANKS, nodes, ranked_cases
 from tests.strategies import workloads
@@ -43,7 +44,7 @@ def bounds_of(found: Case) -> RankBounds:
 # -- bounds ----------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=80)
+@settings(max_examples=examples(80, 30))
 @given(ranked_cases())
 def test_no_bound_of_time_exceeds_the_simulator(found: Case) -> None:
     simulated_s = found.simulated_s()
@@ -56,7 +57,7 @@ def test_no_bound_of_time_exceeds_the_simulator(found: Case) -> None:
     assert bounds.iteration_s(*generous, found.mode)[0, 0] <= bound_s * (1 + 1e-12)
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30, 12))
 @given(ranked_cases())
 def test_no_bound_of_memory_exceeds_the_peak_and_the_last_one_equals_it(found: Case) -> None:
     peak_bytes = guaranteed_device_peak(found.schedule).size_bytes
@@ -66,7 +67,7 @@ def test_no_bound_of_memory_exceeds_the_peak_and_the_last_one_equals_it(found: C
     assert found.exact_peak_bytes() == peak_bytes
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30, 12))
 @given(ranked_cases())
 def test_tables_hold_what_the_schedule_holds(found: Case) -> None:
     schedule, n_persist = found.schedule, np.array([found.prefix])
@@ -177,7 +178,7 @@ def small_spaces(draw: DrawFn) -> Small:
     return Small(model, box, space, tuple(outcomes), step)
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30, 12))
 @given(small_spaces(), st.floats(0, 1))
 def test_the_search_finds_what_brute_force_finds(found: Small, share: float) -> None:
     peaks = sorted({device for _, _, device, _ in found.outcomes})

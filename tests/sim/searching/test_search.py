@@ -26,6 +26,7 @@ from protwin.sim.searching.problem import default_host_budget_bytes
 from protwin.sim.searching.search import search
 from protwin.sim.space.space import LayoutGrid, SearchSpace, enumerate_space
 from protwin.sim.space.step_spec import StepSpec
+from tests.proof_size import examples
 from tests.sim.brute_force import Case, cases
 from tests.sim.hand_made import MACHINE, Seconds, machine, workload
 from tests.strategies import hardware, workloads
@@ -40,7 +41,7 @@ def _is_distinct(plan: Plan, model: Workload) -> bool:
 
 
 @given(cases(), st.floats(0, 1))
-@settings(max_examples=300)
+@settings(max_examples=examples(300, 80))
 def test_without_tolerance_the_search_finds_what_brute_force_finds(found: Case, share: float) -> None:
     peaks = sorted({outcome.device_bytes for outcome in found.outcomes})
     budget_bytes = peaks[round(share * (len(peaks) - 1))]
@@ -63,7 +64,7 @@ def test_without_tolerance_the_search_finds_what_brute_force_finds(found: Case, 
 
 
 @given(cases(), st.floats(0, 1), st.sampled_from((0.005, 0.05, 0.5)))
-@settings(max_examples=25)
+@settings(max_examples=examples(25, 12))
 def test_the_certificate_is_true(found: Case, share: float, tolerance_frac: float) -> None:
     peaks = sorted({outcome.device_bytes for outcome in found.outcomes})
     budget_bytes = peaks[round(share * (len(peaks) - 1))]
@@ -129,7 +130,7 @@ def test_the_result_is_a_document_and_the_same_each_time() -> None:
 
 
 @given(workloads(max_blocks=4), hardware(), st.floats(0.3, 1))
-@settings(max_examples=25)
+@settings(max_examples=examples(25, 12))
 def test_the_plan_is_safe_within_the_budget(model: Workload, box: Hardware, share: float) -> None:
     budget_bytes = max(1, int(box.device.usable_bytes * share))
     try:
