@@ -158,7 +158,7 @@ def _verified_manifest(path: Path, model_hash: str | None) -> Manifest:
     if model_hash is not None and manifest.model_hash != model_hash:
         raise FileError(
             f"{path} was saved of another model ({manifest.model_name}): module classes, parameter names, shapes, "
-            f"dtypes or requires_grad differ. Build the model as it was when it was saved."
+            f"strides, dtypes or requires_grad differ. Build the model as it was when it was saved."
         )
     listed = set(manifest.files)
     if not _REQUIRED <= listed <= _KNOWN:

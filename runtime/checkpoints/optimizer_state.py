@@ -15,6 +15,7 @@ from torch import nn
 
 from ...shared.basics.errors import FileError
 from ..chunks.placed_model import PlacedModel
+from ..model.strides import copy_strided, in_memory_order, strided
 from ..optimizers.chunk_optimizer import ChunkOptimizer
 
 _OF_THE_MACHINE: Final = frozenset({"capturable", "differentiable", "foreach", "fused"})
@@ -149,12 +150,15 @@ def _joined(pieces: Sequence[torch.Tensor], parameter: nn.Parameter) -> torch.Te
     if len(pieces) == 1:
         return on_host(pieces[0])
     # On the host before they are joined: the device may have no room for the whole.
-    return torch.cat([piece.detach().cpu() for piece in pieces]).view(parameter.shape)
+    return on_host(strided(torch.cat([piece.detach().cpu() for piece in pieces]), parameter))
 
 
 def _part(value: Any, parameter: nn.Parameter, stretch: slice | None) -> Any:
     """A copy of what one share gets of a whole state."""
     if not isinstance(value, torch.Tensor):
         return value
-    is_whole = stretch is None or value.shape != parameter.shape
-    return value.clone() if is_whole else value.reshape(-1)[stretch].clone()
+    if value.shape != parameter.shape:
+        return value.clone()
+    # On disk everything is contiguous; beside a parameter its state has the parameter's strides.
+    whole = copy_strided(value, parameter)
+    return whole if stretch is None else in_memory_order(whole)[stretch].clone()

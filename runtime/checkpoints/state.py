@@ -86,7 +86,10 @@ class CheckpointState:
 
         Offloaded chunks are read from their homes: no device memory is needed.
         """
-        weights = {name: value.cpu() for chunk in self._placed.chunks for name, value in chunk.values().items()}
+        # Files of safetensors hold contiguous tensors alone: those with other strides are copied.
+        weights = {
+            name: value.cpu().contiguous() for chunk in self._placed.chunks for name, value in chunk.values().items()
+        }
         buffers: dict[str, torch.Tensor] = {}
         for name, buffer, is_persistent in _buffers(self._model):
             (weights if is_persistent else buffers)[name] = on_host(buffer)

@@ -21,6 +21,7 @@ from ...shared.layout.layout import Chunk, aligned, master_bytes
 from ...shared.schema.schedule import Content
 from ...shared.schema.workload import DType, Parameter
 from ..devices.device import TrainingDevice
+from ..model.strides import strided
 from .absent_parameters import bring_back, send_away
 
 
@@ -244,6 +245,6 @@ class DeviceChunk:
 
 
 def _view(flat: torch.Tensor, offset_bytes: int, like: torch.Tensor) -> torch.Tensor:
-    """The stretch of a uint8 buffer that holds a tensor of the shape and dtype of ``like``."""
+    """The stretch of a uint8 buffer that holds a tensor of the shape, strides and dtype of ``like``."""
     size_bytes = like.numel() * like.element_size()
-    return flat[offset_bytes : offset_bytes + size_bytes].view(like.dtype).view(like.shape)
+    return strided(flat[offset_bytes : offset_bytes + size_bytes].view(like.dtype), like)

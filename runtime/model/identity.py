@@ -9,19 +9,29 @@ import platform
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
+from .strides import contiguous_strides
+
 
 def model_hash(model: nn.Module) -> str:
-    """Hash of a model's structure: module classes, parameters (name, shape, dtype, trainable), buffers."""
-    facts = [
+    """Hash of a model's structure: module classes, parameters (name, shape, strides, dtype, trainable), buffers."""
+    facts: list[list[list[Any]]] = [
         [[path, type(module).__qualname__] for path, module in model.named_modules()],
-        [[name, list(p.shape), str(p.dtype), p.requires_grad] for name, p in model.named_parameters()],
+        [[name, list(p.shape), str(p.dtype), p.requires_grad, *_strides(p)] for name, p in model.named_parameters()],
         [[name, list(b.shape), str(b.dtype)] for name, b in model.named_buffers()],
     ]
     return hashlib.sha256(json.dumps(facts, separators=(",", ":")).encode()).hexdigest()[:16]
+
+
+def _strides(parameter: nn.Parameter) -> list[list[int]]:
+    """Strides that are not contiguous: other kernels run with these, and take other memory."""
+    if nn.parameter.is_lazy(parameter) or parameter.stride() == contiguous_strides(parameter.shape):
+        return []
+    return [list(parameter.stride())]
 
 
 def software_versions() -> dict[str, str]:

@@ -12,6 +12,7 @@ from ...shared.basics.errors import PlanError, ScheduleError
 from ...shared.schema.workload import Workload
 from .identity import model_hash
 from .memory_overlaps import overlap_of
+from .strides import unkept_strides
 
 _ATTRIBUTE: Final = "_protwin_training"
 """The attribute of a model that a plan is being carried out on."""
@@ -22,11 +23,11 @@ def check_model(model: nn.Module, workload: Workload) -> None:
     if model_hash(model) != workload.model_hash:
         raise PlanError(
             f"the workload was traced from another model ({workload.model_name}): module classes, parameter names, "
-            f"shapes, dtypes or requires_grad differ. Trace this model again."
+            f"shapes, strides, dtypes or requires_grad differ. Trace this model again."
         )
-    overlap = overlap_of(model)
-    if overlap is not None:
-        raise PlanError(overlap)
+    wrong = overlap_of(model) or unkept_strides(model)
+    if wrong is not None:
+        raise PlanError(wrong)
     check_untaken(model)
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from ...shared.layout.adam_memory import WIDENED_SCALARS
+from ..model.strides import copy_strided, in_memory_order
 from .chunk_optimizer import ChunkOptimizer, MakeOptimizer
 from .step_options import StepOptions
 
@@ -50,7 +51,7 @@ class DeviceStep:
         self.optimizer = optimizer
         self.parameters = tuple(parameters)
         self.stretch = stretch
-        """The scalars of the one parameter that it steps; None for whole parameters."""
+        """The scalars of the one parameter that it steps, as they lie in memory; None for whole parameters."""
         self._is_last = is_last
         """Whether the gradients are not needed afterwards."""
 
@@ -62,9 +63,13 @@ class DeviceStep:
                 parameter.grad = None
 
     def _gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        if parameter.grad is None or self.stretch is None:
-            return parameter.grad
-        return parameter.grad.reshape(-1)[self.stretch]
+        gradient = parameter.grad
+        if gradient is None or self.stretch is None:
+            return gradient
+        if gradient.stride() != parameter.stride():
+            # Autograd gives it the parameter's strides; a hook may have exchanged it.
+            gradient = copy_strided(gradient, parameter)
+        return in_memory_order(gradient)[self.stretch]
 
 
 def narrow_steps(
@@ -79,9 +84,10 @@ def narrow_steps(
     if parameter.numel() <= PIECE_SCALARS or not isinstance(whole.optimizer, _ELEMENTWISE):
         return [DeviceStep(whole, [parameter])]
     steps = []
+    flat_master, flat_target = in_memory_order(master), in_memory_order(target)
     for start in range(0, parameter.numel(), PIECE_SCALARS):
         stretch = slice(start, start + PIECE_SCALARS)
-        weights, targets = [master.view(-1)[stretch]], [target.view(-1)[stretch]]
+        weights, targets = [flat_master[stretch]], [flat_target[stretch]]
         stepper = ChunkOptimizer(weights, [parameter], options, make_optimizer, targets=targets)
         is_last = start + PIECE_SCALARS >= parameter.numel()
         steps.append(DeviceStep(stepper, [parameter], stretch=stretch, is_last=is_last))

@@ -28,6 +28,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from ..model.batches import Batch
 from ..model.blocks import NamedBlock
+from ..model.strides import contiguous_strides, is_dense
 
 _FUSED_ATTENTION: Final = "sdpa"
 _FIND_PACKED: Final = "find_packed_sequence_indices"
@@ -50,18 +51,19 @@ def fake_model(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
 
 
 def _faked(tensor: torch.Tensor) -> torch.Tensor:
-    empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+    empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
     return nn.Parameter(empty, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
 
 
 def fake_batch(batch: Batch, mode: FakeTensorMode) -> Batch:
-    """A batch of fake tensors with the shapes and dtypes of ``batch``."""
+    """A batch of fake tensors with the shapes, strides and dtypes of ``batch``."""
 
     def fake(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
         with mode:
-            return torch.empty(value.shape, dtype=value.dtype, device="cpu")
+            strides = value.stride() if is_dense(value.shape, value.stride()) else contiguous_strides(value.shape)
+            return torch.empty_strided(value.shape, strides, dtype=value.dtype, device="cpu")
 
     if isinstance(batch, torch.Tensor):
         return fake(batch)  # type: ignore[no-any-return]
@@ -224,5 +226,5 @@ def _signature(module: nn.Module) -> tuple[Any, ...]:
             if isinstance(value, int | float | str | bool | None) and key not in ("layer_idx", "training")
         }
         facts.append((path, type(part), tuple(sorted(settings.items(), key=lambda item: item[0]))))
-    facts += [(name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in module.named_parameters()]
+    facts += [(name, tuple(p.shape), p.stride(), p.dtype, p.requires_grad) for name, p in module.named_parameters()]
     return tuple(facts)

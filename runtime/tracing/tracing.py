@@ -28,6 +28,7 @@ from ..model.memory_overlaps import overlap_of
 from ..model.ownership import check_untaken
 from ..model.parameters import compute_dtype, describe_parameters
 from ..model.snapshot import left_as_found
+from ..model.strides import unkept_strides
 from .block_inputs import GivenTensor, shared_inputs
 from .fake import fake_batch, fake_model, keep_representatives, plain_batches
 from .fake_kernels import fused_dropout
@@ -177,9 +178,9 @@ def _check_model(model: nn.Module) -> None:
     unknown = {str(p.dtype) for p in model.parameters()} - {f"torch.{dtype}" for dtype in DType}
     if unknown:
         raise WorkloadError(f"parameters of dtype {', '.join(sorted(unknown))} are not supported.")
-    overlap = overlap_of(model)
-    if overlap is not None:
-        raise WorkloadError(overlap)
+    wrong = overlap_of(model) or unkept_strides(model)
+    if wrong is not None:
+        raise WorkloadError(wrong)
 
 
 class _Progress:

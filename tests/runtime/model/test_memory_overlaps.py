@@ -39,7 +39,7 @@ def side_by_side(model: nn.Module) -> None:
     """Views of one matrix without a byte in common."""
     attention, memory = model.model.layers[0].self_attn, torch.randn(32, 32) * 0.1
     attention.k_proj.weight, attention.v_proj.weight = nn.Parameter(memory[:16]), nn.Parameter(memory[16:])
-    wide = torch.randn(32, 64) * 0.1
+    wide = torch.randn(64, 32).t() * 0.1
     attention.q_proj.weight, attention.o_proj.weight = nn.Parameter(wide[:, :32]), nn.Parameter(wide[:, 32:])
 
 
