@@ -105,6 +105,8 @@ class SectionWalker:
     def remove(self) -> None:
         """Take every hook and wrapper off; afterwards the model is as it was.  Idempotent."""
         self.forget()
+        # A forward that failed may have left casts of weights behind whose bytes are elsewhere.
+        torch.clear_autocast_cache()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

@@ -8,15 +8,14 @@ a view of the storage that has come back, so strides and shared storages stay wh
 drops before it ends, a branch that its result does not depend on, goes at once, as ever.  Each storage that has come
 back goes when the last operation that saved a part of it has run backward, as it would have gone without the trip.
 
-Autocast holds its casts of weights until its own end, so that they would stay on the device besides travelling; it is
-made to let go of them when a block that travels has run.  A weight that several such blocks share is then cast for each
-of them, and the gradients of these casts add up in the weight's type, not in the narrow one.
+Casts of weights that autocast keeps travel too, unless others use them ([Note: Casts that blocks share] in
+``weight_casts``).
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -28,7 +27,9 @@ from ...shared.basics.errors import ScheduleError
 from ...shared.schema.schedule import Content, Schedule
 from ...shared.schema.workload import SMALLEST_SWAPPED_BYTES
 from ..devices.device import TrainingDevice
+from ..model.blocks import NamedBlock
 from ..model.nested_tensors import tensors_in
+from .weight_casts import WeightCasts
 
 _T = TypeVar("_T")
 
@@ -104,10 +105,11 @@ class _OwnStorages:
 class SwappableTally:
     """Counts what could travel; everything stays where it is.  For tracing, which must not change what it measures."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, block: nn.Module) -> None:
         self.sizes_bytes: list[int] = []
         """Of the storages that the latest forward made, saved and did not hand on; tiny ones included."""
         self._own = _OwnStorages(model)
+        self._casts = WeightCasts(model, block)
         self._found: dict[int, weakref.ref[Any]] = {}
         """By address, which a storage that is gone leaves to later ones."""
 
@@ -115,9 +117,10 @@ class SwappableTally:
         """The block's forward."""
         self._own.begin(args, kwargs)
         self._found.clear()
+        self._casts.begin()
         with saved_tensors_hooks(self._pack, lambda tensor: tensor):
             output = forward(*args, **kwargs)
-        torch.clear_autocast_cache()
+        self._casts.forget()
         handed_on = _storages(output)
         alive = [(key, storage) for key, reference in self._found.items() if (storage := reference()) is not None]
         self.sizes_bytes = [storage.nbytes() for key, storage in alive if key not in handed_on]
@@ -125,7 +128,7 @@ class SwappableTally:
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
         key = self._own.key_of(tensor)
-        if key is not None and _alive(self._found, key) is None:
+        if key is not None and not self._casts.stays(tensor) and _alive(self._found, key) is None:
             self._found.pop(key, None)
             self._found[key] = weakref.ref(tensor.untyped_storage())
         # An operation that saved its own result would hold itself otherwise.
@@ -135,8 +138,9 @@ class SwappableTally:
 class SavedActivations:
     """Collects what one block saves while its forward runs."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, block: nn.Module) -> None:
         self._own = _OwnStorages(model)
+        self._casts = WeightCasts(model, block)
         self._saved: dict[int, weakref.ref[SavedStorage]] = {}
         """By address, which a storage that is gone leaves to later ones.  Autograd alone holds them."""
         self._found: list[SavedStorage] = []
@@ -147,10 +151,11 @@ class SavedActivations:
         self._own.begin(args, kwargs)
         self._found.clear()
         self._saved.clear()
+        self._casts.begin()
         with saved_tensors_hooks(self._pack, _unpack):
             output = forward(*args, **kwargs)
-        torch.clear_autocast_cache()
         handed_on = _storages(output)
+        self._casts.let_go(handed_on)
         alive = {key: saved for key in self._saved if (saved := _alive(self._saved, key)) is not None}
         self._found = list(alive.values())
         for key, saved in alive.items():
@@ -169,7 +174,7 @@ class SavedActivations:
 
     def _pack(self, tensor: torch.Tensor) -> Any:
         key = self._own.key_of(tensor)
-        if key is None:
+        if key is None or self._casts.stays(tensor):
             return tensor
         saved = _alive(self._saved, key)
         if saved is None:
@@ -185,9 +190,11 @@ class SwappedBlock:
     One micro-batch at a time: its backward has run before the next one's forward begins.
     """
 
-    def __init__(self, model: nn.Module, block: int, size_bytes: int, device: TrainingDevice) -> None:
-        self._saving = SavedActivations(model)
-        self._name = f"activations of block {block}"
+    def __init__(
+        self, model: nn.Module, block: nn.Module, number: int, size_bytes: int, device: TrainingDevice
+    ) -> None:
+        self._saving = SavedActivations(model, block)
+        self._name = f"activations of block {number}"
         self._device = device
         self._home = device.host_buffer(size_bytes)
         self._travelling: list[SavedStorage] = []
@@ -309,10 +316,12 @@ class SwappedBlock:
         self._home = torch.empty(0, dtype=torch.uint8)
 
 
-def swapped_blocks(model: nn.Module, schedule: Schedule, device: TrainingDevice) -> dict[int, SwappedBlock]:
+def swapped_blocks(
+    model: nn.Module, blocks: Sequence[NamedBlock], schedule: Schedule, device: TrainingDevice
+) -> dict[int, SwappedBlock]:
     """The blocks whose saved activations travel, with room on the host for them."""
     return {
-        buffer.section: SwappedBlock(model, buffer.section, buffer.size_bytes, device)
+        buffer.section: SwappedBlock(model, blocks[buffer.section].module, buffer.section, buffer.size_bytes, device)
         for buffer in schedule.buffers
         if buffer.content is Content.SWAPPED and buffer.is_static and isinstance(buffer.section, int)
     }

@@ -134,7 +134,8 @@ def observe_sections(
     lasting = [*model.parameters(), *model.buffers(), *batch_tensors(batch).values()]
     ledger.adopt(lasting)
     observer = _Observer(ledger, model)
-    tallies = {index: SwappableTally(model) for index in range(len(blocks)) if mode is ActivationMode.KEEP}
+    is_kept = mode is ActivationMode.KEEP
+    tallies = {index: SwappableTally(model, block.module) for index, block in enumerate(blocks) if is_kept}
     modes = [ActivationMode.SWAP if index in tallies else mode for index in range(len(blocks))]
     walker = SectionWalker(model, blocks, modes, observer, tallies)
     outputs = _OutputSizes(blocks)

@@ -146,7 +146,7 @@ class Training:
             self._access = undo.enter_context(refusing_access(model))
             steppers = [stepper.optimizer for stepper, _, _ in self._placed.steppers()]
             undo.enter_context(refusing_other_optimizers(model, [self.optimizer, *steppers]))
-            swapping = swapped_blocks(model, self.schedule, device)
+            swapping = swapped_blocks(model, blocks, self.schedule, device)
             self._lanes = TransferLanes(self.schedule, self._placed, device, swapping, plan.max_gradient_norm)
             undo.callback(self._lanes.close)
             self._compute = ComputeLane(self.schedule, self._placed, self._lanes, self._metering, device, swapping)

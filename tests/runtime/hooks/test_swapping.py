@@ -98,7 +98,7 @@ class Odd(nn.Module):
 
 
 def saved_by(block: Odd, rows: torch.Tensor) -> tuple[torch.Tensor, SavedActivations]:
-    saving = SavedActivations(block)
+    saving = SavedActivations(block, block)
     return saving.run(block.forward, (rows,), {}), saving
 
 
@@ -117,7 +117,7 @@ def test_only_what_the_block_made_and_does_not_hand_on_travels() -> None:
 
 def swapped(block: Odd, rows: torch.Tensor, room_bytes: int) -> tuple[list[torch.Tensor], int]:
     """Gradients of input and weight after the trip, and the bytes that made it."""
-    trip = SwappedBlock(block, 0, room_bytes, CpuDevice())
+    trip = SwappedBlock(block, block, 0, room_bytes, CpuDevice())
     output = trip.run(block.forward, (rows,), {})
     trip.leave()
     moved = trip.offload()
@@ -152,7 +152,7 @@ def test_what_a_block_saves_and_drops_stays_its_own_affair() -> None:
     """The storages of such branches lie at one address, one after the other; by address alone each is the last."""
     x = torch.ones(Forgetful.size, requires_grad=True)
     block = Forgetful()
-    tally, saving = SwappableTally(block), SavedActivations(block)
+    tally, saving = SwappableTally(block, block), SavedActivations(block, block)
     tally.run(block, (x,), {})
     ledger = MemoryLedger()
     with ledger.metering():
@@ -177,7 +177,7 @@ def test_what_was_changed_after_it_was_saved_is_refused_as_by_autograd() -> None
     rows = torch.randn(64, 32, requires_grad=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         InPlace()(rows).sum().backward()
-    trip = SwappedBlock(nn.Module(), 0, 2**20, CpuDevice())
+    trip = SwappedBlock(nn.Module(), InPlace(), 0, 2**20, CpuDevice())
     output = trip.run(InPlace().forward, (rows,), {})
     trip.leave()
     trip.offload()
