@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from ...shared.basics.errors import ScheduleError
+from ..model.compiled import refuse_compiled_call
 
 _ONCE = (
     "Every block must run once per forward, in order. If the model skips blocks by chance (LayerDrop), set that chance "
@@ -14,7 +15,8 @@ _ONCE = (
 
 
 def refuse_transforms() -> None:
-    """Raise ScheduleError within a transform of torch.func, whose tensors have no memory that could be placed."""
+    """Raise ScheduleError within compiled code, or a transform of torch.func, whose tensors have no memory to place."""
+    refuse_compiled_call()
     if torch._C._functorch.peek_interpreter_stack() is not None:
         raise ScheduleError(
             "the model is called within a transform of torch.func (grad, vmap, jvp and the like), which goes round "

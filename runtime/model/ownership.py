@@ -10,6 +10,7 @@ from torch import nn
 
 from ...shared.basics.errors import PlanError, ScheduleError
 from ...shared.schema.workload import Workload
+from .compiled import compiled_part
 from .identity import model_hash
 from .memory_overlaps import overlap_of
 from .strides import unkept_strides
@@ -20,6 +21,9 @@ _ATTRIBUTE: Final = "_protwin_training"
 
 def check_model(model: nn.Module, workload: Workload) -> None:
     """Raise PlanError unless ``workload`` is of ``model``, free to be taken over, with memory for each parameter."""
+    compiled = compiled_part(model)
+    if compiled is not None:
+        raise PlanError(compiled)
     if model_hash(model) != workload.model_hash:
         raise PlanError(
             f"the workload was traced from another model ({workload.model_name}): module classes, parameter names, "

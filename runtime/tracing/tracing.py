@@ -23,6 +23,7 @@ from ...shared.workloads.observation import Observation
 from ...shared.workloads.observed_inputs import PhaseKey
 from ..model.batches import Batch, Loss, batch_shapes, batch_tensors, count_samples_and_tokens
 from ..model.blocks import NamedBlock, find_blocks
+from ..model.compiled import compiled_part
 from ..model.identity import device_description, model_hash, software_versions
 from ..model.memory_overlaps import overlap_of
 from ..model.ownership import check_untaken
@@ -178,7 +179,7 @@ def _check_model(model: nn.Module) -> None:
     unknown = {str(p.dtype) for p in model.parameters()} - {f"torch.{dtype}" for dtype in DType}
     if unknown:
         raise WorkloadError(f"parameters of dtype {', '.join(sorted(unknown))} are not supported.")
-    wrong = overlap_of(model) or unkept_strides(model)
+    wrong = compiled_part(model) or overlap_of(model) or unkept_strides(model)
     if wrong is not None:
         raise WorkloadError(wrong)
 

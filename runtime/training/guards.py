@@ -33,7 +33,7 @@ class StateAccess:
 
 @contextmanager
 def refusing_access(model: nn.Module) -> Iterator[StateAccess]:
-    """Within the block, whatever torch does to all weights at once is refused: saving, loading, converting, moving.
+    """Within the block, whatever torch does to a whole module is refused: saving, loading, converting, compiling it.
 
     An offloaded parameter has no memory on the device, and torch does not look before it reads.
     """
@@ -54,15 +54,22 @@ def refusing_access(model: nn.Module) -> Iterator[StateAccess]:
             "device. Call close() before model.to(), model.half() and the like."
         )
 
+    def refuse_compiling(*_: Any, **__: Any) -> None:
+        raise ScheduleError(
+            "a part of the model is to be compiled while a plan is being carried out: what brings its weights would be "
+            "compiled too, and nobody has traced what compiled code saves for backward. Compile it after close()."
+        )
+
     with ExitStack() as undo:
         for module in model.modules():
             saving = module.register_state_dict_pre_hook(refuse_state)  # type: ignore[no-untyped-call]
             undo.callback(saving.remove)
             loading = module.register_load_state_dict_pre_hook(refuse_state)  # type: ignore[no-untyped-call]
             undo.callback(loading.remove)
-            if "_apply" not in module.__dict__:
-                module.__dict__["_apply"] = refuse_change
-                undo.callback(module.__dict__.pop, "_apply", None)
+            for name, refuse in (("_apply", refuse_change), ("compile", refuse_compiling)):
+                if name not in module.__dict__:
+                    module.__dict__[name] = refuse
+                    undo.callback(module.__dict__.pop, name, None)
         yield access
 
 
