@@ -91,3 +91,21 @@ def test_a_stream_that_takes_no_more_keeps_the_exit_code(
         )
     assert result.returncode == 2
     assert b"Traceback" not in (result.stderr or b"")
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_output_that_is_cut_is_no_success(unbuffered: str, folder: Path, environment: dict[str, str]) -> None:
+    """The system takes the first bytes of a long answer: Python without buffers calls that done."""
+    script = Path(sys.executable).with_name("protwin")
+    command = [script, "search", "--model=workload.json", "--hardware=rtx-3090", "--json"]
+    with (folder / "answer.json").open("w") as answer, largest_file(200):
+        result = subprocess.run(
+            command,
+            cwd=folder,
+            env=environment | {"PYTHONUNBUFFERED": unbuffered},
+            check=False,
+            stdout=answer,
+            stderr=subprocess.PIPE,
+        )
+    assert result.returncode == 2
+    assert result.stderr.startswith(b"error: standard output takes no more: File too large.")
