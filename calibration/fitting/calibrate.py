@@ -13,7 +13,7 @@ from torch import nn
 from ...runtime.devices.device import CpuDevice, CudaDevice, TrainingDevice
 from ...runtime.devices.process_settings import leave_a_core_for_lanes
 from ...runtime.model.batches import Batch, Loss, loss_of
-from ...runtime.model.byte_text import byte_batches, python_reference
+from ...runtime.model.byte_text import head_batches, python_reference
 from ...runtime.model.configurations import build_model, training_dtype
 from ...runtime.model.identity import software_versions
 from ...runtime.model.snapshot import left_as_found
@@ -139,8 +139,8 @@ def calibrate_configuration(
         leave_a_core_for_lanes()
     torch.manual_seed(seed)
     model = build_model(configuration, name, training_dtype(configuration, dtype), device="cpu").to(device.torch_device)
-    batches = byte_batches(
-        python_reference(), batch_size=batch_size, sequence_length=sequence_length, num_batches=1, seed=seed
+    batches = head_batches(
+        model, python_reference(), batch_size=batch_size, sequence_length=sequence_length, num_batches=1, seed=seed
     )
     batch = {key: tensor.to(device.torch_device) for key, tensor in next(batches).items()}
     workload = trace(model, batch, name=name)

@@ -16,6 +16,8 @@ from __future__ import annotations
 import hashlib
 import os
 import pickle
+import re
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +31,7 @@ from safetensors.torch import load_file, save_file
 from ...shared.basics.documents import Document, FrozenModel
 from ...shared.basics.errors import FileError
 from ..model.identity import software_versions
+from ..model.nested_tensors import storage_bytes, tensors_in
 from .folder import find_folder, replaced_folder
 
 MANIFEST: Final = "checkpoint.json"
@@ -91,7 +94,11 @@ def write_checkpoint(folder: str | Path, content: CheckpointContent) -> None:
     Every file and folder is synced.  Raises FileError, and ``folder`` is as it was, if it cannot be written, if it
     holds anything but a checkpoint, or if ``content`` could not be read back.
     """
-    with replaced_folder(folder, manifest=MANIFEST, known=_KNOWN) as part:
+    # What torch.save is given is stored by storages, which may be larger than the tensors in them.
+    need_bytes = sum(tensor.nbytes for tensor in content.weights.values()) + storage_bytes(
+        tensors_in([content.optimizer, content.training])
+    )
+    with replaced_folder(folder, manifest=MANIFEST, known=_KNOWN, need_bytes=need_bytes) as part:
         _write_weights(part / WEIGHTS, content.weights)
         _pack(part / OPTIMIZER, content.optimizer, "the optimizer's state or options")
         _pack(part / TRAINING, content.training, "the scheduler's state or data_position")
@@ -194,7 +201,13 @@ def _pack(path: Path, content: Mapping[str, Any], what: str) -> None:
     """Write torch's file format.  Raises FileError if ``weights_only`` would not read it back."""
     try:
         with path.open("wb") as stream:
-            torch.save(dict(content), stream)
+            try:
+                torch.save(dict(content), stream)
+            except RuntimeError as error:
+                # torch's writer complains of its position when it is cleared away after the stream's own error.
+                if isinstance(error.__context__, OSError):
+                    raise error.__context__ from None
+                raise
             _sync(stream)
         # Mapped, so that this reads no tensors.
         torch.load(path, map_location="cpu", weights_only=True, mmap=True)
@@ -223,10 +236,23 @@ def _write(path: Path, content: bytes) -> None:
 
 
 def _write_weights(path: Path, weights: Mapping[str, torch.Tensor]) -> None:
-    # transformers refuses a file that does not name its framework.
-    save_file(dict(weights), path, metadata={"format": "pt"})
+    with path.open("wb") as stream:
+        mode = stat.S_IMODE(os.fstat(stream.fileno()).st_mode)
+    try:
+        # transformers refuses a file that does not name its framework.
+        save_file(dict(weights), path, metadata={"format": "pt"})
+    except safetensors.SafetensorError as error:
+        raise _system_error(error) or error from error
+    # safetensors puts a file of its own in the place, which nobody else may read.
+    path.chmod(mode)
     with path.open("rb+") as stream:
         _sync(stream)
+
+
+def _system_error(error: safetensors.SafetensorError) -> OSError | None:
+    """The system's error that safetensors tells of in words alone; None if it tells of none."""
+    found = re.search(r"\(os error (\d+)\)", str(error))
+    return OSError(int(found[1]), os.strerror(int(found[1]))) if found is not None else None
 
 
 def _sync(stream: BinaryIO) -> None:

@@ -15,6 +15,7 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from ...shared.basics.disk_space import why_unwritable
 from ...shared.basics.errors import FileError
 from .checkpoint_lock import FolderLock
 
@@ -37,29 +38,46 @@ def find_folder(folder: str | Path) -> Path | None:
 
 
 @contextmanager
-def replaced_folder(folder: str | Path, *, manifest: str, known: Collection[str]) -> Iterator[Path]:
+def replaced_folder(
+    folder: str | Path, *, manifest: str, known: Collection[str], need_bytes: int | None = None
+) -> Iterator[Path]:
     """An empty folder to write into, which becomes ``folder`` when the block ends; the block syncs its files.
 
-    ``known`` are the names that ``folder`` may hold already, ``manifest`` the one that says it is complete.  If the
-    block raises, or anything cannot be written, ``folder`` is what it was.  Raises FileError, also if ``folder`` holds
-    anything that would be lost, or if somebody else is writing it.
+    ``known`` are the names that ``folder`` may hold already, ``manifest`` the one that says it is complete,
+    ``need_bytes`` about the size of the new content, for messages.  If the block raises, or anything cannot be written,
+    ``folder`` is what it was.  Raises FileError, also if ``folder`` holds anything that would be lost, or if somebody
+    else is writing it.
     """
     path = _resolved(folder)
+    made = [above for above in path.parents if not above.exists()]
+    try:
+        with _locked(path, need_bytes) as lock, _replaced(path, lock, manifest, known, need_bytes) as part:
+            yield part
+    except BaseException:
+        with suppress(OSError):
+            for above in made:
+                above.rmdir()
+        raise
+
+
+@contextmanager
+def _locked(path: Path, need_bytes: int | None) -> Iterator[FolderLock]:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         lock = FolderLock(path)
     except OSError as error:
-        raise _unwritable(path, error) from error
+        raise _unwritable(path, error, need_bytes) from error
     try:
-        with _replaced(path, lock, manifest, known) as part:
-            yield part
+        yield lock
     finally:
         with suppress(OSError):
             lock.release()
 
 
 @contextmanager
-def _replaced(path: Path, lock: FolderLock, manifest: str, known: Collection[str]) -> Iterator[Path]:
+def _replaced(
+    path: Path, lock: FolderLock, manifest: str, known: Collection[str], need_bytes: int | None
+) -> Iterator[Path]:
     part = path.with_name(f".{path.name}.part")
     try:
         _finish_swap(path, manifest)
@@ -67,7 +85,7 @@ def _replaced(path: Path, lock: FolderLock, manifest: str, known: Collection[str
         _remove(part, manifest)
         os.mkdir(part)
     except OSError as error:
-        raise _unwritable(path, error) from error
+        raise _unwritable(path, error, need_bytes) from error
     try:
         yield part
         sync_folder(part)
@@ -76,7 +94,7 @@ def _replaced(path: Path, lock: FolderLock, manifest: str, known: Collection[str
         with suppress(OSError):
             _remove(part, manifest)
         if isinstance(error, OSError):
-            raise _unwritable(path, error) from error
+            raise _unwritable(path, error, need_bytes) from error
         raise
     try:
         sync_folder(path.parent)
@@ -99,17 +117,21 @@ def sync_folder(path: Path) -> None:
 
 def _resolved(folder: str | Path) -> Path:
     try:
-        return Path(folder).resolve()
+        path = Path(folder).resolve()
     except (OSError, RuntimeError, ValueError) as error:
         raise FileError(f"{folder!r} is no path: {error}. Name a folder.") from error
+    if not path.name or not os.fspath(folder):
+        named = "is the root of all folders" if not path.name else "is empty"
+        raise FileError(f"{os.fspath(folder)!r} {named}. Name a folder of the checkpoint's own.")
+    return path
 
 
 def _previous(path: Path) -> Path:
     return path.with_name(f".{path.name}.previous")
 
 
-def _unwritable(path: Path, error: OSError) -> FileError:
-    return FileError(f"{path} cannot be written: {error}. What was there before is as it was.")
+def _unwritable(path: Path, error: OSError, need_bytes: int | None) -> FileError:
+    return FileError(f"{why_unwritable(path, error, need_bytes=need_bytes)} What was there before is as it was.")
 
 
 def _finish_swap(path: Path, manifest: str) -> None:
@@ -128,6 +150,9 @@ def _check_replaceable(path: Path, manifest: str, known: Collection[str]) -> Non
         return
     if not path.is_dir():
         raise FileError(f"{path} is a file. Name a folder of its own for the checkpoint.")
+    if path.samefile(os.curdir):
+        # Once it is replaced, no relative path of this process means anything.
+        raise FileError(f"{path} is the current folder, which a save would replace. Name a folder in it.")
     names = sorted(os.listdir(path))
     foreign = [name for name in names if name not in known]
     if foreign or (names and manifest not in names):

@@ -43,6 +43,7 @@ from ...shared.schema.training_options import TrainingOptions
 from ...shared.schema.workload import Workload
 from ...shared.verify.guaranteed_peak import guaranteed_device_peak
 from ..devices.allocator_settings import prefer_expandable_segments
+from ..recording.timed_iterations import LEAST_EVERY, iterations_until_record
 from ..training.supported import check_carried_out
 
 if TYPE_CHECKING:
@@ -167,22 +168,23 @@ def run_command(
     )
     if not math.isfinite(learning_rate):
         raise ProtwinError(f"--learning-rate {learning_rate} is not finite. Give a rate such as 1e-4.")
+    wants_record = as_json or output is not None or timeline is not None
+    if wants_record:
+        _check_record(steps, checkpoint_every)
     chosen, traced = Plan.load(plan), Workload.load(workload)
     check_carried_out(chosen)
     _check_budget(chosen, traced, device_budget_bytes)
     described = load_model_configuration(model)
-    wants_record = as_json or output is not None or timeline is not None
-    if wants_record and steps < MIN_RECORDED_STEPS:
-        raise PlanError(f"--steps {steps} is too few for a record, which needs {MIN_RECORDED_STEPS}. Raise it.")
     samples = traced.num_samples
-    length = traced.num_tokens // samples
+    # Of several choices per sample each has this length.
+    length = traced.batch_shapes.get("input_ids", (samples, traced.num_tokens // samples))[-1]
 
     prefer_expandable_segments(os.environ)
     import torch
 
     from ...shared.records.chrome_trace import chrome_trace
     from ...shared.tables.record import record_tables
-    from ..model.byte_text import byte_batches, read_text
+    from ..model.byte_text import head_batches, read_text
     from ..training.carry_out import carry_out
     from .run_checkpoints import RunCheckpoints
 
@@ -202,12 +204,10 @@ def run_command(
         done = training.num_steps
         if done >= steps:
             raise PlanError(f"the checkpoint is at step {done} already; --steps is {steps}. Raise it.")
-        if wants_record and steps - done < MIN_RECORDED_STEPS:
-            raise PlanError(
-                f"{steps - done} steps after the checkpoint are too few for a record, which needs "
-                f"{MIN_RECORDED_STEPS}. Raise --steps."
-            )
-        batches = byte_batches(
+        if wants_record:
+            _check_record(steps, checkpoint_every, done)
+        batches = head_batches(
+            built,
             content,
             batch_size=samples,
             sequence_length=length,
@@ -229,8 +229,8 @@ def run_command(
             checkpoints.after_step(training, num_batches=num_batches, is_last=step == steps)
         if not as_json:
             typer.echo(f"loss {losses[0]:.4f} -> {losses[-1]:.4f} over {len(losses)} steps")
-        if len(losses) < MIN_RECORDED_STEPS:
-            typer.echo(f"a record needs {MIN_RECORDED_STEPS} steps or more; these were {len(losses)}")
+        if not wants_record and (missing := _missing_for_record(steps, checkpoint_every, done)) is not None:
+            typer.echo(f"no times: {missing}")
             return
         record = training.record()
     if output is not None:
@@ -243,8 +243,29 @@ def run_command(
         show(record_tables(record))
 
 
-MIN_RECORDED_STEPS = 5
-"""Three warm-up iterations and the two that one period needs."""
+def _check_record(steps: int, checkpoint_every: int | None, done: int = 0) -> None:
+    """Raise PlanError now if training from step ``done`` on will give no record."""
+    missing = _missing_for_record(steps, checkpoint_every, done)
+    if missing is not None:
+        raise PlanError(f"--output, --timeline and --json ask for a record, but {missing}")
+
+
+def _missing_for_record(steps: int, checkpoint_every: int | None, done: int) -> str | None:
+    """What a record of training from step ``done`` on is missing, and what would help; None if nothing is."""
+    need = iterations_until_record(pause_every=checkpoint_every, done=done)
+    if need is None:
+        return (
+            f"--checkpoint-every {checkpoint_every} leaves no two iterations in a row without a save before either, "
+            f"which its times are taken from. Make it {LEAST_EVERY} or more, or ask for no record."
+        )
+    if steps - done >= need:
+        return None
+    after = " after the checkpoint" if done else ""
+    saves = f" with --checkpoint-every {checkpoint_every}" if checkpoint_every is not None else ""
+    return (
+        f"{steps - done} steps{after} are too few for its times, which need {need}{saves}. Raise --steps to "
+        f"{done + need}."
+    )
 
 
 def _check_budget(plan: Plan, workload: Workload, budget_bytes: int | None) -> None:
@@ -308,11 +329,12 @@ def _real_model(
 
 
 def _trace_real(model: nn.Module, name: str, batch_size: int, sequence_length: int, seed: int) -> Workload:
-    from ..model.byte_text import byte_batches, read_text
+    from ..model.byte_text import head_batches, read_text
     from ..tracing.tracing import trace as trace_model
 
-    batch = next(
-        byte_batches(read_text(None), batch_size=batch_size, sequence_length=sequence_length, num_batches=1, seed=seed)
+    batches = head_batches(
+        model, read_text(None), batch_size=batch_size, sequence_length=sequence_length, num_batches=1, seed=seed
     )
+    batch = next(batches)
     with progress_bar("tracing") as report:
         return trace_model(model, batch, name=name, on_progress=report)

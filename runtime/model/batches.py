@@ -73,7 +73,7 @@ def batch_shapes(batch: Batch) -> dict[str, tuple[int, ...]]:
 
 
 def count_samples_and_tokens(batch: Batch) -> tuple[int, int]:
-    """Samples (the first dim) and tokens (first times second dim of integer inputs, else samples).
+    """Samples (the first dim) and tokens (elements of integer inputs of two dims or more, else samples).
 
     Raises WorkloadError for a batch without tensors or with an empty first dim.
     """
@@ -85,4 +85,4 @@ def count_samples_and_tokens(batch: Batch) -> tuple[int, int]:
         raise WorkloadError(f"the batch's first tensor has shape {list(first.shape)}; it needs a non-empty first dim.")
     samples = int(first.shape[0])
     is_sequence = first.dim() >= 2 and not first.is_floating_point()
-    return samples, max(1, samples * int(first.shape[1])) if is_sequence else samples
+    return samples, max(1, first.numel()) if is_sequence else samples

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from ...shared.basics.errors import FileError
+from ...shared.basics.errors import FileError, WorkloadError
+from .heads import Head, Labels
 
 
 def python_reference() -> bytes:
@@ -43,3 +45,26 @@ def byte_batches(
         starts = torch.randint(0, len(text) - sequence_length + 1, (batch_size,), generator=generator)
         rows = torch.stack([tokens[start : start + sequence_length] for start in starts.tolist()]).long()
         yield {"input_ids": rows, "labels": rows.clone()}
+
+
+def head_batches(
+    model: Any, text: bytes, *, batch_size: int, sequence_length: int, num_batches: int, seed: int = 0
+) -> Iterator[dict[str, torch.Tensor]]:
+    """``num_batches`` batches of ``text`` as the head of ``model``, a model of transformers, is trained on.
+
+    Labels that are no tokens follow from the bytes (``Labels.read_off``).  Raises FileError as ``byte_batches``, and
+    WorkloadError if the model reads no text.
+    """
+    if getattr(model, "main_input_name", "input_ids") != "input_ids":
+        raise WorkloadError(
+            f"{type(model).__name__} reads {model.main_input_name}, and text is all that there is to train on. Train "
+            f"it with batches of its own (protwin.runtime.carry_out)."
+        )
+    labels = Labels.of(model)
+    choices = (labels.num_choices,) if labels.head is Head.CHOICES else ()
+    num_rows = batch_size * labels.num_choices
+    for batch in byte_batches(
+        text, batch_size=num_rows, sequence_length=sequence_length, num_batches=num_batches, seed=seed
+    ):
+        tokens = batch["input_ids"].reshape(batch_size, *choices, sequence_length)
+        yield {"input_ids": tokens} | labels.read_off(tokens)

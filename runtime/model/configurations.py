@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import io
 import logging
 import warnings
@@ -15,6 +16,7 @@ import torch
 from ...shared.basics.errors import WorkloadError
 from ...shared.basics.suggestions import did_you_mean
 from ...shared.schema.workload import DType
+from .heads import published_class
 from .transformers_imports import import_transformers, without_optimizers
 
 
@@ -47,11 +49,15 @@ def build_model(configuration: Mapping[str, Any], name: str, dtype: torch.dtype,
         families = did_you_mean(model_type, [family for family in CONFIG_MAPPING if isinstance(family, str)])
         raise WorkloadError(f"transformers knows no model_type {model_type!r}, which {name} names. {families:.300}")
     try:
-        config = AutoConfig.for_model(model_type, **fields)
-        factory = getattr(transformers, _factory(config))
+        with quiet():
+            config = AutoConfig.for_model(model_type, **fields)
+        published = published_class(config, name)
         with quiet(), without_optimizers(), torch.device(device):
-            model = factory.from_config(config, dtype=dtype)
-    except (TypeError, ValueError, KeyError, AttributeError, RuntimeError, ZeroDivisionError) as error:
+            if published is not None:
+                model = published._from_config(config, dtype=dtype)
+            else:
+                model = getattr(transformers, _factory(config)).from_config(config, dtype=dtype)
+    except (TypeError, ValueError, KeyError, AttributeError, RuntimeError, ArithmeticError, AssertionError) as error:
         raise WorkloadError(f"transformers refuses the configuration of {name}: {_first_line(error)}") from error
     except Exception as error:
         # transformers validates configurations with exceptions of a package that we do not depend on.
@@ -59,7 +65,31 @@ def build_model(configuration: Mapping[str, Any], name: str, dtype: torch.dtype,
             raise WorkloadError(f"transformers refuses the configuration of {name}: {error}") from error
         raise
     _check_decoder_start(model, name)
+    _check_padding(model, name)
     return model
+
+
+def _check_padding(model: Any, name: str) -> None:
+    """Raise WorkloadError if a decoder that classifies cannot tell where its samples end.
+
+    Its class is read off the last token that is no padding, so that batches of several samples need to know which is.
+    """
+    kind = type(model)
+    is_reading_last = any(base.__name__ == "GenericForSequenceClassification" for base in kind.__mro__) or (
+        "pad_token_id is None and batch_size != 1" in _source(kind.forward)
+    )
+    if is_reading_last and getattr(model.config.get_text_config(), "pad_token_id", None) is None:
+        raise WorkloadError(
+            f"the configuration of {name} has no pad_token_id, and {kind.__name__} reads the class of a sample off its "
+            f"last token that is no padding. Add it."
+        )
+
+
+def _source(function: Any) -> str:
+    try:
+        return inspect.getsource(function)
+    except (OSError, TypeError):
+        return ""
 
 
 def _check_decoder_start(model: Any, name: str) -> None:
@@ -81,16 +111,12 @@ def _check_decoder_start(model: Any, name: str) -> None:
 
 
 def _factory(config: Any) -> str:
-    """The class of transformers that makes the model to train: by what it is published as, else by its family.
-
-    An encoder that is published without a head is trained with its own: words behind masks, classes of images.
-    """
-    published = next(iter(getattr(config, "architectures", None) or ()), "")
+    """The class of transformers that makes a model which is published without a head: with its family's own."""
     if getattr(config, "is_encoder_decoder", False):
         return "AutoModelForSeq2SeqLM"
     if hasattr(config, "image_size") and hasattr(config, "patch_size") and not hasattr(config, "vocab_size"):
         return "AutoModelForImageClassification"
-    return "AutoModelForMaskedLM" if published.endswith("ForMaskedLM") else "AutoModelForCausalLM"
+    return "AutoModelForCausalLM"
 
 
 def _first_line(error: Exception) -> str:

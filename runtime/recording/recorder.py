@@ -23,8 +23,8 @@ from ...shared.schema.workload import Workload
 from ...shared.verify.guaranteed_peak import guaranteed_device_peak
 from ..devices.device import TrainingDevice
 from ..model.identity import software_versions
+from .timed_iterations import WARM_UP, why_no_record
 
-_WARM_UP: Final = 3
 _MAX_CURVE_POINTS: Final = 2000
 _KEPT_LOGS: Final = 200
 """Iterations whose times are kept."""
@@ -57,11 +57,20 @@ class IterationLog:
 class Recorder:
     """Keeps the logs of the last iterations and makes a Record of them."""
 
-    def __init__(self, schedule: Schedule, plan: Plan, workload: Workload, device: TrainingDevice) -> None:
+    def __init__(
+        self,
+        schedule: Schedule,
+        plan: Plan,
+        workload: Workload,
+        device: TrainingDevice,
+        *,
+        meter_every: int | None = None,
+    ) -> None:
         self._schedule = schedule
         self._plan = plan
         self._workload = workload
         self._device = device
+        self._meter_every = meter_every
         self.logs: list[IterationLog] = []
         self._interrupted = -1
 
@@ -90,18 +99,15 @@ class Recorder:
 
         Raises ProtwinError if there are fewer than two such iterations in a row.
         """
-        timed = [
+        warm = [
             (log, following)
             for log, following in zip(self.logs, self.logs[1:], strict=False)
-            if max(_WARM_UP, since) <= log.index and (until is None or log.index < until)
-            if not (log.follows_pause or following.follows_pause)
-            if not (log.is_metered or following.is_metered)
+            if max(WARM_UP, since) <= log.index and (until is None or log.index < until)
         ]
+        timed = [pair for pair in warm if not any(log.is_metered or log.follows_pause for log in pair)]
         if not timed:
-            raise ProtwinError(
-                f"{len(self.logs)} iterations were recorded; a Record needs at least {_WARM_UP + 2}, since the first "
-                f"{_WARM_UP} do not count. Train on."
-            )
+            disturbed = ((any(a.is_metered for a in pair), any(a.follows_pause for a in pair)) for pair in warm)
+            raise ProtwinError(why_no_record(len(self.logs), self._meter_every, disturbed))
         seconds = self._device.seconds
         periods = [seconds(following.started) - seconds(log.started) for log, following in timed]
         typical = middle_half(periods)

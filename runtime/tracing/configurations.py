@@ -18,6 +18,7 @@ from ...shared.workloads.family import BATCH_SIZE, MAX_TOKENS, SEQUENCE_LENGTH, 
 from ..model.adapters import add_lora
 from ..model.configurations import build_model, quiet, training_dtype
 from ..model.freezing import freeze
+from ..model.heads import Head, Labels, head_of
 from .tracing import trace
 
 _LEARNED_POSITIONS: Final = ("bert", "gpt2", "gpt_neo", "opt")
@@ -84,7 +85,8 @@ def variables_of(model: Any) -> tuple[str, ...]:
     """What the shape of the model's batch is made of."""
     if model.main_input_name == "pixel_values":
         return (BATCH_SIZE,)
-    return (BATCH_SIZE, SEQUENCE_LENGTH, *((TARGET_LENGTH,) if model.config.is_encoder_decoder else ()))
+    has_targets = model.config.is_encoder_decoder and head_of(model) is Head.TOKENS
+    return (BATCH_SIZE, SEQUENCE_LENGTH, *((TARGET_LENGTH,) if has_targets else ()))
 
 
 def limits_of(model: Any) -> tuple[Limit, ...]:
@@ -110,18 +112,24 @@ def check_limits(model: Any, name: str, given: Mapping[str, int | None]) -> None
 
 
 def batch_of(model: Any, given: Mapping[str, int | None]) -> dict[str, torch.Tensor]:
-    """A batch of that shape on the meta device, as the model is trained on."""
+    """A batch of that shape on the meta device, as the model is trained on.
 
-    def tokens(length: int | None) -> torch.Tensor:
-        return _empty((given[BATCH_SIZE], length), torch.long)
-
+    Raises WorkloadError if the configuration does not say how many choices a sample has.
+    """
+    batch_size, length = given[BATCH_SIZE] or 0, given[SEQUENCE_LENGTH] or 0
+    labels = Labels.of(model)
     if model.main_input_name == "pixel_values":
         config = model.config
-        dims = (given[BATCH_SIZE], config.num_channels, config.image_size, config.image_size)
-        return {"pixel_values": _empty(dims, model.dtype), "labels": _empty((given[BATCH_SIZE],), torch.long)}
+        dims = config.image_size if isinstance(config.image_size, (list, tuple)) else (config.image_size,) * 2
+        inputs = {"pixel_values": _empty((batch_size, config.num_channels, *dims), model.dtype)}
+    else:
+        choices = (labels.num_choices,) if labels.head is Head.CHOICES else ()
+        inputs = {"input_ids": _empty((batch_size, *choices, length), torch.long)}
     target = TARGET_LENGTH if TARGET_LENGTH in variables_of(model) else SEQUENCE_LENGTH
-    return {"input_ids": tokens(given[SEQUENCE_LENGTH]), "labels": tokens(given[target])}
+    shapes = labels.shapes(batch_size, length, given[target] or 0)
+    dtype = torch.float32 if labels.is_figures else torch.long
+    return inputs | {name: _empty(shape, dtype) for name, shape in shapes.items()}
 
 
-def _empty(dims: Sequence[int | None], dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty([dim for dim in dims if dim is not None], dtype=dtype, device="meta")
+def _empty(dims: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(dims, dtype=dtype, device="meta")

@@ -35,7 +35,8 @@ def carry_out(
     ``optimizer`` makes a torch optimizer from parameter groups, such as
     ``functools.partial(torch.optim.AdamW, lr=1e-4, fused=True)``; it is called once per chunk.  ``parameter_groups``
     are torch's, over the model's own parameters.  ``device`` is where the model's parameters are, by default.  On the
-    CPU the ledger watches the first iterations of every input shape, and every ``meter_every``-th one.
+    CPU the ledger watches the first iterations of every input shape, and every ``meter_every``-th one; a Record times
+    the others, so that it needs a ``meter_every`` of 3 at least.
     ``check_gradients`` ends training before gradients that are not finite reach a weight, and names whose they are.
     ``loss_scaling``, for float16, makes ``training.scale(loss).backward()`` the backward; the plan must limit the norm.
     ``keep_last_step``: what CPU Adam overwrites is kept until the iteration is complete, so that every iteration can be

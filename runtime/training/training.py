@@ -96,7 +96,7 @@ class Training:
         self._is_evaluating = False
         self._resumed_steps = 0
         self._summaries: Summaries | None = None
-        self._recorder = Recorder(self.schedule, plan, workload, device)
+        self._recorder = Recorder(self.schedule, plan, workload, device, meter_every=meter_every)
         self._metering = metering_of(device, meter_every)
         options = group_options(model, parameter_groups, workload)
         blocks = find_blocks(model, [block.name for block in workload.blocks])

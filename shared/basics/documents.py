@@ -8,11 +8,13 @@ import secrets
 import stat
 import tomllib
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO, ClassVar, Final, Self
+from typing import Annotated, Any, BinaryIO, ClassVar, Final, Self
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from .disk_space import why_unwritable
 from .errors import FileError
 
 _LARGEST_BYTES: Final = 2**30
@@ -20,6 +22,10 @@ _LARGEST_BYTES: Final = 2**30
 _PIECE_BYTES: Final = 2**20
 _LONGEST_STEM: Final = 100
 """Characters of a file's name that the name of its unfinished copy keeps: names have at most 255."""
+
+
+Name = Annotated[str, Field(max_length=255)]
+"""What a machine, a part of it or a model is called, in tables and messages."""
 
 
 class FrozenModel(BaseModel):
@@ -159,16 +165,17 @@ def write_atomically(path: str | Path, content: str | bytes) -> None:
     A symbolic link is followed.  A file that is there keeps its mode; a new one gets what the umask leaves.  What is
     no file on a disk (``/dev/stdout``, a pipe) cannot be replaced and is written to.  Raises FileError.
     """
-    path = Path(path)
+    path, need_bytes = Path(path), None
     try:
         written = content.encode() if isinstance(content, str) else content
+        need_bytes = len(written)
         if _is_stream(path):
             with path.open("wb") as stream:
                 stream.write(written)
         else:
             _replace(Path(os.path.realpath(path)), written)
     except (OSError, ValueError) as error:
-        raise FileError(f"{path} cannot be written: {_reason(error)}.") from error
+        raise FileError(why_unwritable(path, error, need_bytes=need_bytes)) from error
 
 
 def _is_stream(path: Path) -> bool:
@@ -181,10 +188,11 @@ def _is_stream(path: Path) -> bool:
 
 
 def _replace(path: Path, content: bytes) -> None:
-    """Write a copy beside ``path`` and let it take its place; leaves no copy behind.  Raises OSError."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Write a copy beside ``path`` and let it take its place; leaves nothing if it raises OSError."""
+    made = [folder for folder in path.parents if not folder.exists()]
     unfinished = path.with_name(f".{path.name[:_LONGEST_STEM]}.{secrets.token_hex(8)}.part")
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         with unfinished.open("xb") as stream:
             stream.write(content)
             stream.flush()
@@ -193,7 +201,10 @@ def _replace(path: Path, content: bytes) -> None:
             os.chmod(unfinished, stat.S_IMODE(path.stat().st_mode))
         os.replace(unfinished, path)
     except BaseException:
-        unfinished.unlink(missing_ok=True)
+        with suppress(OSError):
+            unfinished.unlink(missing_ok=True)
+            for folder in made:
+                folder.rmdir()
         raise
 
 

@@ -2,9 +2,36 @@
 
 from __future__ import annotations
 
+import re
+from typing import Final
+
+_LONG_WORD: Final = re.compile(r"[^\s/]{256,}")
+"""No name of a file is as long, so that paths stay whole."""
+_HEAD_CHARACTERS, _TAIL_CHARACTERS = 80, 20
+_LONGEST: Final = 5000
+"""Characters of a message; the longest path has 4,096."""
+_LONGEST_TAIL: Final = 1000
+
+
+def shortened(message: str) -> str:
+    """``message`` with whatever it quotes cut short: very long words, and the middle where it is very long itself.
+
+    What is wrong stands at the head of a message, what to do at its end.
+    """
+    message = _LONG_WORD.sub(lambda word: _without_middle(word[0], _HEAD_CHARACTERS, _TAIL_CHARACTERS), message)
+    return message if len(message) <= _LONGEST else _without_middle(message, _LONGEST - _LONGEST_TAIL, _LONGEST_TAIL)
+
+
+def _without_middle(text: str, head: int, tail: int) -> str:
+    return f"{text[:head]}... ({len(text) - head - tail} more characters) ...{text[-tail:]}"
+
 
 class ProtwinError(Exception):
     """A mistake that the user can mend.  The command line prints it as one message and exits with code 2."""
+
+    def __init__(self, message: str = "") -> None:
+        """``message`` may quote input of any length (``shortened``)."""
+        super().__init__(shortened(message))
 
 
 class FileError(ProtwinError):

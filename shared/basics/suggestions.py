@@ -10,6 +10,8 @@ _LEAST_SIMILARITY: Final = 0.5
 _MAX_SHOWN: Final = 3
 _MAX_LISTED: Final = 30
 """Known names up to which all of them are an answer."""
+_LONGEST: Final = 100
+"""Characters of a name that are compared, which takes their number squared; no known name is as long."""
 _SHORTEST_PART: Final = 3
 """Letters from which on one name within another says something."""
 
@@ -42,7 +44,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def _plain(name: str) -> str:
-    return name.casefold().replace("_", "-").replace(" ", "-").strip("-")
+    return name[:_LONGEST].casefold().replace("_", "-").replace(" ", "-").strip("-")
 
 
 def _similarity(wanted: str, candidate: str) -> float:

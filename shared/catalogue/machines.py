@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -67,7 +68,8 @@ def load_hardware(name_or_path: str | Path) -> Hardware:
         return machine(name)
     path = Path(name_or_path)
     if path.suffix not in _SUFFIXES:
-        if path.is_file():
+        # os.path calls what the system refuses to look at no file, such as a name of 300 characters.
+        if os.path.isfile(path):
             raise FileError(f"{path} is no machine file: its name must end in .toml or .json.")
         return machine(name)
     hardware = Hardware.load(path)

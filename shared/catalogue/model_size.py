@@ -22,12 +22,27 @@ class Family:
     """Whether positions turn pairs of a head's dims, so that there must be an even number of them."""
 
 
+_COUNTED_HEADS: Final = (
+    "ForCausalLM",
+    "ForConditionalGeneration",
+    "ForImageClassification",
+    "ForMaskedLM",
+    "LMHeadModel",
+    "Model",
+)
+"""Ends of the classes that are counted: language models, classes of images, and models without a head."""
+
+
 def num_parameters_of(config: Mapping[str, Any]) -> int | None:
     """Scalars of the model that a Hugging Face configuration describes, as it is trained; None for unknown families.
 
-    ``config`` must give the sizes of its family (``FAMILIES``).
+    ``config`` must give the sizes of its family (``FAMILIES``).  Counted is the family's own head; None where
+    ``architectures`` names another one.
     """
     family = FAMILIES.get(config["model_type"])
+    published = config.get("architectures")
+    if isinstance(published, list) and published and not str(published[0]).endswith(_COUNTED_HEADS):
+        return None
     return family.count(config) if family is not None else None
 
 

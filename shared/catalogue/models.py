@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any, ClassVar, Final, Self
 
@@ -103,7 +104,7 @@ def read_model_configuration(path: str | Path) -> ModelConfiguration:
     missing, damaged, or describes no model; the message names the field.
     """
     path = Path(path)
-    if path.is_dir():
+    if os.path.isdir(path):
         path = path / "config.json"
     content = read_mapping(path)
     if "kind" in content and "schema_version" in content:
@@ -133,6 +134,6 @@ def load_model_configuration(name_or_path: str | Path) -> ModelConfiguration:
     if known_model(name) is not None:
         return model_configuration(name)
     path = Path(name_or_path)
-    if name.strip() and (path.exists() or path.suffix == ".json"):
+    if name.strip() and (os.path.exists(path) or path.suffix == ".json"):
         return read_model_configuration(path)
     return model_configuration(name)

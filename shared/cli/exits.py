@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
 from typing import Final
 
 EXIT_MISTAKE: Final = 2
@@ -16,7 +17,9 @@ EXIT_CLOSED_PIPE: Final = 1
 
 def report_mistake(message: str) -> int:
     """Print one message on standard error, its head in red on a terminal; gives the exit code."""
-    sys.stderr.write(f"{_in_red('error:')} {message}\n")
+    # Where standard error takes no more, the exit code still says it.
+    with suppress(OSError):
+        sys.stderr.write(f"{_in_red('error:')} {message}\n")
     return EXIT_MISTAKE
 
 

@@ -6,6 +6,7 @@ either.
 
 from __future__ import annotations
 
+import io
 import sys
 from typing import TYPE_CHECKING, Final
 
@@ -22,6 +23,7 @@ _AGAIN_S: Final = 0.05
 def main() -> None:
     """Run ``protwin`` with the arguments of this process; never returns normally."""
     sys.unraisablehook = _interrupt_again
+    _write_all_of_it()
     try:
         from .root import root_command
 
@@ -30,6 +32,19 @@ def main() -> None:
         sys.exit(report_interruption())
     except BrokenPipeError:
         sys.exit(discard_output())
+
+
+def _write_all_of_it() -> None:
+    """Give standard output a buffer where it has none (PYTHONUNBUFFERED).
+
+    Without one, Python drops what a disk that fills up did not take of a long text, and raises nothing.
+    """
+    stream = sys.__stdout__
+    raw = getattr(stream, "buffer", None)
+    if stream is not None and sys.stdout is stream and isinstance(raw, io.RawIOBase):
+        sys.stdout = io.TextIOWrapper(
+            io.BufferedWriter(raw), encoding=stream.encoding, errors=stream.errors, line_buffering=True
+        )
 
 
 def _interrupt_again(unraisable: UnraisableHookArgs) -> None:

@@ -10,7 +10,7 @@ from typing import Annotated, Final
 
 import typer
 
-from ..basics.errors import FileError, ProtwinError
+from ..basics.errors import FileError, ProtwinError, shortened
 from ..basics.units import parse_bytes, parse_bytes_per_s
 from ..schema.training_options import LoraOptions, TrainingOptions
 from ..schema.workload import DType
@@ -57,7 +57,7 @@ def keep_apart(outputs: Mapping[str, Path | None], inputs: Mapping[str, str | Pa
 
     Raises FileError; devices and pipes hold nothing that could be lost.
     """
-    taken = {os.path.realpath(path): option for option, path in inputs.items() if path and Path(path).is_file()}
+    taken = {os.path.realpath(path): option for option, path in inputs.items() if path and os.path.isfile(path)}
     for option, path in outputs.items():
         if path is None or (path.exists() and not path.is_file()):
             continue
@@ -226,4 +226,4 @@ def cache_folder() -> Path:
 
 def warn(message: str) -> None:
     """Print a warning on standard error; the command goes on."""
-    sys.stderr.write(f"warning: {message}\n")
+    sys.stderr.write(f"warning: {shortened(message)}\n")

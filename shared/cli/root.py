@@ -7,15 +7,15 @@ as well, and says when called what to install.
 
 from __future__ import annotations
 
-import errno
 import sys
 from importlib.metadata import EntryPoint, entry_points, version
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, cast
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from ..basics.errors import ProtwinError
+from ..basics.disk_space import is_full
+from ..basics.errors import ProtwinError, shortened
 from ..basics.gc_pause import gc_paused
 from .exits import discard_output, report_interruption, report_mistake
 
@@ -75,8 +75,8 @@ def missing_runtime(missing: str, command: str) -> ProtwinError:
     )
 
 
-_FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""What the system says of a place that takes no more."""
+_UsageError: Final = cast(type[Exception], typer.BadParameter.__base__)
+"""What typer raises for a command line that makes no sense; it exports no name of it."""
 
 
 class _RootGroup(TyperGroup):
@@ -93,6 +93,8 @@ class _RootGroup(TyperGroup):
             return super().make_context(info_name, args, parent=parent, **extra)
         except KeyboardInterrupt as error:
             raise typer.Exit(report_interruption()) from error
+        except _UsageError as error:
+            raise _shortened(error) from error.__cause__
 
     def invoke(self, ctx: typer.Context) -> Any:  # type: ignore[override]
         try:
@@ -109,10 +111,16 @@ class _RootGroup(TyperGroup):
             raise typer.Exit(report_mistake(str(mistake))) from error
         except KeyboardInterrupt as error:
             raise typer.Exit(report_interruption()) from error
+        except _UsageError as error:
+            raise _shortened(error) from error.__cause__
         except BrokenPipeError as error:
             raise typer.Exit(discard_output()) from error
         except OSError as error:
-            if error.errno not in _FULL:
+            if error.filename is not None:
+                # A path that the system refuses to look at: too long a name, a folder that nobody may enter.
+                told = shortened(f"{error.filename} cannot be used: {error.strerror}.")
+                raise typer.Exit(report_mistake(told)) from error
+            if not is_full(error):
                 raise
             # Whatever files a command writes are told by name; what remains is standard output.
             discard_output()
@@ -120,6 +128,12 @@ class _RootGroup(TyperGroup):
             raise typer.Exit(report_mistake(told)) from error
         except ValueError as error:
             raise typer.Exit(report_mistake(_as_mistake(error))) from error
+
+
+def _shortened(error: Exception) -> Exception:
+    """A complaint about the command line, with whatever it quotes cut short."""
+    error.message = shortened(getattr(error, "message", ""))  # type: ignore[attr-defined]
+    return error
 
 
 def _as_mistake(error: ValueError) -> str:

@@ -20,6 +20,7 @@ class Activations:
         """What the latest backward handed on."""
         self.left_over: list[AllocationId] = []
         """What the backwards of all micro-batches have left in the end: gradients outside every block."""
+        self._left_over_bytes = 0
         self._outputs: dict[Section, AllocationId] = {}
         self._saved: dict[Section, AllocationId] = {}
         self._swapped_bytes: dict[Section, int] = {}
@@ -61,6 +62,7 @@ class Activations:
         """The prologue's backward has run: what it left stays until the step."""
         assert self.incoming is not None
         self.left_over.append(self.incoming)
+        self._left_over_bytes += self.builder.buffers[self.incoming].size_bytes
         self.incoming = None
 
     def hand_over(
@@ -80,7 +82,7 @@ class Activations:
         others = (*self._outputs.values(), *self._saved.values())
         others_bytes = sum(self.builder.buffers[buffer].size_bytes for buffer in others)
         others_bytes += sum(self._swapped_bytes.values())
-        others_bytes += sum(self.builder.buffers[buffer].size_bytes for buffer in self.left_over)
+        others_bytes += self._left_over_bytes
         self.incoming = self.builder.buffer(
             Content.INCOMING_GRADIENT, Memory.DEVICE, max(0, self.level_bytes - others_bytes), section=section
         )

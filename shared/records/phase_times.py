@@ -13,11 +13,14 @@ def phase_times_s(schedule: Schedule, ends_s: Sequence[float]) -> tuple[float, f
     ``ends_s`` are the ends of the tasks since the iteration's start, by id.  A forward lasts from the end of the
     micro-batch before, so that waiting counts where it happens.
     """
+    last_s: dict[tuple[int, TaskKind], float] = {}
+    for task in schedule.tasks:
+        part = task.micro_batch, task.kind
+        last_s[part] = max(last_s.get(part, 0.0), ends_s[task.id])
     forward_s = backward_s = at_s = 0.0
     for micro_batch in range(schedule.micro_batches):
         for kind in (TaskKind.FORWARD, TaskKind.BACKWARD):
-            own = [t.id for t in schedule.tasks if t.kind is kind and t.micro_batch == micro_batch]
-            end_s = max(at_s, *(ends_s[task] for task in own))
+            end_s = max(at_s, last_s[micro_batch, kind])
             if kind is TaskKind.FORWARD:
                 forward_s += end_s - at_s
             else:

@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Self
 
 from pydantic import BeforeValidator, Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
-from ..basics.documents import Document, FrozenModel
+from ..basics.documents import Document, FrozenModel, Name
 from ..basics.errors import ProtwinError
 from ..basics.units import parse_bytes, parse_bytes_per_s
 from .workload import DType, OperationClass
@@ -52,7 +52,7 @@ class DeviceKind(StrEnum):
 class Device(FrozenModel):
     """The accelerator, or the CPU in its place."""
 
-    name: str
+    name: Name
     kind: DeviceKind
     memory_bytes: MemorySize
     reserved_bytes: Annotated[int, BeforeValidator(_as_bytes), Field(ge=0, lt=2**62)] = 0
@@ -89,7 +89,7 @@ class Device(FrozenModel):
 class Host(FrozenModel):
     """The machine around the device."""
 
-    name: str
+    name: Name
     num_cores: PositiveInt
     memory_bytes: MemorySize
     num_memory_channels: PositiveInt | None = None
@@ -111,7 +111,7 @@ class LinkPoint(FrozenModel):
 class Link(FrozenModel):
     """One direction between host and device."""
 
-    name: str
+    name: Name
     latency_s: NonNegativeFloat
     bandwidth_bytes_per_s: Bandwidth
     """What large copies reach, not the signalling rate."""
@@ -145,7 +145,7 @@ class Topology(StrEnum):
 class Node(FrozenModel):
     """Several equal devices in one machine.  Devices are numbered, and groups of them are given by their sizes."""
 
-    name: str
+    name: Name
     num_devices: PositiveInt
     sockets: Counts
     """Devices at each processor socket.  Every socket is a host of its own: the machine's ``host`` describes one."""
@@ -194,7 +194,7 @@ class Node(FrozenModel):
 class Network(FrozenModel):
     """What joins nodes; every node reaches any other at full speed."""
 
-    name: str
+    name: Name
     num_nodes: PositiveInt = 1
     adapters_per_node: PositiveInt = 1
     link: Link
@@ -207,7 +207,7 @@ class Hardware(Document):
 
     KIND: ClassVar[str] = "hardware"
 
-    name: str
+    name: Name
     device: Device
     host: Host
     """One socket and the memory beside it."""

@@ -5,12 +5,16 @@ from __future__ import annotations
 import hashlib
 from enum import StrEnum
 from functools import cached_property
-from typing import ClassVar, Self
+from typing import ClassVar, Final, Self
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator, model_validator
 
 from ..basics.documents import Document
 from ..basics.errors import PlanError
+
+MOST_MICRO_BATCHES: Final = 4096
+"""Every task of an iteration is compiled, simulated and recorded: an iteration of more has millions."""
+MOST_RANKS: Final = 10**6
 
 
 class ActivationMode(StrEnum):
@@ -73,6 +77,23 @@ class Plan(Document):
     """What the ranks do together."""
     num_ranks: PositiveInt = 1
     """Ranks, each with a device; a step trains on the micro-batches of all of them."""
+
+    @field_validator("micro_batches")
+    @classmethod
+    def _has_few_micro_batches(cls, micro_batches: int) -> int:
+        if micro_batches > MOST_MICRO_BATCHES:
+            raise ValueError(
+                f"a schedule holds every task of every micro-batch, so that {MOST_MICRO_BATCHES} are the most. Train "
+                f"on fewer and larger ones"
+            )
+        return micro_batches
+
+    @field_validator("num_ranks")
+    @classmethod
+    def _has_few_ranks(cls, num_ranks: int) -> int:
+        if num_ranks > MOST_RANKS:
+            raise ValueError(f"no machine that is known has more than {MOST_RANKS:,} devices")
+        return num_ranks
 
     @model_validator(mode="after")
     def _ranks_agree(self) -> Self:

@@ -16,7 +16,7 @@ from typing import Annotated, ClassVar, Final, NewType, Self
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, model_validator
 
-from ..basics.documents import Document, FrozenModel
+from ..basics.documents import Document, FrozenModel, Name
 from ..basics.errors import PlanError
 from .plan import ActivationMode, Plan
 from .shared_inputs import SharedInput
@@ -246,7 +246,7 @@ class Workload(Document):
 
     KIND: ClassVar[str] = "workload"
 
-    model_name: str
+    model_name: Name
     model_hash: str
     """Hash of the model's structure: module classes, parameter names, shapes, dtypes, trainability, buffers."""
     batch_shapes: dict[str, tuple[NonNegativeInt, ...]]

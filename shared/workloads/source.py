@@ -7,6 +7,7 @@ trace of anything else needs torch and lives in another folder, which names it i
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -181,7 +182,7 @@ def _has_sequence(described: ModelConfiguration) -> bool:
 
 def _saved_workload(model: str) -> Workload | None:
     """The workload in the file ``model``; None if that is a catalogue name, no file, or a file of something else."""
-    if known_model(model) is not None or not Path(model).is_file():
+    if known_model(model) is not None or not os.path.isfile(model):
         return None
     content = read_mapping(model)
     return Workload.from_mapping(content, origin=model) if content.get("kind") == Workload.KIND else None

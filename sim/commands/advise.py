@@ -168,6 +168,6 @@ def _fingerprint(model: str) -> str:
     for folder in (sim, sim.parent / "shared"):
         for source in sorted(folder.rglob("*.py")):
             digest.update(source.read_bytes())
-    if Path(model).is_file():
+    if os.path.isfile(model):
         digest.update(Path(model).read_bytes())
     return digest.hexdigest()[:32]

@@ -323,8 +323,9 @@ def simulate_command(
         options=options_of(lora_rank, lora_targets, frozen, autocast),
         device_kind=machine.device.kind,
     )
-    schedule = compile_schedule(chosen, workload)
-    record = simulate_plan(chosen, workload, machine, factors, schedule=schedule)
+    with progress_bar("simulating") as on_progress:
+        schedule = compile_schedule(chosen, workload)
+        record = simulate_plan(chosen, workload, machine, factors, schedule=schedule, on_progress=on_progress)
     budget_bytes = device_budget_bytes or rank_device_bytes(machine, chosen.num_ranks)
     if (unused := unused_devices(machine, chosen.num_ranks)) is not None:
         warn(unused)

@@ -7,6 +7,7 @@ from typing import Final
 
 import numpy as np
 
+from ...shared.basics.progress import OnProgress, no_progress
 from ...shared.catalogue.rank_share import price_of_ranks
 from ...shared.compile.compile import compile_schedule
 from ...shared.layout.layout import Layout
@@ -35,13 +36,15 @@ def simulate(
     *,
     schedule: Schedule | None = None,
     layout: Layout | None = None,
+    on_progress: OnProgress = no_progress,
 ) -> Record:
     """What one steady-state iteration of ``workload`` under ``plan`` does on ``hardware``.
 
     Ranks of a plan that has several are equal: each has its share of the machine, all run the same schedule at the same
     moments, and one of them is simulated, whatever their number (``sim/engine/rank_groups.py`` has unequal ones).
-    ``schedule`` and ``layout`` spare compiling and building them again; they must be those of ``plan``.  Seconds that
-    the workload carries count where they were measured on this machine, otherwise its operations do.
+    ``schedule`` and ``layout`` spare compiling and building them again; they must be those of ``plan``.
+    ``on_progress`` hears of every simulated iteration; the memory that follows takes about as long.  Seconds that the
+    workload carries count where they were measured on this machine, otherwise its operations do.
     Raises PlanError if the plan does not fit the workload, CalibrationError if the calibration belongs to another
     machine, HardwareError if the machine lacks a figure that the workload needs or a device for a rank, and
     WorkloadError if the workload says nothing of how long it takes on this machine.
@@ -50,7 +53,9 @@ def simulate(
         schedule = compile_schedule(plan, workload, layout)
     costs = CostModel.of(workload, hardware, calibration, num_ranks=plan.num_ranks)
     contention = ContentionModel.of(hardware, calibration, num_ranks=plan.num_ranks)
-    timing = simulate_timing(schedule, costs.durations_s(schedule), contention, num_more_iterations=1)
+    timing = simulate_timing(
+        schedule, costs.durations_s(schedule), contention, num_more_iterations=1, on_progress=on_progress
+    )
     return predicted_record(
         plan,
         workload,
@@ -70,6 +75,7 @@ def simulate_timing(
     *,
     max_iterations: int = MAX_ITERATIONS,
     num_more_iterations: int = 0,
+    on_progress: OnProgress = no_progress,
 ) -> Timing:
     """Run the schedule until its tasks are periodic; see [Note: Steady state] in ``sim/engine/timing.py``.
 
@@ -77,12 +83,14 @@ def simulate_timing(
     ``max_iterations``, and then ``num_more_iterations``, so that the last steady one has a successor.
     Raises ScheduleError if the lanes wait for each other.
     """
+    on_progress(0, 2 * MIN_ITERATIONS)
     lanes = LaneProcesses(schedule, durations_s, contention)
     ends_s: list[Seconds] = []
     period_s: float | None = None
     while len(ends_s) < max(MIN_ITERATIONS, max_iterations) and period_s is None:
         lanes.run_iteration()
         ends_s.append(by_task(schedule, lanes.ends_s, len(ends_s)))
+        on_progress(len(ends_s), 2 * max(MIN_ITERATIONS, len(ends_s)))
         if len(ends_s) >= MIN_ITERATIONS:
             period_s = steady_period_s(ends_s)
     iteration_s = period_s if period_s is not None else slowest_period_s(ends_s)

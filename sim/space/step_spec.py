@@ -7,11 +7,10 @@ from math import isfinite
 from typing import Final
 
 from ...shared.basics.errors import PlanError
-from ...shared.schema.plan import ParallelMode
+from ...shared.schema.plan import MOST_MICRO_BATCHES, MOST_RANKS, ParallelMode
 
-MOST_MICRO_BATCHES: Final = 4096
-"""An iteration of more has millions of tasks."""
-MOST_RANKS: Final = 10**6
+__all__ = ["MOST_MICRO_BATCHES", "MOST_RANKS", "SEVERAL", "StepSpec", "check_ranks", "check_shares"]
+
 SEVERAL: Final = (ParallelMode.DDP, ParallelMode.REPLICATED, ParallelMode.SHARDED)
 """What several ranks may do together, simplest first: of equally good plans the one of the simplest mode counts."""
 

@@ -11,8 +11,10 @@ from protwin.runtime.checkpoints.checkpoints import read_checkpoint
 from protwin.runtime.commands.run_checkpoints import RunCheckpoints
 from protwin.shared.basics.errors import FileError, ProtwinError
 from protwin.shared.schema.plan import Plan
+from protwin.shared.schema.record import Record
 from protwin.shared.schema.workload import Workload
 from tests.cli.conftest import Protwin
+from tests.cli.refusals import RUN, refusal
 from tests.runtime.resuming import kept, offloaded, same_bits
 
 MODEL = {
@@ -75,3 +77,39 @@ def test_options_that_contradict_each_other_are_refused(tmp_path: Path) -> None:
     (tmp_path / "saved").write_text("")
     with pytest.raises(FileError, match="is a file"):
         check(tmp_path / "saved")
+
+
+@pytest.mark.parametrize("every", [1, 2, 4])
+@pytest.mark.parametrize("asked", ["--output=new.json", "--timeline=new.json", "--json"])
+def test_a_record_that_no_step_can_give_is_refused_before_the_work(
+    protwin_here: Protwin, folder: Path, every: int, asked: str
+) -> None:
+    """The model's configuration is damaged, so that a command that looks at it first says so."""
+    (folder / "config.json").write_text("damaged")
+    saving = ("--checkpoint=saved", f"--checkpoint-every={every}", "--steps=6")
+    message = refusal(protwin_here, folder, (*RUN[:-1], "config.json", *saving, asked))
+    if every < 3:
+        assert f"--checkpoint-every {every} leaves no two iterations in a row" in message
+        assert "Make it 3 or more, or ask for no record" in message
+    else:
+        assert "Raise --steps to 7" in message
+
+
+def test_a_run_that_saves_every_step_needs_no_record(protwin_here: Protwin, work: Path) -> None:
+    (work / "config.json").write_text(json.dumps(MODEL))
+    shape = ("--batch-size=1", "--sequence-length=16")
+    assert protwin_here("trace", "--model=config.json", *shape, "--output=workload.json").returncode == 0
+    kept(Workload.load(work / "workload.json")).save(work / "plan.json")
+    run = ("run", "--plan=plan.json", "--workload=workload.json", "--model=config.json", "--checkpoint=saved")
+    result = protwin_here(*run, "--checkpoint-every=1", "--steps=6")
+    assert result.returncode == 0, result.stderr
+    assert "over 6 steps" in result.stdout
+    assert "no times: --checkpoint-every 1 leaves no two iterations in a row" in result.stdout
+    assert read_checkpoint(work / "saved").step == 6
+    result = protwin_here(*run, "--checkpoint-every=3", "--steps=12", "--resume", "--output=new.json")
+    assert result.returncode == 0, result.stderr
+    assert Record.load(work / "new.json").num_iterations == 1
+    result = protwin_here(*run, "--steps=15", "--resume", "--json")
+    assert result.returncode == 2
+    assert "3 steps after the checkpoint are too few" in result.stderr
+    assert "Raise --steps to 17" in result.stderr
