@@ -13,13 +13,19 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from ...shared.basics.errors import FileError
+from ...shared.basics.errors import FileError, PlanError
 from ..chunks.placed_model import PlacedModel
 from ..model.strides import copy_strided, in_memory_order, strided
 from ..optimizers.chunk_optimizer import ChunkOptimizer
 
+_MASTER: Final = "master_param"
+"""The key of a narrow parameter's float32 weight beside its state."""
 _OF_THE_MACHINE: Final = frozenset({"capturable", "differentiable", "foreach", "fused"})
 """Options that say how an optimizer computes, not what: a resumed training keeps its own."""
+
+
+WholeStates = Mapping[nn.Parameter, tuple[Mapping[str, Any], torch.Tensor | None]]
+"""The state of every parameter, and the master of those that are narrower."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +40,10 @@ class _Share:
     def weight(self) -> torch.Tensor:
         return self.stepper.weights[self.place]
 
+    def tensors(self) -> list[torch.Tensor]:
+        """The optimizer's own tensors for it."""
+        return [value for value in self.stepper.state_of(self.place).values() if isinstance(value, torch.Tensor)]
+
 
 class OptimizerState:
     """Reads and writes the state of the optimizers of a placed model."""
@@ -45,6 +55,8 @@ class OptimizerState:
         self._placed = placed
         self._param_groups = param_groups
         self._names = names
+        self._options = frozenset(key for group in param_groups for key in group) - {"params"}
+        """What groups had when the plan was carried out: the options of the optimizer, without those of schedulers."""
         self._shares: dict[nn.Parameter, list[_Share]] = {}
         for stepper, parameters, stretch in placed.steppers():
             for place, parameter in enumerate(parameters):
@@ -97,22 +109,74 @@ class OptimizerState:
 
     def place(self, saved: Mapping[str, Any]) -> None:
         """Give every optimizer its part of ``saved``, which was checked."""
-        for group, found in zip(self._param_groups, saved["groups"], strict=True):
+        entries = {parameter: saved["parameters"][self._names[parameter]] for parameter in self._shares}
+        self._place_options([group["options"] for group in saved["groups"]])
+        self._place_states({p: (entry["state"], entry["master"]) for p, entry in entries.items()})
+
+    def _place_options(self, options: Sequence[Mapping[str, Any]]) -> None:
+        for group, found in zip(self._param_groups, options, strict=True):
             own = {key: value for key, value in group.items() if key == "params" or key in _OF_THE_MACHINE}
             group.clear()
-            group.update({**found["options"], **own})
+            group.update({**found, **own})
+
+    def _place_states(self, found: WholeStates) -> None:
+        """``found``: the whole state of every parameter, with its master if there is one."""
         states: dict[ChunkOptimizer, dict[int, dict[str, Any]]] = {}
         for parameter, shares in self._shares.items():
-            entry = saved["parameters"][self._names[parameter]]
+            state, master = found[parameter]
             for share in shares:
-                if entry["master"] is not None:
-                    share.weight.copy_(_part(entry["master"], parameter, share.stretch))
+                if master is not None:
+                    share.weight.copy_(_part(master, parameter, share.stretch))
                 states.setdefault(share.stepper, {})[share.place] = {
-                    key: _part(value, parameter, share.stretch) for key, value in entry["state"].items()
+                    key: _part(value, parameter, share.stretch) for key, value in state.items()
                 }
         for stepper, of_places in states.items():
             stepper.set_states([of_places[place] for place in range(len(stepper.weights))])
         self._placed.count_optimizer_state()
+
+    # -- torch's form of it ------------------------------------------------------------------------------------------
+
+    def by_parameter(self) -> dict[nn.Parameter, dict[str, Any]]:
+        """The state of every parameter that was stepped, in copies on the host; narrow ones with their master."""
+        found: dict[nn.Parameter, dict[str, Any]] = {}
+        for group in self._param_groups:
+            for parameter in group["params"]:
+                shares = self._shares.get(parameter)
+                state = None if shares is None else _whole_state(parameter, shares)
+                if shares and state:
+                    master = _master(parameter, shares)
+                    state |= {} if master is None else {_MASTER: master}
+                    found[parameter] = {key: _copied(value, shares) for key, value in state.items()}
+        return found
+
+    def checked(self, states: Mapping[nn.Parameter, Mapping[str, Any]]) -> WholeStates:
+        """The state of all parameters with their masters, from torch's form; without ``states`` there is none.
+
+        Raises PlanError if a state has not the shape of its parameter, or a master is rounded to another weight than
+        the parameter has.
+        """
+        values = {name: value for chunk in self._placed.chunks for name, value in chunk.values().items()}
+        found: dict[nn.Parameter, tuple[Mapping[str, Any], torch.Tensor | None]] = {}
+        for parameter, shares in self._shares.items():
+            state, name = dict(states.get(parameter, {})), self._names[parameter]
+            given = state.pop(_MASTER, None)
+            for key, part in state.items():
+                if not _fits(part, parameter):
+                    raise PlanError(
+                        f"the optimizer's state_dict has a {key} of shape {tuple(part.shape)} for parameter {name} of "
+                        f"shape {tuple(parameter.shape)}. Load the state_dict of an optimizer of this model."
+                    )
+            is_narrow = _is_narrow(parameter, shares)
+            found[parameter] = (state, _checked_master(given, values[name], name) if is_narrow else None)
+        return found
+
+    def set_by_parameter(self, groups: Sequence[Mapping[str, Any]], states: WholeStates) -> None:
+        """Replace the options of all groups and the state of all parameters, which were checked."""
+        own = ({k: v for k, v in group.items() if k in self._options} for group in self._param_groups)
+        kept = ({k: v for k, v in group.items() if k not in ("params", "param_names")} for group in groups)
+        self._place_options([{**mine, **theirs} for mine, theirs in zip(own, kept, strict=True)])
+        with torch.no_grad():
+            self._place_states(states)
 
 
 def on_host(tensor: torch.Tensor) -> torch.Tensor:
@@ -162,3 +226,33 @@ def _part(value: Any, parameter: nn.Parameter, stretch: slice | None) -> Any:
     # On disk everything is contiguous; beside a parameter its state has the parameter's strides.
     whole = copy_strided(value, parameter)
     return whole if stretch is None else in_memory_order(whole)[stretch].clone()
+
+
+def _checked_master(given: torch.Tensor | None, value: torch.Tensor, name: str) -> torch.Tensor:
+    """The master that was given for a weight of ``value``, or else the weight."""
+    if given is None:
+        return value.detach().float()
+    if given.shape != value.shape or not torch.equal(given.to(value.device, value.dtype), value):
+        raise PlanError(
+            f"the {_MASTER} of parameter {name} in the optimizer's state_dict is not rounded to the weight that the "
+            f"model has. Load the model's weights of the same moment before the plan is carried out."
+        )
+    return given
+
+
+def _copied(value: Any, shares: Sequence[_Share]) -> Any:
+    """``value``, or a copy if an optimizer on the host goes on writing to it."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    live = {share.weight.untyped_storage()._cdata for share in shares}
+    live |= {tensor.untyped_storage()._cdata for share in shares for tensor in share.tensors()}
+    return value.clone() if value.untyped_storage()._cdata in live else value
+
+
+def _fits(value: Any, parameter: nn.Parameter) -> bool:
+    """Whether a state may be one of ``parameter``: of its shape, a number, or factors of its shape as Adafactor has."""
+    if not isinstance(value, torch.Tensor) or value.numel() == 1:
+        return True
+    if value.dim() != parameter.dim():
+        return False
+    return all(size in (1, whole) for size, whole in zip(value.shape, parameter.shape, strict=True))

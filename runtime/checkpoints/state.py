@@ -77,7 +77,8 @@ class CheckpointState:
         self._configuration = configuration
         self._scaler = scaler
         names = {parameter: name for name, parameter in model.named_parameters()}
-        self._optimizer = OptimizerState(placed, optimizer.param_groups, names)
+        self.optimizer = OptimizerState(placed, optimizer.param_groups, names)
+        """The state of the optimizers of all chunks."""
 
     # -- collecting --------------------------------------------------------------------------------------------------
 
@@ -98,7 +99,7 @@ class CheckpointState:
             model_name=self._workload.model_name,
             step=step,
             weights=weights,
-            optimizer=self._optimizer.collect(),
+            optimizer=self.optimizer.collect(),
             training={
                 "step": step,
                 "step_knobs": self._step_knobs,
@@ -125,7 +126,7 @@ class CheckpointState:
                 raise _changed_step(changed, training["step_knobs"], self._step_knobs)
             _check_scheduler(training["scheduler"], scheduler)
             _check_scaler(training["loss_scaler"], self._scaler)
-            self._optimizer.check(content.optimizer)
+            self.optimizer.check(content.optimizer)
             self._check_tensors(content)
             if training["extra"].keys() != {name for name, _ in _modules_with_extra_state(self._model)}:
                 raise FileError("the checkpoint has extra state of other modules than this model has.")
@@ -166,7 +167,7 @@ class CheckpointState:
                 with chunk.rewriting() as values:
                     for name, value in values.items():
                         value.copy_(content.weights[name])
-            self._optimizer.place(content.optimizer)
+            self.optimizer.place(content.optimizer)
             self._place_buffers({**content.weights, **training["buffers"]})
         for name, module in _modules_with_extra_state(self._model):
             module.set_extra_state(training["extra"][name])

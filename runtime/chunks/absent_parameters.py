@@ -74,11 +74,17 @@ def _away_class(original: type[nn.Parameter]) -> type[nn.Parameter] | None:
     return type(original.__name__, (original,), body)
 
 
+def asks_for_facts(function: Any) -> bool:
+    """Whether an operation of torch reads no value of its tensor: its shape, dtype, gradient and the like."""
+    name = getattr(function, "__name__", str(function))
+    attribute = getattr(getattr(function, "__self__", None), "__name__", "")
+    return name in _FACTS or (name == "__get__" and attribute not in _VALUES)
+
+
 def _refuse_values(cls: type, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
     name = getattr(function, "__name__", str(function))
     attribute = getattr(getattr(function, "__self__", None), "__name__", "")
-    is_fact = name in _FACTS or name == "__set__" or (name == "__get__" and attribute not in _VALUES)
-    if is_fact:
+    if name == "__set__" or asks_for_facts(function):
         with torch._C.DisableTorchFunctionSubclass():
             return function(*args, **(kwargs or {}))
     given = [found for value in (*args, *(kwargs or {}).values()) for found in _members(value)]

@@ -70,6 +70,8 @@ class DeviceChunk:
         self.arrived: list[torch.Tensor] = []
         """Host views that receive those of later micro-batches, in the same order; empty if there are none."""
         self.trainable = tuple(p for p, s in zip(parameters, specs, strict=True) if s.trainable)
+        self.stepped_next: set[nn.Parameter] = set()
+        """Whose gradients of this step have left; ``PlacedModel.drop_gradients`` empties it."""
         self._move_in()
         if not is_persistent:
             self._let_go()
@@ -170,8 +172,10 @@ class DeviceChunk:
     def detach_gradients(self) -> list[torch.Tensor | None]:
         """Take the gradients off the parameters, in the order of ``masters``; None where there is none."""
         gradients = [parameter.grad for parameter in self.trainable]
-        for parameter in self.trainable:
+        for parameter, gradient in zip(self.trainable, gradients, strict=True):
             parameter.grad = None
+            if gradient is not None:
+                self.stepped_next.add(parameter)
         return gradients
 
     def stage_gradients(self, gradients: list[torch.Tensor | None], *, is_first: bool = True) -> list[bool]:

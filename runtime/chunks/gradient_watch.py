@@ -15,6 +15,7 @@ from ...shared.basics.errors import ScheduleError
 from ..devices.ledger import MemoryLedger
 from ..model.nested_tensors import tensors_in
 from .chunk import DeviceChunk
+from .gradient_stand_ins import CHANGED
 
 
 def refusing_late_gradients(chunks: Iterable[DeviceChunk], has_left: Callable[[int], bool]) -> list[Any]:
@@ -62,13 +63,7 @@ class GradientWatch:
         for parameter, gradient, version in self._noted:
             is_other = parameter.grad is not gradient or (gradient is not None and gradient._version != version)
             if is_other or self._is_written:
-                raise ScheduleError(
-                    "gradients were changed between backward() and step(), by clipping, unscaling or zero_grad() "
-                    "perhaps, but those of offloaded chunks have left by then, and would be stepped as they were. To "
-                    "limit their norm, set max_gradient_norm of the plan (model_copy(update={'max_gradient_norm': "
-                    "1.0})) in the place of torch.nn.utils.clip_grad_norm_; to drop them, call training.skip_step(). "
-                    "Or keep every chunk persistent (n_persist), and change what you like."
-                )
+                raise ScheduleError(CHANGED)
 
     def end(self) -> None:
         """Let go of the gradients.  Idempotent."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -13,12 +13,14 @@ from ...shared.schema.workload import BlockId, Workload
 from ..devices.device import TrainingDevice
 from ..optimizers.chunk_optimizer import ChunkOptimizer, MakeOptimizer
 from ..optimizers.device_steps import DeviceStep, narrow_steps
+from ..optimizers.gradient_norms import ClippedNorm, clipped_norm
 from ..optimizers.loss_scaling import LossScaler
 from ..optimizers.non_finite import GradientLooks, refuse_non_finite
 from ..optimizers.step_gate import StepGate
 from ..optimizers.step_options import StepOptions
 from ..optimizers.step_undo import LastStep
 from .chunk import DeviceChunk
+from .gradient_stand_ins import GradientStandIns, Norms, held_gradient
 from .gradient_watch import GradientWatch
 
 
@@ -37,11 +39,13 @@ class PlacedModel:
         device: TrainingDevice,
         check_gradients: bool = True,
         micro_batches: int = 1,
+        max_gradient_norm: float | None = None,
         scaler: LossScaler | None = None,
     ) -> None:
         """Move every parameter into its chunk.  ``check_gradients``: refuse to step with gradients that are not finite.
 
-        ``scaler``: losses are scaled, and gradients are unscaled when they are stepped.
+        ``max_gradient_norm``: all gradients are clipped to it.  ``scaler``: losses are scaled, and gradients are
+        unscaled when they are stepped.
 
         Raises the device's out-of-memory error if the persistent chunks exceed the budget.  After any error the model
         has ordinary parameters.
@@ -60,6 +64,8 @@ class PlacedModel:
         self._num_counted = 0
         """Parameters whose optimizer state the ledger knows."""
         self._watch = GradientWatch(device.ledger)
+        self._max_norm = max_gradient_norm
+        self._stand_ins: GradientStandIns | None = None
         self._looks: GradientLooks | None = None
         self._staying: dict[Section, list[nn.Parameter]] = {}
         """The trainable parameters of each block that stay on the device."""
@@ -84,6 +90,8 @@ class PlacedModel:
                     self.chunks.append(made)
                     self._make_optimizers(made, options, make_optimizer)
                 self._step_wide_parameters(options, make_optimizer)
+            if self._host_optimizers or max_gradient_norm is not None:
+                self._stand_ins = GradientStandIns(self._in_order, max_gradient_norm)
             if self._is_checking and self._device_steps:
                 self._looks = GradientLooks(device.torch_device)
                 self._staying = self._staying_parameters(parameters, workload)
@@ -181,13 +189,13 @@ class PlacedModel:
             self.last_step.before_step(optimizer)
         optimizer.step(gradients, factor=scale if self._scaler is not None else None)
 
-    def scale_to_norm(self, max_norm: float, present: Mapping[int, Sequence[bool]]) -> torch.Tensor:
-        """What all gradients must be multiplied by for their norm to be at most ``max_norm``; a scalar, at most 1.
+    def clip(self, present: Mapping[int, Sequence[bool]]) -> ClippedNorm:
+        """The norms of all gradients, and what these must be multiplied by for the norm of all to keep its limit.
 
-        ``present`` says for which parameters of each offloaded chunk there is one.  The same operations in the same
-        order as ``torch.nn.utils.clip_grad_norm_`` over all parameters.  Raises NonFiniteGradientError if gradients
-        are to be checked and one of them is not finite, with nothing stepped.
+        ``present`` says for which parameters of each offloaded chunk there is one.  Raises NonFiniteGradientError if
+        gradients are to be checked and one of them is not finite, with nothing stepped.
         """
+        assert self._max_norm is not None
         staged = {
             id(parameter): gradient
             for chunk, there in present.items()
@@ -196,15 +204,16 @@ class PlacedModel:
             )
             if is_there
         }
-        found = [(p, staged.get(id(p), p.grad)) for p in self._in_order]
-        gradients = [gradient for _, gradient in found if gradient is not None]
-        labels = [self._labels[id(p)] for p, gradient in found if gradient is not None]
+        found = {p: staged.get(id(p), held_gradient(p.grad)) for p in self._in_order}
+        gradients = {p: gradient for p, gradient in found.items() if gradient is not None}
+        labels = [self._labels[id(p)] for p in gradients]
         if self._scaler is not None:
-            return self._scaler.factor_for(gradients, max_norm, labels)
-        norm = torch.nn.utils.get_total_norm(gradients).cpu()
-        if self._is_checking and not norm.isfinite():
-            refuse_non_finite(gradients, labels)
-        return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+            factor = self._scaler.factor_for(list(gradients.values()), self._max_norm, labels)
+            return ClippedNorm(torch.tensor(torch.nan), factor, {})
+        clipped = clipped_norm(gradients, self._max_norm)
+        if self._is_checking and not clipped.norm.isfinite():
+            refuse_non_finite(list(gradients.values()), labels)
+        return clipped
 
     def _waiting_gradients(self) -> tuple[list[torch.Tensor | None], list[str]]:
         """The gradients that device Adam consumes, and whose they are; each once, however many steps consume it."""
@@ -222,7 +231,10 @@ class PlacedModel:
     def drop_gradients(self) -> None:
         """Drop what gradients are left: nothing steps them, and they must not survive into the next iteration."""
         self._watch.end()
+        if self._stand_ins is not None:
+            self._stand_ins.forget()
         for chunk in self.chunks:
+            chunk.stepped_next.clear()
             for parameter in chunk.parameters:
                 parameter.grad = None
 
@@ -257,14 +269,31 @@ class PlacedModel:
             chunk.check_parameters()
 
     def check_gradients(self) -> None:
-        """Raise ScheduleError if gradients were changed since ``watch_gradients``."""
+        """Raise ScheduleError if gradients were changed since ``watch_gradients`` or ``hand_over``.
+
+        After it parameters have their gradients again, as far as these are on the device.
+        """
         self._watch.check()
         self._watch.end()
+        if self._stand_ins is not None:
+            self._stand_ins.take_back()
 
     def watch_gradients(self) -> None:
         """Note the gradients that wait for device Adam, if those of other chunks have left already."""
         if self._host_optimizers:
             self._watch.begin(parameter for step in self._device_steps for parameter in step.parameters)
+
+    def hand_over(self, norms: Callable[[], Norms] | None) -> None:
+        """All gradients of the step are final: from here on nobody else may read or change them.
+
+        ``norms`` waits for their norms, if the plan limits these; see [Note: Gradients that were handed over] in
+        ``gradient_stand_ins``.
+        """
+        if self._stand_ins is None:
+            return
+        left = [p for chunk in self.chunks for p in chunk.trainable if p in chunk.stepped_next]
+        waiting = {p: p.grad for p in self._in_order if p.grad is not None}
+        self._stand_ins.show({**dict.fromkeys(left), **waiting}, norms)
 
     # -- leaving -----------------------------------------------------------------------------------------------------
 
@@ -278,6 +307,9 @@ class PlacedModel:
         if self._looks is not None:
             self._looks.close()
         self.drop_gradients()
+        if self._stand_ins is not None:
+            self._stand_ins.close()
+            self._stand_ins = None
         # Before parameters go back to where they came from: that may be the device, whatever the budget was.
         self._device.end_training()
         with torch.no_grad():

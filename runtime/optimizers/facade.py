@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NoReturn
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
+from torch import nn
 
 from ...shared.basics.errors import PlanError, ScheduleError
 from .step_options import StepOptions, check_options
+
+ParameterStates = Mapping[nn.Parameter, Mapping[str, Any]]
+"""What the optimizer keeps for each parameter that it has stepped."""
 
 
 class TrainingOptimizer(torch.optim.Optimizer):
@@ -16,7 +20,7 @@ class TrainingOptimizer(torch.optim.Optimizer):
 
     ``param_groups`` are the user's, with every option filled in, and may be changed between one step and the next
     forward, as the schedulers of ``torch.optim.lr_scheduler`` do; the next step is done with them.  ``step`` is
-    ``Training.step``.  Optimizer state is with the chunks, so ``state`` is empty.
+    ``Training.step``.  Optimizer state is with the chunks, so ``state`` is empty; ``state_dict`` collects it.
     """
 
     def __init__(
@@ -26,11 +30,14 @@ class TrainingOptimizer(torch.optim.Optimizer):
         step: Callable[[], None],
         has_gradients: Callable[[], bool],
         is_ahead: bool,
+        read_state: Callable[[], ParameterStates],
+        write_state: Callable[[list[dict[str, Any]], ParameterStates], None],
     ) -> None:
         """Take the groups of ``options``, whose parameters have their optimizers by now.
 
         ``step`` ends an iteration, ``has_gradients`` says whether this one has gradients already, ``is_ahead`` whether
-        chunks are stepped before it ends.  Raises PlanError if an option makes no sense.
+        chunks are stepped before it ends.  ``read_state`` gives copies of the optimizers' state on the host,
+        ``write_state`` replaces the options of the groups and the state.  Raises PlanError if an option makes no sense.
         """
         self._is_complete = False
         groups = [
@@ -42,6 +49,8 @@ class TrainingOptimizer(torch.optim.Optimizer):
         self._end_iteration = step
         self._has_gradients = has_gradients
         self._is_ahead = is_ahead
+        self._read_state = read_state
+        self._write_state = write_state
         self._is_complete = True
 
     # -- the loop ----------------------------------------------------------------------------------------------------
@@ -95,6 +104,61 @@ class TrainingOptimizer(torch.optim.Optimizer):
             is_tensor = isinstance(group["lr"], torch.Tensor)
             group["lr"] = torch.full_like(group["lr"], learning_rate) if is_tensor else learning_rate
 
+    # -- state -------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the plain loop's optimizer would give, in copies on the host, whatever lies where.
+
+        A parameter narrower than float32 has its float32 master beside the state, as ``master_param``.  To be called
+        between step() and the next forward; changes nothing that follows.  Raises ScheduleError elsewhere.
+        """
+        for parameter, state in self._read_state().items():
+            self.state[parameter] = dict(state)
+        try:
+            return super().state_dict()
+        finally:
+            self.state.clear()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from what ``state_dict`` gave, here or of the plain loop's optimizer.
+
+        Options that say how an optimizer computes (fused, foreach, capturable, differentiable) stay what they are.
+        Narrow parameters without ``master_param`` get the master that they are rounded from: themselves.  To be
+        called between step() and the next forward.  Raises PlanError, with nothing changed, if groups, parameters or
+        shapes are not those of this optimizer.
+        """
+        state_dict = dict(state_dict)
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = hook(self, state_dict) or state_dict
+        groups = self._matched_groups(state_dict)
+        names = [index for group in groups for index in group["params"]]
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        parameter_of = dict(zip(names, parameters, strict=True))
+        unknown = state_dict["state"].keys() - parameter_of.keys()
+        if unknown:
+            raise PlanError(
+                f"the optimizer's state_dict has state of parameter {min(unknown, key=str)}, which is in none of its "
+                f"groups. Load what state_dict() of one optimizer gave."
+            )
+        self._write_state(groups, {parameter_of[index]: state for index, state in state_dict["state"].items()})
+        for hook_after in self._optimizer_load_state_dict_post_hooks.values():
+            hook_after(self)
+
+    def _matched_groups(self, state_dict: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """The groups of ``state_dict``.  Raises PlanError unless they are as large as this optimizer's."""
+        missing = [key for key in ("state", "param_groups") if key not in state_dict]
+        if missing:
+            raise PlanError(f"the optimizer's state_dict has no {missing[0]!r}. Load what state_dict() gave.")
+        groups: list[dict[str, Any]] = state_dict["param_groups"]
+        found, own = ([len(group["params"]) for group in of] for of in (groups, self.param_groups))
+        if found != own:
+            raise PlanError(
+                f"the optimizer's state_dict has parameter groups of {found} parameters; this optimizer has {own}. "
+                f"Pass the same parameter_groups to carry_out() as the saved optimizer had."
+            )
+        check_options(groups)
+        return groups
+
     # -- what would not reach the chunks -----------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -105,17 +169,3 @@ class TrainingOptimizer(torch.optim.Optimizer):
                 "the plan out again with parameter_groups=."
             )
         super().add_param_group(param_group)
-
-    def state_dict(self) -> NoReturn:
-        """Raise ScheduleError: the state is with the chunks."""
-        raise ScheduleError(_NO_STATE)
-
-    def load_state_dict(self, state_dict: Any) -> NoReturn:
-        """Raise ScheduleError: the state is with the chunks."""
-        raise ScheduleError(_NO_STATE)
-
-
-_NO_STATE = (
-    "the optimizer's state lies with the chunks, some of it on the host, and is neither read nor written through "
-    "training.optimizer. Save and load the whole training instead; schedulers have a state_dict of their own."
-)

@@ -147,7 +147,10 @@ class ComputeLane:
         """The walker's announcement that backward is over."""
         try:
             self._finish_running()
-            self._placed.watch_gradients()
+            if self.is_backward_done:
+                self._placed.hand_over(self._lanes.norms(self.iteration))
+            else:
+                self._placed.watch_gradients()
         except BaseException as error:
             self.failed(error)
             raise

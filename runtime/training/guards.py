@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -48,11 +49,13 @@ def refusing_access(model: nn.Module) -> Iterator[StateAccess]:
             "carry the plan out again afterwards, if they are to be changed."
         )
 
-    def refuse_change(*_: Any, **__: Any) -> None:
-        raise ScheduleError(
-            "the model is to be converted or moved while a plan is being carried out: offloaded chunks are not on the "
-            "device. Call close() before model.to(), model.half() and the like."
-        )
+    def refuse_change(module: nn.Module, change: Callable[[torch.Tensor], Any], recurse: bool = True) -> nn.Module:
+        if not _changes_nothing(module, change):
+            raise ScheduleError(
+                "the model is to be converted or moved while a plan is being carried out: offloaded chunks are not on "
+                "the device. Call close() before model.to(), model.half() and the like."
+            )
+        return module
 
     def refuse_compiling(*_: Any, **__: Any) -> None:
         raise ScheduleError(
@@ -66,11 +69,28 @@ def refusing_access(model: nn.Module) -> Iterator[StateAccess]:
             undo.callback(saving.remove)
             loading = module.register_load_state_dict_pre_hook(refuse_state)  # type: ignore[no-untyped-call]
             undo.callback(loading.remove)
-            for name, refuse in (("_apply", refuse_change), ("compile", refuse_compiling)):
+            for name, refuse in (("_apply", partial(refuse_change, module)), ("compile", refuse_compiling)):
                 if name not in module.__dict__:
                     module.__dict__[name] = refuse
                     undo.callback(module.__dict__.pop, name, None)
         yield access
+
+
+def _changes_nothing(module: nn.Module, change: Callable[[torch.Tensor], Any]) -> bool:
+    """Whether ``change`` leaves tensors as those of ``module`` are: such as ``to`` the device where they are already.
+
+    Trainers and launchers call that whether or not there is anything to move.  It is tried on small tensors of the same
+    devices, dtypes and numbers of dimensions.
+    """
+    kinds = {(tensor.device, tensor.dtype, tensor.dim()) for tensor in (*module.parameters(), *module.buffers())}
+    with torch.no_grad():
+        for device, dtype, dim in kinds:
+            probe = torch.zeros((2,) * dim, device=device, dtype=dtype)
+            # On an accelerator every tensor counts as shared.
+            is_same = change(probe) is probe and not probe.any()
+            if not is_same or (device.type == "cpu" and probe.untyped_storage().is_shared()):
+                return False
+    return True
 
 
 # -- other optimizers ------------------------------------------------------------------------------------------------

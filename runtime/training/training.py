@@ -38,7 +38,7 @@ from ..model.nested_tensors import tensors_in
 from ..model.ownership import TakenOver, check_model, taken_over
 from ..model.snapshot import without_cache
 from ..optimizers.chunk_optimizer import MakeOptimizer, group_options
-from ..optimizers.facade import TrainingOptimizer
+from ..optimizers.facade import ParameterStates, TrainingOptimizer
 from ..optimizers.loss_scaling import LossScaling, scaler_for
 from ..optimizers.step_undo import LastStep
 from ..recording.metering import metering_of
@@ -118,6 +118,7 @@ class Training:
                 device=device,
                 check_gradients=check_gradients,
                 micro_batches=plan.micro_batches,
+                max_gradient_norm=plan.max_gradient_norm,
                 scaler=self.loss_scaler,
             )
             undo.callback(self._placed.move_out)
@@ -130,6 +131,8 @@ class Training:
                 step=self._step,
                 has_gradients=self._has_gradients,
                 is_ahead=any(task.kind is TaskKind.CPU_ADAM for task in self.schedule.tasks),
+                read_state=self._optimizer_state,
+                write_state=self._set_optimizer_state,
             )
             """What schedulers take: the user's parameter groups."""
             self._state = CheckpointState(
@@ -147,7 +150,7 @@ class Training:
             steppers = [stepper.optimizer for stepper, _, _ in self._placed.steppers()]
             undo.enter_context(refusing_other_optimizers(model, [self.optimizer, *steppers]))
             swapping = swapped_blocks(model, blocks, self.schedule, device)
-            self._lanes = TransferLanes(self.schedule, self._placed, device, swapping, plan.max_gradient_norm)
+            self._lanes = TransferLanes(self.schedule, self._placed, device, swapping)
             undo.callback(self._lanes.close)
             self._compute = ComputeLane(self.schedule, self._placed, self._lanes, self._metering, device, swapping)
             modes = plan.modes(workload.num_blocks)
@@ -322,6 +325,18 @@ class Training:
         self._check_between_iterations("weights can be read")
         self.synchronize()
         return state_on_host(self.model, self._placed, self._access)
+
+    def _optimizer_state(self) -> ParameterStates:
+        self._check_between_iterations("the optimizer's state can be read")
+        self.synchronize()
+        return self._state.optimizer.by_parameter()
+
+    def _set_optimizer_state(self, groups: list[dict[str, Any]], states: ParameterStates) -> None:
+        self._check_between_iterations("the optimizer's state can be replaced")
+        self.synchronize()
+        whole = self._state.optimizer.checked(states)
+        with self._compute.changing_state():
+            self._state.optimizer.set_by_parameter(groups, whole)
 
     # -- saving and resuming -----------------------------------------------------------------------------------------
 

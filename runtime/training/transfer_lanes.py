@@ -13,11 +13,13 @@ import torch
 
 from ...shared.schema.schedule import LANES_ALONE, Content, Lane, Schedule, Task, TaskId, TaskKind
 from ..chunks.chunk import DeviceChunk
+from ..chunks.gradient_stand_ins import Norms
 from ..chunks.placed_model import PlacedModel
 from ..devices.device import TrainingDevice
 from ..devices.lanes import Cancelled, Mark, Span, WorkerLane
 from ..hooks.swapping import SwappedBlock
 from ..model.nested_tensors import storage_bytes
+from ..optimizers.gradient_norms import ClippedNorm
 from .stream_memory import stream_memory
 
 
@@ -30,7 +32,6 @@ class TransferLanes:
         placed: PlacedModel,
         device: TrainingDevice,
         swapping: Mapping[int, SwappedBlock],
-        max_gradient_norm: float | None,
     ) -> None:
         self.bytes_host_to_device = 0
         self.bytes_device_to_host = 0
@@ -41,15 +42,16 @@ class TransferLanes:
         self._device = device
         self._marks: dict[tuple[int, TaskId], Mark] = {}
         self._swapping = swapping
-        self._max_gradient_norm = max_gradient_norm
+        self._norm_task = next((task.id for task in schedule.tasks if task.kind is TaskKind.GRADIENT_NORM), None)
         self._outgoing: dict[tuple[int, int, int], list[torch.Tensor | None]] = {}
         """Gradients on their way, by iteration, micro-batch and chunk."""
         self._arrived: dict[tuple[int, int, int], list[bool]] = {}
         """For which parameters of a chunk a later micro-batch had a gradient."""
         self._present: dict[tuple[int, int], list[bool]] = {}
         """For which parameters of a chunk there was a gradient in any micro-batch, by iteration and chunk."""
-        self._scales: dict[int, torch.Tensor] = {}
-        """What the gradients of an iteration are multiplied by, so that their norm keeps to its limit."""
+        self._clipped: dict[int, ClippedNorm] = {}
+        """The norms of the gradients of an iteration, and what these are multiplied by: from ``_norm`` to
+        ``forget``."""
         self._memory = stream_memory(schedule) if device.runs_behind else None
         self._held: dict[tuple[int, TaskId], list[torch.Tensor | None]] = {}
         """Gradients that queued copies still read, by iteration and offload (``_memory`` says until when)."""
@@ -104,7 +106,7 @@ class TransferLanes:
             mark = self._marks.get((iteration, task.id))
             if mark is not None and mark.is_set:
                 del self._marks[iteration, task.id]
-        self._scales.pop(iteration, None)
+        self._clipped.pop(iteration, None)
 
     def drain(self, before: int) -> None:
         """Wait until every task of the iterations before ``before`` has ended.  Raises what one of them raised."""
@@ -188,7 +190,20 @@ class TransferLanes:
 
     def scale_of(self, iteration: int) -> torch.Tensor | None:
         """What the gradients of an iteration are multiplied by before they are consumed; None if by nothing."""
-        return self._scales.get(iteration)
+        clipped = self._clipped.get(iteration)
+        return None if clipped is None else clipped.factor
+
+    def norms(self, iteration: int) -> Callable[[], Norms] | None:
+        """What waits for the norms of an iteration's gradients, and raises what their task raised; None without."""
+        task = self._norm_task
+        if task is None:
+            return None
+
+        def wait() -> Norms:
+            self._device.synchronize_event(self.mark(iteration, task).wait())
+            return self._clipped[iteration].norms
+
+        return wait
 
     def _swapped(self, task: Task) -> SwappedBlock:
         assert isinstance(task.section, int)
@@ -246,9 +261,8 @@ class TransferLanes:
         self._present[key] = chunk.accumulate(self._present[key], arrived)
 
     def _norm(self, iteration: int) -> None:
-        assert self._max_gradient_norm is not None
         present = {chunk: there for (of, chunk), there in self._present.items() if of == iteration}
-        self._scales[iteration] = self._placed.scale_to_norm(self._max_gradient_norm, present)
+        self._clipped[iteration] = self._placed.clip(present)
 
     def _cpu_adam(self, chunk: DeviceChunk, iteration: int) -> None:
         present = self._present.pop((iteration, chunk.chunk.id))
@@ -310,7 +324,7 @@ class TransferLanes:
         self._held.clear()
         self._arrived.clear()
         self._present.clear()
-        self._scales.clear()
+        self._clipped.clear()
 
     def _free(self, size_bytes: int) -> None:
         if self._device.ledger is not None:

@@ -73,6 +73,14 @@ def test_models_are_not_converted_while_they_train(
     convert(model)
 
 
+def test_models_may_be_moved_to_where_they_are(case: Case, model: nn.Module, training: Training) -> None:
+    """As launchers and trainers do, whether or not there is anything to move."""
+    for moved in (model.to("cpu"), model.to("cpu", torch.float32), model.float(), model.cpu()):
+        assert moved is model
+    assert model.model.layers[3].to("cpu") is model.model.layers[3]
+    check_goes_on(case, model, training)
+
+
 def swap(layers: Any) -> None:
     first, second = layers[1], layers[2]
     layers[1], layers[2] = second, first
