@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
@@ -33,6 +33,18 @@ class CpuOutOfMemoryError(DeviceOutOfMemoryError, torch.OutOfMemoryError):
     """The enforced budget of the CPU device is exceeded; also torch's own out-of-memory error."""
 
 
+class MemoryChange(NamedTuple):
+    """Bytes of the device that came or went."""
+
+    at_s: float
+    content: Content | None
+    more_bytes: int
+    is_named: bool
+    """Whether the runtime allocated them by name; else operations did."""
+    num_operations: int
+    """Operations watched so far."""
+
+
 class MemoryLedger:
     """Bytes alive on one device.  Thread-safe; sizes in bytes, times in seconds of ``time.perf_counter``."""
 
@@ -47,12 +59,14 @@ class MemoryLedger:
         self.claim_bytes = 0
         """What the running task may hold beyond named allocations while nobody watches (Note: Claims)."""
         self.peak_bytes = 0
-        self.alive: dict[Content | None, int] = {}
-        """Bytes alive by what they hold, as far as it was said; None: what operations made."""
-        self.alive_at_peak: dict[Content | None, int] = {}
-        """``alive`` when the level reached its peak, while a curve is being recorded."""
-        self.samples: list[tuple[float, int]] | None = None
-        """(time, level) at every change while a curve is being recorded."""
+        self.named: dict[Content | None, int] = {}
+        """Bytes allocated by name, by what they hold."""
+        self.watched: dict[Content | None, int] = {}
+        """Watched bytes by what they hold, as far as it was said; None: what operations made."""
+        self.changes: list[MemoryChange] | None = None
+        """Everything that came and went, in order, while somebody asks for it."""
+        self.num_operations = 0
+        """Operations watched so far."""
         self.before_operation: Callable[[], None] | None = None
         """Called before each watched operation."""
         self.on_operation: Callable[[Any, tuple[Any, ...], dict[str, Any], Any], None] | None = None
@@ -62,6 +76,7 @@ class MemoryLedger:
         self._lock = threading.RLock()
         self._watched: dict[int, _Watched] = {}
         self._mode: _WatchingMode | None = None
+        self._moment: float | None = None
 
     # -- levels ------------------------------------------------------------------------------------------------------
 
@@ -75,11 +90,36 @@ class MemoryLedger:
         """Bytes alive now; while nobody watches, with the running task's claim in place of its operations."""
         return self.named_bytes + (self.watched_bytes if self.is_metering else self.claim_bytes)
 
+    @property
+    def alive(self) -> dict[Content | None, int]:
+        """Bytes alive by what they hold."""
+        return {c: self.named.get(c, 0) + self.watched.get(c, 0) for c in self.named.keys() | self.watched.keys()}
+
     def reset_peak(self) -> None:
         """Forget the peak; it becomes the present level."""
         with self._lock:
             self.peak_bytes = self.level_bytes
-            self.alive_at_peak = dict(self.alive)
+
+    @property
+    def now_s(self) -> float:
+        """The present moment, on the clock of ``changes``."""
+        return time.perf_counter() if self._moment is None else self._moment
+
+    @contextmanager
+    def one_moment(self) -> Iterator[float]:
+        """Whatever comes and goes within the block does so at one moment, which is given: it changes hands."""
+        with self._lock:
+            self._moment = time.perf_counter()
+        try:
+            yield self._moment
+        finally:
+            self._moment = None
+
+    def take_changes(self) -> tuple[list[MemoryChange], dict[Content | None, int]]:
+        """What came and went since the last call, and what is allocated by name now; goes on noting."""
+        with self._lock:
+            changes, self.changes = self.changes or [], []
+            return changes, dict(self.named)
 
     def reset_watched_peak(self) -> None:
         """Forget the peak of watched bytes; it becomes their present level."""
@@ -130,8 +170,8 @@ class MemoryLedger:
             for tensor in tensors:
                 known = self._watched.get(tensor.untyped_storage()._cdata)
                 if known is not None and known.content is not content:
-                    self._hold(-known.size_bytes, known.content)
-                    self._hold(known.size_bytes, content)
+                    self._hold(-known.size_bytes, known.content, is_named=False)
+                    self._hold(known.size_bytes, content, is_named=False)
                     known.content = content
 
     def ignore(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -151,10 +191,10 @@ class MemoryLedger:
                 known = self._watched.get(key)
                 if known is not None:
                     self.watched_bytes -= known.size_bytes
-                    self._hold(-known.size_bytes, known.content)
+                    self._hold(-known.size_bytes, known.content, is_named=False)
                     known.size_bytes, known.is_whole = 0, False
                 self.named_bytes += storage.nbytes()
-                self._hold(storage.nbytes(), content)
+                self._hold(storage.nbytes(), content, is_named=True)
             self._changed()
 
     # -- watching ----------------------------------------------------------------------------------------------------
@@ -185,6 +225,7 @@ class MemoryLedger:
 
     def watch_result(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Count the storages that an operation made, and those that it gave another size."""
+        self.num_operations += 1
         for tensor in tensors_in(result):
             if tensor.layout is not torch.strided:
                 raise WorkloadError(
@@ -237,29 +278,25 @@ class MemoryLedger:
             if entry is not None:
                 self._count(-entry.size_bytes, entry.content)
 
-    def _hold(self, more_bytes: int, content: Content | None) -> None:
-        self.alive[content] = self.alive.get(content, 0) + more_bytes
+    def _hold(self, more_bytes: int, content: Content | None, *, is_named: bool) -> None:
+        held = self.named if is_named else self.watched
+        held[content] = held.get(content, 0) + more_bytes
+        if self.changes is not None:
+            self.changes.append(MemoryChange(self.now_s, content, more_bytes, is_named, self.num_operations))
 
     def _count_named(self, more_bytes: int, content: Content | None) -> None:
         self.named_bytes += more_bytes
-        self._hold(more_bytes, content)
+        self._hold(more_bytes, content, is_named=True)
         self._changed()
 
     def _count(self, more_bytes: int, content: Content | None) -> None:
         self.watched_bytes += more_bytes
-        self._hold(more_bytes, content)
+        self._hold(more_bytes, content, is_named=False)
         self.watched_peak_bytes = max(self.watched_peak_bytes, self.watched_bytes)
         self._changed()
 
     def _changed(self) -> None:
-        level = self.level_bytes
-        is_peak = level > self.peak_bytes
-        if is_peak:
-            self.peak_bytes = level
-        if self.samples is not None:
-            if is_peak:
-                self.alive_at_peak = dict(self.alive)
-            self.samples.append((time.perf_counter(), level))
+        self.peak_bytes = max(self.peak_bytes, self.level_bytes)
 
     def _enforce(self, more_bytes: int, name: Hashable) -> None:
         """Raise CpuOutOfMemoryError if ``more_bytes`` do not fit beside what is there."""

@@ -1,6 +1,6 @@
 """Metering of a device whose own allocator counts: its peak in every iteration, a curve over the tasks in some.
 
-Asking for the peak of an iteration costs nothing.  A curve asks the allocator at both ends of every compute task, which
+Asking for the peak of an iteration costs nothing.  A curve asks the allocator at the end of every compute task, which
 takes tens of microseconds each time, so it is drawn in the iterations that the ledger would watch on the CPU.  The
 allocator counts what the compute thread has asked for so far, whether or not the device has come to use it; that order
 is the compute stream's ([Note: Memory on one stream] in ``stream_memory``).  It counts all of the process: the
@@ -10,14 +10,13 @@ workspaces of cuBLAS, and tensors that have nothing to do with training.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import Any
 
 import torch
 
 from ...shared.schema.schedule import Task
 from ..devices.device import TrainingDevice
+from .iteration_memory import AllocatedMemory, AllocatedStretch, IterationMemory
 from .metering import METERED_ITERATIONS, Leaving, ListGradients, Metering, shapes_of
-from .recorder import MeteredMemory
 
 
 class AllocatorMetering(Metering):
@@ -29,10 +28,17 @@ class AllocatorMetering(Metering):
         self._num_watched: dict[Hashable, int] = {}
         self._is_watching = False
         self._shapes: Hashable = None
-        self._curve: list[tuple[Any, int]] = []
-        self._peak_at = ""
+        self._curve: list[AllocatedStretch] = []
+        """Of the running iteration, if it is drawn."""
+        self._curves: dict[Hashable, Sequence[AllocatedStretch]] = {}
+        """The latest of every shape of the inputs."""
         self._iteration_peak_bytes = 0
-        self._started: Any = None
+        self._peak_bytes = 0
+
+    @property
+    def peak_bytes(self) -> int:
+        """Highest level of all iterations so far."""
+        return self._peak_bytes
 
     def begin_iteration(self, iteration: int, inputs: Sequence[torch.Tensor]) -> bool:
         """Forget the last iteration's peak; draw a curve if the shapes are new, or it is time."""
@@ -44,39 +50,33 @@ class AllocatorMetering(Metering):
         if self._is_watching:
             self._num_watched[shapes] = seen + 1
             self._curve = []
-            self._peak_at, self._iteration_peak_bytes = "", 0
+            self._iteration_peak_bytes = 0
         return self._is_watching
 
     def begin_micro_batch(self, inputs: Sequence[torch.Tensor]) -> None:
         """Nothing to do: the allocator counts whatever it is asked for."""
 
     def begin_task(self, task: Task) -> None:
-        """A curve's stretch begins; room that was made for copies since the last one counts with it."""
-        if self._is_watching:
-            self._started = self._device.stamp()
-            peak_bytes = torch.cuda.max_memory_allocated(self._device.torch_device)
-            self._note_peak(task, peak_bytes)
-            self._curve.append((self._started, peak_bytes))
-            torch.cuda.reset_peak_memory_stats(self._device.torch_device)
+        """Nothing to do: room that was made for copies since the last task counts with this one."""
 
     def end_task(self, task: Task, leaving: Leaving, staying: ListGradients) -> None:
-        """A curve's stretch ends: its highest level holds for all of it."""
+        """Drawn: the highest level since the last task ended holds for all of this one."""
         if self._is_watching:
-            peak_bytes = torch.cuda.max_memory_allocated(self._device.torch_device)
-            self._note_peak(task, peak_bytes)
-            self._curve.append((self._started, peak_bytes))
-            self._curve.append((self._device.stamp(), torch.cuda.memory_allocated(self._device.torch_device)))
-            torch.cuda.reset_peak_memory_stats(self._device.torch_device)
+            device = self._device.torch_device
+            most_bytes = torch.cuda.max_memory_allocated(device)
+            self._iteration_peak_bytes = max(self._iteration_peak_bytes, most_bytes)
+            self._curve.append(AllocatedStretch(task.id, task.name, most_bytes, torch.cuda.memory_allocated(device)))
+            torch.cuda.reset_peak_memory_stats(device)
 
-    def end_iteration(self) -> MeteredMemory | None:
-        """The peak since the iteration began; its curve, if there is one."""
+    def end_iteration(self) -> IterationMemory | None:
+        """The peak since the iteration began, and the latest curve of equal shapes."""
         peak_bytes = torch.cuda.max_memory_allocated(self._device.torch_device)
-        if not self._is_watching:
-            self.peak_bytes = max(self.peak_bytes, peak_bytes)
-            return None
-        self.stop()
-        self.peak_bytes = max(self.peak_bytes, self._iteration_peak_bytes)
-        return MeteredMemory(self._curve, self._iteration_peak_bytes, self._peak_at, ())
+        if self._is_watching:
+            peak_bytes = max(peak_bytes, self._iteration_peak_bytes)
+            self._curves[self._shapes] = self._curve
+            self.stop()
+        self._peak_bytes = max(self._peak_bytes, peak_bytes)
+        return AllocatedMemory(peak_bytes, self._curves[self._shapes])
 
     def give_up_iteration(self) -> None:
         """It is watched again if it was."""
@@ -87,7 +87,3 @@ class AllocatorMetering(Metering):
     def stop(self) -> None:
         """Draw no curve any more."""
         self._is_watching = False
-
-    def _note_peak(self, task: Task, peak_bytes: int) -> None:
-        if peak_bytes > self._iteration_peak_bytes:
-            self._iteration_peak_bytes, self._peak_at = peak_bytes, task.name

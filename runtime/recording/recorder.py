@@ -1,4 +1,4 @@
-"""What a run measured: spans of every task, memory of every metered iteration, and the Record made of them.
+"""What a run measured: spans of every task, memory of every iteration, and the Record made of them.
 
 [Note: Typical iterations]
 Times on a shared machine scatter, and to the slow side.  A median of every task would be robust, but medians do not
@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+import numpy as np
+
 from ...shared.basics.errors import ProtwinError
 from ...shared.records.phase_times import phase_times_s
 from ...shared.schema.plan import Plan
@@ -23,22 +25,12 @@ from ...shared.schema.workload import Workload
 from ...shared.verify.guaranteed_peak import guaranteed_device_peak
 from ..devices.device import TrainingDevice
 from ..model.identity import software_versions
+from .iteration_memory import Floats, IterationMemory, MemoryOverTime
 from .timed_iterations import WARM_UP, why_no_record
 
 _MAX_CURVE_POINTS: Final = 2000
 _KEPT_LOGS: Final = 200
 """Iterations whose times are kept."""
-
-
-@dataclass
-class MeteredMemory:
-    """One watched iteration."""
-
-    samples: list[tuple[Any, int]]
-    """(stamp of the device, level)."""
-    peak_bytes: int
-    peak_at: str
-    alive: tuple[Holding, ...]
 
 
 @dataclass
@@ -50,7 +42,7 @@ class IterationLog:
     spans: dict[TaskId, Any] = field(default_factory=dict)
     is_metered: bool = False
     follows_pause: bool = False
-    memory: MeteredMemory | None = None
+    memory: IterationMemory | None = None
     moved_to_host_bytes: int = 0
 
 
@@ -113,7 +105,8 @@ class Recorder:
         typical = middle_half(periods)
         iteration_s = statistics.fmean(periods[place] for place in typical)
         noise = statistics.median(abs(period - iteration_s) for period in periods) / iteration_s
-        timings = self._timings([timed[place][0] for place in typical])
+        logs = [timed[place][0] for place in typical]
+        timings = self._timings(logs)
         forward_s, backward_s = phase_times_s(self._schedule, [timing.end_s for timing in timings])
         return Record(
             origin=Origin.MEASURED,
@@ -134,7 +127,7 @@ class Recorder:
             optimizer_s=max(0.0, iteration_s - forward_s - backward_s),
             tasks=timings,
             lanes=self._lanes(timings),
-            memory=self._memory(),
+            memory=self._memory(logs, timings),
             guaranteed_peak_device_bytes=guaranteed_device_peak(self._schedule).size_bytes,
             num_gathers=sum(task.kind is TaskKind.GATHER for task in self._schedule.tasks),
             num_cpu_adam_steps=sum(task.kind is TaskKind.CPU_ADAM for task in self._schedule.tasks),
@@ -178,25 +171,25 @@ class Recorder:
             for lane, tasks in by_lane.items()
         )
 
-    def _memory(self) -> tuple[MemoryCurve, ...]:
-        """The device curve of the metered iteration with the highest peak in steady state, and pinned memory."""
+    def _memory(self, logs: Sequence[IterationLog], timings: Sequence[TaskTiming]) -> tuple[MemoryCurve, ...]:
+        """The device curve of the one of ``logs`` whose peak is the median of theirs, and pinned memory.
+
+        The curve is laid over ``timings``, their means, from one compute task's beginning and end to the next.
+        """
         curves = []
-        metered = [log for log in self.logs if log.memory is not None]
-        steady = [log for log in metered if log.index >= 1] or metered
-        if steady:
-            log = max(steady, key=lambda log: log.memory.peak_bytes if log.memory is not None else 0)
-            assert log.memory is not None
-            start = self._device.seconds(log.started)
-            seconds = self._device.seconds
-            points = _thin([(seconds(time) - start, level) for time, level in log.memory.samples])
+        found = [(memory, log) for log in logs for memory in [self._over_time(log)] if memory is not None]
+        if found:
+            memory, log = sorted(found, key=lambda pair: pair[0].peak_bytes)[(len(found) - 1) // 2]
+            times_s = self._on_mean_times(memory.times_s, log, timings)
+            points = _thin(list(zip(times_s.tolist(), memory.levels_bytes.tolist(), strict=True)))
             curves.append(
                 MemoryCurve(
                     memory=Memory.DEVICE,
                     times_s=tuple(time for time, _ in points),
                     levels_bytes=tuple(level for _, level in points),
-                    peak_bytes=log.memory.peak_bytes,
-                    peak_at=log.memory.peak_at,
-                    alive_at_peak=log.memory.alive,
+                    peak_bytes=memory.peak_bytes,
+                    peak_at=memory.peak_at,
+                    alive_at_peak=memory.alive,
                 )
             )
         pinned = self._schedule.static_bytes(Memory.PINNED_HOST)
@@ -211,6 +204,24 @@ class Recorder:
             )
         )
         return tuple(curves)
+
+    def _over_time(self, log: IterationLog) -> MemoryOverTime | None:
+        if log.memory is None:
+            return None
+        seconds = self._device.seconds
+        return log.memory.over_time(lambda task: (seconds(log.spans[task].start), seconds(log.spans[task].end)))
+
+    def _on_mean_times(self, times_s: Floats, log: IterationLog, timings: Sequence[TaskTiming]) -> Floats:
+        """Moments of one iteration as moments of the mean iteration, in which each compute task has its mean times."""
+        seconds = self._device.seconds
+        program = self._schedule.lanes[Lane.COMPUTE]
+        own = np.array([seconds(at) for task in program for at in (log.spans[task].start, log.spans[task].end)])
+        mean = np.array([at for task in program for at in (timings[task].start_s, timings[task].end_s)])
+        laid_over: Floats = np.interp(times_s, own, mean)
+        # Before the first task and after the last, the same distance from them.
+        laid_over = np.where(times_s < own[0], mean[0] + (times_s - own[0]), laid_over)
+        laid_over = np.where(times_s > own[-1], mean[-1] + (times_s - own[-1]), laid_over)
+        return laid_over
 
 
 def middle_half(values: Sequence[float]) -> list[int]:

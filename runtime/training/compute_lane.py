@@ -272,9 +272,10 @@ class ComputeLane:
                 self._lanes.check()
             self._wait(task)
             self._lanes.let_go(task, self.iteration)
-            if kind is TaskKind.BACKWARD and isinstance(section, int) and section in self._swapping:
-                self._swapping[section].arrive()
-            self._metering.begin_task(task)
+            with self._metering.one_moment():
+                if kind is TaskKind.BACKWARD and isinstance(section, int) and section in self._swapping:
+                    self._swapping[section].arrive()
+                self._metering.begin_task(task)
         except BaseException as error:
             self.failed(error)
             raise

@@ -7,7 +7,8 @@ from types import MappingProxyType
 import torch
 
 from protwin.runtime.devices.ledger import MemoryLedger
-from protwin.runtime.recording.metering import METERED_ITERATIONS, LedgerMetering
+from protwin.runtime.recording.ledger_metering import LedgerMetering
+from protwin.runtime.recording.metering import METERED_ITERATIONS
 from protwin.shared.schema.schedule import Task, TaskId, TaskKind
 
 TASK = Task(TaskId(0), TaskKind.FORWARD)
