@@ -18,7 +18,6 @@ from typing import Any, Final
 import torch
 
 from ...shared.schema.schedule import Content, Task
-from ..devices.device import TrainingDevice
 from .iteration_memory import IterationMemory
 
 Leaving = Mapping[Content, Sequence[torch.Tensor]]
@@ -69,16 +68,6 @@ class Metering(ABC):
     @abstractmethod
     def stop(self) -> None:
         """Stop watching, in whatever state.  Idempotent."""
-
-
-def metering_of(device: TrainingDevice, meter_every: int | None) -> Metering:
-    """The metering of a device: its ledger, or its allocator."""
-    from .allocator_metering import AllocatorMetering
-    from .ledger_metering import LedgerMetering
-
-    if device.ledger is not None:
-        return LedgerMetering(device.ledger, meter_every)
-    return AllocatorMetering(device, meter_every)
 
 
 def shapes_of(inputs: Sequence[torch.Tensor]) -> Hashable:

@@ -41,7 +41,7 @@ from ..optimizers.chunk_optimizer import MakeOptimizer, group_options
 from ..optimizers.facade import ParameterStates, TrainingOptimizer
 from ..optimizers.loss_scaling import LossScaling, scaler_for
 from ..optimizers.step_undo import LastStep
-from ..recording.metering import metering_of
+from ..recording.device_metering import metering_of
 from ..recording.recorder import Recorder
 from ..recording.summaries import StepSummary, Summaries, to_stderr
 from .compute_lane import ComputeLane

@@ -1,0 +1,15 @@
+"""Which metering a device has."""
+
+from __future__ import annotations
+
+from ..devices.device import TrainingDevice
+from .allocator_metering import AllocatorMetering
+from .ledger_metering import LedgerMetering
+from .metering import Metering
+
+
+def metering_of(device: TrainingDevice, meter_every: int | None) -> Metering:
+    """The metering of a device: its ledger, or its allocator."""
+    if device.ledger is not None:
+        return LedgerMetering(device.ledger, meter_every)
+    return AllocatorMetering(device, meter_every)
