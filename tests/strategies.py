@@ -81,14 +81,13 @@ def _curves(draw: DrawFn, net_bytes: int) -> tuple[tuple[float, int], ...]:
 
 
 @st.composite
-def phases(draw: DrawFn, net_bytes: int = 0, measured: bool | None = True, gradient_bytes: int = 0) -> Phase:
+def phases(draw: DrawFn, net_bytes: int = 0, measured: bool | None = True, gradient_bytes: int | None = None) -> Phase:
     """A phase of the given net bytes, of which ``gradient_bytes`` are gradients, with curves that agree with them.
 
     ``measured``: whether it carries seconds, None for either.
     """
     curve = _curves(draw, net_bytes)
-    knows_adding = gradient_bytes > 0 and draw(st.booleans())
-    adding_curve = _curves(draw, net_bytes - gradient_bytes) if knows_adding else ()
+    adding_curve = _curves(draw, net_bytes - gradient_bytes) if gradient_bytes and draw(st.booleans()) else ()
     is_measured = draw(st.booleans()) if measured is None else measured
     return Phase(
         operations=() if is_measured else tuple(draw(st.lists(operations(), max_size=2))),
@@ -127,10 +126,13 @@ def _block_kinds(draw: DrawFn, dtypes: SearchStrategy[DType], min_parameters: in
     """A backward releases what its block saved and its output, and leaves the block's gradients.
 
     (It also exchanges the incoming gradient, of its output's size, for one of its input's, and releases that input.)
-    A checkpointed forward may leave a little beside its output: the state of the random generator.
+    A checkpointed forward may leave a little beside its output: the state of the random generator.  A block that runs
+    under ``torch.no_grad()`` leaves no gradients; one that leaves all may not say so.
     """
     parameters = draw(_parameter_lists(dtypes, min_parameters, 4))
-    gradient_bytes = _gradient_bytes(parameters)
+    gradient_bytes = draw(st.sampled_from((_gradient_bytes(parameters),) * 3 + (0,)))
+    is_all = gradient_bytes == _gradient_bytes(parameters)
+    stated_bytes = draw(st.sampled_from((gradient_bytes, None))) if is_all else gradient_bytes
     output_bytes, saved_bytes = draw(_SIZES), draw(_SIZES)
     recomputed_bytes = draw(st.integers(0, saved_bytes))
     generator_bytes = draw(st.sampled_from((0, 0, 5056)))
@@ -139,11 +141,11 @@ def _block_kinds(draw: DrawFn, dtypes: SearchStrategy[DType], min_parameters: in
         BlockProfile(
             output_bytes=output_bytes,
             forward=draw(phases(output_bytes + saved_bytes, measured)),
-            backward=draw(phases(gradient_bytes - saved_bytes - output_bytes, measured, gradient_bytes)),
+            backward=draw(phases(gradient_bytes - saved_bytes - output_bytes, measured, stated_bytes)),
             checkpoint_forward=draw(phases(output_bytes + generator_bytes, measured)),
             recompute=draw(phases(recomputed_bytes, measured)),
             checkpoint_backward=draw(
-                phases(gradient_bytes - recomputed_bytes - output_bytes - generator_bytes, measured, gradient_bytes)
+                phases(gradient_bytes - recomputed_bytes - output_bytes - generator_bytes, measured, stated_bytes)
             ),
             swappable_bytes=draw(st.integers(0, saved_bytes)),
         ),

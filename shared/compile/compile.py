@@ -302,16 +302,16 @@ class _Compiler:
     def _own_gradient_bytes(self, phase: Phase, buffers_bytes: int) -> int:
         """Gradients among what a block's backward leaves that have buffers of their own, or were added to others.
 
-        Parameters that nothing uses have room in ``buffers_bytes`` but no gradient; a phase that does not say how much
-        it leaves of gradients leaves all.
+        Parameters that nothing uses, or that a block under ``torch.no_grad()`` uses, have room in ``buffers_bytes`` but
+        no gradient; a phase that does not say how much it leaves of gradients leaves all.
         """
-        if not phase.gradient_bytes:
+        if phase.gradient_bytes is None:
             return buffers_bytes
         return phase.gradient_bytes if self.builder.micro_batch else min(buffers_bytes, phase.gradient_bytes)
 
     def _added_bytes(self, phase: Phase) -> int:
         """Gradients that a backward adds to those of earlier micro-batches, where its phase left new ones."""
-        return phase.gradient_bytes if self.builder.micro_batch else 0
+        return phase.stated_gradient_bytes if self.builder.micro_batch else 0
 
     def _prologue_backward(self) -> TaskId:
         handed, output = self.activations.incoming, self.activations.output_of(OuterSection.PROLOGUE)

@@ -103,15 +103,16 @@ class Phase(FrozenModel):
     operations: tuple[Operation, ...] = ()
     net_bytes: SignedBytes = 0
     """Device bytes alive at its end minus at its start, its parameters' gradients included."""
-    gradient_bytes: Bytes = 0
-    """Of these, gradients of parameters that had none before.  Where they have some already, a backward adds to them
-    and leaves so much less behind."""
+    gradient_bytes: Bytes | None = None
+    """Of these, gradients of parameters that had none before; 0: none, as of a block under ``torch.no_grad()``; None:
+    the phase does not say, and a block's backward is taken to leave gradients of all its trainable parameters.  Where
+    they have some already, a backward adds to them and leaves so much less behind."""
     curve: tuple[tuple[Annotated[float, Field(gt=0, le=1)], SignedBytes], ...] = ()
     """Highest level, relative to the start, within consecutive stretches: (end of stretch as a fraction of the
     phase's time, bytes).  Ascending, the last fraction is 1; empty for an empty phase."""
     adding_curve: tuple[tuple[Annotated[float, Field(gt=0, le=1)], SignedBytes], ...] = ()
     """``curve`` where all of ``gradient_bytes`` are added to gradients that are there already: each goes as soon as it
-    is final.  Empty where there are none, or where that is not known."""
+    is final.  Empty where there are none, or where they are not known."""
     measured_s: NonNegativeFloat | None = None
     """Median seconds on ``Workload.measured_on``, alone on the machine."""
 
@@ -121,14 +122,20 @@ class Phase(FrozenModel):
 
         Without ``adding_curve``, its levels are those of the first: an upper bound.
         """
-        return self._adding if self.gradient_bytes else self
+        return self._adding if self.stated_gradient_bytes else self
+
+    @property
+    def stated_gradient_bytes(self) -> int:
+        """``gradient_bytes``, of a phase outside the blocks above all; 0 where the phase does not say."""
+        return self.gradient_bytes or 0
 
     @cached_property
     def _adding(self) -> Phase:
         # Made anew: a copy would take along what is cached here.
         return Phase(
             operations=self.operations,
-            net_bytes=self.net_bytes - self.gradient_bytes,
+            net_bytes=self.net_bytes - self.stated_gradient_bytes,
+            gradient_bytes=0,
             curve=self.adding_curve or self.curve,
             measured_s=self.measured_s,
         )

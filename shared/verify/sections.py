@@ -250,7 +250,8 @@ class _Walk:
             phase = phase.with_shared(held_bytes=self.kept[section], freed_bytes=self.freed[section])
             gradients, own_bytes = self._gradients(section)
             # Of parameters that nothing uses there is room for gradients, but there are none.
-            own_bytes = min(own_bytes, phase.gradient_bytes or own_bytes)
+            if phase.gradient_bytes is not None:
+                own_bytes = min(own_bytes, phase.gradient_bytes)
             consumed = saved | self._input(section) | self._swapped(section).keys()
             # The first block's input is the prologue's output, which the prologue's own backward drops.
             drops = consumed - {output}
@@ -261,7 +262,7 @@ class _Walk:
         carried_out = phase
         if self.micro_batch:
             # Gradients are there already: what the phase would leave of them is added to these.
-            own_bytes = phase.gradient_bytes or own_bytes
+            own_bytes = own_bytes if phase.gradient_bytes is None else phase.gradient_bytes
             carried_out = phase if gradients else phase.adding
         self.level_bytes += phase.net_bytes - own_bytes
         for name in drops:

@@ -24,7 +24,7 @@ def check_magnitude(workload: Workload) -> None:
     flops = 0
     for phase in _phases(workload):
         moved_bytes = sum(operation.bytes_moved * operation.count for operation in phase.operations)
-        levels_bytes = abs(phase.net_bytes) + phase.gradient_bytes + max(0, phase.peak_bytes)
+        levels_bytes = abs(phase.net_bytes) + phase.stated_gradient_bytes + max(0, phase.peak_bytes)
         total_bytes += levels_bytes + moved_bytes // _PASSES
         flops += phase.flops
     if total_bytes > _MOST_BYTES or flops > _MOST_FLOPS:

@@ -18,6 +18,8 @@ from .space import BoolArray, IntArray, ModeRows
 
 NO_TASK_BYTES: Final = -(2**62)
 """The level at a position without a task: below everything that can be added to it."""
+_NOT_STATED: Final = -1
+"""Where a phase does not say how many bytes of gradients it leaves."""
 
 
 @dataclass(frozen=True)
@@ -144,10 +146,10 @@ class _Books:
                 sizes[parameter.block] += parameter.size_bytes
         stated = np.where(
             self.is_checkpoint,
-            [p.checkpoint_backward.gradient_bytes for p in self.profiles],
-            [p.backward.gradient_bytes for p in self.profiles],
+            [_stated_bytes(p.checkpoint_backward) for p in self.profiles],
+            [_stated_bytes(p.backward) for p in self.profiles],
         )
-        left: IntArray = np.where(stated == 0, sizes, stated if is_later else np.minimum(sizes, stated))
+        left: IntArray = np.where(stated == _NOT_STATED, sizes, stated if is_later else np.minimum(sizes, stated))
         return left
 
     def peak_bytes(self, *, is_adding: bool) -> IntArray:
@@ -221,7 +223,12 @@ def _with_start(start: IntArray, changes: IntArray) -> IntArray:
 
 
 def _added(phase: Phase, is_later: bool) -> int:
-    return phase.gradient_bytes if is_later else 0
+    return phase.stated_gradient_bytes if is_later else 0
+
+
+def _stated_bytes(phase: Phase) -> int:
+    """``Phase.gradient_bytes`` as an array holds them."""
+    return _NOT_STATED if phase.gradient_bytes is None else phase.gradient_bytes
 
 
 def _peak_bytes(phase: Phase, is_adding: bool) -> int:

@@ -7,6 +7,7 @@ from functools import lru_cache
 
 import pytest
 import torch
+from torch import nn
 
 from protwin.shared.compile.compile import compile_schedule
 from protwin.shared.schema.schedule import Content, Schedule, TaskKind
@@ -15,7 +16,7 @@ from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
 from tests.runtime.accounts import BAR, MIXTURES, RESIDENCIES, error_frac, measured_peak_bytes, plan_of
 from tests.runtime.eager_lanes import eager_peak
 from tests.runtime.families import family_cases
-from tests.runtime.models import Case, cases, llama, token_batches
+from tests.runtime.models import SEED, Case, HandWritten, cases, llama, token_batches
 
 NAMES = ("llama, groups", "gpt2 with dropout, tied", "hand-written, frozen tail", "llama in bfloat16")
 
@@ -126,3 +127,41 @@ def test_parameters_that_nothing_uses_leave_no_gradients(monkeypatch: pytest.Mon
         lambda compiler, phase, buffers_bytes: max(buffers_bytes, compiler._added_bytes(phase)),
     )
     assert worst_error() > 2e-3
+
+
+class _FrozenByContext(HandWritten):
+    """Its first blocks run under ``torch.no_grad()``; what they hold is trainable all the same."""
+
+    def forward(self, points: torch.Tensor) -> torch.Tensor:
+        """(batch, 5) to (batch, classes)."""
+        with torch.no_grad():
+            hidden = self.stack[:3](self.entry(points))
+        return self.exit(self.stack[3:](hidden))
+
+
+def _with_blocks_under_no_grad() -> nn.Module:
+    torch.manual_seed(SEED)
+    model = _FrozenByContext()
+    model.exit = nn.Linear(24, 400)
+    return model
+
+
+def test_no_gradients_are_not_the_same_as_gradients_that_nobody_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A head whose gradients stay from one micro-batch to the next.  The wrong variant reads 0 as "does not say"."""
+    generator = torch.Generator().manual_seed(SEED)
+    points, classes = torch.randn(100, 5, generator=generator), torch.arange(100) % 3
+    case = Case(_with_blocks_under_no_grad, [{"points": points, "classes": classes}] * 6, has_loss=False)
+    assert [case.workload.profile_of(block).backward.gradient_bytes for block in range(3)] == [0, 0, 0]
+    plan = plan_of(case, "kept", "offloaded", micro_batches=2)
+    measured_bytes = measured_peak_bytes(case, plan)
+
+    def guaranteed_bytes() -> int:
+        return guaranteed_device_peak(compile_schedule(plan, case.workload)).size_bytes
+
+    head_bytes = sum(p.size_bytes for p in case.workload.parameters if p.name.startswith("exit"))
+    assert guaranteed_bytes() - head_bytes / 2 < measured_bytes <= guaranteed_bytes()
+    monkeypatch.setattr(
+        "protwin.shared.compile.compile._Compiler._own_gradient_bytes",
+        lambda compiler, phase, buffers_bytes: phase.gradient_bytes or buffers_bytes,
+    )
+    assert measured_bytes > guaranteed_bytes() + head_bytes / 2
