@@ -2,8 +2,9 @@
 
 On the CPU the host's memory stands in for the device's, and no allocator keeps the two apart.  The ledger does: it
 counts what the compute thread's operations produce (a dispatch mode sees every one of them, in forward, backward and
-recomputation) and what the runtime allocates by name, and raises the device's out-of-memory error beyond the budget.
-Host-side tensors are made on other threads or outside the metered stretch and do not count.
+recomputation), what they are given that was there before anybody watched, and what the runtime allocates by name, and
+raises the device's out-of-memory error beyond the budget.  What only other threads touch is on the host's side and does
+not count.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from ...shared.basics.errors import DeviceOutOfMemoryError, WorkloadError
 from ...shared.basics.units import format_bytes
 from ...shared.schema.schedule import Content
-from ..model.nested_tensors import tensors_in
+from ..model.nested_tensors import has_storage, tensors_in
 
 _LIFT_FRESH: Final = torch.ops.aten.lift_fresh.default
 _DEVICE: Final = torch.ops.prim.device.default
@@ -48,8 +49,10 @@ class MemoryChange(NamedTuple):
 class MemoryLedger:
     """Bytes alive on one device.  Thread-safe; sizes in bytes, times in seconds of ``time.perf_counter``."""
 
-    def __init__(self, budget_bytes: int | None = None) -> None:
+    def __init__(self, budget_bytes: int | None = None, *, device_type: str = "cpu") -> None:
         self.budget_bytes = budget_bytes
+        self.device_type = device_type
+        """Of tensors that count although no watched operation made them."""
         self.named_bytes = 0
         """Bytes allocated by name (``allocate``)."""
         self.watched_bytes = 0
@@ -73,6 +76,10 @@ class MemoryLedger:
         """Called after each watched operation with (operator, args, kwargs, result)."""
         self.doing = "setting up"
         """What the compute thread is doing, for messages."""
+        self.is_finding = True
+        """Whether what operations are given and nobody knew is on the device, and not data that is being prepared."""
+        self.place: Callable[[], Hashable] | None = None
+        """Where the model is, which is noted of what operations make; None: nowhere."""
         self._lock = threading.RLock()
         self._watched: dict[int, _Watched] = {}
         self._mode: _WatchingMode | None = None
@@ -174,6 +181,13 @@ class MemoryLedger:
                     self._hold(known.size_bytes, content, is_named=False)
                     known.content = content
 
+    def alive_beside(self, tensors: Iterable[torch.Tensor]) -> Iterator[LivingStorage]:
+        """The watched storages that are alive, those of ``tensors`` left out."""
+        left_out = {tensor.untyped_storage()._cdata for tensor in tensors}
+        with self._lock:
+            found = [LivingStorage(k, w.size_bytes, w.place) for k, w in self._watched.items() if k not in left_out]
+        return iter([storage for storage in found if storage.size_bytes])
+
     def ignore(self, tensors: Iterable[torch.Tensor]) -> None:
         """Know these tensors' storages without counting them: named allocations, host memory."""
         with self._lock:
@@ -224,8 +238,10 @@ class MemoryLedger:
     # -- inside ------------------------------------------------------------------------------------------------------
 
     def watch_result(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        """Count the storages that an operation made, and those that it gave another size."""
+        """Count the storages that an operation was given and nobody knew, that it made, or gave another size."""
         self.num_operations += 1
+        if operator is not _LIFT_FRESH:
+            self._find(args, kwargs, is_here=self.is_finding)
         for tensor in tensors_in(result):
             if tensor.layout is not torch.strided:
                 raise WorkloadError(
@@ -239,14 +255,22 @@ class MemoryLedger:
                 if known.is_whole and known.size_bytes != storage.nbytes():
                     self._resize(storage, known, operator)
                 continue
-            # A view of something nobody told us about (a batch, a mask) is no new memory; what torch.tensor() made is.
-            is_view = operator is not _LIFT_FRESH and any(
-                source.untyped_storage()._cdata == storage._cdata for source in tensors_in((args, kwargs))
-            )
             with self._lock:
-                self._register(storage, 0 if is_view else storage.nbytes(), operator, is_whole=not is_view)
+                self._register(storage, storage.nbytes(), operator, is_whole=True)
         if self.on_operation is not None:
             self.on_operation(operator, args, kwargs, result)
+
+    def _find(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_here: bool) -> None:
+        """Count what an operation was given that lives already, whatever keeps it: a cache, a table, labels.
+
+        What is not here counts for nothing, and neither do views of it.
+        """
+        for tensor in tensors_in((args, kwargs)):
+            storage = tensor.untyped_storage() if has_storage(tensor) else None
+            if storage is not None and storage._cdata not in self._watched:
+                size_bytes = _own_bytes(tensor) if is_here and tensor.device.type == self.device_type else 0
+                with self._lock:
+                    self._register(storage, size_bytes, content=Content.RESIDENT)
 
     def _register(
         self,
@@ -261,7 +285,9 @@ class MemoryLedger:
         if key in self._watched:
             return 0
         self._enforce(size_bytes, operator if operator is not None else "a tensor")
-        self._watched[key] = _Watched(size_bytes, is_whole, weakref.ref(storage, lambda _: self._forget(key)), content)
+        place = self.place() if self.place is not None else None
+        gone = weakref.ref(storage, lambda _: self._forget(key))
+        self._watched[key] = _Watched(size_bytes, is_whole, gone, content, place)
         self._count(size_bytes, content)
         return size_bytes
 
@@ -322,6 +348,19 @@ class _Watched:
     storage: weakref.ref[Any]
     """Tells when it is gone."""
     content: Content | None
+    place: Hashable
+    """Where the model was when it was made."""
+
+
+@dataclass(frozen=True, slots=True)
+class LivingStorage:
+    """A watched storage that is alive."""
+
+    key: int
+    """The storage's address."""
+    size_bytes: int
+    place: Hashable
+    """Where the model was when it was made or found; None: nowhere."""
 
 
 class _WatchingMode(TorchDispatchMode):

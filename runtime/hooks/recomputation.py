@@ -44,5 +44,8 @@ class Recomputation:
                 module.num_batches_tracked.copy_(counted)
         self._stilled.clear()
         self._state.__exit__(None, None, None)
+        # Within autocast that goes on through backward, casts of weights would stay in its cache until the next
+        # forward; where autocast goes around forward alone, that of the recomputation ends here and drops them too.
+        torch.clear_autocast_cache()
         # Early stop leaves recomputation by an exception of its own; the backward proper follows in any case.
         self._on_end()

@@ -3,10 +3,11 @@
 [Note: What travels]
 Within a block's forward, autograd hands every tensor that it saves to ``pack``.  What travels are the storages that the
 block itself made: not parameters and buffers, not what it was given, not what it hands on, and nothing so small that a
-copy costs more than its memory.  Autograd keeps a handle instead of such a tensor; ``unpack`` makes the tensor anew, as
-a view of the storage that has come back, so strides and shared storages stay what they were.  What the block saves and
-drops before it ends, a branch that its result does not depend on, goes at once, as ever.  Each storage that has come
-back goes when the last operation that saved a part of it has run backward, as it would have gone without the trip.
+copy costs more than its memory; nor what the block keeps in an attribute, which would stay there besides.  Autograd
+keeps a handle instead of such a tensor; ``unpack`` makes the tensor anew, as a view of the storage that has come back,
+so strides and shared storages stay what they were.  What the block saves and drops before it ends, a branch that its
+result does not depend on, goes at once, as ever.  Each storage that has come back goes when the last operation that
+saved a part of it has run backward, as it would have gone without the trip.
 
 Casts of weights that autocast keeps travel too, unless others use them ([Note: Casts that blocks share] in
 ``weight_casts``).
@@ -21,14 +22,14 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ...shared.basics.errors import ScheduleError
 from ...shared.schema.schedule import Content, Schedule
 from ...shared.schema.workload import SMALLEST_SWAPPED_BYTES
 from ..devices.device import TrainingDevice
 from ..model.blocks import NamedBlock
-from ..model.nested_tensors import tensors_in
+from ..model.kept_tensors import kept_tensors
+from ..model.nested_tensors import has_storage, tensors_in
 from .weight_casts import WeightCasts
 
 _T = TypeVar("_T")
@@ -84,9 +85,11 @@ class SavedTensor:
 class _OwnStorages:
     """Tells the storages that a running block makes itself from those that it was given or that the model keeps."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, block: nn.Module) -> None:
+        self._model = model
+        self._modules = list(block.modules())
         self._of_model = {
-            tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers()) if not _is_odd(tensor)
+            tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers()) if has_storage(tensor)
         }
         self._given: set[int] = set()
 
@@ -96,10 +99,15 @@ class _OwnStorages:
 
     def key_of(self, tensor: torch.Tensor) -> int | None:
         """The storage of a tensor that is saved, if the block made it."""
-        if _is_odd(tensor):
+        if not has_storage(tensor):
             return None
         key = tensor.untyped_storage()._cdata
         return None if key in self._of_model or key in self._given else key
+
+    def staying(self, output: Any) -> set[int]:
+        """The storages that outlive the block's forward anyway: what it hands on, and what its modules keep."""
+        kept = kept_tensors(self._modules, model=self._model)
+        return _storages(output) | {tensor.untyped_storage()._cdata for tensor in kept}
 
 
 class SwappableTally:
@@ -107,8 +115,8 @@ class SwappableTally:
 
     def __init__(self, model: nn.Module, block: nn.Module) -> None:
         self.sizes_bytes: list[int] = []
-        """Of the storages that the latest forward made, saved and did not hand on; tiny ones included."""
-        self._own = _OwnStorages(model)
+        """Of the storages that the latest forward made, saved and neither handed on nor kept; tiny ones included."""
+        self._own = _OwnStorages(model, block)
         self._casts = WeightCasts(model, block)
         self._found: dict[int, weakref.ref[Any]] = {}
         """By address, which a storage that is gone leaves to later ones."""
@@ -121,9 +129,9 @@ class SwappableTally:
         with saved_tensors_hooks(self._pack, lambda tensor: tensor):
             output = forward(*args, **kwargs)
         self._casts.forget()
-        handed_on = _storages(output)
+        staying = self._own.staying(output)
         alive = [(key, storage) for key, reference in self._found.items() if (storage := reference()) is not None]
-        self.sizes_bytes = [storage.nbytes() for key, storage in alive if key not in handed_on]
+        self.sizes_bytes = [storage.nbytes() for key, storage in alive if key not in staying]
         return output
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -139,7 +147,7 @@ class SavedActivations:
     """Collects what one block saves while its forward runs."""
 
     def __init__(self, model: nn.Module, block: nn.Module) -> None:
-        self._own = _OwnStorages(model)
+        self._own = _OwnStorages(model, block)
         self._casts = WeightCasts(model, block)
         self._saved: dict[int, weakref.ref[SavedStorage]] = {}
         """By address, which a storage that is gone leaves to later ones.  Autograd alone holds them."""
@@ -154,15 +162,15 @@ class SavedActivations:
         self._casts.begin()
         with saved_tensors_hooks(self._pack, _unpack):
             output = forward(*args, **kwargs)
-        handed_on = _storages(output)
-        self._casts.let_go(handed_on)
+        staying = self._own.staying(output)
+        self._casts.let_go(staying)
         alive = {key: saved for key in self._saved if (saved := _alive(self._saved, key)) is not None}
         self._found = list(alive.values())
         for key, saved in alive.items():
             assert saved.source is not None
             is_small = saved.size_bytes < SMALLEST_SWAPPED_BYTES
             # What was changed after it was saved stays, for backward to say so.
-            saved.is_kept = is_small or key in handed_on or saved.versions != {saved.source._version}
+            saved.is_kept = is_small or key in staying or saved.versions != {saved.source._version}
         return output
 
     def take(self) -> list[SavedStorage]:
@@ -341,10 +349,5 @@ def _bytes_of(storage: torch.UntypedStorage, device: TrainingDevice) -> torch.Te
     return torch.empty(0, dtype=torch.uint8, device=device.torch_device).set_(storage)
 
 
-def _is_odd(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has no storage of its own that could be copied: sparse ones and wrappers."""
-    return tensor.layout is not torch.strided or is_traceable_wrapper_subclass(tensor)
-
-
 def _storages(value: Any) -> set[int]:
-    return {tensor.untyped_storage()._cdata for tensor in tensors_in(value) if not _is_odd(tensor)}
+    return {tensor.untyped_storage()._cdata for tensor in tensors_in(value) if has_storage(tensor)}

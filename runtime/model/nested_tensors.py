@@ -7,6 +7,7 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
@@ -40,3 +41,8 @@ def storage_bytes(tensors: Iterable[torch.Tensor | None]) -> int:
     """Bytes of the storages of ``tensors``, each storage once."""
     storages = (tensor.untyped_storage() for tensor in tensors if tensor is not None)
     return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+
+
+def has_storage(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has a storage of its own, which could be copied: sparse ones and wrappers have none."""
+    return tensor.layout is torch.strided and not is_traceable_wrapper_subclass(tensor)

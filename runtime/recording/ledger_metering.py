@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Final
@@ -49,8 +49,12 @@ class _Mark:
 class LedgerMetering(Metering):
     """The CPU's ledger, which watches the first iterations of every input shape and every ``meter_every``-th one."""
 
-    def __init__(self, ledger: MemoryLedger, meter_every: int | None) -> None:
+    def __init__(
+        self, ledger: MemoryLedger, meter_every: int | None, kept: Callable[[], Iterable[torch.Tensor]] = tuple
+    ) -> None:
+        """``kept`` lists what the model keeps in attributes, which is there before anybody watches."""
         self._ledger = ledger
+        self._kept = kept
         self._meter_every = meter_every
         self._num_watched: dict[Hashable, int] = {}
         self._claims: dict[Hashable, dict[TaskId, _Claim]] = {}
@@ -100,6 +104,7 @@ class LedgerMetering(Metering):
         self._ledger.claim(0)
         self._ledger.start_metering()
         self._ledger.adopt(inputs, Content.RESIDENT)
+        self._ledger.adopt(self._kept(), Content.RESIDENT)
         self._ledger.reset_peak()
         self._begin_noting()
         held = dict(self._ledger.watched)
@@ -129,6 +134,7 @@ class LedgerMetering(Metering):
         """Watched: begin a stretch.  Otherwise: claim what the task held when it was watched."""
         self._ledger.doing = self._doing.get(task.id) or self._doing.setdefault(task.id, f"running {task.name}")
         if self._is_watching:
+            self._ledger.is_finding = True
             self._ledger.reset_watched_peak()
         else:
             self._ledger.claim(self._claim_of(task).during_bytes)
@@ -142,6 +148,7 @@ class LedgerMetering(Metering):
         """
         with self._ledger.one_moment():
             if self._is_watching:
+                self._ledger.is_finding = False  # the loop may prepare its next batch from data on the host
                 self._name(leaving)
                 self._ledger.label(staying(), Content.GRADIENTS)
                 claim = _Claim(self._ledger.watched_peak_bytes, self._ledger.watched_bytes)

@@ -28,6 +28,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from ..model.batches import Batch
 from ..model.blocks import NamedBlock
+from ..model.kept_tensors import kept_tensors, replace_kept_tensors
 from ..model.strides import contiguous_strides, is_dense
 
 _FUSED_ATTENTION: Final = "sdpa"
@@ -37,7 +38,7 @@ _LONGEST_PERIOD: Final = 8
 
 
 def fake_model(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
-    """A copy of a model on the meta device whose parameters and buffers are fake tensors on the CPU."""
+    """A copy of a model on the meta device whose parameters, buffers and kept tensors are fake ones on the CPU."""
     twin = copy.deepcopy(model)
     made: dict[int, Any] = {}
     with mode:
@@ -47,10 +48,14 @@ def fake_model(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
                 for name, tensor in tensors.items():
                     if tensor is not None:
                         tensors[name] = made.setdefault(id(tensor), _faked(tensor))
+        for module in twin.modules():
+            replace_kept_tensors(module, lambda tensor: made.setdefault(id(tensor), _faked(tensor)))
     return twin
 
 
 def _faked(tensor: torch.Tensor) -> torch.Tensor:
+    if isinstance(tensor, FakeTensor):
+        return tensor
     empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
     return nn.Parameter(empty, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
 
@@ -217,7 +222,7 @@ def _shorten(model: nn.Module, path: str, places: Sequence[int]) -> None:
 
 
 def _signature(module: nn.Module) -> tuple[Any, ...]:
-    """What decides a block's operations: classes, parameters and plain settings, its place in the row left out."""
+    """What decides a block's operations: classes, parameters, kept tensors and plain settings, not its place."""
     facts: list[Any] = []
     for path, part in module.named_modules():
         settings = {
@@ -227,4 +232,5 @@ def _signature(module: nn.Module) -> tuple[Any, ...]:
         }
         facts.append((path, type(part), tuple(sorted(settings.items(), key=lambda item: item[0]))))
     facts += [(name, tuple(p.shape), p.stride(), p.dtype, p.requires_grad) for name, p in module.named_parameters()]
+    facts += [(tuple(tensor.shape), tensor.dtype) for tensor in kept_tensors(module.modules())]
     return tuple(facts)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import gc
+import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from itertools import count
+from typing import Any, Final
 
 import torch
 from torch import nn
 
 from ...shared.basics.errors import WorkloadError
+from ...shared.basics.units import format_bytes
 from ...shared.schema.plan import ActivationMode
 from ...shared.schema.schedule import Section, TaskKind
 from ...shared.schema.workload import BlockId
@@ -19,9 +24,13 @@ from ..hooks.section_walker import SectionWalker
 from ..hooks.swapping import SwappableTally
 from ..model.batches import Batch, Loss, batch_tensors, loss_of
 from ..model.blocks import NamedBlock
+from ..model.kept_tensors import kept_tensors
 from ..model.nested_tensors import storage_bytes, tensors_in
 from .block_inputs import GivenTensor, GivenTensors
 from .operations import observe_call
+
+_MOST_PASSES: Final = 6
+"""Iterations after which what a model keeps is taken as it is."""
 
 
 class _Observer:
@@ -125,15 +134,20 @@ def observe_sections(
     on_iteration: Callable[[], None],
     *,
     passes: int,
-) -> tuple[dict[PhaseKey, Observation], list[GivenTensor]]:
-    """Metered iterations with every block in ``mode``; the last one counts.  Also what the blocks were given.
+    held: Sequence[torch.Tensor] = (),
+) -> SeenIterations:
+    """Metered iterations with every block in ``mode``; the last one counts.
 
-    Real tensors take two, since the first may fill caches that the model keeps.
+    At least ``passes``, and as many more as the model needs until it keeps no more at the end of an iteration than at
+    its beginning: a first one may fill caches.  A model that keeps more and more is warned of.  ``held``: what the
+    caller holds of the model's attributes, as nobody does in training.
     """
-    ledger = MemoryLedger()
+    ledger = MemoryLedger(device_type=next(model.parameters()).device.type)
     lasting = [*model.parameters(), *model.buffers(), *batch_tensors(batch).values()]
     ledger.adopt(lasting)
+    ledger.adopt(kept_tensors(model.modules()))
     observer = _Observer(ledger, model)
+    ledger.place = observer.place
     is_kept = mode is ActivationMode.KEEP
     tallies = {index: SwappableTally(model, block.module) for index, block in enumerate(blocks) if is_kept}
     modes = [ActivationMode.SWAP if index in tallies else mode for index in range(len(blocks))]
@@ -141,17 +155,22 @@ def observe_sections(
     outputs = _OutputSizes(blocks)
     given = GivenTensors([block.module for block in blocks], ledger, lasting, observer.place)
     try:
-        for _ in range(passes):
+        for number in count(1):
             observer.restart()
             given.restart()
+            before_bytes = ledger.watched_bytes
             with ledger.metering():
                 value = loss_of(model, batch, loss)
                 value.backward()  # type: ignore[no-untyped-call]
                 del value
             for parameter in model.parameters():
                 parameter.grad = None
-            on_iteration()
+            if number <= passes:
+                on_iteration()
+            if number >= passes and _has_settled(ledger, model, before_bytes, number):
+                break
         found = given.found
+        kept_bytes = _kept_bytes(ledger, [*lasting, *model.buffers(), *_dropped(model, held)], blocks)
     finally:
         given.remove()
         walker.remove()
@@ -164,7 +183,63 @@ def observe_sections(
         observation.output_bytes = size_bytes
         if index in tallies:
             observation.saved_bytes = tallies[index].sizes_bytes
-    return observer.sections, found
+    return SeenIterations(observer.sections, found, kept_bytes)
+
+
+def _has_settled(ledger: MemoryLedger, model: nn.Module, before_bytes: int, number: int) -> bool:
+    """Whether iteration ``number`` has left what was there before it, or so many have left more that all will."""
+    if ledger.watched_bytes == before_bytes:
+        return True
+    gc.collect()  # what only cycles hold is kept by nobody
+    more_bytes = ledger.watched_bytes - before_bytes
+    if number < _MOST_PASSES:
+        return more_bytes == 0
+    if more_bytes > 0:
+        warnings.warn(
+            f"{type(model).__name__} keeps {format_bytes(more_bytes)} more on the device after every iteration (seen "
+            f"in {number} of them). A plan accounts for what there is now, so that training will exceed it sooner or "
+            f"later. Let the model drop what it kept in earlier iterations.",
+            stacklevel=2,
+        )
+    return True
+
+
+def _dropped(model: nn.Module, held: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Those of ``held`` that no attribute of the model holds any more."""
+    kept = {tensor.untyped_storage()._cdata for tensor in kept_tensors(model.modules())}
+    return [tensor for tensor in held if tensor.untyped_storage()._cdata not in kept]
+
+
+def _kept_bytes(
+    ledger: MemoryLedger, lasting: Sequence[torch.Tensor], blocks: Sequence[NamedBlock]
+) -> dict[int | None, int]:
+    """Bytes that live on after an iteration beside ``lasting``, by the block that keeps them; None: nobody or several.
+
+    A block keeps what lies in attributes of its modules, and what was made in it if no attribute holds it.
+    """
+    keepers: dict[int, set[int]] = {}
+    for index, block in enumerate(blocks):
+        for tensor in kept_tensors(block.module.modules()):
+            keepers.setdefault(tensor.untyped_storage()._cdata, set()).add(index)
+    found: dict[int | None, int] = {}
+    for storage in ledger.alive_beside(lasting):
+        held_by = keepers.get(storage.key, set())
+        made_in = storage.place[1] if isinstance(storage.place, tuple) and not held_by else None
+        keeper = min(held_by) if len(held_by) == 1 else int(made_in) if isinstance(made_in, int) else None
+        found[keeper] = found.get(keeper, 0) + storage.size_bytes
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class SeenIterations:
+    """What metered iterations in one mode have shown."""
+
+    sections: dict[PhaseKey, Observation]
+    given: list[GivenTensor]
+    """What the blocks were given."""
+    kept_bytes: dict[int | None, int]
+    """What lives on from one iteration to the next beside parameters, buffers and the batch: by the observed block
+    that keeps it; None outside of every block."""
 
 
 class _OutputSizes:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Final
 
 from torch import nn
@@ -19,27 +20,27 @@ from ...shared.schema.hardware import DeviceKind
 from ...shared.schema.plan import ActivationMode
 from ...shared.schema.workload import DType, Workload
 from ...shared.workloads.assembly import TracedModel, TracedShape, assemble
-from ...shared.workloads.observation import Observation
 from ...shared.workloads.observed_inputs import PhaseKey
 from ..model.batches import Batch, Loss, batch_shapes, batch_tensors, count_samples_and_tokens
 from ..model.blocks import NamedBlock, find_blocks
 from ..model.compiled import compiled_part
 from ..model.identity import device_description, model_hash, software_versions
+from ..model.kept_tensors import attributes_as_found
 from ..model.memory_overlaps import overlap_of
 from ..model.ownership import check_untaken
 from ..model.parameters import compute_dtype, describe_parameters
 from ..model.snapshot import left_as_found
 from ..model.strides import unkept_strides
-from .block_inputs import GivenTensor, shared_inputs
+from .block_inputs import shared_inputs
 from .fake import fake_batch, fake_model, keep_representatives, plain_batches
 from .fake_kernels import fused_dropout
 from .fake_products import FakeGroupedProducts
-from .observing import observe_sections
+from .observing import SeenIterations, observe_sections
 from .stopwatch import WARM_UP_ITERATIONS, time_sections
 
 TRACED_MODES: Final = (ActivationMode.KEEP, ActivationMode.CHECKPOINT)
 """SWAP computes what KEEP does; how much of it can travel is counted along with it."""
-_Seen = dict[ActivationMode, tuple[dict[PhaseKey, Observation], list[GivenTensor]]]
+_Seen = dict[ActivationMode, SeenIterations]
 
 
 def trace(
@@ -127,11 +128,16 @@ class FakeSubject:
         progress = _Progress(len(TRACED_MODES), on_progress)
         given = fake_batch(batch, self._mode)
         as_on_device = fused_dropout() if self._device_kind is DeviceKind.CUDA else nullcontext()
-        with self._mode, FakeGroupedProducts(), as_on_device, plain_batches(), left_as_found(self._twin):
-            seen = {
-                mode: observe_sections(self._twin, given, loss, self._blocks, mode, progress.advance, passes=1)
-                for mode in TRACED_MODES
-            }
+        with (
+            self._mode,
+            FakeGroupedProducts(),
+            as_on_device,
+            plain_batches(),
+            left_as_found(self._twin),
+            attributes_as_found(self._twin) as held,
+        ):
+            observe = partial(observe_sections, self._twin, given, loss, self._blocks, passes=1, held=held)
+            seen = {mode: observe(mode, progress.advance) for mode in TRACED_MODES}
         return _traced_shape(self._model, batch, seen, self.stands_for)
 
 
@@ -161,9 +167,9 @@ def _traced_shape(model: nn.Module, batch: Batch, seen: _Seen, stands_for: Seque
         batch_shapes=batch_shapes(batch),
         num_samples=num_samples,
         num_tokens=num_tokens,
-        resident_bytes=_resident_bytes(model, batch),
-        observed={mode: sections for mode, (sections, _) in seen.items()},
-        shared_inputs=shared_inputs(seen[ActivationMode.KEEP][1], seen[ActivationMode.CHECKPOINT][1], stands_for),
+        resident_bytes=_resident_bytes(model, batch) + _kept_bytes(seen, stands_for),
+        observed={mode: iterations.sections for mode, iterations in seen.items()},
+        shared_inputs=shared_inputs(seen[ActivationMode.KEEP].given, seen[ActivationMode.CHECKPOINT].given, stands_for),
     )
 
 
@@ -198,3 +204,13 @@ def _resident_bytes(model: nn.Module, batch: Batch) -> int:
     tensors = [*model.buffers(), *batch_tensors(batch).values()]
     seen = {id(tensor): tensor.numel() * tensor.element_size() for tensor in tensors}
     return sum(seen.values())
+
+
+def _kept_bytes(seen: _Seen, stands_for: Sequence[int]) -> int:
+    """What lives on from one iteration to the next beside parameters, buffers and the batch.
+
+    Of every block as much as in the mode in which it keeps more: a recomputation may leave its graph behind.
+    """
+    keepers = {keeper for iterations in seen.values() for keeper in iterations.kept_bytes}
+    most = {keeper: max(iterations.kept_bytes.get(keeper, 0) for iterations in seen.values()) for keeper in keepers}
+    return most.get(None, 0) + sum(most.get(block, 0) for block in stands_for)

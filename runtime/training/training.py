@@ -97,7 +97,7 @@ class Training:
         self._resumed_steps = 0
         self._summaries: Summaries | None = None
         self._recorder = Recorder(self.schedule, plan, workload, device, meter_every=meter_every)
-        self._metering = metering_of(device, meter_every)
+        self._metering = metering_of(device, meter_every, model)
         options = group_options(model, parameter_groups, workload)
         blocks = find_blocks(model, [block.name for block in workload.blocks])
         self._checkpointable = [m for m in model.modules() if hasattr(m, "gradient_checkpointing")]

@@ -90,12 +90,20 @@ def test_a_storage_that_changes_its_size() -> None:
 
 def test_tensors_that_were_there_before() -> None:
     ledger = MemoryLedger()
-    known, slice_of_much, unknown = kib(4), kib(400)[: KIB // 2], kib(4)
+    known, slice_of_much, unknown, on_the_host = kib(4), kib(400)[: KIB // 2], kib(4), kib(40)
     assert ledger.adopt([known, known, known.view(-1), slice_of_much]) == 4 * KIB + 2 * KIB
     with ledger.metering():
+        known.add_(1)
+        ledger.is_finding = False
+        made = on_the_host[:4] + 1
+        ledger.is_finding = True
+        on_the_host.add_(1)
+        assert ledger.watched_bytes == 6 * KIB + made.nbytes
+        del made
         unknown.view(2, -1)
         unknown.add_(1)
-        known.add_(1)
+        assert ledger.watched_bytes == 10 * KIB
+        del unknown
         assert ledger.watched_bytes == 6 * KIB
     del known, slice_of_much
     assert ledger.watched_bytes == 0
