@@ -240,8 +240,7 @@ class MemoryLedger:
     def watch_result(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Count the storages that an operation was given and nobody knew, that it made, or gave another size."""
         self.num_operations += 1
-        if operator is not _LIFT_FRESH:
-            self._find(args, kwargs, is_here=self.is_finding)
+        elsewhere = self._find(args, kwargs) if operator is not _LIFT_FRESH else set()
         for tensor in tensors_in(result):
             if tensor.layout is not torch.strided:
                 raise WorkloadError(
@@ -255,22 +254,27 @@ class MemoryLedger:
                 if known.is_whole and known.size_bytes != storage.nbytes():
                     self._resize(storage, known, operator)
                 continue
-            with self._lock:
-                self._register(storage, storage.nbytes(), operator, is_whole=True)
+            if storage._cdata not in elsewhere:
+                with self._lock:
+                    self._register(storage, storage.nbytes(), operator, is_whole=True)
         if self.on_operation is not None:
             self.on_operation(operator, args, kwargs, result)
 
-    def _find(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_here: bool) -> None:
+    def _find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[int]:
         """Count what an operation was given that lives already, whatever keeps it: a cache, a table, labels.
 
-        What is not here counts for nothing, and neither do views of it.
+        Gives the storages that are somewhere else, of which views are no new memory.
         """
+        elsewhere: set[int] = set()
         for tensor in tensors_in((args, kwargs)):
             storage = tensor.untyped_storage() if has_storage(tensor) else None
             if storage is not None and storage._cdata not in self._watched:
-                size_bytes = _own_bytes(tensor) if is_here and tensor.device.type == self.device_type else 0
+                if not self.is_finding or tensor.device.type != self.device_type:
+                    elsewhere.add(storage._cdata)
+                    continue
                 with self._lock:
-                    self._register(storage, size_bytes, content=Content.RESIDENT)
+                    self._register(storage, _own_bytes(tensor), content=Content.RESIDENT)
+        return elsewhere
 
     def _register(
         self,

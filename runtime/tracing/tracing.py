@@ -32,6 +32,7 @@ from ..model.parameters import compute_dtype, describe_parameters
 from ..model.snapshot import left_as_found
 from ..model.strides import unkept_strides
 from .block_inputs import shared_inputs
+from .cuda_autocast import autocast_as_on_cuda
 from .fake import fake_batch, fake_model, keep_representatives, plain_batches
 from .fake_kernels import fused_dropout
 from .fake_products import FakeGroupedProducts
@@ -62,7 +63,8 @@ def trace(
     no memory, no times.
     ``loss`` gives the scalar loss from (output, batch) where the model does not; ``blocks`` names the blocks where
     they are not found; ``device_kind`` is what a model on the meta device is to train on, where that decides which
-    kernels run (``runtime/tracing/fake_kernels.py``).  Raises WorkloadError if the model cannot be traced.
+    kernels run (``fake_kernels.py``) and what autocast casts (``cuda_autocast.py``).  Raises WorkloadError if the model
+    cannot be traced.
     """
     _check_model(model)
     count_samples_and_tokens(batch)
@@ -127,11 +129,12 @@ class FakeSubject:
         """What one iteration on a batch of this shape does."""
         progress = _Progress(len(TRACED_MODES), on_progress)
         given = fake_batch(batch, self._mode)
-        as_on_device = fused_dropout() if self._device_kind is DeviceKind.CUDA else nullcontext()
+        is_cuda = self._device_kind is DeviceKind.CUDA
         with (
             self._mode,
             FakeGroupedProducts(),
-            as_on_device,
+            fused_dropout() if is_cuda else nullcontext(),
+            autocast_as_on_cuda() if is_cuda else nullcontext(),
             plain_batches(),
             left_as_found(self._twin),
             attributes_as_found(self._twin) as held,

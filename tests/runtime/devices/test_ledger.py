@@ -96,10 +96,9 @@ def test_tensors_that_were_there_before() -> None:
         known.add_(1)
         ledger.is_finding = False
         made = on_the_host[:4] + 1
-        ledger.is_finding = True
-        on_the_host.add_(1)
         assert ledger.watched_bytes == 6 * KIB + made.nbytes
         del made
+        ledger.is_finding = True
         unknown.view(2, -1)
         unknown.add_(1)
         assert ledger.watched_bytes == 10 * KIB
