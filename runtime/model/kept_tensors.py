@@ -85,7 +85,8 @@ def _changed(value: Any, change: Callable[[torch.Tensor], torch.Tensor], seen: s
         return value
     seen.add(id(value))
     if isinstance(value, nn.Module):
-        for table in (t for part in value.modules() for t in (part._parameters, part._buffers)):
+        tables: list[dict[str, Any]] = [t for part in value.modules() for t in (part._parameters, part._buffers)]
+        for table in tables:
             table.update({name: change(tensor) for name, tensor in table.items() if tensor is not None})
         return value
     made = [_changed(part, change, seen) for part in parts]

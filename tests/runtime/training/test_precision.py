@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.optim import lr_scheduler
 
+import protwin.runtime.hooks.recomputation as recomputation_module
 import protwin.runtime.hooks.swapping as swapping_module
 import protwin.runtime.model.batches as batches_module
 from protwin.runtime import carry_out, trace
@@ -25,7 +26,9 @@ from protwin.runtime.optimizers.chunk_optimizer import ChunkOptimizer
 from protwin.runtime.optimizers.loss_scaling import LossScaler, LossScaling
 from protwin.runtime.optimizers.non_finite import NonFiniteGradientError
 from protwin.shared.basics.errors import FileError, PlanError, ScheduleError
+from protwin.shared.layout.layout import build_layout
 from protwin.shared.schema.plan import Plan
+from protwin.shared.schema.workload import Workload
 from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
 from tests.runtime.models import (
     SEED,
@@ -146,6 +149,38 @@ def peaks_under_autocast(n_checkpoint: int, n_swap: int = 0) -> tuple[int, int]:
 def test_a_trace_within_autocast_accounts_for_casts(n_checkpoint: int, n_swap: int) -> None:
     measured_bytes, guaranteed_bytes = peaks_under_autocast(n_checkpoint, n_swap)
     assert measured_bytes <= 1.005 * guaranteed_bytes
+
+
+@pytest.mark.parametrize("is_wide", [False, True], ids=["around forward", "around the loop"])
+def test_casts_of_a_recomputation_go_with_it(is_wide: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The wrong variant keeps them in autocast's cache, as it is within autocast that goes on through backward."""
+    case = autocast_cases()["llama"]
+
+    def guaranteed_and_measured() -> tuple[int, int]:
+        with autocast():
+            workload = trace(case.build(), case.batches[0], repeats=0)
+        plan = half_offloaded(workload).model_copy(update={"n_checkpoint": 4, "n_swap": 0})
+        plan = plan.model_copy(update={"n_persist": num_chunks(plan, workload), "n_buffer": 0})
+        around_loop, around_forward = contexts(is_wide=is_wide)
+        model = case.build()
+        with ends_in_time(), carry_out(model, plan, workload, optimizer=adamw) as training, around_loop():
+            for batch in case.batches:
+                with around_forward():
+                    loss = case.loss(model, batch)
+                loss.backward()
+                training.step()
+            return guaranteed_device_peak(training.schedule).size_bytes, training.peak_device_bytes
+
+    guaranteed_bytes, measured_bytes = guaranteed_and_measured()
+    assert measured_bytes <= guaranteed_bytes
+    monkeypatch.setattr(recomputation_module, "torch", SimpleNamespace(clear_autocast_cache=lambda: None))
+    assert guaranteed_and_measured()[0] > 1.02 * guaranteed_bytes
+
+
+def num_chunks(plan: Plan, workload: Workload) -> int:
+    """Of the plan's layout."""
+    layout = build_layout(workload.parameters, num_blocks=workload.num_blocks, chunk_bytes=plan.chunk_bytes)
+    return len(layout.chunks)
 
 
 def test_a_trace_that_reuses_casts_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
