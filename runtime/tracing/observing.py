@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Any, Final
@@ -15,7 +15,7 @@ from torch import nn
 from ...shared.basics.errors import WorkloadError
 from ...shared.basics.units import format_bytes
 from ...shared.schema.plan import ActivationMode
-from ...shared.schema.schedule import Section, TaskKind
+from ...shared.schema.schedule import OuterSection, Section, TaskKind
 from ...shared.schema.workload import BlockId
 from ...shared.workloads.observation import Observation
 from ...shared.workloads.observed_inputs import PhaseKey
@@ -49,12 +49,15 @@ class _Observer:
         """Of ``_current``."""
         self._next: PhaseKey | None = None
         self._with_gradient: set[int] = set()
+        self.outlived_bytes: dict[int, int] = {}
+        """By block: what its forward made that lived until the forward of the epilogue, and no longer."""
         self._handles: list[Any] = [
             parameter.register_post_accumulate_grad_hook(self._accumulated)  # type: ignore[no-untyped-call]
             for parameter in self._parameters
         ]
         ledger.before_operation = self._settle
         ledger.on_operation = self._operation
+        ledger.on_forget = self._forgotten
 
     def place(self) -> PhaseKey | None:
         """Where the model is; what goes now goes there."""
@@ -71,6 +74,7 @@ class _Observer:
     def restart(self) -> None:
         """Forget what was seen: the next iteration counts."""
         self.sections.clear()
+        self.outlived_bytes.clear()
         self._with_gradient.clear()
         self._current = self._next = None
 
@@ -112,6 +116,12 @@ class _Observer:
             level = self._ledger.watched_bytes - current.start_bytes
             current.levels.append(level)
             current.adding_levels.append(level - current.final_bytes)
+
+    def _forgotten(self, made_in: Hashable, size_bytes: int) -> None:
+        if self.place() == (TaskKind.FORWARD, OuterSection.EPILOGUE) and isinstance(made_in, tuple):
+            kind, section = made_in
+            if kind is TaskKind.FORWARD and isinstance(section, int):
+                self.outlived_bytes[section] = self.outlived_bytes.get(section, 0) + size_bytes
 
     def _accumulated(self, parameter: torch.Tensor) -> None:
         """A gradient is final.  Were it added to another, both would be there until now, and then one of them."""
@@ -170,6 +180,7 @@ def observe_sections(
             if number >= passes and _has_settled(ledger, model, before_bytes, number):
                 break
         found = given.found
+        outlived_bytes = dict(observer.outlived_bytes)
         kept_bytes = _kept_bytes(ledger, [*lasting, *model.buffers(), *_dropped(model, held)], blocks)
     finally:
         given.remove()
@@ -183,7 +194,7 @@ def observe_sections(
         observation.output_bytes = size_bytes
         if index in tallies:
             observation.saved_bytes = tallies[index].sizes_bytes
-    return SeenIterations(observer.sections, found, kept_bytes)
+    return SeenIterations(observer.sections, found, kept_bytes, outlived_bytes)
 
 
 def _has_settled(ledger: MemoryLedger, model: nn.Module, before_bytes: int, number: int) -> bool:
@@ -240,6 +251,8 @@ class SeenIterations:
     kept_bytes: dict[int | None, int]
     """What lives on from one iteration to the next beside parameters, buffers and the batch: by the observed block
     that keeps it; None outside of every block."""
+    outlived_bytes: dict[int, int]
+    """By block: what its forward made that lived until the forward of the epilogue, and no longer."""
 
 
 class _OutputSizes:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Final
 
@@ -18,8 +19,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ...shared.basics.errors import WorkloadError
 from ...shared.schema.hardware import DeviceKind
 from ...shared.schema.plan import ActivationMode
-from ...shared.schema.workload import DType, Workload
+from ...shared.schema.schedule import OuterSection, TaskKind
+from ...shared.schema.workload import BlockId, DType, Workload
 from ...shared.workloads.assembly import TracedModel, TracedShape, assemble
+from ...shared.workloads.observation import Observation
 from ...shared.workloads.observed_inputs import PhaseKey
 from ..model.batches import Batch, Loss, batch_shapes, batch_tensors, count_samples_and_tokens
 from ..model.blocks import NamedBlock, find_blocks
@@ -171,7 +174,7 @@ def _traced_shape(model: nn.Module, batch: Batch, seen: _Seen, stands_for: Seque
         num_samples=num_samples,
         num_tokens=num_tokens,
         resident_bytes=_resident_bytes(model, batch) + _kept_bytes(seen, stands_for),
-        observed={mode: iterations.sections for mode, iterations in seen.items()},
+        observed=_casts_until_backward(seen),
         shared_inputs=shared_inputs(seen[ActivationMode.KEEP].given, seen[ActivationMode.CHECKPOINT].given, stands_for),
     )
 
@@ -217,3 +220,23 @@ def _kept_bytes(seen: _Seen, stands_for: Sequence[int]) -> int:
     keepers = {keeper for iterations in seen.values() for keeper in iterations.kept_bytes}
     most = {keeper: max(iterations.kept_bytes.get(keeper, 0) for iterations in seen.values()) for keeper in keepers}
     return most.get(None, 0) + sum(most.get(block, 0) for block in stands_for)
+
+
+def _casts_until_backward(seen: _Seen) -> dict[ActivationMode, dict[PhaseKey, Observation]]:
+    """Observations in which what checkpointed blocks leave until the model's forward ends goes with their backwards.
+
+    Autocast keeps the casts of weights until then.  Blocks in another mode have them saved for their backward, so that
+    the epilogue, of which there is one for all mixtures, frees none.  Were they freed nowhere, every micro-batch would
+    add them to the account once more.
+    """
+    kept, again = (seen[mode] for mode in (ActivationMode.KEEP, ActivationMode.CHECKPOINT))
+    sections = dict(again.sections)
+    epilogue: PhaseKey = (TaskKind.FORWARD, OuterSection.EPILOGUE)
+    more = {b: size - kept.outlived_bytes.get(b, 0) for b, size in again.outlived_bytes.items()}
+    left_bytes = kept.sections[epilogue].net_bytes - sections[epilogue].net_bytes
+    for block, size_bytes in more.items():
+        key: PhaseKey = (TaskKind.BACKWARD, BlockId(block))
+        gone_bytes = max(0, min(size_bytes, left_bytes))
+        sections[key] = replace(sections[key], end_bytes=sections[key].end_bytes - gone_bytes)
+        left_bytes -= gone_bytes
+    return {ActivationMode.KEEP: kept.sections, ActivationMode.CHECKPOINT: sections}

@@ -275,7 +275,8 @@ class Workload(Document):
     """Tensors whose life depends on the activation modes of several blocks.  Phases count them as if no block held them
     for its backward."""
     resident_bytes: Bytes = 0
-    """Device bytes alive all the time besides parameters, gradients and optimizer state: module buffers, the batch."""
+    """Device bytes alive all the time besides parameters, gradients and optimizer state: module buffers, the batch, and
+    whatever else lives on from one iteration to the next."""
     traced_with: str
     """``"real"`` or ``"fake"`` tensors."""
     measured_on: str | None = None

@@ -20,12 +20,14 @@ from torch.optim import lr_scheduler
 import protwin.runtime.hooks.recomputation as recomputation_module
 import protwin.runtime.hooks.swapping as swapping_module
 import protwin.runtime.model.batches as batches_module
+import protwin.runtime.tracing.tracing as tracing_module
 from protwin.runtime import carry_out, trace
 from protwin.runtime.optimizers import device_steps
 from protwin.runtime.optimizers.chunk_optimizer import ChunkOptimizer
 from protwin.runtime.optimizers.loss_scaling import LossScaler, LossScaling
 from protwin.runtime.optimizers.non_finite import NonFiniteGradientError
 from protwin.shared.basics.errors import FileError, PlanError, ScheduleError
+from protwin.shared.compile.compile import compile_schedule
 from protwin.shared.layout.layout import build_layout
 from protwin.shared.schema.plan import Plan
 from protwin.shared.schema.workload import Workload
@@ -175,6 +177,27 @@ def test_casts_of_a_recomputation_go_with_it(is_wide: bool, monkeypatch: pytest.
     assert measured_bytes <= guaranteed_bytes
     monkeypatch.setattr(recomputation_module, "torch", SimpleNamespace(clear_autocast_cache=lambda: None))
     assert guaranteed_and_measured()[0] > 1.02 * guaranteed_bytes
+
+
+def test_casts_of_checkpointed_blocks_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The wrong variant never frees what autocast keeps until the end of forward: each micro-batch adds it again."""
+
+    def growth_bytes() -> int:
+        case = autocast_cases()["llama"]
+        with autocast():
+            workload = trace(case.build(), case.batches[0], repeats=0)
+        plan = half_offloaded(workload).model_copy(update={"n_checkpoint": 4, "n_swap": 0})
+        peaks = []
+        for micro_batches in (2, 8):
+            schedule = compile_schedule(plan.model_copy(update={"micro_batches": micro_batches}), workload)
+            peaks.append(guaranteed_device_peak(schedule).size_bytes)
+        return peaks[1] - peaks[0]
+
+    assert growth_bytes() < 1_000
+    monkeypatch.setattr(
+        tracing_module, "_casts_until_backward", lambda seen: {mode: found.sections for mode, found in seen.items()}
+    )
+    assert growth_bytes() > 100_000
 
 
 def num_chunks(plan: Plan, workload: Workload) -> int:
