@@ -55,7 +55,7 @@ def test_torch_belongs_to_an_extra() -> None:
     required = importlib.metadata.requires("protwin") or []
     always = {re.split(r"[^\w-]", line)[0] for line in required if "extra ==" not in line}
     runtime = {re.split(r"[^\w-]", line)[0] for line in required if 'extra == "runtime"' in line}
-    assert always == {"numpy", "pydantic", "rich", "scipy", "simpy", "tomli-w", "typer"}
+    assert always == {"jinja2", "markupsafe", "numpy", "pydantic", "rich", "scipy", "simpy", "tomli-w", "typer"}
     assert runtime == set(RUNTIME_MODULES)
 
 

@@ -27,16 +27,17 @@ from ...shared.cli.options import (
     writable_json,
 )
 from ...shared.cli.output import give, show
-from ...shared.cli.report_options import PictureFolder, ReportPath, write_report
+from ...shared.cli.report_options import ReportPath, write_report
 from ...shared.compile.compile import compile_schedule
 from ...shared.records.chrome_trace import chrome_trace
 from ...shared.records.comparison import compare_records
+from ...shared.report.report import Facts
 from ...shared.report.report import report as full_report
 from ...shared.schema.record import Record
 from ...shared.schema.workload import Workload
 from ...shared.tables.calibration import calibration_tables
+from ...shared.tables.comparison import comparison_tables
 from ...shared.tables.labels import ORIGIN_NAMES
-from ...shared.tables.record import comparison_tables
 
 __all__ = ["calibrate", "compare"]
 
@@ -109,7 +110,6 @@ def compare_command(
     timeline: TimelinePath = None,
     output: OutputPath = None,
     report: ReportPath = None,
-    pictures: PictureFolder = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Lay two records of one plan side by side: per task kind, per lane, phases, peaks, the first task that differs."""
@@ -122,13 +122,9 @@ def compare_command(
     schedule = compile_schedule(first.plan, Workload.load(workload)) if workload is not None else None
     write_report(
         report,
-        pictures,
         lambda: full_report(
-            title=f"{first.model_name}: {ORIGIN_NAMES[first.origin]} beside {ORIGIN_NAMES[second.origin]}",
-            predicted=first,
-            measured=second,
-            comparison=comparison,
-            schedule=schedule,
+            f"{first.model_name}: {ORIGIN_NAMES[first.origin]} beside {ORIGIN_NAMES[second.origin]}",
+            Facts(predicted=first, measured=second, schedule=schedule),
         ),
     )
     if output is not None:

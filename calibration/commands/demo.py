@@ -39,13 +39,14 @@ from ...shared.catalogue.machines import hardware_to_toml
 from ...shared.compile.compile import compile_schedule
 from ...shared.records.chrome_trace import chrome_trace
 from ...shared.records.comparison import compare_records
-from ...shared.report.report import html_report
+from ...shared.report.report import Facts, report
 from ...shared.schema.calibration import Calibration
 from ...shared.schema.hardware import Hardware
 from ...shared.schema.record import Record
 from ...shared.schema.workload import Workload
-from ...shared.tables.record import comparison_tables
+from ...shared.tables.comparison import comparison_tables
 from ...shared.tables.search import search_tables
+from ...shared.tables.terminal import Printed
 from ...sim.engine.simulator import simulate
 from ...sim.searching.search import search
 from ..fitting.calibrate import calibrate, run_plan
@@ -105,9 +106,9 @@ def run_demo(folder: Path, console: Console) -> dict[str, Any]:
         refusal = _plain_refusal(model, batches, make_optimizer, budget_bytes)
     console.print(Panel(refusal, title="plain training under the budget", border_style="red", expand=False))
 
-    with _stage(console, "trace the model"), progress_bar("tracing") as report:
+    with _stage(console, "trace the model"), progress_bar("tracing") as on_progress:
         workload = trace(model, batches[0], name="demo-llama", on_progress=report)
-    with _stage(console, "measure the machine and calibrate"), progress_bar("calibrating") as report:
+    with _stage(console, "measure the machine and calibrate"), progress_bar("calibrating") as on_progress:
         hardware = probe_hardware(seconds=4.0, device=CpuDevice())
         calibration = calibrate(
             model, batches[0], workload, hardware, optimizer=make_optimizer, slowdown_seconds=6.0, on_progress=report
@@ -117,10 +118,10 @@ def run_demo(folder: Path, console: Console) -> dict[str, Any]:
         reference.measure()
     with _stage(console, "search on the simulator"):
         result = search(workload, hardware, calibration, device_budget_bytes=budget_bytes)
-    console.print(search_tables(result))
+    console.print(Printed(search_tables(result)))
 
     planned = copy.deepcopy(model)
-    with _stage(console, f"{_STEPS} steps under the enforced budget"), progress_bar("training") as report:
+    with _stage(console, f"{_STEPS} steps under the enforced budget"), progress_bar("training") as on_progress:
         device = CpuDevice(budget_bytes)
         losses: list[float] = []
         with carry_out(
@@ -131,14 +132,14 @@ def run_demo(folder: Path, console: Console) -> dict[str, Any]:
                 loss.backward()
                 training.step()
                 losses.append(loss.item())
-                report(len(losses), _STEPS)
+                on_progress(len(losses), _STEPS)
             measured = training.record(hardware_name=hardware.name)
     with _stage(console, "measure the reference again"):
         reference.measure()
-    with _stage(console, f"{_STEPS} plain steps without a budget"), progress_bar("training") as report:
+    with _stage(console, f"{_STEPS} plain steps without a budget"), progress_bar("training") as on_progress:
         plain = copy.deepcopy(model)
         steps = iter(range(1, _STEPS + 1))
-        plain_run = train_plainly(plain, batches, make_optimizer, on_step=lambda: report(next(steps), _STEPS))
+        plain_run = train_plainly(plain, batches, make_optimizer, on_step=lambda: on_progress(next(steps), _STEPS))
 
     predicted = result.prediction
     difference = max((a - b).abs().max().item() for a, b in zip(planned.parameters(), plain.parameters(), strict=True))
@@ -171,22 +172,18 @@ def run_demo(folder: Path, console: Console) -> dict[str, Any]:
     write_atomically(folder / "losses.json", json.dumps(both, indent=1) + "\n")
     write_atomically(folder / "timeline.json", chrome_trace(records, schedule=schedule))
     write_atomically(folder / "comparison.json", json.dumps(comparison, indent=1) + "\n")
-    write_atomically(
-        folder / "report.html",
-        html_report(
-            title="protwin demo: a model that does not fit, trained",
-            predicted=predicted,
-            measured=measured,
-            budget_bytes=budget_bytes,
-            losses={"plain": plain_run.losses, "planned": losses},
-            plain_peak_bytes=need,
-            comparison=laid_over,
-            schedule=schedule,
-            search=result,
-            notes=(f"Plain training under this budget ends with: {refusal}",),
-        ),
+    facts = Facts(
+        predicted=predicted,
+        measured=measured,
+        budget_bytes=budget_bytes,
+        losses={"plain": plain_run.losses, "planned": losses},
+        plain_peak_bytes=need,
+        schedule=schedule,
+        search=result,
+        notes=(f"Plain training under this budget ends with: {refusal}",),
     )
-    console.print(comparison_tables(laid_over))
+    write_atomically(folder / "report.html", report("protwin demo: a model that does not fit, trained", facts).html)
+    console.print(Printed(comparison_tables(laid_over)))
     _print_summary(console, comparison, statistics.median(plain_run.seconds[3:]))
     console.print(f"{time.perf_counter() - started:.0f} s in all. Files: {folder}/ (open report.html)")
     return comparison

@@ -10,12 +10,12 @@ import json
 from collections.abc import Sequence
 from typing import Any, Final
 
-from rich.console import Console, RenderableType
-from rich.text import Text
+from rich.console import Console
 
 from ...shared.basics.progress import progress_bar
 from ...shared.basics.units import format_seconds
-from ...shared.tables.style import add_row, least_width, plain_table, spaced, titled
+from ...shared.tables.table import Heading, Parts, Table
+from ...shared.tables.terminal import Printed, least_width
 from .predictions import MATCHING, NUM_RANKS, predict_published
 from .published_prediction import Prediction
 from .runs import (
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     else:
         console, tables = Console(highlight=False), published_tables(predictions)
         console.width = max(console.width if console.is_terminal else 150, least_width(tables))
-        console.print(tables)
+        console.print(Printed(tables))
 
 
 def predictions_of(measurement: Measurement, predictions: Sequence[Prediction]) -> list[Prediction]:
@@ -81,38 +81,42 @@ def published_document(predictions: Sequence[Prediction]) -> dict[str, Any]:
     }
 
 
-def published_tables(predictions: Sequence[Prediction]) -> RenderableType:
+def published_tables(predictions: Sequence[Prediction]) -> Parts:
     """Every run as a table, and what it comes to."""
-    return spaced([*(_run_tables(run, predictions) for run in PUBLISHED_RUNS), _summary(predictions)])
+    return (*(part for run in PUBLISHED_RUNS for part in _run_tables(run, predictions)), *_summary(predictions))
 
 
-def _run_tables(run: PublishedRun, predictions: Sequence[Prediction]) -> RenderableType:
-    notes: list[str] = []
-    table = plain_table("", "figure", ">measured", ">predicted", ">range", ">error", "met by", "note")
+def _run_tables(run: PublishedRun, predictions: Sequence[Prediction]) -> Parts:
+    title = f"{run.row}: {run.title}"
+    if run.not_predicted is not None:
+        return Heading(title), f"Not predicted: {run.not_predicted}"
+    how: list[str] = []
+    rows = []
     for measurement in run.measurements:
         for prediction in predictions_of(measurement, predictions):
-            if prediction.how not in notes:
-                notes.append(prediction.how)
-            add_row(
-                table,
-                measurement.case + (f" ({prediction.variant})" if prediction.variant else ""),
-                _NAMES[measurement.quantity],
-                " or ".join(_show(measurement.quantity, reading) for reading in measurement.readings),
-                _show(measurement.quantity, prediction.likely),
-                f"{_show(measurement.quantity, prediction.low)} – {_show(measurement.quantity, prediction.high)}",
-                "given"
-                if prediction.is_given
-                else " or ".join(f"{prediction.error_frac(reading):+.1%}" for reading in measurement.readings),
-                _verdict(measurement, prediction),
-                f"[{notes.index(prediction.how) + 1}]",
-            )
-    lines = [f"[{number}] {note}" for number, note in enumerate(notes, start=1)]
+            if prediction.how not in how:
+                how.append(prediction.how)
+            rows.append((*_cells(measurement, prediction), f"[{how.index(prediction.how) + 1}]"))
+    lines = [f"[{number}] {words}" for number, words in enumerate(how, start=1)]
     if run.remark is not None:
         lines.append(f"Remark: {run.remark}")
     lines += [f"Unknown: {'; '.join(run.unknown)}.", f"Source: {run.source}."]
-    if run.not_predicted is not None:
-        return spaced([Text(f"{run.row}: {run.title}", style="bold"), Text(f"Not predicted: {run.not_predicted}")])
-    return spaced([titled(f"{run.row}: {run.title}", table), Text("\n".join(lines), style="dim")])
+    columns = ("", "figure", ">measured", ">predicted", ">range", ">error", "met by", "note")
+    return Table(title=title, columns=columns, rows=rows), "\n".join(lines)
+
+
+def _cells(measurement: Measurement, prediction: Prediction) -> tuple[str, ...]:
+    quantity = measurement.quantity
+    errors = " or ".join(f"{prediction.error_frac(reading):+.1%}" for reading in measurement.readings)
+    return (
+        measurement.case + (f" ({prediction.variant})" if prediction.variant else ""),
+        _NAMES[quantity],
+        " or ".join(_show(quantity, reading) for reading in measurement.readings),
+        _show(quantity, prediction.likely),
+        f"{_show(quantity, prediction.low)} – {_show(quantity, prediction.high)}",
+        "given" if prediction.is_given else errors,
+        _verdict(measurement, prediction),
+    )
 
 
 def _verdict(measurement: Measurement, prediction: Prediction) -> str:
@@ -158,7 +162,7 @@ def predicted_order(predictions: Sequence[Prediction], variant: str = "", *, unf
     return sorted(_SAMPLES, key=seconds_per_sample)
 
 
-def _summary(predictions: Sequence[Prediction]) -> RenderableType:
+def _summary(predictions: Sequence[Prediction]) -> Parts:
     figures = [m for run in PUBLISHED_RUNS for m in run.measurements if m.quantity in AIM_FRAC]
     pairs = [(m, p) for m in figures for p in predictions_of(m, predictions) if not p.variant and not p.is_given]
     lines = []
@@ -175,14 +179,7 @@ def _summary(predictions: Sequence[Prediction]) -> RenderableType:
         named = f" ({', '.join(readings)})" if readings else ""
         verdict = "the same" if predicted == measured else "another order"
         lines.append(f"R1 by samples/s, predicted{named}: {' > '.join(predicted)} ({verdict})")
-    return titled("What it comes to", _as_table(lines))
-
-
-def _as_table(lines: Sequence[str]) -> Any:
-    table = plain_table("")
-    for line in lines:
-        add_row(table, line)
-    return table
+    return Heading("What it comes to"), "\n".join(lines)
 
 
 _NAMES: Final = {

@@ -1,4 +1,4 @@
-"""The options of all commands that can leave a report: a page, and its figures as pictures."""
+"""The option of all commands that can leave a report."""
 
 from __future__ import annotations
 
@@ -23,47 +23,15 @@ def writable_html(path: Path | None) -> Path | None:
     return writable(path)
 
 
-def picture_folder(folder: Path | None) -> Path | None:
-    """``folder``, once it is sure that pictures can be drawn and written to it.
-
-    Raises FileError if it is no folder or cannot be written, and ProtwinError if pictures cannot be drawn here.
-    """
-    if folder is None:
-        return None
-    if folder.exists() and not folder.is_dir():
-        raise FileError(f"{folder} is no folder; name one for the pictures.")
-    writable(folder / "figure.png")
-    from ..report.png import check_pictures_can_be_drawn
-
-    check_pictures_can_be_drawn()
-    return folder
-
-
 ReportPath = Annotated[
     Path | None,
     typer.Option(
         "--report", metavar="FILE.html", callback=writable_html, help="Write a report to look at, on one page."
     ),
 ]
-PictureFolder = Annotated[
-    Path | None,
-    typer.Option(
-        "--png",
-        metavar="FOLDER",
-        callback=picture_folder,
-        help="Write the report's figures as pictures (protwin[png]).",
-    ),
-]
 
 
-def write_report(page: Path | None, pictures: Path | None, make: Callable[[], Report]) -> None:
-    """Write what was asked for of the report that ``make`` gives; makes none if nothing was.  Raises FileError."""
-    if page is None and pictures is None:
-        return
-    made = make()
-    if page is not None:
-        write_atomically(page, made.html)
-    if pictures is not None:
-        from ..report.png import write_pictures
-
-        write_pictures(made, pictures)
+def write_report(path: Path | None, make: Callable[[], Report]) -> None:
+    """Write the report that ``make`` gives; makes none if there is no ``path``.  Raises FileError."""
+    if path is not None:
+        write_atomically(path, make().html)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from html import escape
 from typing import Final
+
+from markupsafe import Markup
 
 from ..basics.units import format_bytes, format_seconds
 from ..records.chrome_trace import subject_of
@@ -14,7 +15,8 @@ from ..records.waits import Waits, waits_of
 from ..schema.record import Record, TaskTiming
 from ..schema.schedule import Lane, Schedule, TaskKind
 from ..tables.labels import KIND_NAMES, task_name
-from .svg import Scale, tag, text
+from .axes import Scale
+from .svg import tag, text
 
 KIND_COLOURS: Final[dict[TaskKind, str]] = {
     TaskKind.FORWARD: "blue",
@@ -33,9 +35,6 @@ KIND_COLOURS: Final[dict[TaskKind, str]] = {
     TaskKind.ALL_REDUCE: "navy",
 }
 
-LEFT_PX: Final = 112.0
-RIGHT_PX: Final = 1044.0
-"""Where the time axis begins and ends, here and under the memory curves."""
 TOP_PX: Final = 22.0
 LANE_PX: Final = 34.0
 BAR_PX: Final = 24.0
@@ -143,7 +142,7 @@ class Bars:
             f"drawn as {bars}."
         )
 
-    def drawn(self, place: int, scale: Scale) -> str:
+    def drawn(self, place: int, scale: Scale) -> Markup:
         """One bar, with what it waits for as the places of other bars."""
         stretch = self.stretches[place]
         left, right = max(scale(stretch.start_s), scale.low_px), min(scale(stretch.end_s), scale.high_px)
@@ -152,7 +151,7 @@ class Bars:
         top = TOP_PX + (tuple(Lane).index(stretch.timings[0].lane) + 0.5) * LANE_PX - BAR_PX / 2
         bar = tag(
             "rect",
-            tag("title", escape(self._words(stretch))),
+            tag("title", self._words(stretch)),
             x=left,
             y=top,
             width=width,

@@ -7,17 +7,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from .svg import Figure, Scale, Unit, line, tag, text, ticks
+from markupsafe import Markup
+
+from .axes import LEFT_PX, ONE, RIGHT_PX, Scale, x_axis, y_axis
+from .svg import Figure, circle, joined, line, tag
 from .svg import value_text as px
 
-_WIDTH: Final = 1120.0
-_LEFT: Final = 112.0
-_RIGHT: Final = 1096.0
-_TOP: Final = 12.0
-_BOTTOM: Final = 252.0
+_TOP: Final = 20.0
+_BOTTOM: Final = 260.0
 _COLOURS: Final = ("sky", "orange", "blue", "green", "purple")
 _MOST_MARKERS: Final = 60
-_ONE: Final = Unit(1.0, "")
 
 
 def losses_chart(losses: Mapping[str, Sequence[float]]) -> Figure | None:
@@ -27,9 +26,13 @@ def losses_chart(losses: Mapping[str, Sequence[float]]) -> Figure | None:
         return None
     low, high = min(finite), max(finite)
     margin = 0.05 * (high - low) or 0.05 * abs(high) or 1.0
-    across = Scale(0.0, max(1, max(len(run) for run in losses.values()) - 1), _LEFT, _RIGHT)
+    across = Scale(0.0, max(1, max(len(run) for run in losses.values()) - 1), LEFT_PX, RIGHT_PX)
     upwards = Scale(low - margin, high + margin, _BOTTOM, _TOP)
-    drawn = [_axes(across, upwards)]
+    num_steps = int(across.high)
+    drawn = [
+        x_axis(across, ONE, top=_TOP, bottom=_BOTTOM, at_most=min(13, num_steps + 1), title="step"),
+        y_axis(upwards, ONE, title="loss"),
+    ]
     marks = []
     for index, (name, run) in enumerate(losses.items()):
         colour = _COLOURS[index % len(_COLOURS)]
@@ -38,13 +41,12 @@ def losses_chart(losses: Mapping[str, Sequence[float]]) -> Figure | None:
         mark = line(0, 6, 24, 6, line_class)
         if index > 0 or len(losses) == 1:
             drawn.append(_rings(run, across, upwards, colour))
-            mark += tag("circle", cx=12.0, cy=6.0, r=3.5, class_=f"ring stroke-{colour}")
+            mark += circle(12, 6, 3.5, f"ring stroke-{colour}")
         marks.append((mark, name))
     return Figure(
         name="losses",
-        width=_WIDTH,
         height=_BOTTOM + 36,
-        drawing="".join(drawn),
+        drawing=joined(drawn),
         label="Loss by step: " + ", ".join(losses),
         caption=_caption(losses),
         legend=tuple(marks),
@@ -84,20 +86,6 @@ def _same(left: float, right: float) -> bool:
     return left == right or (math.isnan(left) and math.isnan(right))
 
 
-def _axes(across: Scale, upwards: Scale) -> str:
-    drawn = []
-    for tick in ticks(upwards.low, upwards.high, _ONE, at_most=7):
-        y = upwards(tick.value)
-        drawn.append(line(_LEFT, y, _RIGHT, y, "grid"))
-        drawn.append(text(_LEFT - 8, y, tick.label, anchor="end"))
-    for tick in ticks(0, across.high, _ONE, at_most=13):
-        if tick.value == round(tick.value):
-            drawn.append(text(across(tick.value), _BOTTOM + 12, f"{tick.value:.0f}", anchor="middle"))
-    drawn.append(text((_LEFT + _RIGHT) / 2, _BOTTOM + 28, "step", anchor="middle"))
-    drawn.append(text(0, _TOP, "loss"))
-    return "".join(drawn)
-
-
 def _path(run: Sequence[float], across: Scale, upwards: Scale) -> str:
     """A line through the finite losses, broken where there is none."""
     path, is_drawing = [], False
@@ -108,17 +96,10 @@ def _path(run: Sequence[float], across: Scale, upwards: Scale) -> str:
     return "".join(path)
 
 
-def _rings(run: Sequence[float], across: Scale, upwards: Scale, colour: str) -> str:
+def _rings(run: Sequence[float], across: Scale, upwards: Scale, colour: str) -> Markup:
     every = max(1, math.ceil(len(run) / _MOST_MARKERS))
-    return "".join(
-        tag(
-            "circle",
-            tag("title", f"step {step}: {loss:.6g}"),
-            cx=across(step),
-            cy=upwards(loss),
-            r=3.5,
-            class_=f"ring stroke-{colour}",
-        )
+    return joined(
+        circle(across(step), upwards(loss), 3.5, f"ring stroke-{colour}", title=f"step {step}: {loss:.6g}")
         for step, loss in enumerate(run)
         if step % every == 0 and math.isfinite(loss)
     )

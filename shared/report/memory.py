@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
 from typing import Final
+
+from markupsafe import Markup
 
 from ..basics.units import format_bytes, format_seconds
 from ..records.chrome_trace import is_slowed, paced_times_s
@@ -14,8 +15,8 @@ from ..schema.memory_accounts import DeviceReserved
 from ..schema.record import MemoryCurve, Record
 from ..schema.schedule import Content, Memory
 from ..tables.labels import CONTENT_NAMES, ORIGIN_NAMES, Alive, alive_at_peak, format_share
-from .bars import LEFT_PX, RIGHT_PX
-from .svg import Figure, Scale, area_mark, bytes_axis, bytes_unit, line, spread, tag, text, ticks, time_axis
+from .axes import LEFT_PX, RIGHT_PX, Scale, bytes_unit, time_unit, x_axis, y_axis
+from .svg import WIDTH, Figure, area_mark, circle, joined, line, spread, tag, text
 from .svg import value_text as px
 
 CONTENT_COLOURS: Final[dict[Content | None, str]] = {
@@ -35,7 +36,6 @@ CONTENT_COLOURS: Final[dict[Content | None, str]] = {
 CURVE_COLOURS: Final = ("blue", "orange")
 """Of the first record and the second; the second is also dashed."""
 
-_WIDTH: Final = 1120.0
 _TOP: Final = 16.0
 _BOTTOM: Final = 316.0
 _FAR_FACTOR: Final = 3.0
@@ -79,16 +79,15 @@ def memory_chart(
     top_bytes = 1.06 * max(highest, 1, *(limit.size_bytes for limit in near))
     across = Scale(*time_range_s, LEFT_PX, RIGHT_PX)
     upwards = Scale(0.0, top_bytes, _BOTTOM, _TOP)
-    drawn = [time_axis(across, top=_TOP, bottom=_BOTTOM), bytes_axis(upwards, left=LEFT_PX, right=RIGHT_PX)]
+    drawn = _axes(across, upwards)
     for index, (record, curve) in enumerate(curves):
         drawn.append(_curve(record, curve, across, upwards, _line_class(index), has_wash=index == 0))
     drawn.append(_limit_lines(limits, upwards))
     marks = [(_curve_mark(_line_class(i)), _curve_words(record, curve)) for i, (record, curve) in enumerate(curves)]
     return Figure(
         name="memory",
-        width=_WIDTH,
         height=_BOTTOM + 24,
-        drawing="".join(drawn),
+        drawing=joined(drawn),
         label="Device memory over one iteration: " + "; ".join(words for _, words in marks),
         legend=tuple(marks),
     )
@@ -102,7 +101,7 @@ def stack_chart(stack: Stack, time_range_s: tuple[float, float], limits: Sequenc
     across = Scale(*time_range_s, LEFT_PX, RIGHT_PX)
     upwards = Scale(0.0, 1.06 * max(highest, 1, *(limit.size_bytes for limit in near)), _BOTTOM, _TOP)
     columns = _highest_per_pixel(stack, across)
-    drawn = [time_axis(across, top=_TOP, bottom=_BOTTOM), bytes_axis(upwards, left=LEFT_PX, right=RIGHT_PX)]
+    drawn = _axes(across, upwards)
     contents = [content for content in CONTENT_COLOURS if content in stack.levels_bytes]
     base = [0] * len(columns)
     ends_s = [float(stack.begins_s[step]) for step in columns[1:]] + [stack.end_s]
@@ -114,14 +113,13 @@ def stack_chart(stack: Stack, time_range_s: tuple[float, float], limits: Sequenc
         peak = format_bytes(int(levels.max()))
         area = _area(xs, x_ends, [px(upwards(level)) for level in base], [px(upwards(level)) for level in top])
         words = f"{CONTENT_NAMES[content]}, at most {peak}"
-        drawn.append(tag("path", tag("title", escape(words)), d=area, class_=f"layer fill-{CONTENT_COLOURS[content]}"))
+        drawn.append(tag("path", tag("title", words), d=area, class_=f"layer fill-{CONTENT_COLOURS[content]}"))
         base = top
     drawn.append(_limit_lines(limits, upwards))
     return Figure(
         name="memory-contents",
-        width=_WIDTH,
         height=_BOTTOM + 24,
-        drawing="".join(drawn),
+        drawing=joined(drawn),
         label="Predicted device memory over one iteration by content: "
         + ", ".join(CONTENT_NAMES[content] for content in contents),
         caption=("What it holds", ", predicted, with the most of each at any time"),
@@ -133,6 +131,11 @@ def stack_chart(stack: Stack, time_range_s: tuple[float, float], limits: Sequenc
             for content in reversed(contents)
         ),
     )
+
+
+def _axes(across: Scale, upwards: Scale) -> list[Markup]:
+    times = x_axis(across, time_unit(across.high - across.low), top=_TOP, bottom=_BOTTOM, at_most=12)
+    return [times, y_axis(upwards, bytes_unit(upwards.high))]
 
 
 def _highest_per_pixel(stack: Stack, across: Scale) -> list[int]:
@@ -170,14 +173,17 @@ def _curve_words(record: Record, curve: MemoryCurve) -> str:
     return words
 
 
-def _curve_mark(line_class: str) -> str:
-    ring = line_class.replace("line", "ring").replace(" dashed", "")
-    return line(0, 6, 24, 6, line_class) + tag("circle", cx=12.0, cy=6.0, r=3.5, class_=ring)
+def _curve_mark(line_class: str) -> Markup:
+    return line(0, 6, 24, 6, line_class) + circle(12, 6, 3.5, _ring_class(line_class))
+
+
+def _ring_class(line_class: str) -> str:
+    return line_class.replace("line", "ring").replace(" dashed", "")
 
 
 def _curve(
     record: Record, curve: MemoryCurve, across: Scale, upwards: Scale, line_class: str, *, has_wash: bool
-) -> str:
+) -> Markup:
     """The steps of one curve up to the end of the iteration, and a ring at its peak."""
     times_s = paced_times_s(record, curve)
     points = thinned(times_s, curve.levels_bytes, across.per_px)
@@ -192,18 +198,9 @@ def _curve(
         drawn.append(tag("path", d=area, class_="wash"))
     drawn.append(tag("path", d=path, class_=line_class))
     peak_s = times_s[curve.levels_bytes.index(max(curve.levels_bytes))]
-    words = f"{_curve_words(record, curve)}"
-    drawn.append(
-        tag(
-            "circle",
-            tag("title", escape(words)),
-            cx=across(peak_s),
-            cy=upwards(curve.peak_bytes),
-            r=4.5,
-            class_=line_class.replace("line", "ring").replace(" dashed", ""),
-        )
-    )
-    return "".join(drawn)
+    ring = _ring_class(line_class)
+    drawn.append(circle(across(peak_s), upwards(curve.peak_bytes), 4.5, ring, title=_curve_words(record, curve)))
+    return joined(drawn)
 
 
 def thinned(times_s: Sequence[float], levels: Sequence[int], per_px: float) -> list[tuple[float, int]]:
@@ -222,7 +219,7 @@ def thinned(times_s: Sequence[float], levels: Sequence[int], per_px: float) -> l
     return [(times_s[index], levels[index]) for index in sorted(kept)]
 
 
-def _limit_lines(limits: Sequence[Limit], upwards: Scale) -> str:
+def _limit_lines(limits: Sequence[Limit], upwards: Scale) -> Markup:
     """The limits, each named above its line; those far above the drawing are named at its upper edge."""
     heights = [upwards(min(limit.size_bytes, upwards.high)) for limit in limits]
     # Names make room upwards: moved down, one would lie on its own line.  They lie upon the lines of the others.
@@ -234,7 +231,7 @@ def _limit_lines(limits: Sequence[Limit], upwards: Scale) -> str:
             lines.append(line(LEFT_PX, y, RIGHT_PX, y, limit.line_class))
         words = f"{limit.words}{' ↑' if is_far else ''}"
         names.append(text(RIGHT_PX, label_y - 9, words, anchor="end", class_=f"halo {limit.text_class or ''}".strip()))
-    return "".join([*lines, *names])
+    return joined([*lines, *names])
 
 
 # -- what was alive at the peak --------------------------------------------------------------------------------------
@@ -257,7 +254,7 @@ def alive_chart(records: Sequence[Record], limits: Sequence[Limit]) -> Figure | 
         0.0, 1.02 * max(highest, *(limit.size_bytes for limit in near)) if near else highest, _BAR_LEFT, _BAR_RIGHT
     )
     bottom = 20 + len(curves) * _BAR_PITCH
-    drawn = [_alive_axis(across, bottom)]
+    drawn = [x_axis(across, bytes_unit(across.high), top=16, bottom=bottom)]
     for row, (record, curve) in enumerate(curves):
         top = 24 + row * _BAR_PITCH
         drawn.append(text(0, top + _BAR_HEIGHT / 2, ORIGIN_NAMES[record.origin], class_="strong"))
@@ -265,18 +262,17 @@ def alive_chart(records: Sequence[Record], limits: Sequence[Limit]) -> Figure | 
     for limit in near:
         x = across(limit.size_bytes)
         drawn.append(line(x, 16, x, bottom, limit.line_class))
-        drawn.append(text(x, 6, limit.words, anchor="end" if x > _WIDTH - 100 else "middle", class_=limit.text_class))
+        drawn.append(text(x, 6, limit.words, anchor="end" if x > WIDTH - 100 else "middle", class_=limit.text_class))
     return Figure(
         name="alive",
-        width=_WIDTH,
         height=bottom + 24,
-        drawing="".join(drawn),
+        drawing=joined(drawn),
         label="Device memory at the peak by content",
         legend=_contents_legend([curve for _, curve in curves]),
     )
 
 
-def _contents_legend(curves: Sequence[MemoryCurve]) -> tuple[tuple[str, str], ...]:
+def _contents_legend(curves: Sequence[MemoryCurve]) -> tuple[tuple[Markup, str], ...]:
     held = {row.content for curve in curves for row in alive_at_peak(curve) if row.is_itemized}
     marks = [
         (area_mark(colour), CONTENT_NAMES[content]) for content, colour in CONTENT_COLOURS.items() if content in held
@@ -286,17 +282,7 @@ def _contents_legend(curves: Sequence[MemoryCurve]) -> tuple[tuple[str, str], ..
     return tuple(marks)
 
 
-def _alive_axis(across: Scale, bottom: float) -> str:
-    unit = bytes_unit(across.high)
-    drawn = []
-    for tick in ticks(across.low, across.high, unit, at_most=10):
-        x = across(tick.value)
-        drawn.append(line(x, 16, x, bottom, "grid"))
-        drawn.append(text(x, bottom + 12, f"{tick.label} {unit.name}", anchor="middle"))
-    return "".join(drawn)
-
-
-def _stack(rows: Sequence[Alive], across: Scale, top: float, peak_bytes: int) -> str:
+def _stack(rows: Sequence[Alive], across: Scale, top: float, peak_bytes: int) -> Markup:
     """The segments of one bar, each with its size where there is room."""
     order = {name: place for place, name in enumerate(CONTENT_NAMES[content] for content in CONTENT_COLOURS)}
     drawn, level = [], 0
@@ -308,7 +294,7 @@ def _stack(rows: Sequence[Alive], across: Scale, top: float, peak_bytes: int) ->
         drawn.append(
             tag(
                 "rect",
-                tag("title", escape(words)),
+                tag("title", words),
                 x=left,
                 y=top,
                 width=max(0.5, right - left),
@@ -320,4 +306,4 @@ def _stack(rows: Sequence[Alive], across: Scale, top: float, peak_bytes: int) ->
         if colour and len(size) * _CHARACTER_PX + 8 <= right - left:
             middle = (left + right) / 2
             drawn.append(text(middle, top + _BAR_HEIGHT / 2, size, anchor="middle", class_=f"mark on-{colour}"))
-    return "".join(drawn)
+    return joined(drawn)

@@ -1,4 +1,4 @@
-"""A report: sections of words, tables and figures, and the one page that they make.
+"""A report: sections of words, tables and figures, and the one page that they make (``page.html``).
 
 The page needs no network.  Its policy forbids every request, and every script but the one that lets pointed-at tasks
 show what they wait for, which it names by its hash: text that came to stand on the page can never run.
@@ -7,30 +7,54 @@ show what they wait for, which it names by its hash: text that came to stand on 
 from __future__ import annotations
 
 from base64 import b64encode
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cache
 from hashlib import sha256
-from html import escape
 from importlib.resources import files
+from typing import Final
 
-from .svg import Figure, tag
-from .svg_patterns import pattern_definitions
+from jinja2 import Environment, FunctionLoader, StrictUndefined, Template
+from markupsafe import Markup, escape
+
+from ..tables.table import Table
+from .axes import Scale
+from .svg import STROKES, WIDTH, Figure, joined, line, tag, value_text
+
+_ERROR_WIDTH: Final = 96.0
+_ERROR_FULL_FRAC: Final = 0.25
+"""The error that fills half of its little chart; larger ones end there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """One headline figure."""
+
+    label: str
+    figure: str
+    details: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PageTable:
+    """A table with its look."""
+
+    table: Table
+    class_: str = ""
+    swatches: Mapping[str, str] = field(default_factory=dict)
+    """The colours of rows by their names, where the rows but the last are a figure's legend; others have the rest's."""
+
+
+Part = Figure | PageTable | str
+"""Words are a paragraph, unless they are markup already."""
 
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """A heading with what stands below it: figures, and markup."""
+    """A heading with what stands below it; parts within a tuple stand side by side."""
 
     heading: str
-    content: tuple[Figure | str, ...]
-
-    @property
-    def markup(self) -> str:
-        """The section as a part of the page."""
-        name = self.heading.lower().replace(" ", "-")
-        parts = (part.markup if isinstance(part, Figure) else part for part in self.content)
-        return tag("section", tag("h2", escape(self.heading), id=name), *parts, aria_labelledby=name)
+    content: tuple[Part | tuple[Part, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +63,8 @@ class Report:
 
     title: str
     subtitle: str
-    cards: str
-    """The headline figures, as markup."""
+    cards: tuple[Card, ...]
+    """The headline figures."""
     sections: tuple[Section, ...]
 
     @property
@@ -51,15 +75,14 @@ class Report:
     @property
     def html(self) -> str:
         """The page as text; equal reports give equal bytes."""
-        header = tag("header", tag("h1", escape(self.title)), tag("p", escape(self.subtitle), class_="quiet"))
-        body = "\n".join([header, self.cards, *(section.markup for section in self.sections)])
-        style, script = stylesheet("report.css") + stylesheet("report_figures.css"), _script()
-        return (
-            '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-            f'<meta http-equiv="Content-Security-Policy" content="{policy(script)}">\n'
-            '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-            f"<title>{escape(self.title)}</title>\n<style>\n{style}</style>\n</head>\n"
-            f"<body>\n{pattern_definitions()}\n<main>\n{body}\n</main>\n<script>{script}</script>\n</body>\n</html>\n"
+        script = _file("report_hover.js")
+        return _template().render(
+            report=self,
+            policy=policy(script),
+            script=script,
+            style=_file("report.css"),
+            strokes=STROKES,
+            width=WIDTH,
         )
 
 
@@ -69,28 +92,37 @@ def policy(script: str) -> str:
     return f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
 
 
-def card(label: str, figure: str, *details: str) -> str:
-    """One headline figure; ``details`` are markup."""
-    return tag(
-        "div",
-        tag("div", escape(label), class_="label"),
-        tag("div", escape(figure), class_="figure"),
-        *(tag("div", detail, class_="detail") for detail in details),
-        class_="card",
-    )
-
-
-def card_grid(cards: Sequence[str]) -> str:
-    """Headline figures side by side."""
-    return tag("div", *cards, class_=f"cards {'four' if len(cards) in (4, 7, 8) else 'three'}")
+def quiet(*words: str) -> Markup:
+    """A paragraph of less weight."""
+    return tag("p", *words, class_="quiet")
 
 
 @cache
-def stylesheet(name: str) -> str:
-    """The text of one of the report's stylesheets."""
+def _file(name: str) -> str:
     return files(__package__).joinpath(name).read_text(encoding="utf-8")
 
 
 @cache
-def _script() -> str:
-    return stylesheet("report_hover.js")
+def _template() -> Template:
+    environment = Environment(
+        loader=FunctionLoader(_file), autoescape=True, undefined=StrictUndefined, keep_trailing_newline=True
+    )
+    environment.filters |= {"heading": _heading, "error_bar": _error_bar, "number": value_text}
+    return environment.get_template("page.html")
+
+
+def _heading(column: str) -> Markup:
+    """A heading that may be broken after its underscores."""
+    words = str(escape(column.removeprefix(">")))
+    return Markup(words.replace("_\n", "_<wbr>").replace("-\n", "-<wbr>").replace("\n", " "))
+
+
+def _error_bar(error_frac: float | None) -> Markup:
+    """The signed error as a bar left or right of the middle."""
+    if error_frac is None:
+        return joined([])
+    scale = Scale(-_ERROR_FULL_FRAC, _ERROR_FULL_FRAC, 0.0, _ERROR_WIDTH)
+    middle = scale(0.0)
+    end = scale(max(-_ERROR_FULL_FRAC, min(_ERROR_FULL_FRAC, error_frac)))
+    bar = tag("rect", x=min(middle, end), y=3.0, width=abs(end - middle), height=8.0, class_="error")
+    return tag("svg", bar, line(middle, 0, middle, 14, "axis"), width=_ERROR_WIDTH, height=14.0, aria_hidden="true")

@@ -1,155 +1,108 @@
-"""Drawing for the report: elements of HTML and SVG as text, scales, and axes with ticks at round numbers."""
+"""Elements of HTML and SVG, and a figure: a drawing with its words.
+
+Whatever is no ``Markup`` yet is escaped on its way into an element, so that a name is never taken for markup.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from html import escape
 from typing import Final
 
+from markupsafe import Markup, escape
+
+WIDTH: Final = 1120.0
+"""Of every figure."""
+STROKES: Final[dict[str, str]] = {
+    "blue": "",
+    "orange": "M-2 2l4-4M0 8l8-8M6 10l4-4",
+    "sky": "M0 2h8",
+    "green": "M2 0v8",
+    "red": "M-2 6l4 4M0 0l8 8M6-2l4 4",
+    "purple": "M0 2h8M2 0v8",
+    "gold": "M1 2h2M5 6h2",
+    "grey": "M-2 2l4-4M0 8l8-8M6 10l4-4M-2 6l4 4M0 0l8 8M6-2l4 4",
+    "teal": "M0 2h8M0 6h8",
+    "pink": "M2 0v8M6 0v8",
+    "brown": "M2 2h4v4h-4z",
+    "olive": "M2 2l4 4M6 2l-4 4",
+    "magenta": "M0 2h8M4 2v6",
+    "navy": "M4 1v2M4 5v2",
+    "rest": "M3 4h2",
+}
+"""Every colour also has a texture, so that areas stay apart without colour: strokes upon it in a tile of 8 by 8."""
+
 
 @dataclass(frozen=True, slots=True)
-class Scale:
-    """A straight map from values to pixels; the pixels may run downwards."""
+class Figure:
+    """One drawing with its words."""
 
-    low: float
-    high: float
-    low_px: float
-    high_px: float
-
-    def __call__(self, value: float) -> float:
-        """The pixel of ``value``."""
-        span = self.high - self.low
-        frac = (value - self.low) / span if span > 0 else 0.0
-        return self.low_px + frac * (self.high_px - self.low_px)
-
-    @property
-    def per_px(self) -> float:
-        """Values per pixel."""
-        return (self.high - self.low) / abs(self.high_px - self.low_px)
-
-
-@dataclass(frozen=True, slots=True)
-class Unit:
-    """The unit of an axis: how many base units it is worth, and its name."""
-
-    worth: float
     name: str
-
-
-@dataclass(frozen=True, slots=True)
-class Tick:
-    """One round number on an axis."""
-
-    value: float
-    """In base units."""
+    """Unique in a report."""
+    height: float
+    drawing: Markup
+    """What is within the svg element."""
     label: str
+    """What a screen reader says of it."""
+    caption: tuple[str, str] = ("", "")
+    """What stands above it: stressed words, then plain ones."""
+    legend: tuple[tuple[Markup, str], ...] = ()
+    """Marks, each the content of a drawing of 24 by 12, with their words."""
+    below: Markup | str = ""
+    class_: str | None = None
+    has_legend_on_page: bool = True
+    """False where the next figure of the page has the same one."""
 
 
-def tag(name: str, *content: str, **attributes: str | float | None) -> str:
-    """An element; ``content`` is markup already.
+def tag(name: str, *content: str, **attributes: str | float | None) -> Markup:
+    """An element.
 
-    Attributes are escaped; ``class_`` is class, other underscores are hyphens, and None leaves the attribute out.
+    ``class_`` is class, other underscores of attributes are hyphens, and None leaves the attribute out.
     """
     shown = "".join(
         f' {key.rstrip("_").replace("_", "-")}="{value_text(value)}"'
         for key, value in attributes.items()
         if value is not None
     )
-    return f"<{name}{shown}>{''.join(content)}</{name}>"
+    return Markup(f"<{name}{shown}>{''.join(map(escape, content))}</{name}>")
 
 
 def value_text(value: str | float) -> str:
-    """An attribute's value: text escaped, numbers to a hundredth."""
+    """An attribute's value: text escaped, numbers with two decimals at most."""
     if isinstance(value, str):
-        return escape(value, quote=True)
+        return str(escape(value))
     return f"{value:.2f}".rstrip("0").rstrip(".")
 
 
-def svg(width: float, height: float, *content: str, label: str, class_: str | None = None) -> str:
-    """A drawing that scales with the page; ``label`` is what a screen reader says of it."""
-    view = f"0 0 {value_text(width)} {value_text(height)}"
-    return tag("svg", *content, viewBox=view, role="img", aria_label=label, class_=class_)
+def joined(parts: Iterable[str]) -> Markup:
+    """Elements one after another."""
+    return Markup("").join(parts)
 
 
-def text(x: float, y: float, words: str, *, anchor: str = "start", class_: str | None = None) -> str:
+def text(x: float, y: float, words: str, *, anchor: str = "start", class_: str | None = None) -> Markup:
     """Words at a place; ``y`` is their middle."""
-    return tag("text", escape(words), x=x, y=y + 4, text_anchor=anchor if anchor != "start" else None, class_=class_)
+    return tag("text", words, x=x, y=y + 4, text_anchor=anchor if anchor != "start" else None, class_=class_)
 
 
-def line(x1: float, y1: float, x2: float, y2: float, class_: str) -> str:
+def line(x1: float, y1: float, x2: float, y2: float, class_: str) -> Markup:
     """A straight line."""
     return tag("line", x1=x1, y1=y1, x2=x2, y2=y2, class_=class_)
 
 
-# -- ticks -----------------------------------------------------------------------------------------------------------
+def circle(x: float, y: float, radius: float, class_: str, *, title: str = "") -> Markup:
+    """A circle; ``title`` is what the pointer shows."""
+    return tag("circle", *([tag("title", title)] if title else []), cx=x, cy=y, r=radius, class_=class_)
 
 
-def ticks(low: float, high: float, unit: Unit, *, at_most: int) -> tuple[Tick, ...]:
-    """Multiples of 1, 2 or 5 times a power of ten units within the range, ``at_most`` of them or fewer."""
-    low, high = low / unit.worth, high / unit.worth
-    step = _round_step((high - low) / max(1, at_most - 1))
-    if step <= 0:
-        return (Tick(low * unit.worth, _tick_label(low, 0)),)
-    decimals = max(0, -math.floor(math.log10(step) + 1e-9))
-    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
-    return tuple(Tick(k * step * unit.worth, _tick_label(k * step, decimals)) for k in range(first, last + 1))
+def area_mark(colour: str) -> Markup:
+    """The mark of what is drawn as an area of ``colour``."""
+    return tag("rect", x=5.0, y=0.0, width=14.0, height=12.0, rx=2.0, class_=f"fill-{colour}")
 
 
-def _round_step(least: float) -> float:
-    """The least of 1, 2, 5, 10 times a power of ten that is not below ``least``."""
-    if not least > 0:
-        return 0.0
-    power = 10.0 ** math.floor(math.log10(least))
-    steps = (factor * power for factor in (1, 2, 5, 10, 20))
-    return next((step for step in steps if step >= least * (1 - 1e-9)), 0.0)
-
-
-def _tick_label(value: float, decimals: int) -> str:
-    label = f"{value:.{decimals}f}"
-    return label.replace("-", "−") if float(label) else label.lstrip("-")
-
-
-def time_unit(span_s: float) -> Unit:
-    """The unit in which a stretch of time reads well."""
-    for unit in (Unit(1.0, "s"), Unit(1e-3, "ms")):
-        if span_s >= unit.worth:
-            return unit
-    return Unit(1e-6, "µs")
-
-
-def bytes_unit(high_bytes: float) -> Unit:
-    """The unit in which sizes up to ``high_bytes`` read well."""
-    for unit in (Unit(2.0**40, "TiB"), Unit(2.0**30, "GiB"), Unit(2.0**20, "MiB"), Unit(2.0**10, "KiB")):
-        if high_bytes >= unit.worth:
-            return unit
-    return Unit(1.0, "B")
-
-
-def time_axis(scale: Scale, *, top: float, bottom: float) -> str:
-    """Grid lines and labelled ticks of a time axis along ``bottom``; the last label carries the unit."""
-    unit = time_unit(scale.high - scale.low)
-    marks = ticks(scale.low, scale.high, unit, at_most=12)
-    drawn = []
-    for tick in marks:
-        x = scale(tick.value)
-        drawn.append(line(x, top, x, bottom, "grid"))
-        drawn.append(
-            text(x, bottom + 12, f"{tick.label} {unit.name}" if tick is marks[-1] else tick.label, anchor="middle")
-        )
-    return "".join(drawn)
-
-
-def bytes_axis(scale: Scale, *, left: float, right: float) -> str:
-    """Grid lines and labelled ticks of a vertical size axis at ``left``."""
-    unit = bytes_unit(scale.high)
-    drawn = []
-    for tick in ticks(scale.low, scale.high, unit, at_most=7):
-        y = scale(tick.value)
-        drawn.append(line(left, y, right, y, "grid"))
-        drawn.append(text(left - 8, y, f"{tick.label} {unit.name}", anchor="end"))
-    return "".join(drawn)
+def shortened(name: str, most: int) -> str:
+    """``name`` in at most that many characters."""
+    return name if len(name) <= most else f"{name[: most - 1]}…"
 
 
 def spread(positions: Sequence[float], *, gap: float) -> list[float]:
@@ -160,54 +113,3 @@ def spread(positions: Sequence[float], *, gap: float) -> list[float]:
         last = max(positions[index], last + gap)
         placed[index] = last
     return [placed[index] for index in range(len(positions))]
-
-
-LEGEND_MARK_PX: Final = 24.0
-"""Width of a legend's mark; its height is half of it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Figure:
-    """One drawing with its words: a part of the page, and a picture of its own."""
-
-    name: str
-    """Unique in a report, fit for the name of a file."""
-    width: float
-    height: float
-    drawing: str
-    """What is within the svg element, as markup."""
-    label: str
-    """What a screen reader says of it."""
-    caption: tuple[str, str] = ("", "")
-    """What stands above it: stressed words, then plain ones."""
-    legend: tuple[tuple[str, str], ...] = ()
-    """Marks, each the content of a drawing of 24 by 12, with their words."""
-    below: str = ""
-    """Markup under it that only the page has."""
-    class_: str | None = None
-    has_legend_on_page: bool = True
-    """False where the next figure of the page has the same one."""
-
-    @property
-    def markup(self) -> str:
-        """The figure as a part of a page."""
-        stressed, plain = self.caption
-        words = tag("b", escape(stressed)) if stressed else ""
-        words = tag("figcaption", words + escape(plain)) if stressed or plain else ""
-        drawn = svg(self.width, self.height, self.drawing, label=self.label, class_=self.class_)
-        marks = legend(self.legend) if self.legend and self.has_legend_on_page else ""
-        return tag("figure", words, tag("div", drawn, class_="scroll"), marks, self.below, id=f"figure-{self.name}")
-
-
-def legend(entries: Iterable[tuple[str, str]]) -> str:
-    """A list of marks, given as the content of a 24 by 12 drawing, each with its words."""
-    items = (
-        tag("li", tag("svg", mark, width=24.0, height=12.0, viewBox="0 0 24 12", aria_hidden="true"), escape(words))
-        for mark, words in entries
-    )
-    return tag("ul", *items, class_="legend")
-
-
-def area_mark(colour: str) -> str:
-    """The mark of what is drawn as an area of ``colour``."""
-    return tag("rect", x=5.0, y=0.0, width=14.0, height=12.0, rx=2.0, class_=f"fill-{colour}")

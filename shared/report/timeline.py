@@ -9,15 +9,17 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Final
 
+from markupsafe import Markup
+
 from ..basics.units import format_seconds
 from ..records.chrome_trace import paced_times_s
 from ..schema.record import Record
 from ..schema.schedule import Lane, Schedule, TaskKind
 from ..tables.labels import KIND_NAMES, LANE_NAMES, ORIGIN_NAMES, bottleneck, busy_frac, format_share
-from .bars import BAR_PX, KIND_COLOURS, LANE_PX, LEFT_PX, MERGED_BELOW_PX, RIGHT_PX, TOP_PX, Bars
-from .svg import Figure, Scale, area_mark, line, tag, text, time_axis
+from .axes import LEFT_PX, RIGHT_PX, Scale, time_unit, x_axis
+from .bars import BAR_PX, KIND_COLOURS, LANE_PX, MERGED_BELOW_PX, TOP_PX, Bars
+from .svg import WIDTH, Figure, area_mark, joined, line, tag, text
 
-_WIDTH: Final = 1120.0
 _CLOSER_ABOVE_FRAC: Final = 0.3
 """Share of the tasks that joint bars may stand for before a second chart shows a part of the iteration closer."""
 _CLOSER_TASKS: Final = 24
@@ -56,28 +58,19 @@ def lane_charts(records: Sequence[Record], schedule: Schedule | None) -> tuple[F
 
 
 def _overview(record: Record, scale: Scale, bars: Bars, name: str) -> Figure:
-    """The lanes of one record; at the right the share of the iteration that each is busy.
-
-    ``name`` tells it from the other charts.
-    """
-    runs = list(_runs_into_next(record, scale))
+    """The lanes of one record; ``name`` tells it from the other charts."""
     busiest = bottleneck(record)
-    shares = {lane: format_share(busy_frac(record, lane)) for lane in record.lanes_shown}
     caption = f", iteration {format_seconds(record.iteration_s)}"
     if busiest is not None:
         caption += f", bottleneck: {LANE_NAMES[busiest]}"
     return _chart(
+        record,
+        scale,
+        bars,
         name=f"timeline-{name}",
         caption=(_words(name), f"{caption}. {bars.thinning_words}".rstrip()),
         label=f"Timeline, {_words(name)}: {len(record.tasks)} tasks on {len(record.lanes_shown)} lanes",
-        scale=scale,
-        behind=[text(_WIDTH, TOP_PX - 12, "busy", anchor="end"), *(_of_previous(run, record, scale) for run in runs)],
-        bars=bars,
-        iteration_s=record.iteration_s,
-        lanes=record.lanes_shown,
-        shares=shares,
-        busiest=busiest,
-        has_previous=bool(runs),
+        is_whole=True,
     )
 
 
@@ -88,17 +81,13 @@ def _closer(record: Record, schedule: Schedule | None, name: str) -> Figure:
     bars = Bars.of(record, scale, schedule)
     span = f"{format_seconds(low)} to {format_seconds(high)}"
     return _chart(
+        record,
+        scale,
+        bars,
         name=f"timeline-{name}-closer",
         caption=(f"{_words(name)}, closer", f": {len(bars.place_of)} tasks, {span}. {bars.thinning_words}".rstrip()),
         label=f"Timeline, {_words(name)}, {span}: {len(bars.place_of)} tasks on {len(record.lanes_shown)} lanes",
-        scale=scale,
-        behind=[],
-        bars=bars,
-        iteration_s=record.iteration_s,
-        lanes=record.lanes_shown,
-        shares={},
-        busiest=None,
-        has_previous=False,
+        is_whole=False,
     )
 
 
@@ -132,66 +121,58 @@ def _words(name: str) -> str:
 
 
 def _chart(
-    *,
-    name: str,
-    caption: tuple[str, str],
-    label: str,
-    scale: Scale,
-    behind: Sequence[str],
-    bars: Bars,
-    iteration_s: float,
-    lanes: Sequence[Lane],
-    shares: dict[Lane, str],
-    busiest: Lane | None,
-    has_previous: bool,
+    record: Record, scale: Scale, bars: Bars, *, name: str, caption: tuple[str, str], label: str, is_whole: bool
 ) -> Figure:
-    """Lanes with their names, the time axis, and the bars; ``shares`` stand at the right."""
-    bottom = TOP_PX + len(lanes) * LANE_PX
-    drawn = []
-    for row, lane in enumerate(lanes):
-        middle = TOP_PX + (row + 0.5) * LANE_PX
-        emphasis = "strong" if lane is busiest else None
-        drawn.append(text(0, middle, LANE_NAMES[lane], class_=emphasis))
-        width = RIGHT_PX - LEFT_PX
-        drawn.append(tag("rect", x=LEFT_PX, y=middle - BAR_PX / 2, width=width, height=BAR_PX, class_="track"))
-        if lane in shares:
-            drawn.append(text(_WIDTH, middle, shares[lane], anchor="end", class_=emphasis))
-    drawn.append(time_axis(scale, top=TOP_PX, bottom=bottom))
-    drawn += behind
+    """Lanes with their names, the time axis, and the bars.
+
+    Of a whole iteration also the share of it that each lane is busy, at the right, and what the previous one left.
+    """
+    bottom = TOP_PX + len(record.lanes_shown) * LANE_PX
+    runs = list(_runs_into_next(record, scale)) if is_whole else []
+    times = x_axis(scale, time_unit(scale.high - scale.low), top=TOP_PX, bottom=bottom, at_most=12)
+    drawn = [*_lane_tracks(record, has_shares=is_whole), times]
+    drawn += [_of_previous(run, record, scale) for run in runs]
     drawn += [bars.drawn(place, scale) for place in range(len(bars.stretches))]
-    drawn.append(_period(iteration_s, scale, bottom))
-    drawn.append(tag("g", class_="links"))
+    drawn += [*_period(record.iteration_s, scale, bottom), tag("g", class_="links")]
     kinds = {timing.kind for stretch in bars.stretches for timing in stretch.timings}
     has_waits = bool(bars.waits)
     return Figure(
         name=name,
-        width=_WIDTH,
         height=bottom + 22,
-        drawing="".join(drawn),
+        drawing=joined(drawn),
         label=label,
         caption=caption,
         legend=(
             *((area_mark(KIND_COLOURS[kind]), KIND_NAMES[kind]) for kind in TaskKind if kind in kinds),
-            *([(_PREVIOUS_MARK, "previous iteration")] if has_previous else []),
+            *([(_PREVIOUS_MARK, "previous iteration")] if runs else []),
         ),
         below=tag("p", _HINT, class_="told quiet", aria_live="polite") if has_waits else "",
         class_="lanes" if has_waits else None,
     )
 
 
-def _period(iteration_s: float, scale: Scale, bottom: float) -> str:
+def _lane_tracks(record: Record, *, has_shares: bool) -> Iterator[Markup]:
+    """Per lane its name and ground, the busiest stressed; with ``has_shares`` how much of the iteration it is busy."""
+    busiest = bottleneck(record) if has_shares else None
+    if has_shares:
+        yield text(WIDTH, TOP_PX - 12, "busy", anchor="end")
+    for row, lane in enumerate(record.lanes_shown):
+        middle = TOP_PX + (row + 0.5) * LANE_PX
+        emphasis = "strong" if lane is busiest else None
+        yield text(0, middle, LANE_NAMES[lane], class_=emphasis)
+        width = RIGHT_PX - LEFT_PX
+        yield tag("rect", x=LEFT_PX, y=middle - BAR_PX / 2, width=width, height=BAR_PX, class_="track")
+        if has_shares:
+            yield text(WIDTH, middle, format_share(busy_frac(record, lane)), anchor="end", class_=emphasis)
+
+
+def _period(iteration_s: float, scale: Scale, bottom: float) -> Iterator[Markup]:
     """Where the iteration begins and where the next one does, if that is on the axis."""
-    drawn = []
-    for at_s, words in ((0.0, "iteration begins"), (iteration_s, "next begins")):
-        if not scale.low <= at_s <= scale.high:
-            continue
-        x = scale(at_s)
-        drawn.append(line(x, TOP_PX - 6, x, bottom, "period"))
-        if at_s == 0.0:
-            drawn.append(text(x + 4, TOP_PX - 12, words))
-        else:
-            drawn.append(text(x - 4, TOP_PX - 12, words, anchor="end"))
-    return "".join(drawn)
+    for at_s, words, side, anchor in ((0.0, "iteration begins", 4, "start"), (iteration_s, "next begins", -4, "end")):
+        if scale.low <= at_s <= scale.high:
+            x = scale(at_s)
+            yield line(x, TOP_PX - 6, x, bottom, "period")
+            yield text(x + side, TOP_PX - 12, words, anchor=anchor)
 
 
 def _runs_into_next(record: Record, scale: Scale) -> Iterator[tuple[Lane, float, float]]:
@@ -210,7 +191,7 @@ def _runs_into_next(record: Record, scale: Scale) -> Iterator[tuple[Lane, float,
             yield lane, begin_s, end_s
 
 
-def _of_previous(run: tuple[Lane, float, float], record: Record, scale: Scale) -> str:
+def _of_previous(run: tuple[Lane, float, float], record: Record, scale: Scale) -> Markup:
     """The same stretch of the previous iteration, which keeps the lane busy at the beginning of this one."""
     lane, begin_s, end_s = run
     left, right = scale(begin_s - record.iteration_s), scale(end_s - record.iteration_s)

@@ -2,51 +2,59 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
-
-from rich.console import Group, RenderableType
-from rich.text import Text
 
 from ..basics.units import format_bytes, format_number, format_seconds
 from ..schema.advice import Advice, MachineAdvice
 from .labels import NO_VALUE, format_share
-from .style import FittingTable, titled
+from .table import Parts, Row, Table
 
 _PRICES: Final = (">USD per\nhour", ">USD per\nM tokens")
 _PEAK: Final = ">device\npeak"
 _MICRO_BATCH: Final = ">micro-\nbatch"
-_WITHIN: Final = ">best\nwithin"
 
 
-def advice_tables(advice: Advice) -> RenderableType:
+def advice_tables(advice: Advice) -> Parts:
     """Machines by time, what a million tokens costs where a price is known, and why others cannot."""
-    columns: tuple[str, ...] = (
+    title = f"{advice.model}, global batch {advice.global_batch_size:,}: machines by time"
+    parts: list[Table | str] = [machine_table(title, advice.deals)]
+    if sentence := meaning_sentence(advice):
+        parts.append(sentence)
+    if advice.by_cost:
+        best = advice.by_cost[0]
+        parts.append(f"Cheapest: {best.name}, ${best.usd_per_million_tokens:.3f} a million tokens.")
+    if without := [one.name for one in advice.without_plan]:
+        parts.append(f"Nothing fits, or nothing is known: {'; '.join(without)}.  --json says why.")
+    if not advice.is_complete:
+        parts.append(interruption_sentence(advice))
+    return tuple(parts)
+
+
+def machine_table(title: str, deals: Sequence[MachineAdvice]) -> Table:
+    """Machines with time, memory and batch, and cost where any price is known."""
+    columns: Row = (
         "machine",
         ">iteration",
         ">tokens\nper s",
         ">ranks",
         "mode",
-        _WITHIN,
+        ">best\nwithin",
         _PEAK,
         _MICRO_BATCH,
         *_PRICES,
     )
-    rows = [_cells(one) for one in advice.deals]
-    if not any(one.price_usd_per_hour for one in advice.deals):
+    rows = [_cells(one) for one in deals]
+    if not any(one.price_usd_per_hour for one in deals):
         columns, rows = columns[: -len(_PRICES)], [row[: -len(_PRICES)] for row in rows]
-    title = f"{advice.model}, global batch {advice.global_batch_size:,}: machines by time"
     expendable = tuple(name for name in (_PRICES[0], _PEAK, _MICRO_BATCH) if name in columns)
-    parts: list[RenderableType] = [titled(title, FittingTable(columns, rows, always=3, expendable=expendable))]
-    parts += [Text(""), Text(sentence)] if (sentence := meaning_sentence(advice)) else []
-    if advice.by_cost:
-        best = advice.by_cost[0]
-        parts += [Text(""), Text(f"Cheapest: {best.name}, ${best.usd_per_million_tokens:.3f} a million tokens.")]
-    without = [one.name for one in advice.without_plan]
-    if without:
-        parts += [Text(""), Text(f"Nothing fits, or nothing is known: {'; '.join(without)}.  --json says why.")]
-    if not advice.is_complete:
-        parts += [Text(""), Text(interruption_sentence(advice))]
-    return Group(*parts)
+    return Table(title=title, columns=columns, rows=rows, always=3, expendable=expendable)
+
+
+def reason_table(without: Sequence[MachineAdvice]) -> Table:
+    """Why some machines have no plan."""
+    rows = [(one.hardware_name, one.reason) for one in without]
+    return Table(title="Machines without a plan", columns=("machine", "why there is no plan"), rows=rows)
 
 
 def meaning_sentence(advice: Advice) -> str:
@@ -72,7 +80,7 @@ def interruption_sentence(advice: Advice) -> str:
     )
 
 
-def _cells(one: MachineAdvice) -> tuple[str, ...]:
+def _cells(one: MachineAdvice) -> Row:
     assert one.iteration_s is not None
     assert one.tokens_per_s is not None
     assert one.plan is not None

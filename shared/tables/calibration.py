@@ -2,36 +2,39 @@
 
 from __future__ import annotations
 
-from rich.console import RenderableType
-from rich.text import Text
-
 from ..basics.units import format_seconds
 from ..schema.calibration import Calibration
 from ..schema.schedule import LANES_ALONE
 from .labels import KIND_NAMES, LANE_NAMES
-from .style import add_row, plain_table, spaced, titled
+from .table import Parts, Table
 
 
-def calibration_tables(calibration: Calibration) -> RenderableType:
+def calibration_tables(calibration: Calibration) -> Parts:
     """The factor of every task kind and the slowdowns of every measured set of lanes."""
-    factors = plain_table("task kind", ">factor", ">± 1 sigma", ">overhead", ">tasks")
-    for kind, factor in calibration.factors.items():
-        add_row(
-            factors,
+    factors = [
+        (
             KIND_NAMES[kind],
             f"{factor.value:.3f}",
             f"{factor.relative_std * factor.value:.3f}",
             format_seconds(calibration.overhead_s.get(kind, 0.0)),
             str(factor.num_pairs),
         )
-    slowdowns = plain_table(*(f">{LANE_NAMES[lane]}" for lane in LANES_ALONE))
-    for entry in calibration.contention:
-        by_lane = dict(zip(entry.lanes, entry.slowdowns, strict=True))
-        add_row(slowdowns, *(f"{by_lane[lane]:.2f}" if lane in by_lane else "" for lane in LANES_ALONE))
-    return spaced(
-        (
-            titled(f"Calibration of {calibration.hardware_name}", factors),
-            titled("Slowdown of lanes that run side by side", slowdowns),
-            Text(f"Run-to-run noise of an iteration: {calibration.iteration_noise_frac:.1%}"),
-        )
+        for kind, factor in calibration.factors.items()
+    ]
+    slowdowns = [
+        tuple(f"{by_lane[lane]:.2f}" if lane in by_lane else "" for lane in LANES_ALONE)
+        for by_lane in (dict(zip(entry.lanes, entry.slowdowns, strict=True)) for entry in calibration.contention)
+    ]
+    return (
+        Table(
+            title=f"Calibration of {calibration.hardware_name}",
+            columns=("task kind", ">factor", ">± 1 sigma", ">overhead", ">tasks"),
+            rows=factors,
+        ),
+        Table(
+            title="Slowdown of lanes that run side by side",
+            columns=tuple(f">{LANE_NAMES[lane]}" for lane in LANES_ALONE),
+            rows=slowdowns,
+        ),
+        f"Run-to-run noise of an iteration: {calibration.iteration_noise_frac:.1%}",
     )

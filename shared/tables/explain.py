@@ -6,10 +6,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from rich.console import Group, RenderableType
-from rich.table import Table
-from rich.text import Text
-
 from ..basics.units import format_bytes
 from ..compile.compile import compile_schedule
 from ..layout.layout import Chunk, Layout, build_layout, master_bytes
@@ -18,8 +14,8 @@ from ..schema.schedule import Allocation, ChunkId, Content, Lane, Memory, OuterS
 from ..schema.workload import BlockId, Workload
 from ..verify.guaranteed_peak import guaranteed_device_peak
 from .labels import NO_VALUE, format_share, knobs
-from .record import as_text
-from .style import add_row, plain_table
+from .table import Table
+from .terminal import as_text
 
 
 class Stepper(StrEnum):
@@ -147,55 +143,48 @@ def explain_plan(plan: Plan, workload: Workload) -> str:
 def explain(schedule: Schedule, plan: Plan, workload: Workload, layout: Layout) -> str:
     """What one iteration does with every block and every chunk, as text: two tables and a summary."""
     found = account(schedule, plan, workload, layout)
-    parts: list[RenderableType] = [
-        Text(f"One iteration of {workload.model_name}: what the plan does with its blocks and chunks"),
-        Text(""),
-        _section_table(found),
-        Text(""),
-        _chunk_table(found),
-        Text(""),
-        *(Text(f"- {sentence}") for sentence in _summary(found, schedule, plan, workload)),
-    ]
-    return as_text(Group(*parts), width=120)
+    title = f"One iteration of {workload.model_name}: what the plan does with its blocks and chunks"
+    summary = "\n".join(f"- {sentence}" for sentence in _summary(found, schedule, plan, workload))
+    return as_text((title, _section_table(found), _chunk_table(found), summary), width=120)
 
 
 def _section_table(found: Account) -> Table:
-    table = plain_table("block", "activations", "chunks", "where", ">kept", ">recomputed", ">moved")
     places = {chunk.chunk.id: chunk for chunk in found.chunks}
-    for section in found.sections:
-        add_row(
-            table,
+    rows = [
+        (
             section.name,
-            section.mode,
+            str(section.mode),
             _runs(section.chunks),
             _places([places[chunk] for chunk in section.chunks]),
             _bytes(section.kept_bytes),
             _bytes(section.recomputed_bytes),
             _bytes(section.moved_bytes),
         )
-    return table
+        for section in found.sections
+    ]
+    return Table(columns=("block", "activations", "chunks", "where", ">kept", ">recomputed", ">moved"), rows=rows)
 
 
 def _chunk_table(found: Account) -> Table:
-    table = plain_table(
-        ">chunk", ">tensors", ">parameters", ">size", "place", ">gathers", ">gradients out", "stepped by"
-    )
+    rows = []
     for chunk in found.chunks:
         stepped = str(chunk.stepper)
         if 0 < chunk.chunk.num_trainable < chunk.num_scalars:
             stepped += f", {chunk.chunk.num_trainable:,} of them"
-        add_row(
-            table,
-            str(chunk.chunk.id),
-            str(len(chunk.chunk.parameters)),
-            f"{chunk.num_scalars:,}",
-            format_bytes(chunk.chunk.size_bytes),
-            _places([chunk]),
-            str(chunk.num_gathers) if chunk.num_gathers else NO_VALUE,
-            _bytes(chunk.gradient_bytes),
-            stepped,
+        rows.append(
+            (
+                str(chunk.chunk.id),
+                str(len(chunk.chunk.parameters)),
+                f"{chunk.num_scalars:,}",
+                format_bytes(chunk.chunk.size_bytes),
+                _places([chunk]),
+                str(chunk.num_gathers) if chunk.num_gathers else NO_VALUE,
+                _bytes(chunk.gradient_bytes),
+                stepped,
+            )
         )
-    return table
+    columns = (">chunk", ">tensors", ">parameters", ">size", "place", ">gathers", ">gradients out", "stepped by")
+    return Table(columns=columns, rows=rows)
 
 
 def _summary(found: Account, schedule: Schedule, plan: Plan, workload: Workload) -> list[str]:

@@ -5,107 +5,139 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from rich.console import Group, RenderableType
-from rich.text import Text
-
 from ..basics.units import format_bytes, format_seconds
 from ..schema.search_result import BatchSearchResult, Certificate, PlanOutcome, SearchResult, WhatIf
-from .labels import NO_VALUE, format_error, format_share, how_much_faster
+from .labels import NO_VALUE, format_error, format_share, how_much_faster, knobs
 from .record import record_tables
-from .style import FittingTable, add_row, plain_table, titled
+from .table import Parts, Table, breakable
 
-_SHARDS: Final = ">n_\nshard"
-"""The column of a knob that only ranks in mode sharded have."""
-_COLUMNS: Final = (
-    ">iteration",
-    ">against\nit",
-    ">device\npeak",
-    ">pinned\nhost",
-    ">chunk_\nbytes",
-    ">n_\npersist",
-    _SHARDS,
-    ">n_\nbuffer",
-    ">prefetch_\ndepth",
-    ">n_\ncheckpoint",
-    ">n_\nswap",
-)
-_MOST_ROWS: Final = 8
-"""Rows of a front that a person reads; the JSON has them all."""
+_MOST_ROWS: Final = 10
+"""Rows of a front that a person reads; the drawing has them all, and so has the JSON."""
 
 
-def search_tables(result: SearchResult) -> RenderableType:
+def search_tables(result: SearchResult) -> Parts:
     """Everything that a search answers, the plan first."""
-    parts: list[RenderableType] = [
-        record_tables(result.prediction),
-        Text(""),
-        Text(budget_sentence(result)),
-        Text(certificate_sentence(result)),
-    ]
+    parts = [*record_tables(result.prediction), f"{budget_sentence(result)}\n{certificate_sentence(result)}"]
     if result.modes:
-        parts += [Text(""), _mode_table(result)]
+        parts.append(mode_table(result))
     if result.alternatives:
-        parts += [Text(""), _outcome_table("Plans close to it", result.alternatives, result)]
+        parts.append(alternatives_table(result))
     if len(result.pareto) > 1:
-        parts += [Text(""), _outcome_table("Time against device memory", _spread(result.pareto), result)]
+        parts.append(front_table(result))
     if result.what_if:
-        parts += [Text(""), _what_if_table(result.what_if)]
-    return Group(*parts)
+        parts.append(_what_if_table(result.what_if))
+    return tuple(parts)
 
 
-def batch_tables(found: BatchSearchResult) -> RenderableType:
+def batch_tables(found: BatchSearchResult) -> Parts:
     """The same for a search over the sizes of the micro-batch, and what became of each size."""
-    table = plain_table(">size", ">number", ">best\niteration", ">at least", ">plans", ">simulated")
-    for choice in found.choices:
-        add_row(
-            table,
+    return (*search_tables(found.result), batch_table(found))
+
+
+def batch_table(found: BatchSearchResult) -> Table:
+    """Per size of the micro-batch its best plan's time, and what no plan of it can beat."""
+    rows = [
+        (
             str(choice.micro_batch_size),
             str(choice.micro_batches),
-            NO_VALUE if choice.best_iteration_s is None else format_seconds(choice.best_iteration_s),
-            NO_VALUE if choice.shortest_possible_s is None else format_seconds(choice.shortest_possible_s),
+            _seconds(choice.best_iteration_s),
+            _seconds(choice.shortest_possible_s),
             f"{choice.num_candidates:,}",
-            str(choice.num_simulated),
+            f"{choice.num_simulated:,}",
         )
-    title = f"Micro-batches of a global batch of {found.global_batch_size:,}"
-    return Group(search_tables(found.result), Text(""), titled(title, table))
+        for choice in found.choices
+    ]
+    return Table(
+        title=f"Sizes of the micro-batch at {found.global_batch_size:,} samples per step",
+        columns=(">micro-batch\nsize", ">micro-\nbatches", ">best\niteration", ">not\nbelow", ">plans", ">simulated"),
+        rows=rows,
+        styles={
+            place: "bold"
+            for place, choice in enumerate(found.choices)
+            if choice.micro_batch_size == found.micro_batch_size
+        },
+    )
 
 
-def _mode_table(result: SearchResult) -> RenderableType:
-    """What became of every parallel mode; the chosen one is marked."""
-    table = plain_table("mode", ">best\niteration", ">at least", ">plans", ">simulated", "")
+def mode_table(result: SearchResult) -> Table:
+    """What became of every parallel mode, and why some have no plan; the chosen one is marked."""
+    rows = []
     for mode in result.modes:
-        is_chosen = mode.parallel is result.plan.parallel
-        add_row(
-            table,
-            mode.parallel,
-            NO_VALUE if mode.best_iteration_s is None else format_seconds(mode.best_iteration_s),
-            NO_VALUE if mode.shortest_possible_s is None else format_seconds(mode.shortest_possible_s),
-            f"{mode.num_candidates:,}",
-            str(mode.num_simulated),
-            "◀ chosen"
-            if is_chosen
-            else ""
-            if not mode.reason
-            else "does not fit"
-            if mode.num_candidates
-            else "no plan",
-            style="bold" if is_chosen else "",
+        state = "does not fit" if mode.num_candidates else "no plan"
+        if not mode.reason:
+            state = "◀ chosen" if mode.parallel is result.plan.parallel else ""
+        rows.append(
+            (
+                str(mode.parallel),
+                _seconds(mode.best_iteration_s),
+                _seconds(mode.shortest_possible_s),
+                f"{mode.num_candidates:,}",
+                f"{mode.num_simulated:,}",
+                state,
+            )
         )
-    reasons = [Text(f"{mode.parallel}: {mode.reason}", style="dim") for mode in result.modes if mode.reason]
-    return Group(titled(f"What {result.plan.num_ranks:,} ranks do together", table), *reasons)
+    return Table(
+        title=f"What {result.plan.num_ranks:,} ranks do together",
+        columns=("mode", ">best\niteration", ">not\nbelow", ">plans", ">simulated", ""),
+        rows=rows,
+        styles={place: "bold" for place, mode in enumerate(result.modes) if mode.parallel is result.plan.parallel},
+        notes=[f"{mode.parallel}: {mode.reason}" for mode in result.modes if mode.reason],
+    )
 
 
-def _spread(front: Sequence[PlanOutcome]) -> list[PlanOutcome]:
-    """At most ``_MOST_ROWS`` plans of a front: both ends, and between them the nearest to even steps of memory."""
-    if len(front) <= _MOST_ROWS:
-        return list(front)
-    ordered = sorted(front, key=lambda outcome: outcome.guaranteed_peak_device_bytes, reverse=True)
-    most, least = ordered[0].guaranteed_peak_device_bytes, ordered[-1].guaranteed_peak_device_bytes
-    chosen: dict[int, PlanOutcome] = {}
-    for step in range(_MOST_ROWS):
-        wanted = most - (most - least) * step / (_MOST_ROWS - 1)
-        place = min(range(len(ordered)), key=lambda i: (abs(ordered[i].guaranteed_peak_device_bytes - wanted), i))
-        chosen[place] = ordered[place]
-    return [chosen[place] for place in sorted(chosen)]
+def alternatives_table(result: SearchResult) -> Table:
+    """The next best plans of other kinds."""
+    return outcome_table("Plans close to it", result.alternatives, result)
+
+
+def front_table(result: SearchResult) -> Table:
+    """Plans of the front of time against memory: both ends, and between them at even steps of its order."""
+    front, title = result.pareto, "The front of time against device memory"
+    if len(front) > _MOST_ROWS:
+        title = f"{title}, {_MOST_ROWS} of its {len(front)} plans"
+        front = tuple(front[round(step * (len(front) - 1) / (_MOST_ROWS - 1))] for step in range(_MOST_ROWS))
+    return outcome_table(title, front, result)
+
+
+def outcome_table(title: str, outcomes: Sequence[PlanOutcome], result: SearchResult) -> Table:
+    """Plans with their time, memory and knobs; columns for those knobs alone that any of them has."""
+    found = [{knob.name: knob.value for knob in knobs(outcome.plan)} for outcome in outcomes]
+    names = list(dict.fromkeys(name for values in found for name in values))
+    rows = [
+        (
+            format_seconds(outcome.iteration_s),
+            format_error(outcome.iteration_s / result.prediction.iteration_s - 1),
+            format_bytes(outcome.guaranteed_peak_device_bytes),
+            format_bytes(outcome.pinned_host_bytes),
+            *(values.get(name, "0") for name in names),
+        )
+        for outcome, values in zip(outcomes, found, strict=True)
+    ]
+    fixed = (">iteration", ">over the\nplan", ">device\npeak", ">pinned\nhost")
+    return Table(
+        title=title,
+        columns=(*fixed, *(f">{breakable(name)}" for name in names)),
+        rows=rows,
+        always=3,
+        expendable=(fixed[-1], f">{breakable('prefetch_depth')}"),
+    )
+
+
+def _what_if_table(answers: Sequence[WhatIf]) -> Table:
+    rows = [
+        (one.change, "nothing fits", "")
+        if one.iteration_s is None or one.speedup is None
+        else (one.change, format_seconds(one.iteration_s), f"{one.speedup:.2f} times")
+        for one in answers
+    ]
+    return Table(title="What if the machine had", columns=("", ">iteration", ">faster"), rows=rows)
+
+
+def _seconds(time_s: float | None) -> str:
+    return NO_VALUE if time_s is None else format_seconds(time_s)
+
+
+# -- sentences -------------------------------------------------------------------------------------------------------
 
 
 def budget_sentence(result: SearchResult) -> str:
@@ -145,38 +177,3 @@ def _proof(result: SearchResult) -> str:
     if any(outcome.iteration_s < result.prediction.iteration_s for outcome in (*result.alternatives, *result.pareto)):
         sentence += f" Of the plans within {format_share(tolerance_frac)} of the fastest, this is the simplest."
     return sentence
-
-
-def _outcome_table(title: str, outcomes: Sequence[PlanOutcome], result: SearchResult) -> RenderableType:
-    rows: list[tuple[str, ...]] = [
-        (
-            format_seconds(outcome.iteration_s),
-            format_error(outcome.iteration_s / result.prediction.iteration_s - 1),
-            format_bytes(outcome.guaranteed_peak_device_bytes),
-            format_bytes(outcome.pinned_host_bytes),
-            format_bytes(outcome.plan.chunk_bytes),
-            str(outcome.plan.n_persist),
-            str(outcome.plan.n_shard),
-            str(outcome.plan.n_buffer),
-            str(outcome.plan.prefetch_depth),
-            str(outcome.plan.n_checkpoint),
-            str(outcome.plan.n_swap),
-        )
-        for outcome in outcomes
-    ]
-    columns: tuple[str, ...] = _COLUMNS
-    if not any(outcome.plan.n_shard for outcome in outcomes):
-        place = columns.index(_SHARDS)
-        columns = (*columns[:place], *columns[place + 1 :])
-        rows = [(*row[:place], *row[place + 1 :]) for row in rows]
-    return titled(title, FittingTable(columns, rows, always=3, expendable=(">pinned\nhost", ">prefetch_\ndepth")))
-
-
-def _what_if_table(answers: Sequence[WhatIf]) -> RenderableType:
-    table = plain_table("", ">iteration", ">faster")
-    for answer in answers:
-        if answer.iteration_s is None or answer.speedup is None:
-            add_row(table, answer.change, "nothing fits", "")
-        else:
-            add_row(table, answer.change, format_seconds(answer.iteration_s), f"{answer.speedup:.2f} times")
-    return titled("What if the machine had", table)

@@ -1,23 +1,19 @@
-"""A workload as tables for people."""
+"""Workloads and the catalogue of models as tables."""
 
 from __future__ import annotations
-
-from rich.console import RenderableType
-from rich.table import Table
 
 from ..basics.units import format_bytes, format_seconds
 from ..catalogue.models import ModelList
 from ..schema.workload import Phase, Workload
-from .style import FittingTable, add_row, plain_table, spaced, titled
+from .table import Parts, Table
 
 
-def workload_tables(workload: Workload) -> RenderableType:
+def workload_tables(workload: Workload) -> Parts:
     """What the model is, and what each distinct block does."""
-    facts = titled(f"Workload {workload.model_name}", _facts(workload))
-    return spaced((facts, titled("What each part does", _phases(workload))))
+    return _facts(workload), _phases(workload)
 
 
-def models_table(listed: ModelList) -> RenderableType:
+def models_table(listed: ModelList) -> Parts:
     """The catalogue of models; papers are in its JSON."""
     rows = []
     for model in listed.models:
@@ -25,38 +21,38 @@ def models_table(listed: ModelList) -> RenderableType:
         source = model.source.removeprefix("config.json of ").split(" on the Hugging Face hub")[0]
         rows.append((model.name, parameters, str(model.dtype), model.architecture, source))
     columns = ("name", ">parameters", "published as", "architecture", "configuration")
-    return FittingTable(columns, rows, always=3, expendable=("architecture",))
+    return (Table(columns=columns, rows=rows, always=3, expendable=("architecture",)),)
 
 
 def _facts(workload: Workload) -> Table:
-    table = plain_table("", "")
-    table.show_header = False
     trainable = sum(p.num_elements for p in workload.parameters if p.trainable)
     shapes = ", ".join(f"{name} {list(shape)}" for name, shape in workload.batch_shapes.items())
-    for name, value in (
+    rows = [
         ("identity", workload.identity),
         ("parameters", f"{workload.num_parameters:,} ({trainable:,} trainable), {workload.compute_dtype}"),
         ("blocks", f"{workload.num_blocks} of {len(workload.profiles)} kinds"),
         ("batch", f"{shapes}: {workload.num_tokens:,} tokens"),
         ("traced with", f"{workload.traced_with} tensors"),
         ("timed on", workload.measured_on or "nothing: times come from a roofline"),
-    ):
-        add_row(table, name, value)
-    return table
+    ]
+    return Table(title=f"Workload {workload.model_name}", columns=("", ""), rows=rows)
 
 
 def _phases(workload: Workload) -> Table:
-    table = plain_table("part", ">operations", ">GFLOP", ">leaves behind", ">peak above start", ">seconds")
-    add_row(table, "prologue forward", *_cells(workload.prologue_forward))
+    rows = [("prologue forward", *_cells(workload.prologue_forward))]
     counts = [sum(block.profile == i for block in workload.blocks) for i in range(len(workload.profiles))]
     for index, (profile, count) in enumerate(zip(workload.profiles, counts, strict=True)):
         kind = f"block kind {index} (x {count})"
         for name in ("forward", "backward", "checkpoint_forward", "recompute", "checkpoint_backward"):
-            add_row(table, f"{kind} {name.replace('_', ' ')}", *_cells(getattr(profile, name)))
-    add_row(table, "epilogue forward", *_cells(workload.epilogue_forward))
-    add_row(table, "epilogue backward", *_cells(workload.epilogue_backward))
-    add_row(table, "prologue backward", *_cells(workload.prologue_backward))
-    return table
+            rows.append((f"{kind} {name.replace('_', ' ')}", *_cells(getattr(profile, name))))
+    rows.append(("epilogue forward", *_cells(workload.epilogue_forward)))
+    rows.append(("epilogue backward", *_cells(workload.epilogue_backward)))
+    rows.append(("prologue backward", *_cells(workload.prologue_backward)))
+    return Table(
+        title="What each part does",
+        columns=("part", ">operations", ">GFLOP", ">leaves behind", ">peak above start", ">seconds"),
+        rows=rows,
+    )
 
 
 def _cells(phase: Phase) -> tuple[str, str, str, str, str]:

@@ -28,7 +28,7 @@ from ...shared.cli.options import (
     writable_json,
 )
 from ...shared.cli.output import show
-from ...shared.cli.report_options import PictureFolder, ReportPath, write_report
+from ...shared.cli.report_options import ReportPath, write_report
 from ...shared.schema.advice import Advice
 from ...shared.schema.hardware import Hardware
 from ..questions.advise import Request, check_request, machines_with, search_machine, whole_machines
@@ -91,7 +91,6 @@ def advise_command(
     ] = None,
     output: OutputPath = None,
     report: ReportPath = None,
-    pictures: PictureFolder = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Rank machines by the time of the best plan for a model on each, and by what a token costs.
@@ -127,7 +126,7 @@ def advise_command(
     if found.is_complete:
         if output is not None:
             found.save(output)
-        write_report(report, pictures, lambda: _report(found))
+        write_report(report, lambda: _report(found))
     if as_json:
         typer.echo(found.to_json(), nl=False)
     else:

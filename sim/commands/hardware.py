@@ -56,8 +56,7 @@ def list_command(as_json: JsonFlag = False) -> None:
         names = (*machine_names(), *cluster_names())
         typer.echo(json.dumps([_parts_of(machine(name)) for name in names], indent=1))
         return
-    from ...shared.tables.machines import hardware_table
-    from ...shared.tables.node_tables import cluster_table
+    from ...shared.tables.machines import cluster_table, hardware_table
 
     show(hardware_table(machine_names()))
     typer.echo()
@@ -80,7 +79,7 @@ def parts_command(as_json: JsonFlag = False) -> None:
         listed = {kind: [part.model_dump(mode="json") for part in found] for kind, found in parts.items()}
         typer.echo(json.dumps(listed, indent=1, ensure_ascii=False))
         return
-    from ...shared.tables.node_tables import part_tables
+    from ...shared.tables.machines import part_tables
 
     show(part_tables())
 

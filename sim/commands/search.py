@@ -43,7 +43,7 @@ from ...shared.cli.options import (
     warn,
 )
 from ...shared.cli.output import show
-from ...shared.cli.report_options import PictureFolder, ReportPath, write_report
+from ...shared.cli.report_options import ReportPath, write_report
 from ...shared.compile.compile import compile_schedule
 from ...shared.schema.calibration import Calibration
 from ...shared.schema.hardware import Hardware
@@ -158,7 +158,6 @@ def search_command(
     questions: WhatIfQuestions = None,
     output: OutputPath = None,
     report: ReportPath = None,
-    pictures: PictureFolder = None,
     as_json: JsonFlag = False,
     no_cache: NoCacheFlag = False,
 ) -> None:
@@ -257,7 +256,7 @@ def search_command(
     if not is_interrupted:
         if output is not None:
             result.plan.save(output)
-        write_report(report, pictures, lambda: _search_report(found, workload))
+        write_report(report, lambda: _search_report(found, workload))
     if as_json:
         typer.echo(found.to_json(), nl=False)
     else:
@@ -296,7 +295,6 @@ def simulate_command(
     timeline: TimelinePath = None,
     output: OutputPath = None,
     report: ReportPath = None,
-    pictures: PictureFolder = None,
     as_json: JsonFlag = False,
     no_cache: NoCacheFlag = False,
 ) -> None:
@@ -341,7 +339,7 @@ def simulate_command(
         from ...shared.records.chrome_trace import chrome_trace
 
         write_atomically(timeline, chrome_trace({"simulated": record}, schedule=schedule))
-    write_report(report, pictures, lambda: _simulation_report(record, schedule, budget_bytes))
+    write_report(report, lambda: _simulation_report(record, schedule, budget_bytes))
     if as_json:
         typer.echo(record.to_json(), nl=False)
     else:
@@ -411,27 +409,23 @@ def _check_budget(budget_bytes: int | None, machine: Hardware) -> None:
 
 
 def _search_report(found: SearchResult | BatchSearchResult, workload: Workload) -> Report:
-    from ...shared.report.report import report
+    from ...shared.report.report import Facts, report
 
     result = found if isinstance(found, SearchResult) else found.result
-    return report(
-        title=f"{result.model_name} on {result.hardware_name}: the plan that was found",
+    facts = Facts(
         predicted=result.prediction,
         budget_bytes=result.device_budget_bytes,
         schedule=compile_schedule(result.plan, workload),
         search=found,
     )
+    return report(f"{result.model_name} on {result.hardware_name}: the plan that was found", facts)
 
 
 def _simulation_report(record: Record, schedule: Schedule, budget_bytes: int) -> Report:
-    from ...shared.report.report import report
+    from ...shared.report.report import Facts, report
 
-    return report(
-        title=f"{record.model_name} on {record.hardware_name}: a plan, simulated",
-        predicted=record,
-        budget_bytes=budget_bytes,
-        schedule=schedule,
-    )
+    facts = Facts(predicted=record, budget_bytes=budget_bytes, schedule=schedule)
+    return report(f"{record.model_name} on {record.hardware_name}: a plan, simulated", facts)
 
 
 def _warn_of_memory(record: Record, host_bytes: int) -> None:

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from protwin.shared.cli.report_options import write_report
+from protwin.shared.report.page import Report
 from protwin.shared.schema.record import Origin, Record
 from tests.cli.conftest import Protwin
 from tests.cli.saved import decoder
@@ -50,21 +52,12 @@ def test_the_whole_chain_leaves_reports(protwin_here: Protwin, work: Path, ask: 
     assert headings(work / "twice.html")
 
 
-def test_figures_become_pictures(protwin_here: Protwin, work: Path, ask: tuple[str, ...]) -> None:
-    pytest.importorskip("resvg_py")
-    searched = protwin_here("search", *ask, "--png", "pictures")
-    assert searched.returncode == 0, searched.stderr
-    names = {path.name for path in (work / "pictures").iterdir()}
-    assert {"search.png", "timeline-predicted.png", "memory.png", "memory-contents.png", "alive.png"} <= names
-
-
 @pytest.mark.parametrize(
     ("option", "message"),
     [
         (("--report", "report.json"), "would hold HTML"),
         (("--report", "workload.json/report.html"), "is no folder"),
         (("--report", "folder"), "is a folder"),
-        (("--png", "workload.json"), "is no folder"),
         (("--report", "plan.html", "--output", "plan.html"), "would take the place of"),
     ],
 )
@@ -77,3 +70,13 @@ def test_what_cannot_be_written_is_said_before_the_work(
     assert message in refused.stderr
     assert refused.stdout == ""
     assert sorted(path.name for path in work.iterdir()) == ["folder", "workload.json"]
+
+
+def test_no_report_is_made_unless_asked_for(tmp_path: Path) -> None:
+    def unwanted() -> Report:
+        raise AssertionError("nobody asked")
+
+    write_report(None, unwanted)
+    made = Report("t", "s", (), ())
+    write_report(tmp_path / "report.html", lambda: made)
+    assert (tmp_path / "report.html").read_text(encoding="utf-8") == made.html

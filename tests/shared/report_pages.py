@@ -9,17 +9,17 @@ from dataclasses import dataclass, field
 from hashlib import sha256
 from html.parser import HTMLParser
 from importlib.resources import files
+from typing import Any
 
-from protwin.shared.records.comparison import Comparison
-from protwin.shared.report.report import html_report
+from protwin.shared.report.page import PageTable, Report, Section
+from protwin.shared.report.report import Facts, report
 from protwin.shared.schema.record import Record, TaskTiming
 from protwin.shared.schema.schedule import LANES_ALONE, Memory, TaskKind
+from protwin.shared.tables.table import Table
 from tests.shared.laid_out import LaidOut
 
 VOID = {"meta", "wbr"}
-PAGE_CSS = files("protwin.shared.report").joinpath("report.css").read_text(encoding="utf-8")
-FIGURES_CSS = files("protwin.shared.report").joinpath("report_figures.css").read_text(encoding="utf-8")
-CSS = PAGE_CSS + FIGURES_CSS
+CSS = files("protwin.shared.report").joinpath("report.css").read_text(encoding="utf-8")
 LOSSES = [5.0 * math.exp(-step / 10) + 2.0 for step in range(30)]
 
 
@@ -94,19 +94,27 @@ def check_self_contained(page: Page) -> None:
     )
 
 
-def full_report(example: LaidOut, comparison: Comparison | None, **changes: object) -> str:
-    arguments: dict[str, object] = {
+def html_report(*, title: str, **facts: Any) -> str:
+    return report(title, Facts(**facts)).html
+
+
+def html_table(table: Table) -> str:
+    """A page with this table alone."""
+    return Report("t", "", (), (Section("s", (PageTable(table),)),)).html
+
+
+def full_report(example: LaidOut, **changes: object) -> str:
+    facts: dict[str, Any] = {
         "title": "A demonstration",
         "predicted": example.predicted,
         "measured": example.measured,
         "budget_bytes": example.predicted.peak_device_bytes + 2**20,
         "losses": {"plain": LOSSES, "planned": LOSSES},
         "plain_peak_bytes": 2 * example.predicted.peak_device_bytes,
-        "comparison": comparison,
         "notes": ["One thing to know."],
         "schedule": example.schedule,
     }
-    return html_report(**(arguments | changes))  # type: ignore[arg-type]
+    return html_report(**(facts | changes))
 
 
 def chart_bars(html: str) -> list[list[Element]]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from protwin.shared.report.report import html_report
 from protwin.sim.engine.simulator import simulate
+from tests.shared.report_pages import html_report
 from tests.sim.hand_made import machine, plan, workload
 
 

@@ -39,8 +39,9 @@ def advice(*machines: MachineAdvice) -> Advice:
 
 def bars(drawing: str) -> dict[str, tuple[float, str]]:
     """Width and colour of every bar, by the name in its title."""
-    pattern = r'<rect x="[\d.]+" y="[\d.]+" width="([\d.]+)" height="16" class="fill-(\w+)"><title>(.*?): '
-    return {name: (float(width), colour) for width, colour, name in re.findall(pattern, drawing)}
+    row = r"<g><title>([^<]*?): [^<]*</title><text[^>]*>[^<]*</text>"
+    pattern = row + r'<rect x="[\d.]+" y="[\d.]+" width="([\d.]+)" height="18" class="fill-(\w+)">'
+    return {name: (float(width), colour) for name, width, colour in re.findall(pattern, drawing)}
 
 
 @given(st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=30))

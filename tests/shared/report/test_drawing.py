@@ -10,16 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from protwin.shared.report.axes import Scale, Unit, ticks
 from protwin.shared.report.bars import KIND_COLOURS
 from protwin.shared.report.losses import agreement
 from protwin.shared.report.memory import CONTENT_COLOURS
-from protwin.shared.report.svg import Scale, Unit, spread, ticks
-from protwin.shared.report.svg_patterns import STROKES
+from protwin.shared.report.page import Report
+from protwin.shared.report.svg import STROKES, spread
 from protwin.shared.schema.schedule import Content, TaskKind
 from tests.shared.laid_out import LaidOut, laid_out
 from tests.shared.report_pages import (
     CSS,
-    FIGURES_CSS,
     LOSSES,
     full_report,
     parse,
@@ -89,7 +89,7 @@ def test_losses_are_identical_only_bit_for_bit(other: list[float], headline: str
 
 def test_a_loss_that_is_not_finite_breaks_the_line(example: LaidOut) -> None:
     broken = [*LOSSES[:10], math.nan, math.inf, *LOSSES[12:]]
-    page = parse(full_report(example, None, losses={"plain": broken, "planned": broken}))
+    page = parse(full_report(example, losses={"plain": broken, "planned": broken}))
     for element in page.elements:
         for name, value in element.attributes.items():
             if name != "aria-label" and element.tag != "meta":
@@ -99,7 +99,7 @@ def test_a_loss_that_is_not_finite_breaks_the_line(example: LaidOut) -> None:
 
 
 def test_identical_losses_show_both_a_band_and_rings(example: LaidOut) -> None:
-    page = parse(full_report(example, None))
+    page = parse(full_report(example))
     assert any("broad" in (p.attributes.get("class") or "") for p in page.named("path"))
     rings = [c for c in page.named("circle") if "ring stroke-orange" in (c.attributes.get("class") or "")]
     assert len(rings) >= len(LOSSES)
@@ -153,8 +153,11 @@ def test_areas_stay_apart_without_colour() -> None:
     """Every area is filled with a pattern, and every pattern is another texture."""
     assert len(set(STROKES.values())) == len(STROKES)
     assert {*KIND_COLOURS.values(), *CONTENT_COLOURS.values()} < STROKES.keys()
+    page = parse(Report("t", "", (), ()).html)
+    (style,) = page.named("style")
+    assert {e.attributes["id"] for e in page.named("pattern")} == {f"pattern-{colour}" for colour in STROKES}
     for colour in STROKES:
-        assert f".fill-{colour} {{ fill: url(#pattern-{colour}); }}" in FIGURES_CSS
+        assert f".fill-{colour} {{ fill: url(#pattern-{colour}); }}" in style.words
 
 
 def test_every_kind_and_content_has_a_colour_of_its_own() -> None:

@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from protwin.shared.records.waits import waits_of
-from protwin.shared.report.report import html_report
 from tests.shared.laid_out import laid_out
-from tests.shared.report_pages import parse
+from tests.shared.report_pages import html_report, parse
 
 BROWSER = next(
     (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None

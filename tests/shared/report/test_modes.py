@@ -8,15 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protwin.shared.report.modes import mode_table, modes_chart
-from protwin.shared.report.report import html_report
+from protwin.shared.report.search import modes_chart
 from protwin.shared.schema.plan import ParallelMode
 from protwin.shared.schema.search_result import ModeChoice, SearchResult
-from protwin.shared.tables.record import as_text
-from protwin.shared.tables.search import search_tables
+from protwin.shared.tables.search import mode_table, search_tables
+from protwin.shared.tables.terminal import as_text
+from tests.shared.found import result_of
 from tests.shared.laid_out import laid_out
-from tests.shared.report.test_search import result_of
-from tests.shared.report_pages import HOSTILE, check_self_contained, parse
+from tests.shared.report_pages import HOSTILE, check_self_contained, html_report, parse
 
 SEVERAL = tuple(mode for mode in ParallelMode if mode is not ParallelMode.SINGLE)
 
@@ -69,16 +68,17 @@ def test_the_page_shows_every_mode_and_keeps_hostile_reasons_words(found: Search
     page = parse(html_report(title="t", predicted=example.predicted, search=result))
     check_self_contained(page)
     assert "Parallel modes" in [heading.words for heading in page.named("h2")]
-    assert any(HOSTILE in cell.words for cell in page.named("td"))
+    assert any(HOSTILE in note.words for note in page.named("p"))
     assert any(HOSTILE in title.words for title in page.named("title"))
     assert {mode.value for mode in SEVERAL} <= {heading.words for heading in page.named("th")}
 
 
 def test_the_table_says_why_only_where_something_does_not_fit(found: SearchResult) -> None:
-    assert "why there is none" in mode_table(found)
-    fitting = found.model_copy(update={"modes": found.modes[1:]})
-    assert "why there is none" not in mode_table(fitting)
-    assert mode_table(fitting).count("<td") == 2 * 4
+    table = mode_table(found)
+    assert [row[-1] for row in table.rows] == ["does not fit", "", "◀ chosen"]
+    assert list(table.notes) == [f"ddp: {HOSTILE}"]
+    fitting = mode_table(found.model_copy(update={"modes": found.modes[1:]}))
+    assert not fitting.notes
 
 
 def test_the_terminal_says_why_too(found: SearchResult) -> None:

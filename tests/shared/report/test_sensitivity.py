@@ -8,12 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protwin.shared.report.report import html_report
-from protwin.shared.report.sensitivity import sensitivity_chart
+from protwin.shared.report.search import sensitivity_chart
 from protwin.shared.schema.search_result import WhatIf
+from tests.shared.found import result_of
 from tests.shared.laid_out import laid_out
-from tests.shared.report.test_search import result_of
-from tests.shared.report_pages import HOSTILE, check_self_contained, parse
+from tests.shared.report_pages import HOSTILE, check_self_contained, html_report, parse
 
 BASE_S = 8.0
 
@@ -29,8 +28,9 @@ def answer(change: str, iteration_s: float | None, reason: str = "") -> WhatIf:
 
 def bars(drawing: str) -> dict[str, tuple[float, float, str]]:
     """Left end, width and colour of every bar, by the name in its title."""
-    pattern = r'<rect x="([\d.]+)" y="[\d.]+" width="([\d.]+)" height="18" class="fill-(\w+)"><title>(.*?): '
-    return {name: (float(x), float(width), colour) for x, width, colour, name in re.findall(pattern, drawing)}
+    row = r"<g><title>([^<]*?): [^<]*</title><text[^>]*>[^<]*</text>"
+    pattern = row + r'<rect x="([\d.]+)" y="[\d.]+" width="([\d.]+)" height="18" class="fill-(\w+)">'
+    return {name: (float(x), float(width), colour) for name, x, width, colour in re.findall(pattern, drawing)}
 
 
 @given(st.lists(st.one_of(st.none(), st.floats(0.01, 100.0)), min_size=1, max_size=12))
@@ -47,7 +47,7 @@ def test_bars_are_to_scale_and_point_the_right_way(times_s: list[float | None]) 
         assert width == pytest.approx(max(1.0, abs(change) / span * 520), abs=0.02)
         if abs(change) > 1e-9:
             assert colour == ("blue" if change < 0 else "orange")
-    assert figure.drawing.count("nothing fits") == sum(time_s is None for time_s in times_s)
+    assert figure.drawing.count(">nothing fits<") == sum(time_s is None for time_s in times_s)
 
 
 def test_what_saves_most_comes_first_and_is_told_in_words() -> None:

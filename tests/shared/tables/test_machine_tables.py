@@ -17,9 +17,8 @@ from protwin.shared.catalogue.parts import (
     network_names,
     node_names,
 )
-from protwin.shared.tables.machines import hardware_details, hardware_table
-from protwin.shared.tables.node_tables import cluster_table, part_tables
-from protwin.shared.tables.record import as_text
+from protwin.shared.tables.machines import cluster_table, hardware_details, hardware_table, part_tables
+from protwin.shared.tables.terminal import as_text
 from tests.shared.full_machine import full_hardware, whole_file
 
 

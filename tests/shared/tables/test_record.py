@@ -12,7 +12,9 @@ from protwin.shared.records.comparison import compare_records
 from protwin.shared.schema.plan import ActivationMode, Plan
 from protwin.shared.schema.record import Holding, LaneUse, MemoryCurve, Origin, Record
 from protwin.shared.schema.schedule import Content, Lane, Memory
-from protwin.shared.tables.record import as_text, comparison_tables, plan_table, record_tables
+from protwin.shared.tables.comparison import comparison_tables
+from protwin.shared.tables.record import plan_table, record_tables
+from protwin.shared.tables.terminal import as_text
 from tests.shared.laid_out import LaidOut, laid_out
 
 MIB = 2**20
@@ -77,7 +79,7 @@ def rows(text: str) -> dict[str, list[str]]:
 
 
 def test_the_plan_shows_every_knob() -> None:
-    shown = rows(as_text(plan_table(PLAN, num_blocks=12)))
+    shown = rows(as_text([plan_table(PLAN, num_blocks=12)]))
     assert {name: cells[0] for name, cells in shown.items() if "_" in name} == {
         "chunk_bytes": "8 MiB",
         "n_persist": "3",
@@ -90,7 +92,7 @@ def test_the_plan_shows_every_knob() -> None:
 def test_modes_named_one_by_one_are_shown_in_runs() -> None:
     modes = [ActivationMode.KEEP] * 2 + [ActivationMode.CHECKPOINT] * 3 + [ActivationMode.KEEP]
     plan = PLAN.model_copy(update={"activation_modes": tuple(modes), "n_checkpoint": 3})
-    assert "keep × 2, checkpoint × 3, keep × 1" in as_text(plan_table(plan))
+    assert "keep × 2, checkpoint × 3, keep × 1" in as_text([plan_table(plan)])
 
 
 def test_a_record_shows_its_figures() -> None:
@@ -138,7 +140,7 @@ def test_a_comparison_shows_both_sides_and_signed_errors(example: LaidOut) -> No
     shown = rows(text)["iteration"]
     assert shown[-1].replace("−", "-") == f"{error * 100:+.1f} %"
     assert comparison.first_parting is not None
-    assert f"parts by more than 10.0 %: {comparison.first_parting.name}" in text
+    assert f"parts by more than 10.0 % is {comparison.first_parting.name}: " in text
     for task in comparison.largest_differences:
         name = task.name.replace("cpu_adam", "CPU Adam").replace("gradient_offload", "gradient offload")
         assert f"\n{name}" in text
@@ -161,7 +163,7 @@ def test_errors_without_a_value_are_a_dash(example: LaidOut) -> None:
 @pytest.mark.parametrize("width", [66, 80, 100, 200])
 def test_no_line_is_wider_than_asked_where_figures_have_room(example: LaidOut, width: int) -> None:
     comparison = compare_records(example.predicted, example.measured)
-    for tables in (plan_table(PLAN), record_tables(example.predicted), comparison_tables(comparison)):
+    for tables in ([plan_table(PLAN)], record_tables(example.predicted), comparison_tables(comparison)):
         assert max(map(len, as_text(tables, width=width).splitlines())) <= width
 
 
@@ -179,7 +181,8 @@ def test_text_is_the_same_in_every_terminal() -> None:
     """Run with colours forced, as a dumb terminal, and with another width in the environment."""
     code = (
         "from tests.shared.tables.test_record import record;"
-        "from protwin.shared.tables.record import as_text, record_tables;"
+        "from protwin.shared.tables.record import record_tables;"
+        "from protwin.shared.tables.terminal import as_text;"
         "print(as_text(record_tables(record())))"
     )
     here = {"PATH": "/usr/bin:/bin", "PYTHONIOENCODING": "utf-8"}

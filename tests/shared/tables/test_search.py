@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from protwin.shared.schema.search_result import Certificate, PlanOutcome, SearchResult
-from protwin.shared.tables.record import as_text
 from protwin.shared.tables.search import certificate_sentence, search_tables
+from protwin.shared.tables.terminal import as_text
 from tests.shared.laid_out import laid_out
 
 

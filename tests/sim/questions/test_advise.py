@@ -15,7 +15,7 @@ from protwin.shared.catalogue.machines import machine as known_machine
 from protwin.shared.schema.advice import Advice, MachineAdvice
 from protwin.shared.schema.hardware import Hardware
 from protwin.shared.tables.advice import advice_tables
-from protwin.shared.tables.record import as_text
+from protwin.shared.tables.terminal import as_text
 from protwin.sim.questions.advise import Asked, Request, advise, machines_with, search_machine, whole_machines
 from protwin.sim.searching.batch_search import search_batches
 from protwin.sim.searching.rank_batches import search_rank_batches
