@@ -107,11 +107,11 @@ def run_demo(folder: Path, console: Console) -> dict[str, Any]:
     console.print(Panel(refusal, title="plain training under the budget", border_style="red", expand=False))
 
     with _stage(console, "trace the model"), progress_bar("tracing") as on_progress:
-        workload = trace(model, batches[0], name="demo-llama", on_progress=report)
+        workload = trace(model, batches[0], name="demo-llama", on_progress=on_progress)
     with _stage(console, "measure the machine and calibrate"), progress_bar("calibrating") as on_progress:
         hardware = probe_hardware(seconds=4.0, device=CpuDevice())
         calibration = calibrate(
-            model, batches[0], workload, hardware, optimizer=make_optimizer, slowdown_seconds=6.0, on_progress=report
+            model, batches[0], workload, hardware, optimizer=make_optimizer, slowdown_seconds=6.0, on_progress=on_progress
         )
     reference = _Reference(model, batches[0], workload, hardware, make_optimizer)
     with _stage(console, "measure a reference"):

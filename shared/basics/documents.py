@@ -7,10 +7,10 @@ import os
 import secrets
 import stat
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, ClassVar, Final, Self
+from typing import Annotated, Any, ClassVar, Final, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -18,8 +18,7 @@ from .disk_space import why_unwritable
 from .errors import FileError
 
 _LARGEST_BYTES: Final = 2**30
-"""No file of ours comes near it; what is larger, or never ends, must not fill the memory."""
-_PIECE_BYTES: Final = 2**20
+"""No file of ours comes near it; one of weights, named by mistake, must not fill the memory."""
 _LONGEST_STEM: Final = 100
 """Characters of a file's name that the name of its unfinished copy keeps: names have at most 255."""
 
@@ -104,19 +103,42 @@ def describe(error: ValidationError, model: type[BaseModel] | None = None) -> st
 
     An unknown field gets the one of ``model``, which was validated, that it resembles.
     """
-    from .unknown_fields import meant_field
-
     complaints = []
     for item in error.errors(include_url=False)[:3]:
         where = "".join(f"{part}." for part in item["loc"]).removesuffix(".")
         message = item["msg"].removeprefix("Value error, ").removesuffix(".")
         value = item.get("input")
         shown = "" if item["type"] == "missing" or isinstance(value, dict | list) else f" (found {value!r:.60})"
-        meant = meant_field(model, item["loc"]) if model is not None and item["type"] == "extra_forbidden" else ""
+        meant = _meant_field(model, item["loc"]) if model is not None and item["type"] == "extra_forbidden" else ""
         complaints.append((f"{where}: " if where else "") + message + shown + (f".{meant}" if meant else ""))
     more = error.error_count() - len(complaints)
     told = "; ".join(complaints)
     return told + (f"; and {more} more." if more > 0 else "" if told.endswith("?") else ".")
+
+
+def _meant_field(model: type[BaseModel], place: Sequence[int | str]) -> str:
+    """``" Did you mean memory_bytes?"`` of an unknown field at ``place`` within ``model``; empty if none is near.
+
+    ``place`` is pydantic's ``loc``: names of fields, keys and indices, the unknown field last.
+    """
+    from .suggestions import did_you_mean, nearest_names
+
+    *above, unknown = place
+    kinds: list[Any] = [model]
+    for part in above:
+        if isinstance(part, str):
+            # A name is a field of a model, or else a key, whose value the models within the annotation describe.
+            fields = [kind.model_fields[part].annotation for kind in kinds if part in kind.model_fields]
+            kinds = [found for annotation in fields for found in _models_in(annotation)] if fields else kinds
+    names = dict.fromkeys(name for kind in kinds for name in kind.model_fields)
+    return f" {did_you_mean(str(unknown), names)}" if nearest_names(str(unknown), names) else ""
+
+
+def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for argument in get_args(annotation):
+        yield from _models_in(argument)
 
 
 def read_mapping(path: str | Path) -> dict[str, Any]:
@@ -135,28 +157,19 @@ def read_mapping(path: str | Path) -> dict[str, Any]:
 def _read_text(path: Path) -> str:
     """The text of a file, without the mark that some editors put before it.  Raises FileError."""
     try:
-        with path.open("rb") as stream:
-            content = _read_bytes(stream)
+        found = path.stat()
+        # A character device such as /dev/zero may never end; a pipe, which a shell may give, does.
+        if stat.S_ISCHR(found.st_mode) or found.st_size > _LARGEST_BYTES:
+            raise FileError(f"{path} cannot be read: it is a device or has more than 1 GiB. Name another file.")
+        content = path.read_bytes()
     except FileNotFoundError:
         raise FileError(f"{path} does not exist.") from None
     except (OSError, ValueError) as error:
         raise FileError(f"{path} cannot be read: {_reason(error)}.") from error
-    if content is None:
-        raise FileError(f"{path} cannot be read: it has more than {_LARGEST_BYTES} bytes. Name another file.")
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise FileError(f"{path} cannot be read: it holds no UTF-8 text (byte {error.start}).") from error
-
-
-def _read_bytes(stream: BinaryIO) -> bytes | None:
-    """What the stream holds; None if that is too much.  Read in pieces: asking for the limit would allocate it."""
-    content = bytearray()
-    while piece := stream.read(_PIECE_BYTES):
-        content += piece
-        if len(content) > _LARGEST_BYTES:
-            return None
-    return bytes(content)
 
 
 def write_atomically(path: str | Path, content: str | bytes) -> None:

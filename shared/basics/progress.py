@@ -6,13 +6,13 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Final, Protocol
-
-if TYPE_CHECKING:
-    from rich.progress import Progress, TaskID
+from typing import Final, Protocol
 
 PATIENCE_S: Final = 0.5
 """Work that ends sooner shows no bar."""
+_WIDTH: Final = 40
+_CLEAR: Final = "\r\033[K"
+"""What empties the line of a terminal."""
 
 
 class OnProgress(Protocol):
@@ -28,50 +28,32 @@ def no_progress(done: float, total: float) -> None:
 
 @contextmanager
 def progress_bar(description: str) -> Iterator[OnProgress]:
-    """A bar that follows the calls of what it yields.  It is drawn on standard error, and only on a terminal."""
+    """A bar that follows the calls of what it yields.
+
+    It is drawn on standard error, only on a terminal and only once the work has taken a while, and goes when the work
+    ends, however it ends.
+    """
     if not sys.stderr.isatty():
         yield no_progress
         return
-    bar = _DelayedBar(description)
+    began_s, shown = time.monotonic(), ""
+
+    def show(done: float, total: float) -> None:
+        nonlocal shown
+        seconds = time.monotonic() - began_s
+        if seconds < PATIENCE_S:
+            return
+        frac = min(1.0, max(0.0, done / total)) if total > 0 else 0.0
+        bar = ("━" * round(frac * _WIDTH)).ljust(_WIDTH, "·")
+        line = f"{description} {bar} {frac:4.0%} {int(seconds) // 60}:{int(seconds) % 60:02}"
+        if line != shown:
+            shown = line
+            sys.stderr.write(_CLEAR + line)
+            sys.stderr.flush()
+
     try:
-        yield bar
+        yield show
     finally:
-        bar.close()
-
-
-class _DelayedBar:
-    """Imports rich and starts to draw once the work has taken a while."""
-
-    def __init__(self, description: str) -> None:
-        self._description = description
-        self._began_s = time.monotonic()
-        self._progress: Progress | None = None
-        self._task: TaskID | None = None
-
-    def __call__(self, done: float, total: float) -> None:
-        if self._progress is None:
-            if time.monotonic() - self._began_s < PATIENCE_S:
-                return
-            self._open()
-        assert self._progress is not None
-        assert self._task is not None
-        self._progress.update(self._task, completed=done, total=total)
-
-    def close(self) -> None:
-        if self._progress is not None:
-            self._progress.stop()
-
-    def _open(self) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
-
-        self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TaskProgressColumn(),
-            TimeElapsedColumn(),
-            console=Console(stderr=True),
-            transient=True,
-        )
-        self._task = self._progress.add_task(self._description, total=None)
-        self._progress.start()
+        if shown:
+            sys.stderr.write(_CLEAR)
+            sys.stderr.flush()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from difflib import SequenceMatcher
+from difflib import get_close_matches
 from typing import Final
 
 _LEAST_SIMILARITY: Final = 0.5
@@ -16,16 +16,19 @@ _SHORTEST_PART: Final = 3
 """Letters from which on one name within another says something."""
 
 
-def nearest_names(name: str, known: Iterable[str]) -> tuple[str, ...]:
+def nearest_names(name: str, known: Iterable[str], *, least_similarity: float = _LEAST_SIMILARITY) -> tuple[str, ...]:
     """Up to three known names that resemble ``name``, the nearest first; empty if none does.
 
-    A name that holds the other whole ("h100" in "h100-80gb") counts as near whatever its length.  Ties keep the order
-    of ``known``.
+    A name that holds the other whole ("h100" in "h100-80gb") counts as near whatever its length.
     """
-    wanted = _plain(name)
-    scored = [(_similarity(wanted, _plain(candidate)), candidate) for candidate in known]
-    near = [(score, candidate) for score, candidate in scored if score >= _LEAST_SIMILARITY]
-    return tuple(candidate for _, candidate in sorted(near, key=lambda pair: -pair[0])[:_MAX_SHOWN])
+    wanted, names = _plain(name), {_plain(candidate): candidate for candidate in known}
+    close = get_close_matches(wanted, names, n=_MAX_SHOWN, cutoff=least_similarity)
+    parts = [
+        found
+        for found in names
+        if min(len(wanted), len(found)) >= _SHORTEST_PART and (wanted in found or found in wanted)
+    ]
+    return tuple(names[found] for found in dict.fromkeys([*close, *parts]))[:_MAX_SHOWN]
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
@@ -36,7 +39,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     known = tuple(known)
     near = nearest_names(name, known)
     if not near and len(known) > _MAX_LISTED:
-        least = sorted(known, key=lambda candidate: -_similarity(_plain(name), _plain(candidate)))[:_MAX_SHOWN]
+        least = nearest_names(name, known, least_similarity=0.0)
         return f"None of the {len(known)} known names resembles it; the nearest are {', '.join(least)}."
     if not near:
         return f"Known are {', '.join(known)}."
@@ -45,9 +48,3 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 def _plain(name: str) -> str:
     return name[:_LONGEST].casefold().replace("_", "-").replace(" ", "-").strip("-")
-
-
-def _similarity(wanted: str, candidate: str) -> float:
-    ratio = SequenceMatcher(None, wanted, candidate, autojunk=False).ratio()
-    is_part = min(len(wanted), len(candidate)) >= _SHORTEST_PART and (wanted in candidate or candidate in wanted)
-    return max(ratio, _LEAST_SIMILARITY) if is_part else ratio

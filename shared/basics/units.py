@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from fractions import Fraction
+from decimal import Context, Decimal
 from typing import Final
 
 from .errors import ProtwinError
@@ -22,10 +22,10 @@ _BYTE_UNITS: Final[dict[str, int]] = {
     "TiB": 2**40,
 }
 _QUANTITY: Final = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?)([eE][+-]?[0-9]+)?\s*([A-Za-z]*)\s*(/\s*s)?\s*")
-_LARGEST: Final = Fraction(10) ** 30
-"""Nothing that is measured in bytes comes near it."""
-_LONGEST: Final = 100
-"""Characters of a quantity; longer ones are mistakes that would take long to read exactly."""
+_EXACT: Final = Context(prec=40, traps=[])
+"""Numbers of up to 40 digits are exact, and those that are far too large are infinite: neither takes time."""
+_END_BYTES: Final = 2**62
+"""Sizes are below it, 4 EiB."""
 
 
 def parse_bytes(text: str | int | float, *, least_bytes: int = 1) -> int:
@@ -34,35 +34,30 @@ def parse_bytes(text: str | int | float, *, least_bytes: int = 1) -> int:
     A bare number is bytes; fractions of a byte are rounded.  Raises ProtwinError if the text is no size from
     ``least_bytes`` to 4 EiB.
     """
-    value, unit = _split(text, rate=False)
-    size_bytes = value * _BYTE_UNITS[unit]
-    if size_bytes < least_bytes or round(size_bytes) >= 2**62:
+    size = _parsed(text, example="80GiB")
+    if not least_bytes <= size < _END_BYTES - Decimal("0.5"):
         raise ProtwinError(f"size {_shown(text)} is outside {least_bytes} B to 4 EiB. Write a size such as 80GiB.")
-    return round(size_bytes)
+    return round(size)
 
 
 def parse_bytes_per_s(text: str | int | float) -> float:
     """Bytes per second from ``"64 GB/s"`` or a number.  Raises ProtwinError if not positive and finite."""
-    value, unit = _split(text, rate=True)
-    rate = value * _BYTE_UNITS[unit]
-    if not 0 < rate <= _LARGEST:
+    rate = float(_parsed(text, example="64GB/s"))
+    if not 0 < rate < math.inf:
         raise ProtwinError(f"bandwidth {_shown(text)} is not positive and finite. Write one such as 64GB/s.")
-    return float(rate)
+    return rate
 
 
-def _split(text: str | int | float, *, rate: bool) -> tuple[Fraction, str]:
-    """The number, exactly, and its unit.  What is far too large becomes ``2 * _LARGEST``."""
-    example = "64GB/s" if rate else "80GiB"
+def _parsed(text: str | int | float, *, example: str) -> Decimal:
+    """Bytes, or bytes per second where ``example`` is a rate."""
     if isinstance(text, bool):
         raise ProtwinError(f"{text!r} is no quantity. Write one such as {example}.")
-    if isinstance(text, int):
-        return Fraction(text), "B"
-    if isinstance(text, float):
-        if not math.isfinite(text):
+    if not isinstance(text, str):
+        if isinstance(text, float) and not math.isfinite(text):
             raise ProtwinError(f"{text!r} is not finite. Write a quantity such as {example}.")
-        return Fraction(text), "B"
-    match = _QUANTITY.fullmatch(text) if len(text) <= _LONGEST else None
-    if match is None or (match[4] is not None and not rate):
+        return Decimal(text)
+    match = _QUANTITY.fullmatch(text)
+    if match is None or (match[4] is not None and "/" not in example):
         raise ProtwinError(f"{_shown(text)} is no quantity. Write one such as {example}.")
     unit = match[3] or "B"
     if unit not in _BYTE_UNITS:
@@ -71,19 +66,12 @@ def _split(text: str | int | float, *, rate: bool) -> tuple[Fraction, str]:
         raise ProtwinError(
             f"{_shown(text)} has the unknown unit {_shown(unit)}; known are {', '.join(_BYTE_UNITS)}.{asked}"
         )
-    digits = match[1].rstrip(".") + (match[2] or "")
-    # An exact number with a huge exponent would fill the memory.
-    magnitude = float(digits)
-    if magnitude > _LARGEST:
-        return 2 * _LARGEST, unit
-    return (Fraction(digits) if magnitude > 0 else Fraction(0)), unit
+    return _EXACT.multiply(_EXACT.create_decimal(match[1] + (match[2] or "")), _BYTE_UNITS[unit])
 
 
 def _shown(text: str | int | float) -> str:
-    """``text`` for a message, cut short."""
-    if isinstance(text, int) and abs(text) > _LARGEST:
-        return "of more than 30 digits"
-    return f"{text!r:.40}"
+    """``text`` for a message; whole numbers may have more digits than Python writes."""
+    return f"{text!r}" if isinstance(text, str) else f"{Decimal(text):.6g}"
 
 
 def format_bytes(size_bytes: float) -> str:

@@ -108,7 +108,17 @@ def x_axis(
     title: str = "",
     marks: Sequence[Tick] = (),
 ) -> Markup:
-    """Grid lines and labelled ticks along ``bottom``, or the given ``marks``; the last label carries the unit."""
+    """Grid lines and labelled ticks of a horizontal axis; the last label carries the unit.
+
+    Args:
+        scale: the axis.
+        unit: of the labels.
+        top: where the grid lines end.
+        bottom: where the grid lines begin; labels stand below.
+        at_most: ticks on the axis.
+        title: below the labels.
+        marks: the ticks themselves, in place of round numbers.
+    """
     marks = marks or ticks(scale.low, scale.high, unit, at_most=at_most)
     drawn = []
     for tick in marks:

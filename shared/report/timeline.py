@@ -125,7 +125,15 @@ def _chart(
 ) -> Figure:
     """Lanes with their names, the time axis, and the bars.
 
-    Of a whole iteration also the share of it that each lane is busy, at the right, and what the previous one left.
+    Args:
+        record: what the lanes did.
+        scale: the time axis.
+        bars: the tasks within it.
+        name: of the figure.
+        caption: its stressed words and its plain ones.
+        label: for a screen reader.
+        is_whole: whether the axis has the whole iteration; then the share of it that each lane is busy stands at the
+            right, and what the previous iteration left is drawn too.
     """
     bottom = TOP_PX + len(record.lanes_shown) * LANE_PX
     runs = list(_runs_into_next(record, scale)) if is_whole else []

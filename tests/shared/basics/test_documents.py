@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import stat
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
-from protwin.shared.basics import documents as files
 from protwin.shared.basics.documents import Document, read_mapping, write_atomically
 from protwin.shared.basics.errors import FileError
 from protwin.shared.schema.calibration import Calibration
@@ -395,10 +395,22 @@ def test_the_mark_of_an_editor_is_no_damage(tmp_path: Path) -> None:
     assert Plan.load(path) == a_plan()
 
 
-def test_a_file_without_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "_LARGEST_BYTES", 2**21)
-    with pytest.raises(FileError, match="more than 2097152 bytes"):
-        read_mapping("/dev/zero")
+def test_what_would_fill_the_memory_is_refused(tmp_path: Path) -> None:
+    """A device that never ends, and a file of weights that was named by mistake."""
+    with (tmp_path / "weights").open("wb") as stream:
+        stream.truncate(2**33)
+    for path in ("/dev/zero", tmp_path / "weights"):
+        with pytest.raises(FileError, match="is a device or has more than 1 GiB"):
+            read_mapping(path)
+
+
+def test_a_pipe_is_read_to_its_end(tmp_path: Path) -> None:
+    """As ``--plan <(command)`` gives one."""
+    os.mkfifo(tmp_path / "pipe")
+    writer = threading.Thread(target=(tmp_path / "pipe").write_text, args=(a_plan().to_json(),))
+    writer.start()
+    assert Plan.load(tmp_path / "pipe") == a_plan()
+    writer.join()
 
 
 def test_places_that_cannot_be_written_are_refused(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import os
 import pty
 import subprocess
 import sys
+import textwrap
 
 import pytest
 
@@ -46,6 +47,18 @@ def test_long_work_shows_a_bar() -> None:
     shown = errors_on_a_terminal(WORK.format(patience_s=0))
     assert "measuring" in shown
     assert "100%" in shown
+    assert shown.removesuffix("end").endswith("\r\033[K"), "the bar goes when the work ends"
+
+
+@pytest.mark.skipif(not hasattr(pty, "openpty"), reason="needs a pseudo-terminal")
+def test_interrupted_work_leaves_no_bar() -> None:
+    """Ctrl-C, which then is told on a line of its own."""
+    interrupted = WORK.replace("        time.sleep(0.05)", "        if done == 3: raise KeyboardInterrupt")
+    code = "try:\n" + textwrap.indent(interrupted.format(patience_s=0).replace('print("done")\n', ""), "    ")
+    shown = errors_on_a_terminal(code + 'except KeyboardInterrupt:\n    print("done")\n')
+    assert " 60%" in shown
+    assert "80%" not in shown
+    assert shown.removesuffix("end").endswith("\r\033[K")
 
 
 @pytest.mark.skipif(not hasattr(pty, "openpty"), reason="needs a pseudo-terminal")

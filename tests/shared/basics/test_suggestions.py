@@ -18,3 +18,15 @@ def test_a_name_that_resembles_one_of_a_long_list_gets_it() -> None:
     assert did_you_mean("lm_haed", [f"model.layers.{index}" for index in range(40)] + ["lm_head"]) == (
         "Did you mean lm_head?"
     )
+
+
+def test_a_part_of_a_name_is_near_whatever_its_length() -> None:
+    """Two letters are a part of too much; the wrong variant goes by similarity alone."""
+    known = ("rtx-3090", "h100-80gb-pcie-with-a-long-name-behind-it")
+    assert did_you_mean("H100", known) == f"Did you mean {known[1]}?"
+    assert did_you_mean("h1", known) == "Known are rtx-3090, h100-80gb-pcie-with-a-long-name-behind-it."
+
+
+def test_the_nearest_name_comes_first() -> None:
+    known = ("llama-3-70b", "llama-3-8b", "llama-2-7b", "gpt2")
+    assert did_you_mean("llama_3_8", known) == "Did you mean llama-3-8b, llama-3-70b or llama-2-7b?"
