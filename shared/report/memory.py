@@ -1,4 +1,4 @@
-"""Memory in the report: both curves against the budget, and what was alive at the peak."""
+"""Memory over time in the report: both curves against the budget, and what the predicted one consists of."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from ..records.memory_by_content import Stack
 from ..schema.memory_accounts import DeviceReserved
 from ..schema.record import MemoryCurve, Record
 from ..schema.schedule import Content, Memory
-from ..tables.labels import CONTENT_NAMES, ORIGIN_NAMES, Alive, alive_at_peak, format_share
+from ..tables.labels import CONTENT_NAMES, ORIGIN_NAMES
 from .axes import LEFT_PX, RIGHT_PX, Scale, bytes_unit, time_unit, x_axis, y_axis
-from .svg import WIDTH, Figure, area_mark, circle, joined, line, spread, tag, text
+from .svg import Figure, area_mark, circle, joined, line, spread, tag, text
 from .svg import value_text as px
 
 CONTENT_COLOURS: Final[dict[Content | None, str]] = {
@@ -75,13 +75,10 @@ def memory_chart(
     if not curves:
         return None
     highest = max(max(curve.peak_bytes, *curve.levels_bytes) for _, curve in curves)
-    near = [limit for limit in limits if limit.size_bytes <= _FAR_FACTOR * highest]
-    top_bytes = 1.06 * max(highest, 1, *(limit.size_bytes for limit in near))
-    across = Scale(*time_range_s, LEFT_PX, RIGHT_PX)
-    upwards = Scale(0.0, top_bytes, _BOTTOM, _TOP)
+    across, upwards = _scales(time_range_s, highest, limits)
     drawn = _axes(across, upwards)
     for index, (record, curve) in enumerate(curves):
-        drawn.append(_curve(record, curve, across, upwards, _line_class(index), has_wash=index == 0))
+        drawn.append(_curve(record, curve, across, upwards, index))
     drawn.append(_limit_lines(limits, upwards))
     marks = [(_curve_mark(_line_class(i)), _curve_words(record, curve)) for i, (record, curve) in enumerate(curves)]
     return Figure(
@@ -95,11 +92,7 @@ def memory_chart(
 
 def stack_chart(stack: Stack, time_range_s: tuple[float, float], limits: Sequence[Limit]) -> Figure:
     """Predicted device memory over time, stacked by what it holds; where a pixel has several levels, its highest."""
-    total = stack.total_bytes
-    highest = int(total.max())
-    near = [limit for limit in limits if limit.size_bytes <= _FAR_FACTOR * highest]
-    across = Scale(*time_range_s, LEFT_PX, RIGHT_PX)
-    upwards = Scale(0.0, 1.06 * max(highest, 1, *(limit.size_bytes for limit in near)), _BOTTOM, _TOP)
+    across, upwards = _scales(time_range_s, int(stack.total_bytes.max()), limits)
     columns = _highest_per_pixel(stack, across)
     drawn = _axes(across, upwards)
     contents = [content for content in CONTENT_COLOURS if content in stack.levels_bytes]
@@ -131,6 +124,13 @@ def stack_chart(stack: Stack, time_range_s: tuple[float, float], limits: Sequenc
             for content in reversed(contents)
         ),
     )
+
+
+def _scales(time_range_s: tuple[float, float], highest_bytes: int, limits: Sequence[Limit]) -> tuple[Scale, Scale]:
+    """Both axes; the vertical one has the limits that are not far above the curves."""
+    near_bytes = [limit.size_bytes for limit in limits if limit.size_bytes <= _FAR_FACTOR * highest_bytes]
+    upwards = Scale(0.0, 1.06 * max(highest_bytes, 1, *near_bytes), _BOTTOM, _TOP)
+    return Scale(*time_range_s, LEFT_PX, RIGHT_PX), upwards
 
 
 def _axes(across: Scale, upwards: Scale) -> list[Markup]:
@@ -181,10 +181,8 @@ def _ring_class(line_class: str) -> str:
     return line_class.replace("line", "ring").replace(" dashed", "")
 
 
-def _curve(
-    record: Record, curve: MemoryCurve, across: Scale, upwards: Scale, line_class: str, *, has_wash: bool
-) -> Markup:
-    """The steps of one curve up to the end of the iteration, and a ring at its peak."""
+def _curve(record: Record, curve: MemoryCurve, across: Scale, upwards: Scale, index: int) -> Markup:
+    """The steps of one curve up to the end of the iteration, and a ring at its peak; the first has a wash below it."""
     times_s = paced_times_s(record, curve)
     points = thinned(times_s, curve.levels_bytes, across.per_px)
     end_s = max(record.iteration_s, points[-1][0])
@@ -192,13 +190,13 @@ def _curve(
     path += "".join(f"H{px(across(at_s))}V{px(upwards(level))}" for at_s, level in points[1:])
     path += f"H{px(across(end_s))}"
     drawn = []
-    if has_wash:
+    if index == 0:
         base = upwards(0)
         area = f"{path}V{px(base)}H{px(across(points[0][0]))}Z"
         drawn.append(tag("path", d=area, class_="wash"))
-    drawn.append(tag("path", d=path, class_=line_class))
+    drawn.append(tag("path", d=path, class_=_line_class(index)))
     peak_s = times_s[curve.levels_bytes.index(max(curve.levels_bytes))]
-    ring = _ring_class(line_class)
+    ring = _ring_class(_line_class(index))
     drawn.append(circle(across(peak_s), upwards(curve.peak_bytes), 4.5, ring, title=_curve_words(record, curve)))
     return joined(drawn)
 
@@ -232,78 +230,3 @@ def _limit_lines(limits: Sequence[Limit], upwards: Scale) -> Markup:
         words = f"{limit.words}{' ↑' if is_far else ''}"
         names.append(text(RIGHT_PX, label_y - 9, words, anchor="end", class_=f"halo {limit.text_class or ''}".strip()))
     return joined([*lines, *names])
-
-
-# -- what was alive at the peak --------------------------------------------------------------------------------------
-
-_BAR_LEFT: Final = 112.0
-_BAR_RIGHT: Final = 1096.0
-_BAR_HEIGHT: Final = 36.0
-_BAR_PITCH: Final = 52.0
-_CHARACTER_PX: Final = 7.2
-
-
-def alive_chart(records: Sequence[Record], limits: Sequence[Limit]) -> Figure | None:
-    """One stacked bar per record of what its device memory held at the peak; None if none holds a curve."""
-    curves = [(record, curve) for record in records if (curve := record.curve(Memory.DEVICE)) and curve.peak_bytes]
-    if not curves:
-        return None
-    highest = max(curve.peak_bytes for _, curve in curves)
-    near = [limit for limit in limits if limit.line_class == "limit-line" and limit.size_bytes <= 1.5 * highest]
-    across = Scale(
-        0.0, 1.02 * max(highest, *(limit.size_bytes for limit in near)) if near else highest, _BAR_LEFT, _BAR_RIGHT
-    )
-    bottom = 20 + len(curves) * _BAR_PITCH
-    drawn = [x_axis(across, bytes_unit(across.high), top=16, bottom=bottom)]
-    for row, (record, curve) in enumerate(curves):
-        top = 24 + row * _BAR_PITCH
-        drawn.append(text(0, top + _BAR_HEIGHT / 2, ORIGIN_NAMES[record.origin], class_="strong"))
-        drawn.append(_stack(alive_at_peak(curve), across, top, curve.peak_bytes))
-    for limit in near:
-        x = across(limit.size_bytes)
-        drawn.append(line(x, 16, x, bottom, limit.line_class))
-        drawn.append(text(x, 6, limit.words, anchor="end" if x > WIDTH - 100 else "middle", class_=limit.text_class))
-    return Figure(
-        name="alive",
-        height=bottom + 24,
-        drawing=joined(drawn),
-        label="Device memory at the peak by content",
-        legend=_contents_legend([curve for _, curve in curves]),
-    )
-
-
-def _contents_legend(curves: Sequence[MemoryCurve]) -> tuple[tuple[Markup, str], ...]:
-    held = {row.content for curve in curves for row in alive_at_peak(curve) if row.is_itemized}
-    marks = [
-        (area_mark(colour), CONTENT_NAMES[content]) for content, colour in CONTENT_COLOURS.items() if content in held
-    ]
-    if any(not row.is_itemized for curve in curves for row in alive_at_peak(curve)):
-        marks.append((area_mark("rest"), "not itemized"))
-    return tuple(marks)
-
-
-def _stack(rows: Sequence[Alive], across: Scale, top: float, peak_bytes: int) -> Markup:
-    """The segments of one bar, each with its size where there is room."""
-    order = {name: place for place, name in enumerate(CONTENT_NAMES[content] for content in CONTENT_COLOURS)}
-    drawn, level = [], 0
-    for row in sorted(rows, key=lambda row: order.get(row.name, len(order))):
-        left, right = across(level), across(level + row.size_bytes)
-        level += row.size_bytes
-        colour = CONTENT_COLOURS[row.content] if row.is_itemized else None
-        words = f"{row.name}: {format_bytes(row.size_bytes)}, {format_share(row.size_bytes / peak_bytes)} of the peak"
-        drawn.append(
-            tag(
-                "rect",
-                tag("title", words),
-                x=left,
-                y=top,
-                width=max(0.5, right - left),
-                height=_BAR_HEIGHT,
-                class_=f"segment fill-{colour or 'rest'}",
-            )
-        )
-        size = format_bytes(row.size_bytes)
-        if colour and len(size) * _CHARACTER_PX + 8 <= right - left:
-            middle = (left + right) / 2
-            drawn.append(text(middle, top + _BAR_HEIGHT / 2, size, anchor="middle", class_=f"mark on-{colour}"))
-    return joined(drawn)

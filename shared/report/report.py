@@ -27,8 +27,9 @@ from ..tables.labels import (
     num_blocks,
 )
 from ..tables.record import alive_table, beyond_table, plan_table, traffic_table
+from .alive import alive_chart
 from .losses import agreement, losses_chart
-from .memory import CONTENT_COLOURS, Limit, alive_chart, limits, memory_chart, stack_chart
+from .memory import CONTENT_COLOURS, Limit, limits, memory_chart, stack_chart
 from .page import Card, PageTable, Part, Report, Section, quiet
 from .search import plain_result, search_sections
 from .svg import Figure, tag
