@@ -111,7 +111,13 @@ def run_demo(folder: Path, console: Console) -> dict[str, Any]:
     with _stage(console, "measure the machine and calibrate"), progress_bar("calibrating") as on_progress:
         hardware = probe_hardware(seconds=4.0, device=CpuDevice())
         calibration = calibrate(
-            model, batches[0], workload, hardware, optimizer=make_optimizer, slowdown_seconds=6.0, on_progress=on_progress
+            model,
+            batches[0],
+            workload,
+            hardware,
+            optimizer=make_optimizer,
+            slowdown_seconds=6.0,
+            on_progress=on_progress,
         )
     reference = _Reference(model, batches[0], workload, hardware, make_optimizer)
     with _stage(console, "measure a reference"):
