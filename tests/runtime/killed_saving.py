@@ -22,14 +22,16 @@ from tests.runtime.file_operations import before_every_operation, loaded_step, s
 
 
 @contextmanager
-def in_place(folder: Any, *, manifest: str, known: Collection[str]) -> Iterator[Path]:
+def in_place(folder: Any, *, manifest: str, known: Collection[str], need_bytes: int | None = None) -> Iterator[Path]:
     """A wrong variant: the files are replaced where they are."""
     Path(folder).mkdir(exist_ok=True)
     yield Path(folder)
 
 
 @contextmanager
-def removed_first(folder: Any, *, manifest: str, known: Collection[str]) -> Iterator[Path]:
+def removed_first(
+    folder: Any, *, manifest: str, known: Collection[str], need_bytes: int | None = None
+) -> Iterator[Path]:
     """A wrong variant: the earlier folder is removed before the new one takes its place."""
     path = Path(folder)
     part = path.with_name("part")

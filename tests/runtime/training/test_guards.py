@@ -13,6 +13,7 @@ from torch.optim import optimizer as torch_optimizer
 
 import protwin.runtime.training.training as training_module
 from protwin.runtime import Training, carry_out
+from protwin.runtime.chunks.gradient_stand_ins import GradientStandIns
 from protwin.runtime.training.guards import OffloadedWeights
 from protwin.shared.basics.errors import ScheduleError
 from tests.runtime.models import Case, adamw, cases, differences, uncached
@@ -70,8 +71,9 @@ def test_another_optimizer_is_noticed_before_it_steps(
 def test_unnoticed_it_would_have_stepped_what_is_on_the_device_twice(
     case: Case, model: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The wrong variant."""
+    """The wrong variant, without the stand-ins of gradients, which would notice it too."""
     monkeypatch.setattr(training_module, "refusing_other_optimizers", lambda *_: nullcontext())
+    monkeypatch.setattr(GradientStandIns, "show", lambda *_: None)
     with ends_in_time(), start(case, model) as training:
         other = torch.optim.SGD(model.parameters(), lr=0.1)
         for batch in case.batches:
