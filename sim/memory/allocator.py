@@ -5,18 +5,17 @@ A request is rounded (``sim/memory/rules.py``) and looks for the smallest free b
 the pool of small or of large sizes.  What is left over of the block becomes a free block of its own: in the small pool
 if it is at least 512 bytes, in the large one if it is more than 1 MiB (should_split).  Where no block fits, a new
 segment is asked of the driver.  A freed block merges with free neighbours in its segment.  Segments stay: only where
-the driver has no more are those given back that are free from end to end, and the request is tried again.  With
-``max_split_bytes``, blocks of at least that size are neither split nor given to smaller requests.
+the driver has no more are those given back that are free from end to end, and the request is tried again.
 
 With expandable segments, every stream has one stretch of address space per pool; memory is mapped behind it in pages of
 2 MiB (small) or 20 MiB (large) as it is needed, at the lowest address that has room, and unmapped page by page.
 
-Not modelled: private pools of CUDA graphs, sharing between processes, and the time at which a block that another stream
-has used becomes free: whoever replays a sequence frees it when that stream is done with it.
+Not modelled: private pools of CUDA graphs, sharing between processes, settings of ``PYTORCH_CUDA_ALLOC_CONF`` other
+than ``expandable_segments``, and the time at which a block that another stream has used becomes free: whoever replays a
+sequence frees it when that stream is done with it.
 
 Source: PyTorch, ``c10/cuda/CUDACachingAllocator.cpp``: malloc, get_free_block, alloc_block, alloc_found_block,
-free_block, try_merge_blocks, release_cached_blocks, release_available_cached_blocks, garbage_collect_cached_blocks,
-find_expandable_block, map_block, unmap_block.
+free_block, try_merge_blocks, release_cached_blocks, find_expandable_block, map_block, unmap_block.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ from dataclasses import dataclass
 
 from ...shared.basics.errors import ProtwinError
 from ...shared.basics.units import format_bytes
-from .blocks import Addresses, Block, Pool, Searches, merge_after, merge_before
+from .blocks import Addresses, Block, Pool, merge_after, merge_before
 from .expandable import ExpandableMemory
-from .rules import MIN_BLOCK_BYTES, SMALL_BYTES, AllocatorSettings, round_size, segment_size
+from .rules import MIN_BLOCK_BYTES, SMALL_BYTES, round_size, segment_size
 
 
 class AllocatorFullError(ProtwinError):
@@ -55,9 +54,9 @@ class Segment:
 class CachingAllocator:
     """One device's allocator; see [Note: The allocator's rules].  Deterministic."""
 
-    def __init__(self, settings: AllocatorSettings | None = None, *, limit_bytes: int | None = None) -> None:
+    def __init__(self, *, expandable_segments: bool = False, limit_bytes: int | None = None) -> None:
         """``limit_bytes``: the most that the driver hands out; None for a device without end."""
-        self.settings = settings if settings is not None else AllocatorSettings()
+        self.expandable_segments = expandable_segments
         self.limit_bytes = limit_bytes
         self.reserved_bytes = 0
         """Bytes of all segments."""
@@ -70,7 +69,6 @@ class CachingAllocator:
         self.num_retries = 0
         """How often everything free had to be given back."""
         self._pools: dict[tuple[int, bool], Pool] = {}
-        self._searches = {True: Searches(), False: Searches()}
         self._addresses = Addresses()
         self._expandable = ExpandableMemory(self._addresses, self._take)
         self._heads: dict[int, Block] = {}
@@ -81,12 +79,12 @@ class CachingAllocator:
     def malloc(self, size_bytes: int, stream: int = 0) -> Block:
         """A block for a request.  Raises AllocatorFullError if the device has no room for it."""
         assert size_bytes > 0, "the allocator is not asked for empty tensors"
-        size = round_size(size_bytes, self.settings)
+        size = round_size(size_bytes)
         is_small = size <= SMALL_BYTES
         pool = self._pools.get((stream, is_small)) or self._new_pool(stream, is_small=is_small)
         block = self._cached(pool, size) or self._fresh(pool, size)
         rest_bytes = block.size_bytes - size
-        if rest_bytes and self._is_worth_splitting(pool, size, rest_bytes):
+        if rest_bytes and self._is_worth_splitting(pool, rest_bytes):
             pool.add(block.split_off(size, rest_bytes))
         block.is_allocated = True
         block.requested_bytes = size_bytes
@@ -153,47 +151,35 @@ class CachingAllocator:
     # -- finding a block ---------------------------------------------------------------------------------------------
 
     def _new_pool(self, stream: int, *, is_small: bool) -> Pool:
-        pool = self._pools[stream, is_small] = Pool(stream, self._searches[is_small], is_small=is_small)
+        pool = self._pools[stream, is_small] = Pool(stream, is_small=is_small)
         return pool
 
     def _pools_in_order(self) -> Iterator[Pool]:
         """Large ones first, as they are given back."""
         return iter([self._pools[key] for key in sorted(self._pools, key=lambda key: (key[1], key[0]))])
 
-    def _is_worth_splitting(self, pool: Pool, size: int, rest_bytes: int) -> bool:
-        if pool.is_small or self.settings.expandable_segments:
+    def _is_worth_splitting(self, pool: Pool, rest_bytes: int) -> bool:
+        if pool.is_small or self.expandable_segments:
             return rest_bytes >= MIN_BLOCK_BYTES
-        largest = self.settings.max_split_bytes
-        return rest_bytes > SMALL_BYTES and (largest is None or size < largest)
+        return rest_bytes > SMALL_BYTES
 
     def _cached(self, pool: Pool, size: int) -> Block | None:
         """The free block that the request gets, taken out of its pool."""
-        pool.searches.count += 1
         free = pool.free
         place = bisect_left(free, (size,))
         if place == len(free):
             return None
         block = free[place][2]
-        largest = self.settings.max_split_bytes
-        if largest is None and not block.is_expandable:
+        if not block.is_expandable:
             del free[place]
             return block
-        if block.is_expandable:
-            block = self._expandable.preferred(pool, place, block)
-        if largest is not None:
-            if size < largest <= block.size_bytes:
-                return None
-            if size >= largest and block.size_bytes >= size + self.settings.max_non_split_rounding_bytes:
-                return None
+        block = self._expandable.preferred(pool, place, block)
         pool.remove(block)
         return block
 
     def _fresh(self, pool: Pool, size: int) -> Block:
         """A block of new memory; cached segments are given back if there is no other way."""
-        self._collect_garbage()
         block = self._new(pool, size)
-        if block is None and self._release_oversize(pool, size):
-            block = self._new(pool, size)
         if block is None:
             self.empty_cache()
             self.num_retries += 1
@@ -210,7 +196,7 @@ class CachingAllocator:
 
     def _new(self, pool: Pool, size: int) -> Block | None:
         """A new segment, or the block at the end of an expandable one; None if the driver has no more."""
-        if self.settings.expandable_segments:
+        if self.expandable_segments:
             return self._expandable.allocate(pool, size)
         wanted = segment_size(size)
         if not self._take(wanted):
@@ -235,45 +221,3 @@ class CachingAllocator:
         block.pool.remove(block)
         del self._heads[block.address]
         self.reserved_bytes -= block.size_bytes
-
-    def _release_oversize(self, pool: Pool, size: int) -> bool:
-        """With ``max_split_bytes``: give back a block that is large enough, else the largest ones until it suffices."""
-        largest = self.settings.max_split_bytes
-        if largest is None or self.settings.expandable_segments:
-            return False
-        wanted = max(size, largest)
-        place = pool.first_fit(wanted)
-        found = pool.at(place)
-        if found is not None:
-            self._release(found)
-            return True
-        released = 0
-        for block in reversed(list(pool)):
-            if released >= wanted or block.size_bytes < largest:
-                break
-            released += block.size_bytes
-            self._release(block)
-        return released >= wanted
-
-    def _collect_garbage(self) -> None:
-        """Beyond the threshold: give back whole large segments that are older than the average, until it is met."""
-        threshold = self.settings.garbage_collection_threshold_frac
-        if threshold <= 0 or self.limit_bytes is None:
-            return
-        excess = self.reserved_bytes - int(threshold * self.limit_bytes)
-        while excess > 0:
-            whole = [
-                block
-                for pool in self._pools_in_order()
-                if not pool.is_small
-                for block in pool
-                if not block.is_split and not block.is_expandable
-            ]
-            if not whole:
-                return
-            ages = [block.pool.searches.count - block.born for block in whole]
-            average = sum(ages) / len(ages)
-            for block, age in zip(whole, ages, strict=True):
-                if age >= average:
-                    excess -= block.size_bytes
-                    self._release(block)

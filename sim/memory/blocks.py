@@ -15,7 +15,6 @@ class Block:
         "address",
         "after",
         "before",
-        "born",
         "is_allocated",
         "is_expandable",
         "is_mapped",
@@ -35,8 +34,6 @@ class Block:
         self.is_expandable = False
         self.before: Block | None = None
         self.after: Block | None = None
-        self.born = 0
-        """How often free blocks had been looked for when it became one."""
 
     @property
     def is_split(self) -> bool:
@@ -92,23 +89,15 @@ def merge_after(block: Block, after: Block) -> None:
         block.after.before = block
 
 
-class Searches:
-    """Counts how often free blocks of small, or of large sizes were looked for; the clock of garbage collection."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-
 class Pool:
     """The free blocks of one stream, either small or large ones: smallest first, of equal ones the lowest address.
 
     Blocks of another stream are never looked at, which is why every stream has pools of its own.
     """
 
-    def __init__(self, stream: int, searches: Searches, *, is_small: bool) -> None:
+    def __init__(self, stream: int, *, is_small: bool) -> None:
         self.stream = stream
         self.is_small = is_small
-        self.searches = searches
         self.unmapped: list[Block] = []
         """Address space of expandable segments, by address."""
         self.free: list[tuple[int, int, Block]] = []
@@ -120,16 +109,11 @@ class Pool:
 
     def add(self, block: Block) -> None:
         """``block`` has become free."""
-        block.born = self.searches.count
         insort(self.free, (block.size_bytes, block.address, block))
 
     def remove(self, block: Block) -> None:
         """``block`` is free no more, or about to change its size."""
         del self.free[bisect_left(self.free, (block.size_bytes, block.address))]
-
-    def first_fit(self, size_bytes: int) -> int:
-        """The place, in the pool's order, of the smallest free block of at least ``size_bytes``."""
-        return bisect_left(self.free, (size_bytes,))
 
     def at(self, place: int) -> Block | None:
         """The free block at a place of the pool's order; None beyond its end."""

@@ -25,7 +25,6 @@ from .allocator_tensors import StaticTensors
 from .blocks import Block
 from .requests import Made, Nest, Recorder, latest_first, nests
 from .requests_of_schedule import Act, AllocationProgram, Step
-from .rules import AllocatorSettings
 
 MAX_ITERATIONS: Final = 8
 
@@ -75,7 +74,7 @@ class RequestLog:
         self._held_before: list[Held] = []
         """What was held when each of them began."""
         self._repeats = False
-        self._nests: dict[tuple[int, int], dict[int, tuple[Nest, ...]]] = {}
+        self._nests: dict[int, dict[int, tuple[Nest, ...]]] = {}
 
     def iteration(self, number: int) -> Requests:
         """The requests of one iteration."""
@@ -87,15 +86,13 @@ class RequestLog:
                 self._iterations.append(self._run.iterate(len(self._iterations)))
         return self._iterations[min(number, len(self._iterations) - 1)]
 
-    def nests(self, number: int, settings: AllocatorSettings) -> dict[int, tuple[Nest, ...]]:
-        """The nests of one iteration; none where an allocator with these settings looks at more than sizes."""
-        if settings.max_split_bytes is not None or settings.garbage_collection_threshold_frac > 0:
-            return {}
+    def nests(self, number: int) -> dict[int, tuple[Nest, ...]]:
+        """The nests of one iteration."""
         requests = self.iteration(number)
-        key = min(number, len(self._iterations) - 1), settings.roundup_power2_divisions
-        if key not in self._nests:
-            self._nests[key] = nests(requests.ordered, settings)
-        return self._nests[key]
+        known = min(number, len(self._iterations) - 1)
+        if known not in self._nests:
+            self._nests[known] = nests(requests.ordered)
+        return self._nests[known]
 
 
 def replay(
@@ -120,7 +117,7 @@ def replay(
         number = len(reserved)
         requests = log.iteration(number)
         if on_change is None:
-            _play(requests.ordered, allocator, blocks, log.nests(number, allocator.settings))
+            _play(requests.ordered, allocator, blocks, log.nests(number))
         else:
             for begin, end in pairwise((0, *requests.changes)):
                 _play(requests.numbers[begin:end], allocator, blocks, {})

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from .rules import SMALL_BYTES, AllocatorSettings, round_size
+from .rules import SMALL_BYTES, round_size
 
 
 @dataclass(slots=True, eq=False)
@@ -92,7 +92,7 @@ class Nest(NamedTuple):
 _NOTHING: Final = Nest(0, 0, 0, 0, 0)
 
 
-def nests(requests: Sequence[int], settings: AllocatorSettings) -> dict[int, tuple[Nest, ...]]:
+def nests(requests: Sequence[int]) -> dict[int, tuple[Nest, ...]]:
     """By the place of their first request, the nests that begin there: the longest first.
 
     ``requests``: as ``latest_first`` orders them.  Nests in a row make a longer one.
@@ -113,7 +113,7 @@ def nests(requests: Sequence[int], settings: AllocatorSettings) -> dict[int, tup
             begun.clear()
     found: dict[int, tuple[Nest, ...]] = {}
     for begin in sorted(closes, reverse=True):
-        size, stop = round_size(requests[begin], settings), closes[begin]
+        size, stop = round_size(requests[begin]), closes[begin]
         within, after = found.get(begin + 1), found.get(stop)
         _, num_made, large, small, highest = within[0] if within is not None else _NOTHING
         if size <= SMALL_BYTES:

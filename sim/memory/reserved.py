@@ -13,11 +13,10 @@ from ...shared.verify.happens_before import HappensBefore
 from .allocator import AllocatorFullError, CachingAllocator
 from .allocator_tensors import static_tensors
 from .libraries import matrix_workspaces, outside_allocator_bytes
-from .request_replay import MAX_ITERATIONS, Inside, Replayed, RequestLog, replay
+from .request_replay import Inside, RequestLog, replay
 from .requests_of_schedule import allocation_program
-from .rules import SEGMENT_ROUNDING_BYTES, AllocatorSettings
+from .rules import SEGMENT_ROUNDING_BYTES
 
-_EXPANDABLE: Final = AllocatorSettings(expandable_segments=True)
 _COARSE_ITERATIONS: Final = 2
 """The coarse reading takes nearly everything that it ever takes in the first iteration and the first with all state."""
 
@@ -29,7 +28,6 @@ def device_reserved(
     device: Device,
     *,
     order: HappensBefore | None = None,
-    settings: AllocatorSettings | None = None,
     beside_bytes: int = 0,
 ) -> DeviceReserved | None:
     """What the allocator holds once it asks the driver for no more; None where the CPU is the device, which has none.
@@ -37,44 +35,31 @@ def device_reserved(
     Iterations are replayed from the set-up on ([Note: What a replay knows] in ``sim/memory/request_replay.py``),
     without a limit, in either reading of what happens within tasks.  Where the expected one exceeds the device, it is
     replayed once more within it, so that cached segments are given back, and with expandable segments, without a limit
-    and, if that is needed, within it.  ``order`` spares
-    computing the happens-before relation again; ``settings`` are those of the allocator; ``beside_bytes`` of the device
-    are taken beside it, by what carries collectives.
+    and, if that is needed, within it.  ``order`` spares computing the happens-before relation again; ``beside_bytes``
+    of the device are taken beside the allocator, by what carries collectives.
     """
     if device.kind is DeviceKind.CPU:
         return None
     program = allocation_program(schedule, order)
     static = static_tensors(schedule, workload.parameters, layout)
     workspaces = matrix_workspaces(device)
-    logs = {inside: RequestLog(program, static, workspaces=workspaces, inside=inside) for inside in Inside}
+    log, coarse_log = (
+        RequestLog(program, static, workspaces=workspaces, inside=inside)
+        for inside in (Inside.LATEST_FIRST, Inside.AT_ONCE)
+    )
     limit_bytes = max(1, device.memory_bytes - outside_allocator_bytes(device) - beside_bytes)
-
-    def replayed(
-        inside: Inside,
-        *,
-        within: int | None = None,
-        max_iterations: int = MAX_ITERATIONS,
-        settings: AllocatorSettings | None = settings,
-    ) -> Replayed:
-        allocator = CachingAllocator(settings, limit_bytes=within)
-        return replay(logs[inside], allocator, max_iterations=max_iterations)
-
-    def retries(settings: AllocatorSettings | None) -> int | None:
-        """How often free memory must go back for the replay to stay within the device; None if it cannot."""
-        try:
-            return replayed(Inside.LATEST_FIRST, within=limit_bytes, settings=settings).num_retries
-        except AllocatorFullError:
-            return None
-
-    expected = replayed(Inside.LATEST_FIRST)
-    coarse = replayed(Inside.AT_ONCE, max_iterations=_COARSE_ITERATIONS)
+    expected = replay(log, CachingAllocator())
+    coarse = replay(coarse_log, CachingAllocator(), max_iterations=_COARSE_ITERATIONS)
     num_retries: int | None = 0
     expandable_bytes: int | None = None
     expandable_retries: int | None = None
     if expected.peak_reserved_bytes > limit_bytes:
-        num_retries = retries(settings)
-        expandable_bytes = replayed(Inside.LATEST_FIRST, settings=_EXPANDABLE).peak_reserved_bytes
-        expandable_retries = retries(_EXPANDABLE) if expandable_bytes > limit_bytes else 0
+        num_retries = _retries(log, CachingAllocator(limit_bytes=limit_bytes))
+        expandable_bytes = replay(log, CachingAllocator(expandable_segments=True)).peak_reserved_bytes
+        expandable_retries = 0
+        if expandable_bytes > limit_bytes:
+            limited = CachingAllocator(expandable_segments=True, limit_bytes=limit_bytes)
+            expandable_retries = _retries(log, limited)
     return DeviceReserved(
         at_least_bytes=-(-expected.peak_allocated_bytes // SEGMENT_ROUNDING_BYTES) * SEGMENT_ROUNDING_BYTES,
         expected_bytes=expected.peak_reserved_bytes,
@@ -88,3 +73,11 @@ def device_reserved(
         num_iterations=expected.num_iterations,
         is_settled=expected.is_settled,
     )
+
+
+def _retries(log: RequestLog, allocator: CachingAllocator) -> int | None:
+    """How often free memory must go back for the replay to stay within the allocator's limit; None if it cannot."""
+    try:
+        return replay(log, allocator).num_retries
+    except AllocatorFullError:
+        return None

@@ -29,11 +29,7 @@ class PlainSegment:
 
 
 class PlainAllocator:
-    def __init__(
-        self, *, divisions: int = 0, max_split: int | None = None, expandable: bool = False, limit: int | None = None
-    ) -> None:
-        self.divisions = divisions
-        self.max_split = max_split
+    def __init__(self, *, expandable: bool = False, limit: int | None = None) -> None:
         self.expandable = expandable
         self.limit = limit
         self.segments: list[PlainSegment] = []
@@ -94,15 +90,6 @@ class PlainAllocator:
     # -- requests ------------------------------------------------------------------------------------------------
 
     def rounded(self, size: int) -> int:
-        if self.divisions > 1 and size > 512 * self.divisions:
-            low = 512
-            while low * 2 <= size:
-                low *= 2
-            return next(
-                low + k * low // self.divisions
-                for k in range(self.divisions + 1)
-                if low + k * low // self.divisions >= size
-            )
         return max(512, (size + 511) // 512 * 512)
 
     def malloc(self, size: int, stream: int = 0) -> int | None:
@@ -112,8 +99,6 @@ class PlainAllocator:
         found = self.best_gap(size, stream, small)
         if found is None:
             found = self.fresh(size, stream, small)
-        if found is None and self.max_split is not None and self.drop_oversize(size, stream, small):
-            found = self.fresh(size, stream, small)
         if found is None:
             self.empty_cache()
             found = self.fresh(size, stream, small)
@@ -121,10 +106,7 @@ class PlainAllocator:
             return None
         begin, end = found
         rest = end - begin - size
-        if small or self.expandable:
-            is_split = rest >= 512
-        else:
-            is_split = rest > MIB and (self.max_split is None or size < self.max_split)
+        is_split = rest >= 512 if small or self.expandable else rest > MIB
         self.used[begin] = size if is_split else end - begin
         return begin
 
@@ -144,11 +126,6 @@ class PlainAllocator:
                 if other[3] >= best[3]:
                     break
                 best = other
-        if self.max_split is not None:
-            if size < self.max_split <= best[0]:
-                return None
-            if size >= self.max_split and best[0] >= size + 20 * MIB:
-                return None
         return best[1], best[2]
 
     def fresh(self, size: int, stream: int, small: bool) -> tuple[int, int] | None:
@@ -209,27 +186,3 @@ class PlainAllocator:
                         if begin <= edge and edge + segment.page <= end:
                             segment.pages.discard(number)
         self.segments = [s for s in self.segments if s.is_expandable or self.used_in(s)]
-
-    def drop_oversize(self, size: int, stream: int, small: bool) -> bool:
-        assert self.max_split is not None
-        wanted = max(size, self.max_split)
-        gaps = sorted(
-            (end - begin, begin, index)
-            for index, s in enumerate(self.segments)
-            if s.stream == stream and s.is_small == small
-            for begin, end, _ in self.free_runs(s)
-        )
-        enough = [gap for gap in gaps if gap[0] >= wanted]
-        doomed: list[int] = []
-        if enough:
-            doomed = [enough[0][2]]
-        else:
-            total = 0
-            for gap_size, _, index in reversed(gaps):
-                if total >= wanted or gap_size < self.max_split:
-                    break
-                total += gap_size
-                doomed.append(index)
-        freed = sum(self.segments[i].size for i in doomed)
-        self.segments = [s for i, s in enumerate(self.segments) if i not in doomed]
-        return bool(enough) or freed >= wanted

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protwin.shared.basics.errors import PlanError
 from protwin.sim.memory.allocator import AllocatorFullError, CachingAllocator
 from protwin.sim.memory.blocks import Block
-from protwin.sim.memory.rules import AllocatorSettings, round_size, segment_size
+from protwin.sim.memory.rules import round_size, segment_size
 from tests.proof_size import examples
 from tests.sim.plain_allocator import PlainAllocator
 
 KIB, MIB = 2**10, 2**20
-PLAIN = AllocatorSettings()
-EXPANDABLE = AllocatorSettings(expandable_segments=True)
 
 
 # -- sizes -----------------------------------------------------------------------------------------------------------
@@ -40,51 +37,8 @@ EXPANDABLE = AllocatorSettings(expandable_segments=True)
     ],
 )
 def test_blocks_and_segments(size_bytes: int, block_bytes: int, asked_bytes: int) -> None:
-    assert round_size(size_bytes, PLAIN) == block_bytes
+    assert round_size(size_bytes) == block_bytes
     assert segment_size(block_bytes) == asked_bytes
-
-
-def next_division(size: int, divisions: int) -> float:
-    """The least of the values low + k low / divisions, low a power of two, that is no less than ``size``."""
-    high = 1
-    while high < size:
-        high *= 2
-    if high == size:
-        return size
-    step, found = high / 2 / divisions, high / 2
-    while found < size:
-        found += step
-    return found
-
-
-@pytest.mark.parametrize(
-    ("size", "divisions", "expected"),
-    [(1200 * KIB, 4, 1280 * KIB), (84 * MIB, 4, 96 * MIB), (84 * MIB, 8, 88 * MIB), (400 * MIB, 2, 512 * MIB)],
-)
-def test_divisions_of_powers_of_two_by_hand(size: int, divisions: int, expected: int) -> None:
-    assert round_size(size, AllocatorSettings(roundup_power2_divisions=divisions)) == expected
-
-
-@given(st.integers(1, 2**36), st.sampled_from((2, 4, 8, 16)))
-def test_divisions_of_powers_of_two(size: int, divisions: int) -> None:
-    found = round_size(size, AllocatorSettings(roundup_power2_divisions=divisions))
-    assert found == (next_division(size, divisions) if size > 512 * divisions else round_size(size, PLAIN))
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("max_split_bytes", 20 * MIB),
-        ("max_non_split_rounding_bytes", 20 * MIB - 1),
-        ("garbage_collection_threshold_frac", 1.0),
-        ("garbage_collection_threshold_frac", -0.1),
-        ("roundup_power2_divisions", 3),
-        ("roundup_power2_divisions", -1),
-    ],
-)
-def test_settings_that_pytorch_refuses_are_refused(field: str, value: float) -> None:
-    with pytest.raises(PlanError, match=field):
-        replace(PLAIN, **{field: value})
 
 
 # -- by hand ---------------------------------------------------------------------------------------------------------
@@ -150,7 +104,7 @@ def test_what_changes_its_size_fragments() -> None:
     allocator.malloc(101 * MIB)
     assert allocator.reserved_bytes == 300 * MIB + 102 * MIB
     # Expandable segments take 15 pages for the three and one more for nothing: 101 MiB are there in one piece.
-    allocator = CachingAllocator(EXPANDABLE)
+    allocator = CachingAllocator(expandable_segments=True)
     blocks = [allocator.malloc(100 * MIB) for _ in range(3)]
     assert allocator.reserved_bytes == 300 * MIB
     for block in blocks:
@@ -181,50 +135,8 @@ def test_out_of_memory_gives_cached_segments_back_first() -> None:
     assert (allocator.reserved_bytes, allocator.num_retries) == (82 * MIB, 3)
 
 
-def test_a_limit_on_splitting() -> None:
-    limited = AllocatorSettings(max_split_bytes=30 * MIB)
-    allocator = CachingAllocator(limited)
-    allocator.free(allocator.malloc(40 * MIB))
-    small = allocator.malloc(25 * MIB)  # may not have the block of 40
-    assert allocator.reserved_bytes == 40 * MIB + 26 * MIB
-    assert small.size_bytes == 26 * MIB
-    large = allocator.malloc(35 * MIB)  # may, and has all of it
-    assert large.size_bytes == 40 * MIB
-    assert allocator.reserved_bytes == 66 * MIB
-    allocator.free(large)
-    allocator.free(allocator.malloc(100 * MIB))
-    assert allocator.malloc(80 * MIB).size_bytes == 80 * MIB  # 100 is 20 MiB too large: a new one
-    assert allocator.reserved_bytes == 66 * MIB + 100 * MIB + 80 * MIB
-
-
-def test_a_limit_on_splitting_gives_back_just_enough() -> None:
-    limited = AllocatorSettings(max_split_bytes=30 * MIB)
-    allocator = CachingAllocator(limited, limit_bytes=200 * MIB)
-    blocks = [allocator.malloc(size * MIB) for size in (40, 50, 60)]
-    for block in blocks:
-        allocator.free(block)
-    allocator.malloc(90 * MIB)  # 60 is the largest, and with 50 it is enough
-    assert (allocator.reserved_bytes, allocator.num_retries) == (40 * MIB + 90 * MIB, 0)
-
-
-def test_garbage_collection_drops_what_was_not_used_for_long() -> None:
-    eager = AllocatorSettings(garbage_collection_threshold_frac=0.5)
-    allocator = CachingAllocator(eager, limit_bytes=200 * MIB)
-    allocator.free(allocator.malloc(70 * MIB))
-    allocator.free(allocator.malloc(90 * MIB))
-    assert allocator.reserved_bytes == 160 * MIB
-    # 60 MiB beyond half of the limit, and 92 are nowhere in one piece: the older segment goes, which is enough.
-    allocator.malloc(92 * MIB)
-    assert allocator.reserved_bytes == 90 * MIB + 92 * MIB
-    without = CachingAllocator(limit_bytes=400 * MIB)
-    without.free(without.malloc(70 * MIB))
-    without.free(without.malloc(90 * MIB))
-    without.malloc(92 * MIB)
-    assert without.reserved_bytes == 70 * MIB + 90 * MIB + 92 * MIB
-
-
 def test_expandable_segments_grow_by_pages() -> None:
-    allocator = CachingAllocator(EXPANDABLE)
+    allocator = CachingAllocator(expandable_segments=True)
     first = allocator.malloc(MIB + 512)
     assert allocator.reserved_bytes == 20 * MIB
     second = allocator.malloc(30 * MIB)  # 19 MiB less 512 are there, 11 MiB more make a second page
@@ -270,11 +182,6 @@ ACTS = st.lists(
     | st.just(Act()),
     max_size=60,
 )
-SETTINGS = st.builds(
-    AllocatorSettings,
-    roundup_power2_divisions=st.sampled_from((0, 0, 4)),
-    max_split_bytes=st.none() | st.none() | st.sampled_from((21 * MIB, 40 * MIB)),
-) | st.just(EXPANDABLE)
 LIMITS = st.none() | st.sampled_from((60 * MIB, 150 * MIB))
 
 
@@ -342,17 +249,12 @@ def run_plainly(plain: PlainAllocator, acts: Sequence[Act]) -> list[tuple[int, i
 
 
 @settings(max_examples=examples(300, 100))
-@given(ACTS, SETTINGS, LIMITS)
+@given(ACTS, st.booleans(), LIMITS)
 def test_every_block_lies_where_the_oracle_puts_it(
-    acts: list[Act], chosen: AllocatorSettings, limit_bytes: int | None
+    acts: list[Act], is_expandable: bool, limit_bytes: int | None
 ) -> None:
-    plain = PlainAllocator(
-        divisions=chosen.roundup_power2_divisions,
-        max_split=chosen.max_split_bytes,
-        expandable=chosen.expandable_segments,
-        limit=limit_bytes,
-    )
-    allocator = CachingAllocator(chosen, limit_bytes=limit_bytes)
+    plain = PlainAllocator(expandable=is_expandable, limit=limit_bytes)
+    allocator = CachingAllocator(expandable_segments=is_expandable, limit_bytes=limit_bytes)
     assert run(allocator, acts) == run_plainly(plain, acts)
     for block in [block for segment in allocator.segments for block in segment.blocks if block[2]]:
         plain.free(block[0])
@@ -360,9 +262,9 @@ def test_every_block_lies_where_the_oracle_puts_it(
     assert plain.reserved() == 0
 
 
-@given(ACTS, SETTINGS)
-def test_when_all_is_free_the_cache_can_be_emptied(acts: list[Act], chosen: AllocatorSettings) -> None:
-    allocator = CachingAllocator(chosen)
+@given(ACTS, st.booleans())
+def test_when_all_is_free_the_cache_can_be_emptied(acts: list[Act], is_expandable: bool) -> None:
+    allocator = CachingAllocator(expandable_segments=is_expandable)
     held: list[Block] = []
     for act in acts:
         if act.size_bytes:

@@ -23,7 +23,6 @@ from protwin.sim.memory.libraries import matrix_workspaces, nccl_bytes, outside_
 from protwin.sim.memory.request_replay import Inside, RequestLog, replay
 from protwin.sim.memory.requests_of_schedule import Act, Step, allocation_program
 from protwin.sim.memory.reserved import device_reserved
-from protwin.sim.memory.rules import AllocatorSettings
 from protwin.sim.searching.search import search
 from tests.proof_size import examples
 from tests.sim.hand_made import machine, phase, plan, workload
@@ -35,8 +34,8 @@ MIB = 2**20
 class Watched(CachingAllocator):
     """Notes the highest level of what is asked for, at the moments that the replay tells."""
 
-    def __init__(self, settings: AllocatorSettings | None = None) -> None:
-        super().__init__(settings)
+    def __init__(self) -> None:
+        super().__init__()
         self.levels: dict[int, list[int]] = {}
 
     def note(self, iteration: int) -> None:
@@ -305,10 +304,10 @@ def test_the_account_ascends_and_a_cpu_has_none(drawn: PlannedWorkload) -> None:
     peak_bytes = guaranteed_device_peak(schedule).size_bytes
     assert peak_bytes + found.workspace_bytes <= found.at_least_bytes <= found.expected_bytes <= found.at_most_bytes
     assert found.limit_bytes + found.outside_bytes == device.memory_bytes
-    expandable = AllocatorSettings(expandable_segments=True)
-    grown = device_reserved(schedule, drawn.workload, drawn.layout, device, settings=expandable)
-    assert grown is not None
-    assert grown.expected_bytes >= peak_bytes + grown.workspace_bytes
+    static = static_tensors(schedule, drawn.workload.parameters, drawn.layout)
+    log = RequestLog(allocation_program(schedule), static, workspaces=matrix_workspaces(device))
+    grown = replay(log, CachingAllocator(expandable_segments=True))
+    assert grown.peak_reserved_bytes >= peak_bytes + found.workspace_bytes
     cpu = device.model_copy(update={"kind": DeviceKind.CPU})
     assert device_reserved(schedule, drawn.workload, drawn.layout, cpu) is None
 

@@ -15,20 +15,10 @@ from protwin.sim.memory.allocator_tensors import StaticTensors, static_tensors
 from protwin.sim.memory.request_replay import Inside, RequestLog, Requests, replay
 from protwin.sim.memory.requests import Nest, latest_first, nests
 from protwin.sim.memory.requests_of_schedule import AllocationProgram, allocation_program
-from protwin.sim.memory.rules import AllocatorSettings
 from tests.proof_size import examples
 from tests.strategies import PlannedWorkload, planned_workloads
 
 MIB = 2**20
-SETTINGS = st.sampled_from(
-    [
-        AllocatorSettings(),
-        AllocatorSettings(expandable_segments=True),
-        AllocatorSettings(roundup_power2_divisions=4),
-        AllocatorSettings(max_split_bytes=21 * MIB),
-        AllocatorSettings(garbage_collection_threshold_frac=0.6),
-    ]
-)
 
 
 class Given(RequestLog):
@@ -59,9 +49,9 @@ def requests(draw: DrawFn) -> tuple[list[int], list[int]]:
     return draw(st.lists(sizes, max_size=4)), found
 
 
-def played(log: RequestLog, chosen: AllocatorSettings, limit_bytes: int | None, *, is_whole: bool):  # type: ignore[no-untyped-def]
+def played(log: RequestLog, is_expandable: bool, limit_bytes: int | None, *, is_whole: bool):  # type: ignore[no-untyped-def]
     """What a replay came to and all that it left; ``is_whole``: with every request carried out."""
-    allocator = CachingAllocator(chosen, limit_bytes=limit_bytes)
+    allocator = CachingAllocator(expandable_segments=is_expandable, limit_bytes=limit_bytes)
     try:
         found = replay(log, allocator, on_change=(lambda iteration: None) if is_whole else None)
     except AllocatorFullError:
@@ -70,25 +60,25 @@ def played(log: RequestLog, chosen: AllocatorSettings, limit_bytes: int | None, 
 
 
 @settings(max_examples=examples(300, 100))
-@given(requests(), SETTINGS, st.floats(0.5, 1.2))
+@given(requests(), st.booleans(), st.floats(0.5, 1.2))
 def test_nests_leave_everything_as_it_was(
-    drawn: tuple[list[int], list[int]], chosen: AllocatorSettings, share: float
+    drawn: tuple[list[int], list[int]], is_expandable: bool, share: float
 ) -> None:
-    ample = played(Given(*drawn), chosen, None, is_whole=True)
+    ample = played(Given(*drawn), is_expandable, None, is_whole=True)
     assert ample is not None
-    assert played(Given(*drawn), chosen, None, is_whole=False) == ample
+    assert played(Given(*drawn), is_expandable, None, is_whole=False) == ample
     limit_bytes = int(share * ample[0].peak_reserved_bytes)
-    whole, quick = (played(Given(*drawn), chosen, limit_bytes, is_whole=is_whole) for is_whole in (True, False))
+    whole, quick = (played(Given(*drawn), is_expandable, limit_bytes, is_whole=is_whole) for is_whole in (True, False))
     assert whole == quick
 
 
 @settings(max_examples=examples(40, 20))
-@given(planned_workloads(), st.sampled_from(Inside), SETTINGS)
-def test_programs_are_replayed_to_the_same(drawn: PlannedWorkload, inside: Inside, chosen: AllocatorSettings) -> None:
+@given(planned_workloads(), st.sampled_from(Inside), st.booleans())
+def test_programs_are_replayed_to_the_same(drawn: PlannedWorkload, inside: Inside, is_expandable: bool) -> None:
     schedule = compile_schedule(drawn.plan, drawn.workload, drawn.layout)
     static = static_tensors(schedule, drawn.workload.parameters, drawn.layout)
     one, other = (RequestLog(allocation_program(schedule), static, inside=inside) for _ in range(2))
-    assert played(one, chosen, None, is_whole=True) == played(other, chosen, None, is_whole=False)
+    assert played(one, is_expandable, None, is_whole=True) == played(other, is_expandable, None, is_whole=False)
 
 
 def test_nests_by_hand() -> None:
@@ -96,7 +86,7 @@ def test_nests_by_hand() -> None:
     inner = [30 * MIB, 30 * MIB, -1, -2, 4 * MIB, -1]
     numbers = [5 * MIB, 8 * MIB, *inner, -4, 2048, 1536, -1, -2]
     assert latest_first([1, 1, -2, -1]) == [1, 1, -1, -2]
-    found = nests(latest_first(numbers), AllocatorSettings())
+    found = nests(latest_first(numbers))
     assert sorted(found) == [1, 2, 3, 6, 9, 10]
     whole, eight = found[1]
     assert (whole.stop, whole.num_made, whole.large_bytes, whole.small_bytes) == (13, 6, 68 * MIB, 3584)
@@ -104,8 +94,8 @@ def test_nests_by_hand() -> None:
     assert [nest.large_bytes // MIB for nest in found[2]] == [60, 60]
     assert [nest.stop for nest in found[2]] == [8, 6]
     # Freed within by another order, or one that was made before, it is none.
-    assert nests([8, 9, -2, 7, -2, -1], AllocatorSettings()) == {}
-    assert nests([8, -3, -1], AllocatorSettings()) == {}
+    assert nests([8, 9, -2, 7, -2, -1]) == {}
+    assert nests([8, -3, -1]) == {}
 
 
 TWO_SEGMENTS = ([30 * MIB, 30 * MIB, -1, -2], [40 * MIB, -1, 25 * MIB, -1])
@@ -122,8 +112,8 @@ def all_caches(self: CachingAllocator, large_bytes: int, small_bytes: int) -> bo
     return all(sum(size for size, *_ in pool.free) >= large_bytes for pool in self._pools.values())
 
 
-def without_peaks(numbers: Sequence[int], chosen: AllocatorSettings) -> dict[int, tuple[Nest, ...]]:
-    found = nests(numbers, chosen)
+def without_peaks(numbers: Sequence[int]) -> dict[int, tuple[Nest, ...]]:
+    found = nests(numbers)
     return {place: tuple(nest._replace(highest_bytes=0) for nest in row) for place, row in found.items()}
 
 
@@ -139,7 +129,7 @@ def test_what_nests_must_look_at(  # type: ignore[no-untyped-def]
     drawn: tuple[list[int], list[int]], replaced: str, wrong, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Wrong variants: any cache will do; the free bytes of all blocks together; no look at the peak."""
-    right = played(Given(*drawn), AllocatorSettings(), None, is_whole=True)
-    assert played(Given(*drawn), AllocatorSettings(), None, is_whole=False) == right
+    right = played(Given(*drawn), False, None, is_whole=True)
+    assert played(Given(*drawn), False, None, is_whole=False) == right
     monkeypatch.setattr(f"protwin.sim.{replaced}", wrong)
-    assert played(Given(*drawn), AllocatorSettings(), None, is_whole=False) != right
+    assert played(Given(*drawn), False, None, is_whole=False) != right
