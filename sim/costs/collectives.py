@@ -4,14 +4,21 @@
 A message of m bytes takes latency_s + m / bandwidth.  A rank sends one message and receives one at a time, both side
 by side; adding what it received takes m / reduce_bytes_per_s more.  The formulas are those of Chan, Heimlich,
 Purkayastha, van de Geijn, "Collective communication: theory, practice, and experience", doi 10.1002/cpe.1206, and of
-Patarasuk, Yuan, doi 10.1016/j.jpdc.2008.09.002, for rings; of ``sim/costs/double_tree.py`` for trees.  Where a switch
-or a mesh lets a rank have messages to several others under way at once (DIRECT, ONE_SHOT, IN_SWITCH), their latencies
+Patarasuk, Yuan, doi 10.1016/j.jpdc.2008.09.002, for rings; for trees see [Note: Double trees].  Where a switch or a
+mesh lets a rank have messages to several others under way at once (DIRECT, ONE_SHOT, IN_SWITCH), their latencies
 pass side by side and their bytes share the rank's links.  Over a network of nodes NCCL gathers, scatters and reduces by
 rings and trees alone ("Demystifying NCCL", arXiv 2507.04786), so that latency grows with the nodes.
 
+[Note: Double trees]
+In one binary tree half of the ranks are leaves and never send.  Two trees that divide the inner nodes between them,
+and carry half of the data each, let every rank send and receive all of the time (Sanders, Speck, Träff, "Two-tree
+algorithms for full bandwidth broadcast, reduction and scan", doi 10.1016/j.parco.2009.09.001; NCCL's tree algorithm).
+Time is cut into steps in which a rank sends one packet and receives one; each edge carries a packet in every second
+step.  ``tree_steps`` counts such steps.
+
 [Note: Size of a collective]
-``size_bytes`` is the whole buffer: what every rank ends up with (ALL_GATHER, ALL_REDUCE, BROADCAST), what every rank
-begins with (REDUCE_SCATTER), or what every rank has for all ranks together, itself included (ALL_TO_ALL).
+``size_bytes`` is the whole buffer: what every rank ends up with (ALL_GATHER, ALL_REDUCE), what every rank begins with
+(REDUCE_SCATTER), or what every rank has for all ranks together, itself included (ALL_TO_ALL).
 """
 
 from __future__ import annotations
@@ -19,11 +26,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
-from math import ceil, inf, log2, sqrt
+from math import ceil, inf, sqrt
 from typing import Final
 
 from ...shared.basics.errors import PlanError
-from .double_tree import double_tree
 
 
 class Collective(StrEnum):
@@ -32,7 +38,6 @@ class Collective(StrEnum):
     ALL_REDUCE = "all_reduce"
     REDUCE_SCATTER = "reduce_scatter"
     ALL_GATHER = "all_gather"
-    BROADCAST = "broadcast"
     ALL_TO_ALL = "all_to_all"
 
 
@@ -153,7 +158,7 @@ def _ring_s(collective: Collective, size_bytes: int, fabric: Fabric) -> float:
     """One step less than ranks, in each of which every rank passes on its share; what is reduced is added on its way.
 
     On a ring, parts of an all-to-all travel to the rank that they are for: p - 1 of them in the first step, one less
-    in each that follows.  A broadcast goes around in packets, as many as are best.
+    in each that follows.
     """
     ranks, latency_s = fabric.num_ranks, fabric.latency_s
     part_bytes = size_bytes / ranks
@@ -169,29 +174,32 @@ def _ring_s(collective: Collective, size_bytes: int, fabric: Fabric) -> float:
             return 2 * gather_s + (ranks - 1) * adding_s
         case Collective.ALL_TO_ALL:
             return (ranks - 1) * latency_s + part_s * ranks * (ranks - 1) / 2
-        case Collective.BROADCAST:
-            whole_s = size_bytes / fabric.ring_bytes_per_s
-            num_packets = _best_packets(ranks - 2, whole_s, latency_s, size_bytes)
-            return (ranks - 2 + num_packets) * (latency_s + whole_s / num_packets)
 
 
 def _tree_s(collective: Collective, size_bytes: int, fabric: Fabric) -> float | None:
-    """[Note: Double trees]: broadcast, and reduction followed by it.  Only a switch joins parents and children."""
-    if collective not in (Collective.BROADCAST, Collective.ALL_REDUCE) or fabric.shape is Shape.RING:
+    """A reduction to the root and a broadcast from it.  Only a switch joins parents and children."""
+    if collective is not Collective.ALL_REDUCE or fabric.shape is Shape.RING:
         return None
     # On a mesh an edge is one link: a rank's three neighbours in a tree do not share it.
-    sending_s = _tree_pass_s(size_bytes, fabric, inf)
-    if collective is Collective.BROADCAST:
-        return sending_s
-    return sending_s + _tree_pass_s(size_bytes, fabric, fabric.reduce_bytes_per_s)
+    return _tree_pass_s(size_bytes, fabric, inf) + _tree_pass_s(size_bytes, fabric, fabric.reduce_bytes_per_s)
 
 
 def _tree_pass_s(size_bytes: int, fabric: Fabric, reduce_bytes_per_s: float) -> float:
     """One way through both trees, each with half of the bytes, in as many packets as are best."""
-    first = double_tree(fabric.num_ranks).num_steps_of_first
+    first = tree_steps(fabric.num_ranks)
     half_s = size_bytes / 2 * (1 / fabric.bandwidth_bytes_per_s + 1 / reduce_bytes_per_s)
     num_packets = _best_packets((first - 2) / 2, half_s, fabric.latency_s, size_bytes // 2)
     return (first + 2 * (num_packets - 1)) * (fabric.latency_s + half_s / num_packets)
+
+
+def tree_steps(num_ranks: int) -> int:
+    """Steps until every rank of a double tree, 2 or more, has the first packet of both trees.
+
+    Each further packet takes two steps more.  The tests build the trees, pass packets along their edges, and find the
+    same number ([Note: Double trees]).
+    """
+    depth = (num_ranks - 1).bit_length()
+    return 2 * depth - 1 + (num_ranks % 4 == 3 or num_ranks == 1 << depth)
 
 
 def _best_packets(extra_steps: float, whole_s: float, latency_s: float, most: int) -> int:
@@ -207,7 +215,7 @@ def _best_packets(extra_steps: float, whole_s: float, latency_s: float, most: in
 
 
 def _direct_s(collective: Collective, size_bytes: int, fabric: Fabric) -> float | None:
-    """One message to each of the others, all under way together; a broadcast is scattered and then gathered."""
+    """One message to each of the others, all under way together."""
     if fabric.shape is Shape.RING or (fabric.shape is Shape.NETWORK and collective is not Collective.ALL_TO_ALL):
         return None
     part_bytes = size_bytes / fabric.num_ranks
@@ -221,8 +229,6 @@ def _direct_s(collective: Collective, size_bytes: int, fabric: Fabric) -> float 
             return turn_s + adding_s
         case Collective.ALL_REDUCE:
             return 2 * turn_s + adding_s
-        case Collective.BROADCAST:
-            return 2 * turn_s
 
 
 def _one_shot_s(collective: Collective, size_bytes: int, fabric: Fabric) -> float | None:
@@ -242,7 +248,7 @@ def _in_switch_s(collective: Collective, size_bytes: int, fabric: Fabric) -> flo
         return None
     rate = fabric.bandwidth_bytes_per_s * _IN_SWITCH_FRAC
     match collective:
-        case Collective.REDUCE_SCATTER | Collective.ALL_GATHER | Collective.BROADCAST:
+        case Collective.REDUCE_SCATTER | Collective.ALL_GATHER:
             return fabric.latency_s + size_bytes / rate
         case Collective.ALL_REDUCE:
             return 2 * fabric.latency_s + size_bytes * (1 + 1 / fabric.num_ranks) / rate
@@ -270,16 +276,6 @@ def hierarchical_s(collective: Collective, size_bytes: int, levels: tuple[Fabric
             return within_s(Collective.REDUCE_SCATTER) + between_s + within_s(Collective.ALL_GATHER)
         case Collective.REDUCE_SCATTER | Collective.ALL_GATHER:
             return within_s(collective) + hierarchical_s(collective, part_bytes, outer)
-        case Collective.BROADCAST:
-            between_s = hierarchical_s(collective, part_bytes, outer)
-            return _scatter_s(size_bytes, inner) + between_s + within_s(Collective.ALL_GATHER)
         case Collective.ALL_TO_ALL:
             # First to the member of the own group that has the target's place, then to the target's group.
             return within_s(collective) + hierarchical_s(collective, size_bytes, outer)
-
-
-def _scatter_s(size_bytes: int, fabric: Fabric) -> float:
-    """One rank's buffer dealt out, halved in every step (Chan et al., minimum spanning tree scatter)."""
-    ranks = fabric.num_ranks
-    rate = fabric.bandwidth_bytes_per_s
-    return ceil(log2(ranks)) * fabric.latency_s + (ranks - 1) / ranks * size_bytes / rate if ranks > 1 else 0.0

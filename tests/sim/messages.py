@@ -121,20 +121,6 @@ def ring_all_reduce(num_ranks: int) -> list[Message]:
     return reduced + ring_gather(num_ranks, first_part=1, numbers=len(reduced), after=last)
 
 
-def ring_broadcast(num_ranks: int, num_packets: int) -> list[Message]:
-    """Every packet from rank to rank, as soon as it is there."""
-    messages: list[Message] = []
-    brought: dict[tuple[int, int], int] = {}
-    for step in range(num_ranks - 2 + num_packets):
-        for rank in range(num_ranks - 1):
-            packet = step - rank
-            if 0 <= packet < num_packets:
-                waits = (brought[rank, packet],) if rank else ()
-                brought[rank + 1, packet] = len(messages)
-                messages.append(Message(rank, rank + 1, (packet,), after=waits))
-    return messages
-
-
 def ring_all_to_all(num_ranks: int) -> list[Message]:
     """Part source * p + target travels on until it is there; a step carries all that still has to go at once."""
     messages: list[Message] = []

@@ -21,8 +21,9 @@ from protwin.sim.costs.collectives import (
     algorithm_s,
     collective_time,
     hierarchical_s,
+    tree_steps,
 )
-from protwin.sim.costs.double_tree import DoubleTree, double_tree
+from tests.sim.double_tree import DoubleTree, double_tree
 from tests.sim.messages import (
     Contents,
     Message,
@@ -32,12 +33,11 @@ from tests.sim.messages import (
     own_parts,
     ring_all_reduce,
     ring_all_to_all,
-    ring_broadcast,
     ring_gather,
     ring_reduce,
 )
 
-AR, RS, AG, BC, A2A = Collective
+AR, RS, AG, A2A = Collective
 latencies = st.just(0.0) | st.floats(1e-7, 1e-3)
 rates = st.floats(1e6, 1e12)
 sizes = st.integers(0, 2**34)
@@ -66,7 +66,7 @@ def lower_bounds_s(collective: Collective, size_bytes: float, fabric: Fabric) ->
     """
     ranks = fabric.num_ranks
     most_of_it = (ranks - 1) / ranks * size_bytes
-    sent_bytes = {AR: 2 * most_of_it, RS: most_of_it, AG: most_of_it, BC: size_bytes, A2A: most_of_it}[collective]
+    sent_bytes = {AR: 2 * most_of_it, RS: most_of_it, AG: most_of_it, A2A: most_of_it}[collective]
     latency_s = ceil(log2(ranks)) * fabric.latency_s
     adding_s = most_of_it / fabric.reduce_bytes_per_s if collective in (AR, RS) else 0.0
     return latency_s, sent_bytes / fabric.total_bytes_per_s, adding_s
@@ -114,10 +114,10 @@ def test_rings_reach_the_bound_of_transfer(fabric: Fabric, collective: Collectiv
 
 
 @given(st.integers(2, 70), rates)
-def test_trees_reach_the_bound_of_transfer_for_large_broadcasts(ranks: int, rate: float) -> None:
+def test_trees_pass_large_buffers_at_full_bandwidth_either_way(ranks: int, rate: float) -> None:
     free = Fabric(ranks, 0.0, rate)
     size_bytes = 2**34
-    assert algorithm_s(BC, size_bytes, free, Algorithm.TREE) == pytest.approx(size_bytes / rate, rel=1e-5)
+    assert algorithm_s(AR, size_bytes, free, Algorithm.TREE) == pytest.approx(2 * size_bytes / rate, rel=1e-5)
 
 
 @given(fabrics(), st.sampled_from([AR, RS]), sizes, rates)
@@ -138,8 +138,8 @@ def test_adding_takes_what_its_bytes_take(
             assert slow == pytest.approx(free + of_buffer * size_bytes / reduce_rate)
 
 
-@given(fabrics(Shape.SWITCH), st.sampled_from([BC, AR]), st.integers(0, 300))
-def test_packets_are_as_many_as_are_best(fabric: Fabric, collective: Collective, size_bytes: int) -> None:
+@given(fabrics(Shape.SWITCH), st.integers(0, 300))
+def test_packets_are_as_many_as_are_best(fabric: Fabric, size_bytes: int) -> None:
     """Against every number of them, down to packets of one byte."""
     ranks, latency_s = fabric.num_ranks, fabric.latency_s
     byte_s = 1 / fabric.bandwidth_bytes_per_s
@@ -150,20 +150,14 @@ def test_packets_are_as_many_as_are_best(fabric: Fabric, collective: Collective,
         most = max(1, size_bytes // 2)
         return min((first + 2 * (count - 1)) * (latency_s + half_s / count) for count in range(1, most + 1))
 
-    summed_s = in_tree_s(byte_s + 1 / fabric.reduce_bytes_per_s) if collective is AR else 0.0
-    assert algorithm_s(collective, size_bytes, fabric, Algorithm.TREE) == pytest.approx(in_tree_s(byte_s) + summed_s)
-    if collective is BC:
-        around_s = min(
-            (ranks - 2 + count) * (latency_s + size_bytes * byte_s / count)
-            for count in range(1, max(1, size_bytes) + 1)
-        )
-        assert algorithm_s(BC, size_bytes, fabric, Algorithm.RING) == pytest.approx(around_s)
+    summed_s = in_tree_s(byte_s + 1 / fabric.reduce_bytes_per_s)
+    assert algorithm_s(AR, size_bytes, fabric, Algorithm.TREE) == pytest.approx(in_tree_s(byte_s) + summed_s)
 
 
 def test_a_switch_that_adds_moves_the_buffer_and_one_part_either_way() -> None:
     # Klenk et al.: the sum is scattered, then gathered.  200 bytes and a fifth of them, at 0.84 of 100 bytes/s.
     fabric = Fabric(5, 3.0, 100.0, Shape.SWITCH, reduces_in_switch=True)
-    for collective, turns, moved_bytes in ((AR, 2, 240), (RS, 1, 200), (AG, 1, 200), (BC, 1, 200)):
+    for collective, turns, moved_bytes in ((AR, 2, 240), (RS, 1, 200), (AG, 1, 200)):
         expected = pytest.approx(turns * 3 + moved_bytes / 84)
         assert algorithm_s(collective, 200, fabric, Algorithm.IN_SWITCH) == expected
 
@@ -289,24 +283,6 @@ def test_the_messages_show_what_is_passed_on_too_early() -> None:
     assert twice.holds[1][0] != Counter([0, 1])
 
 
-@given(st.integers(2, 9), latencies, rates, st.integers(1, 10**7))
-def test_broadcasts_around_a_ring_take_the_best_number_of_packets(
-    ranks: int, latency_s: float, rate: float, size_bytes: int
-) -> None:
-    fabric = Fabric(ranks, latency_s, rate, Shape.RING)
-    closed_s = algorithm_s(BC, size_bytes, fabric, Algorithm.RING)
-    counts = [count for count in (1, 2, 3, 5, 8, 13, 40) if count <= size_bytes]
-    times = {}
-    for count in counts:
-        packets = dict.fromkeys(range(count), size_bytes / count)
-        world = ring_world([(latency_s, rate)] * ranks, only_root(ranks, packets), packets)
-        times[count] = world.run(ring_broadcast(ranks, count))
-        assert all(holds.keys() == packets.keys() for holds in world.holds)
-        assert times[count] == pytest.approx((ranks - 2 + count) * (latency_s + size_bytes / count / rate))
-    assert closed_s is not None
-    assert closed_s <= min(times.values()) * (1 + 1e-9)
-
-
 @given(st.integers(2, 9), latencies, rates, st.integers(1, 10**9))
 def test_all_to_all_around_a_ring(ranks: int, latency_s: float, rate: float, part_bytes: int) -> None:
     parts = dict.fromkeys(range(ranks * ranks), float(part_bytes))
@@ -337,7 +313,7 @@ def test_sending_directly_shares_the_port_out(
         if not is_mesh:  # nobody hears two at once
             assert all(end - latency_s <= later + 1e-9 * end for (_, end), (later, _) in pairwise(received))
     fabric = Fabric(ranks, latency_s, rate, Shape.MESH if is_mesh else Shape.SWITCH)
-    for collective, turns in ((AG, 1), (A2A, 1), (RS, 1), (AR, 2), (BC, 2)):
+    for collective, turns in ((AG, 1), (A2A, 1), (RS, 1), (AR, 2)):
         seconds = algorithm_s(collective, ranks * part_bytes, fabric, Algorithm.DIRECT)
         assert seconds == pytest.approx(turns * (latency_s + sent_s))
         assert max(end_s for *_, end_s in arrivals) == pytest.approx(latency_s + sent_s)
@@ -346,7 +322,7 @@ def test_sending_directly_shares_the_port_out(
 # -- double trees ----------------------------------------------------------------------------------------------------
 
 
-def tree_steps(trees: DoubleTree, num_packets: int) -> dict[int, list[tuple[int, int, int]]]:
+def steps_of(trees: DoubleTree, num_packets: int) -> dict[int, list[tuple[int, int, int]]]:
     """(source, target, part) of every step; parts are numbered by packet and tree."""
     has_after = {(tree, 0): 0 for tree in (0, 1)}
     steps: dict[int, list[tuple[int, int, int]]] = {}
@@ -366,7 +342,7 @@ def tree_steps(trees: DoubleTree, num_packets: int) -> dict[int, list[tuple[int,
 def test_both_trees_bring_everything_with_one_send_and_one_receive_a_step(ranks: int) -> None:
     num_packets = 3
     trees = double_tree(ranks)
-    steps = tree_steps(trees, num_packets)
+    steps = steps_of(trees, num_packets)
     world = World(ranks, lambda *_: 1.0, dict.fromkeys(range(6), 1.0), only_root(ranks, range(6)))
     for step in sorted(steps):
         sources, targets, _ = zip(*steps[step], strict=True)
@@ -375,7 +351,7 @@ def test_both_trees_bring_everything_with_one_send_and_one_receive_a_step(ranks:
         world.run([Message(source, target, (part,)) for source, target, part in sorted(steps[step])])
     assert all(holds.keys() == set(range(6)) for holds in world.holds)
     assert max(steps) + 1 == trees.num_steps_of_first + 2 * (num_packets - 1)
-    assert trees.num_steps_of_first <= 2 * ceil(log2(ranks)) + 2
+    assert trees.num_steps_of_first == tree_steps(ranks)
     inner = [{edge.parent for edge in trees.edges if edge.tree == tree} - {0} for tree in (0, 1)]
     assert not inner[0] & inner[1]
 
@@ -383,7 +359,7 @@ def test_both_trees_bring_everything_with_one_send_and_one_receive_a_step(ranks:
 @pytest.mark.parametrize("ranks", [2, 3, 4, 5, 8, 13, 16, 33])
 @pytest.mark.parametrize("num_packets", [1, 2, 7])
 def test_reductions_take_the_trees_the_other_way(ranks: int, num_packets: int) -> None:
-    steps = tree_steps(double_tree(ranks), num_packets)
+    steps = steps_of(double_tree(ranks), num_packets)
     parts = range(2 * num_packets)
     world = World(ranks, lambda *_: 1.0, dict.fromkeys(parts, 1.0), all_parts(ranks, parts))
     for step in sorted(steps, reverse=True):
@@ -396,15 +372,19 @@ def test_trees_take_as_many_steps_as_they_say_and_the_best_number_of_packets(
     ranks: int, latency_s: float, rate: float, size_bytes: int
 ) -> None:
     fabric = Fabric(ranks, latency_s, rate)
-    closed_s = algorithm_s(BC, size_bytes, fabric, Algorithm.TREE)
+    closed_s = algorithm_s(AR, size_bytes, fabric, Algorithm.TREE)
     assert closed_s is not None
     by_count = {}
     for count in (1, 2, 4, 9, 30):
         if 2 * count <= size_bytes:
-            num_steps = max(tree_steps(double_tree(ranks), count)) + 1
-            by_count[count] = num_steps * (latency_s + size_bytes / (2 * count) / rate)
+            num_steps = max(steps_of(double_tree(ranks), count)) + 1
+            by_count[count] = 2 * num_steps * (latency_s + size_bytes / (2 * count) / rate)
     assert closed_s <= min(by_count.values()) * (1 + 1e-9)
-    assert algorithm_s(AR, size_bytes, fabric, Algorithm.TREE) == pytest.approx(2 * closed_s)
+
+
+@pytest.mark.parametrize("ranks", [*range(2, 300), 511, 512, 513, 1023, 1024, 4095, 4096])
+def test_the_depth_in_closed_form_is_that_of_the_built_trees(ranks: int) -> None:
+    assert tree_steps(ranks) == double_tree(ranks).num_steps_of_first
 
 
 # -- hierarchies -----------------------------------------------------------------------------------------------------

@@ -1,6 +1,5 @@
-"""Two binary trees over the same ranks, in which every rank is an inner node at most once.
+"""Two binary trees over the same ranks, in which every rank is an inner node at most once: built and coloured.
 
-[Note: Double trees]
 In one binary tree half of the ranks are leaves and never send.  Two trees that divide the inner nodes between them,
 and carry half of the data each, let every rank send and receive all of the time (Sanders, Speck, Träff, "Two-tree
 algorithms for full bandwidth broadcast, reduction and scan", doi 10.1016/j.parco.2009.09.001; NCCL's tree algorithm).
