@@ -17,7 +17,6 @@ from ...shared.basics.errors import WorkloadError
 from ...shared.basics.suggestions import did_you_mean
 from ...shared.schema.workload import DType
 from .heads import published_class
-from .transformers_imports import import_transformers, without_optimizers
 
 
 def training_dtype(configuration: Mapping[str, Any], override: str | None) -> torch.dtype:
@@ -34,7 +33,6 @@ def build_model(configuration: Mapping[str, Any], name: str, dtype: torch.dtype,
     Raises WorkloadError if transformers is missing or refuses the configuration.
     """
     try:
-        import_transformers()
         import transformers
         from transformers import CONFIG_MAPPING, AutoConfig
     except ImportError as error:
@@ -52,7 +50,7 @@ def build_model(configuration: Mapping[str, Any], name: str, dtype: torch.dtype,
         with quiet():
             config = AutoConfig.for_model(model_type, **fields)
         published = published_class(config, name)
-        with quiet(), without_optimizers(), torch.device(device):
+        with quiet(), torch.device(device):
             if published is not None:
                 model = published._from_config(config, dtype=dtype)
             else:
