@@ -10,11 +10,14 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from ...shared.basics.errors import InfeasibleError
+from ...shared.catalogue.parts import host_part
 from ...shared.layout.layout import build_layout
-from ...shared.schema.hardware import Hardware
+from ...shared.schema.hardware import Hardware, Host
 from ...shared.schema.plan import ParallelMode, Plan
 from ...shared.schema.record import Record
 from ...shared.schema.workload import Workload
+from ...sim.costs.efficiency import CORE_BYTES_PER_S
+from ...sim.costs.task_costs import host_adam_bytes_per_s
 from ...sim.engine.simulator import simulate
 from ...sim.searching.search import search
 from ...sim.space.space import SearchSpace
@@ -28,15 +31,17 @@ from .machines import (
     sharded_reduction_s,
     small_all_reduces_s,
 )
-from .published_adam import adam_predictions
-from .published_prediction import Prediction
 from .runs import (
+    ADAM_32_THREADS,
+    ADAM_128_THREADS,
+    ADAM_4210R,
     DATA_PARALLEL,
     ON_DEVICE,
     PLAN_OF_130_CHUNKS,
     PUBLISHED_RUNS,
     REPLICATED,
     SHARDED,
+    Prediction,
     Quantity,
 )
 from .sharded import sharded_predictions
@@ -48,6 +53,22 @@ CHUNK_BYTES: Final = 128 * 2**20
 """The chunk size that the fork's pages name for R2, taken for its other runs as well."""
 _OTHER_CHUNK_BYTES: Final = (64 * 2**20, 256 * 2**20)
 """The others that it chooses among and that hold every matrix of a block of R1's."""
+
+FUSED_BYTES: Final = 28
+"""Of one scalar: parameter, gradient and two moments are read, all but the gradient written, in float32."""
+LOOPED_BYTES: Final = 80
+"""Of one scalar where every step of the update is an operation of its own: decay 8, first moment 12, second moment 8
+and 12, square root 8, bias correction 8, epsilon 8, update 16 (torch.optim.AdamW without fused)."""
+THREADS_PER_CORE: Final = 2
+
+_LLAMA_2_7B: Final = 6_738_415_616
+_XEON_4210R: Final = Host(
+    name="Xeon 4210R",
+    num_cores=10,
+    memory_bytes=2**38,
+    memory_bandwidth_bytes_per_s=92e9,
+    source="Intel ARK: 10 cores, six channels of DDR4-2400 (115.2 GB/s); 80 % of the peak",
+)
 
 MATCHING: Final = "by its memory"
 
@@ -217,6 +238,32 @@ def _llama_7b() -> list[Prediction]:
     found = [_seconds("R2", PLAN_OF_130_CHUNKS, records, how=how), _peaks("R2", PLAN_OF_130_CHUNKS, records, how=how)]
     scenarios = _scenarios(four_rank_machine(), shape, "llama-7b-lora", batch_size=2)
     return found + _all_on_device("R2", scenarios) + _data_parallel("R2", scenarios)
+
+
+def adam_predictions() -> list[Prediction]:
+    """R5: CPU Adam from cores and memory bandwidth.
+
+    Fused and on all cores; the range reaches to a loop of separate operations on one core.
+    """
+    wide = host_part("epyc-64")
+    narrow = wide.model_copy(update={"num_cores": 32 // THREADS_PER_CORE})
+    cases = (
+        (ADAM_128_THREADS, _LLAMA_2_7B, wide, "64 cores with eight channels of DDR4"),
+        (ADAM_32_THREADS, _LLAMA_2_7B, narrow, "16 cores with eight channels of DDR4"),
+        (ADAM_4210R, 1_350_000_000, _XEON_4210R, "10 cores with six channels of DDR4"),
+    )
+    return [
+        Prediction(
+            row="R5",
+            case=case,
+            quantity=Quantity.ADAM,
+            low=num_scalars * FUSED_BYTES / host.memory_bandwidth_bytes_per_s,
+            likely=num_scalars * FUSED_BYTES / host_adam_bytes_per_s(host),
+            high=num_scalars * LOOPED_BYTES / CORE_BYTES_PER_S,
+            how=f"{what}; from all of the bandwidth, fused, to one core that runs each step on its own",
+        )
+        for case, num_scalars, host, what in cases
+    ]
 
 
 def _all_on_device(row: str, scenarios: Sequence[_Scenario]) -> list[Prediction]:

@@ -17,7 +17,6 @@ from ...shared.basics.units import format_seconds
 from ...shared.tables.table import Heading, Parts, Table
 from ...shared.tables.terminal import Printed, least_width
 from .predictions import MATCHING, NUM_RANKS, predict_published
-from .published_prediction import Prediction
 from .runs import (
     DATA_PARALLEL,
     ON_DEVICE,
@@ -25,6 +24,7 @@ from .runs import (
     REPLICATED,
     SHARDED,
     Measurement,
+    Prediction,
     PublishedRun,
     Quantity,
 )
@@ -61,7 +61,7 @@ def published_document(predictions: Sequence[Prediction]) -> dict[str, Any]:
     """Every run with its measurements, predictions and signed errors, as JSON; units are those of the quantity."""
     return {
         "runs": [
-            run.model_dump(mode="json", exclude={"measurements"})
+            run.model_dump(mode="json", exclude={"measurements", "sharded"})
             | {
                 "figures": [
                     measurement.model_dump(mode="json", exclude={"row"})

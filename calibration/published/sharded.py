@@ -19,8 +19,7 @@ from ...shared.schema.workload import DType, Workload
 from ...shared.workloads.shipped import shipped_family
 from ...sim.engine.simulator import simulate
 from .machines import Range, slowed
-from .published_prediction import Prediction
-from .runs import Quantity, ShardedCase
+from .runs import PUBLISHED_RUNS, Prediction, Quantity, ShardedRun
 
 _POWER_FRAC: Final = 500 / 700
 """Power limit of the H100 boards over that of their data sheet."""
@@ -41,17 +40,16 @@ class _Reading:
 def sharded_predictions() -> list[Prediction]:
     """Iteration times of every run of R6."""
     found = []
-    for case in ShardedCase:
-        size = case.size
-        family = shipped_family(size.model, DType.BFLOAT16)
+    for run in (run for published in PUBLISHED_RUNS for run in published.sharded):
+        family = shipped_family(run.model, DType.BFLOAT16)
         assert family is not None
-        workload = family.at(batch_size=size.batch_size, sequence_length=size.sequence_length)
-        readings = _readings(case)
+        workload = family.at(batch_size=run.batch_size, sequence_length=run.sequence_length)
+        readings = _readings(run)
         times_s = [
-            simulate(fsdp_plan(workload, size.num_ranks, r.checkpointed_frac), workload, r.hardware).iteration_s
+            simulate(fsdp_plan(workload, run.num_ranks, r.checkpointed_frac), workload, r.hardware).iteration_s
             for r in readings
         ]
-        found.append(Prediction.of("R6", case.value, Quantity.ITERATION, times_s, how=_how(readings)))
+        found.append(Prediction.of("R6", run.case, Quantity.ITERATION, times_s, how=_how(readings)))
     return found
 
 
@@ -95,10 +93,9 @@ def eight_limited_h100() -> Range:
     return Range(*(boards.model_copy(update={"device": slowed(boards.device, frac, 1.0)}) for frac in clocks))
 
 
-def _readings(case: ShardedCase) -> list[_Reading]:
-    size = case.size
-    if size.checkpointed_frac is not None:
-        return [_Reading(hardware, size.checkpointed_frac) for hardware in sixty_four_a100().all]
+def _readings(run: ShardedRun) -> list[_Reading]:
+    if run.checkpointed_frac is not None:
+        return [_Reading(hardware, run.checkpointed_frac) for hardware in sixty_four_a100().all]
     # What is chosen operation by operation is recomputed in part: nothing, half of it, everything.
     return [_Reading(hardware, frac) for hardware, frac in zip(eight_limited_h100().all, (0.0, 0.5, 1.0), strict=True)]
 

@@ -20,9 +20,7 @@ from protwin.calibration.published.machines import (
     sharded_reduction_s,
     small_all_reduces_s,
 )
-from protwin.calibration.published.predictions import idle_buffer_bytes, plan_on_device
-from protwin.calibration.published.published_adam import adam_predictions
-from protwin.calibration.published.published_prediction import Prediction
+from protwin.calibration.published.predictions import adam_predictions, idle_buffer_bytes, plan_on_device
 from protwin.calibration.published.report import (
     is_within_aim,
     measured_order,
@@ -38,8 +36,8 @@ from protwin.calibration.published.runs import (
     REPLICATED,
     SHARDED,
     Measurement,
+    Prediction,
     Quantity,
-    ShardedCase,
 )
 from protwin.calibration.published.sharded import fsdp_plan, sharded_predictions
 from protwin.calibration.published.workloads import (
@@ -272,7 +270,7 @@ def test_runs_whose_configuration_is_known_are_predicted_within_the_aim() -> Non
     predictions = {prediction.case: prediction for prediction in sharded_predictions()}
     assert predictions.keys() == measurements.keys()
     for case, prediction in predictions.items():
-        if case != ShardedCase.ON_H100:
+        if "H100" not in case:
             assert is_within_aim(measurements[case], prediction)
         assert prediction.low < prediction.likely < prediction.high
 
