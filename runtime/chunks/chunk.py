@@ -140,7 +140,7 @@ class DeviceChunk:
     def gather(self) -> None:
         """Bring the chunk's home to the device.
 
-        Makes room first, unless the compute thread has ([Note: Memory on one stream] in ``stream_memory``).
+        Makes room first, unless the compute thread has ([Note: Memory on one stream] in ``memory_events``).
         """
         assert self._home is not None
         if not self._device.runs_behind:

@@ -30,7 +30,7 @@ class TrainingDevice(ABC):
     ledger: MemoryLedger | None
     """Counts the device's memory where no allocator does; None where the allocator itself is asked."""
     runs_behind: bool
-    """Whether work is only queued by the call that asks for it ([Note: Memory on one stream] in ``stream_memory``)."""
+    """Whether work is only queued by the call that asks for it ([Note: Memory on one stream] in ``memory_events``)."""
 
     @property
     @abstractmethod

@@ -207,7 +207,7 @@ class SwappedBlock:
         self._home = device.host_buffer(size_bytes)
         self._travelling: list[SavedStorage] = []
         self._sent: list[torch.Tensor] = []
-        """What copies that are queued still read ([Note: Memory on one stream] in ``stream_memory``)."""
+        """What copies that are queued still read ([Note: Memory on one stream] in ``memory_events``)."""
         self._out_bytes = 0
         self._back_bytes = 0
 
@@ -284,7 +284,7 @@ class SwappedBlock:
     def fetch(self) -> int:
         """Copy everything back; gives the bytes.
 
-        Makes room first, unless the compute thread has ([Note: Memory on one stream] in ``stream_memory``).
+        Makes room first, unless the compute thread has ([Note: Memory on one stream] in ``memory_events``).
         """
         if not self._device.runs_behind:
             self.make_room()

@@ -3,7 +3,7 @@
 Asking for the peak of an iteration costs nothing.  A curve asks the allocator at the end of every compute task, which
 takes tens of microseconds each time, so it is drawn in the iterations that the ledger would watch on the CPU.  The
 allocator counts what the compute thread has asked for so far, whether or not the device has come to use it; that order
-is the compute stream's ([Note: Memory on one stream] in ``stream_memory``).  It counts all of the process: the
+is the compute stream's ([Note: Memory on one stream] in ``memory_events``).  It counts all of the process: the
 workspaces of cuBLAS, and tensors that have nothing to do with training.
 """
 

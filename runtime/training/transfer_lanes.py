@@ -12,6 +12,7 @@ from functools import partial
 import torch
 
 from ...shared.schema.schedule import LANES_ALONE, Content, Lane, Schedule, Task, TaskId, TaskKind
+from ...shared.verify.memory_events import memory_events
 from ..chunks.chunk import DeviceChunk
 from ..chunks.gradient_stand_ins import Norms
 from ..chunks.placed_model import PlacedModel
@@ -20,7 +21,6 @@ from ..devices.lanes import Cancelled, Mark, Span, WorkerLane
 from ..hooks.swapping import SwappedBlock
 from ..model.nested_tensors import storage_bytes
 from ..optimizers.gradient_norms import ClippedNorm
-from .stream_memory import stream_memory
 
 
 class TransferLanes:
@@ -52,7 +52,7 @@ class TransferLanes:
         self._clipped: dict[int, ClippedNorm] = {}
         """The norms of the gradients of an iteration, and what these are multiplied by: from ``_norm`` to
         ``forget``."""
-        self._memory = stream_memory(schedule) if device.runs_behind else None
+        self._memory = memory_events(schedule) if device.runs_behind else None
         self._held: dict[tuple[int, TaskId], list[torch.Tensor | None]] = {}
         """Gradients that queued copies still read, by iteration and offload (``_memory`` says until when)."""
         self._lanes: dict[Lane, WorkerLane] = {}
@@ -66,8 +66,8 @@ class TransferLanes:
         Every chunk is away.  Raises the device's out-of-memory error if there is no room for the first copies.
         """
         self._first = iteration
-        for task_id in self._memory.room_at_start if self._memory is not None else ():
-            self._make_room(self._tasks[task_id])
+        for copying in self._memory.room_at_start if self._memory is not None else ():
+            self._make_room(self._tasks[copying.task])
         # The first copies wait for nothing that was queued so far: neither for who had their memory before, nor for
         # what the model was prepared with.
         self._device.synchronize()
@@ -134,7 +134,7 @@ class TransferLanes:
         """What stopped a lane, if one has."""
         return next((lane.failure for lane in self._lanes.values() if lane.failure is not None), None)
 
-    # -- memory ([Note: Memory on one stream] in ``stream_memory``) ----------------------------------------------------
+    # -- memory ([Note: Memory on one stream] in ``memory_events``) ----------------------------------------------------
 
     def make_room(self, ended: Task) -> None:
         """The compute task ``ended`` is at its end: make room for the copies to the device that wait for it last.

@@ -1,4 +1,4 @@
-"""Whether the figures of a workload are of this world: sums of larger ones overflow what numpy computes with."""
+"""Whether a workload can be asked about at all: figures of this world, and kernels that the device has."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Final
 
 from ..basics.errors import WorkloadError
 from ..basics.units import format_bytes
+from ..schema.hardware import DeviceKind, Hardware
 from ..schema.workload import Phase, Workload
 
 _MOST_BYTES: Final = 2**56
@@ -14,10 +15,14 @@ _MOST_BYTES: Final = 2**56
 _MOST_FLOPS: Final = 2**100
 _PASSES: Final = 2**10
 """Operations read and write the same data many times over."""
+_FUSED_ATTENTION: Final = "_scaled_dot_product_flash_attention"
 
 
 def check_magnitude(workload: Workload) -> None:
-    """Raise WorkloadError if parameters and activations together, or the arithmetic, exceed what any machine does."""
+    """Raise WorkloadError if parameters and activations together, or the arithmetic, exceed what any machine does.
+
+    Sums of larger figures would overflow what numpy computes with.
+    """
     total_bytes = workload.resident_bytes + sum(parameter.size_bytes for parameter in workload.parameters)
     total_bytes += sum(workload.profile_of(block).output_bytes for block in range(workload.num_blocks))
     total_bytes += sum(shared.size_bytes for shared in workload.shared_inputs)
@@ -45,3 +50,23 @@ def _phases(workload: Workload) -> Iterator[Phase]:
     )
     for block in range(workload.num_blocks):
         yield from workload.profile_of(block).phases
+
+
+def has_fused_dropout(workload: Workload) -> bool:
+    """Whether attention with dropout was traced as CUDA runs it, without a machine at hand.
+
+    The CPU has no fused kernel with dropout, and saves the probabilities (``runtime/tracing/fake_kernels.py``).
+    """
+    return workload.traced_with == "fake" and any(
+        operation.name == _FUSED_ATTENTION for profile in workload.profiles for operation in profile.forward.operations
+    )
+
+
+def check_kernels(workload: Workload, hardware: Hardware) -> None:
+    """Raise WorkloadError if ``workload`` was traced with kernels that ``hardware`` does not have."""
+    if hardware.device.kind is DeviceKind.CPU and has_fused_dropout(workload):
+        raise WorkloadError(
+            f"{workload.model_name} has dropout in attention, which its workload holds as GPUs run it: fused, with "
+            f"nothing of the probabilities saved. On a CPU such as that of {hardware.name} torch has no such kernel. "
+            f"Name the model instead of its workload, or trace it there (protwin trace --real, protwin calibrate)."
+        )

@@ -21,8 +21,7 @@ from ..schema.hardware import DeviceKind
 from ..schema.training_options import FULL_TRAINING, TrainingOptions
 from ..schema.workload import DType, Workload
 from .cache import TraceRequest, cache_key, load_cached, store_cached
-from .check import check_magnitude
-from .workload_kernels import has_fused_dropout
+from .check import check_magnitude, has_fused_dropout
 
 if TYPE_CHECKING:
     from .family import WorkloadFamily

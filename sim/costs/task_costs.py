@@ -24,7 +24,7 @@ from ...shared.schema.calibration import Calibration
 from ...shared.schema.hardware import Device, DeviceKind, Hardware, Host, Link
 from ...shared.schema.schedule import Schedule, Task, TaskKind
 from ...shared.schema.workload import DType, Operation, OperationClass, Phase, Workload
-from ...shared.workloads.workload_kernels import check_kernels
+from ...shared.workloads.check import check_kernels
 from .collectives import Collective
 from .efficiency import CORE_BYTES_PER_S, CPU_ADAM_FRAC, DISPATCHES_PER_LAUNCH, KERNEL_FIXED_S, efficiency_frac
 from .fabrics import machine_collective

@@ -1,10 +1,7 @@
 """What the runtime asks of the device's allocator in one iteration, in order.
 
-[Note: One stream]
-All device memory of chunks, gradients and activations is allocated and freed by the thread of compute, on its stream:
-room for a copy to the device when the last compute task ends that has surely ended before the copy starts, and what a
-copy to the host has read when the first compute task begins that surely starts after the copy (``runtime``, Note:
-Memory on one stream).  So the order does not depend on any timing; it is read off the happens-before relation.
+Compute tasks make and free what they name themselves; when memory of copies comes and goes says
+``shared/verify/memory_events.py`` ([Note: Memory on one stream]), for the runtime and for this replay alike.
 """
 
 from __future__ import annotations
@@ -12,14 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Final
 
-from ...shared.schema.schedule import AllocationId, Content, Lane, Memory, Schedule, Task, TaskId, TaskKind
-from ...shared.verify.happens_before import HappensBefore, Occurrence
-
-_COMPUTE: Final = tuple(Lane).index(Lane.COMPUTE)
-_ITERATIONS: Final = 3
-_MIDDLE: Final = 1
+from ...shared.schema.schedule import AllocationId, Content, Lane, Memory, Schedule, Task, TaskKind
+from ...shared.verify.happens_before import HappensBefore
+from ...shared.verify.memory_events import Copying, memory_events
 
 
 class Act(IntEnum):
@@ -62,55 +55,37 @@ class AllocationProgram:
 
 
 def allocation_program(schedule: Schedule, order: HappensBefore | None = None) -> AllocationProgram:
-    """The steps of one iteration of ``schedule``, by [Note: One stream].
+    """The steps of one iteration of ``schedule``.
 
     ``order`` spares computing the happens-before relation again; it must be over at least three iterations.
     """
-    if order is None or order.num_iterations < _ITERATIONS:
-        order = HappensBefore(schedule, _ITERATIONS)
+    events = memory_events(schedule, order)
     counted = [b.memory is Memory.DEVICE and not b.is_static and b.size_bytes > 0 for b in schedule.buffers]
-    compute = schedule.lanes[Lane.COMPUTE]
-    at_end, at_begin = _copies(schedule, order, counted)
+
+    def made(copies: Iterable[Copying]) -> Iterable[Step]:
+        for copy in copies:
+            if buffers := tuple(b for b in schedule.tasks[copy.task].allocates if counted[b]):
+                yield Step(Act.MAKE, buffers, iterations_later=copy.iterations_later)
+
+    def freed(copies: Iterable[Copying]) -> Iterable[Step]:
+        for copy in copies:
+            if buffers := tuple(b for b in schedule.tasks[copy.task].frees if counted[b]):
+                yield Step(Act.FREE, buffers, iterations_later=copy.iterations_later)
+
     steps: list[Step] = []
-    for task_id in compute:
+    for task_id in schedule.lanes[Lane.COMPUTE]:
         task = schedule.tasks[task_id]
         frees = _parameters_first(schedule, [b for b in task.frees if counted[b]])
-        steps += at_begin.get(task_id, ())
+        steps += freed(events.gone_at_begin.get(task_id, ()))
         steps.append(Step(Act.BEGIN, frees))
         steps += _levels(task, -sum(schedule.buffers[buffer].size_bytes for buffer in frees))
         if task.kind is TaskKind.DEVICE_ADAM:
             steps.append(Step(Act.STEP))
         # The last named first: outputs come after what was saved on the way to them.
         steps.append(Step(Act.END, tuple(b for b in reversed(task.allocates) if counted[b])))
-        steps += at_end.get(task_id, ())
-    ahead = [step for made in at_end.values() for step in made if step.iterations_later > 0]
-    before = [
-        Step(Act.MAKE, step.buffers, iterations_later=later) for step in ahead for later in range(step.iterations_later)
-    ]
-    return AllocationProgram(tuple(steps), tuple(before), tuple(b.size_bytes for b in schedule.buffers))
-
-
-def _copies(
-    schedule: Schedule, order: HappensBefore, counted: list[bool]
-) -> tuple[dict[TaskId, list[Step]], dict[TaskId, list[Step]]]:
-    """The steps for copies: by the compute task at whose end room is made, and at whose beginning memory goes."""
-    compute = schedule.lanes[Lane.COMPUTE]
-    at_end: dict[TaskId, list[Step]] = {}
-    at_begin: dict[TaskId, list[Step]] = {}
-    for task in schedule.tasks:
-        if task.lane is Lane.COMPUTE:
-            continue
-        made = tuple(buffer for buffer in task.allocates if counted[buffer])
-        read = tuple(buffer for buffer in task.frees if counted[buffer])
-        if made:
-            iteration, place = divmod(order.reached(Occurrence(_MIDDLE, task.id))[_COMPUTE] - 1, len(compute))
-            later = _MIDDLE - iteration
-            at_end.setdefault(compute[place], []).append(Step(Act.MAKE, made, iterations_later=later))
-        if read:
-            iteration, place = divmod(order.first_after(Occurrence(_MIDDLE, task.id), Lane.COMPUTE), len(compute))
-            later = _MIDDLE - iteration
-            at_begin.setdefault(compute[place], []).append(Step(Act.FREE, read, iterations_later=later))
-    return at_end, at_begin
+        steps += made(events.room_at_end.get(task_id, ()))
+    before = tuple(made(events.room_at_start))
+    return AllocationProgram(tuple(steps), before, tuple(b.size_bytes for b in schedule.buffers))
 
 
 def _levels(task: Task, least_bytes: int) -> Iterable[Step]:

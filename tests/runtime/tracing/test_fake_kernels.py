@@ -17,7 +17,7 @@ from protwin.runtime.tracing.fake_kernels import fused_dropout
 from protwin.runtime.tracing.operations import describe_operation
 from protwin.shared.schema.hardware import DeviceKind
 from protwin.shared.schema.workload import Operation, OperationClass, Workload
-from protwin.shared.workloads.workload_kernels import has_fused_dropout
+from protwin.shared.workloads.check import has_fused_dropout
 from tests.runtime.models import gpt2, token_batches
 
 BATCH, HEADS, LENGTH, WIDTH = 2, 4, 96, 16

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 
-from protwin.runtime.training.stream_memory import Copying, StreamMemory, stream_memory
 from protwin.shared.compile.compile import compile_schedule
 from protwin.shared.schema.schedule import AllocationId, Content, Lane, Memory, Schedule, Task, TaskId, TaskKind
 from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
+from protwin.shared.verify.memory_events import Copying, MemoryEvents, memory_events
 from tests.shared.small_models import chain, plan
 from tests.strategies import PlannedWorkload, planned_workloads
 
@@ -25,7 +25,7 @@ class Replay:
     those that wait for them let them, and find their source.
     """
 
-    def __init__(self, schedule: Schedule, memory: StreamMemory) -> None:
+    def __init__(self, schedule: Schedule, memory: MemoryEvents) -> None:
         self._schedule = schedule
         self._memory = memory
         self._alive: dict[tuple[int, AllocationId], int] = {}
@@ -39,8 +39,8 @@ class Replay:
 
     def run(self) -> int:
         """The peak over some iterations."""
-        for task in self._memory.room_at_start:
-            self._allocate(self._schedule.tasks[task], 0)
+        for copying in self._memory.room_at_start:
+            self._allocate(self._schedule.tasks[copying.task], copying.iterations_later)
         self._hurry()
         for iteration in range(ITERATIONS):
             for task in self._schedule.lanes[Lane.COMPUTE]:
@@ -137,7 +137,7 @@ class Replay:
 @given(planned_workloads())
 def test_it_is_there_when_it_is_needed_and_never_above_the_guarantee(case: PlannedWorkload) -> None:
     schedule = compile_schedule(case.plan, case.workload, case.layout)
-    memory = stream_memory(schedule)
+    memory = memory_events(schedule)
     planned = [c.task for copies in memory.room_at_end.values() for c in copies]
     assert sorted(planned) == [task.id for task in schedule.tasks if task.kind in TO_DEVICE]
     assert Replay(schedule, memory).run() <= guaranteed_device_peak(schedule).size_bytes
@@ -151,10 +151,10 @@ def offloading() -> Schedule:
 
 def test_where_much_travels_the_guarantee_is_reached() -> None:
     schedule = offloading()
-    assert Replay(schedule, stream_memory(schedule)).run() == guaranteed_device_peak(schedule).size_bytes
+    assert Replay(schedule, memory_events(schedule)).run() == guaranteed_device_peak(schedule).size_bytes
 
 
-def shifted(schedule: Schedule, memory: StreamMemory, *, room: int = 0, gone: int = 0) -> StreamMemory:
+def shifted(schedule: Schedule, memory: MemoryEvents, *, room: int = 0, gone: int = 0) -> MemoryEvents:
     """Room made, or sources let go of, so many compute tasks later (negative: earlier)."""
     compute = schedule.lanes[Lane.COMPUTE]
 
@@ -167,13 +167,13 @@ def shifted(schedule: Schedule, memory: StreamMemory, *, room: int = 0, gone: in
                 found.setdefault(compute[place], []).append(later)
         return found
 
-    return StreamMemory(moved(memory.room_at_end, room), moved(memory.gone_at_begin, gone))
+    return MemoryEvents(moved(memory.room_at_end, room), moved(memory.gone_at_begin, gone))
 
 
 @pytest.mark.parametrize("change", [{"room": -1}, {"room": 1}, {"gone": -1}, {"gone": 1}], ids=str)
 def test_one_compute_task_earlier_or_later_is_too_much_or_too_late(change: dict[str, int]) -> None:
     schedule = offloading()
-    wrong = shifted(schedule, stream_memory(schedule), **change)
+    wrong = shifted(schedule, memory_events(schedule), **change)
     try:
         peak_bytes = Replay(schedule, wrong).run()
     except AssertionError:

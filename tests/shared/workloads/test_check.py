@@ -7,8 +7,8 @@ import pytest
 from protwin.shared.basics.errors import WorkloadError
 from protwin.shared.schema.hardware import DeviceKind
 from protwin.shared.schema.workload import Workload
+from protwin.shared.workloads.check import has_fused_dropout
 from protwin.shared.workloads.source import resolve_family
-from protwin.shared.workloads.workload_kernels import has_fused_dropout
 from protwin.sim.costs.task_costs import CostModel
 from tests.sim.hand_made import machine
 
