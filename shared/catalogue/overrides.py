@@ -59,9 +59,6 @@ _MEASURED: Final[Mapping[str, tuple[str, object]]] = {
 }
 """Measurements that replace a figure (see the note), with the value that stands for none."""
 
-
-_LONGEST_COUNT: Final = 9
-"""Digits of a number of channels that could be one."""
 _FORMS: Final = "Write sizes as 24GiB, bandwidths as 25GB/s, FLOP/s as 71e12, seconds as 5e-6."
 
 
@@ -174,9 +171,9 @@ def _scale_host_bandwidth(host: dict[str, Any], num_channels: str) -> None:
             f"{host['name']} does not state how many memory channels its bandwidth is of. "
             f"Set host.memory_bandwidth_bytes_per_s instead of host.num_memory_channels, or both."
         )
-    if not num_channels.isdecimal() or len(num_channels) > _LONGEST_COUNT:
+    if not num_channels.isdecimal():
         return  # what it says of itself is refused with its name
-    host["memory_bandwidth_bytes_per_s"] *= int(num_channels) / before
+    host["memory_bandwidth_bytes_per_s"] *= float(num_channels) / before  # infinite for more digits than a float has
     shown = format_rate(host["memory_bandwidth_bytes_per_s"])
     host["source"] += (
         f"{'; ' if host['source'] else ''}set by hand: memory_bandwidth_bytes_per_s = {shown}, as its channels"
