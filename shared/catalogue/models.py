@@ -14,7 +14,6 @@ from ..basics.suggestions import did_you_mean
 from ..schema.workload import DType
 from .data_files import model_file_names, read_model_file
 from .model_check import check_model_configuration
-from .model_size import num_parameters_of
 
 _OTHER_NAMES: Final = {"llama-3-405b": "llama-3.1-405b"}
 """What models are called besides; Llama 3 had its largest model with release 3.1."""
@@ -29,7 +28,7 @@ class ModelConfiguration(Document):
     source: str
     """Where the configuration was published, or the file that it was read from."""
     num_parameters: PositiveInt | None
-    """Scalars of the model as it is trained, tied ones once; None if the family is not counted."""
+    """Scalars of the model as it is trained, tied ones once; None for a file of one's own: its workload has them."""
     config: dict[str, Any]
     """The published ``config.json`` in the Hugging Face form, as transformers takes it."""
 
@@ -120,7 +119,7 @@ def read_model_configuration(path: str | Path) -> ModelConfiguration:
     return ModelConfiguration(
         name=path.resolve().parent.name if path.name == "config.json" else path.stem,
         source=str(path),
-        num_parameters=num_parameters_of(content),
+        num_parameters=None,
         config=content,
     )
 

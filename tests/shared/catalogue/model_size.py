@@ -1,4 +1,4 @@
-"""How many parameters a model has, from its configuration alone.
+"""How many parameters a model has, from its configuration alone: the catalogue's figures are held against it.
 
 Independent of any implementation: the counts follow from the architectures' papers.  Every linear map counts its
 matrix and its bias, every normalization its scale (and shift, for layer normalization), tied embeddings once.
@@ -7,43 +7,16 @@ matrix and its bias, every normalization its scale (and shift, for layer normali
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, Final
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Family:
-    """What the models of one ``model_type`` have in common."""
-
-    count: Callable[[Mapping[str, Any]], int]
-    sizes: tuple[str, ...]
-    """Fields that the configuration must give; transformers would fill in those of its own default model."""
-    is_rotary: bool
-    """Whether positions turn pairs of a head's dims, so that there must be an even number of them."""
-
-
-_COUNTED_HEADS: Final = (
-    "ForCausalLM",
-    "ForConditionalGeneration",
-    "ForImageClassification",
-    "ForMaskedLM",
-    "LMHeadModel",
-    "Model",
-)
-"""Ends of the classes that are counted: language models, classes of images, and models without a head."""
 
 
 def num_parameters_of(config: Mapping[str, Any]) -> int | None:
     """Scalars of the model that a Hugging Face configuration describes, as it is trained; None for unknown families.
 
-    ``config`` must give the sizes of its family (``FAMILIES``).  Counted is the family's own head; None where
-    ``architectures`` names another one.
+    ``config`` must give the sizes of its family.
     """
-    family = FAMILIES.get(config["model_type"])
-    published = config.get("architectures")
-    if isinstance(published, list) and published and not str(published[0]).endswith(_COUNTED_HEADS):
-        return None
-    return family.count(config) if family is not None else None
+    count = COUNTS.get(config["model_type"])
+    return count(config) if count is not None else None
 
 
 def _count_llama(config: Mapping[str, Any]) -> int:
@@ -160,49 +133,18 @@ def _linear(num_in: int, num_out: int) -> int:
     return num_in * num_out + num_out
 
 
-_LLAMA_SIZES: Final = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-_GROUPED_SIZES: Final = (*_LLAMA_SIZES, "num_key_value_heads")
-
-FAMILIES: Final[Mapping[str, Family]] = {
-    "llama": Family(count=_count_llama, sizes=_LLAMA_SIZES, is_rotary=True),
-    "mistral": Family(count=_count_llama, sizes=_GROUPED_SIZES, is_rotary=True),
-    "qwen2": Family(count=_count_llama, sizes=_GROUPED_SIZES, is_rotary=True),
-    "qwen3": Family(count=_count_llama, sizes=(*_GROUPED_SIZES, "head_dim"), is_rotary=True),
-    "phi3": Family(count=_count_llama, sizes=_LLAMA_SIZES, is_rotary=True),
-    "mixtral": Family(
-        count=_count_mixtral, sizes=(*_GROUPED_SIZES, "num_local_experts", "num_experts_per_tok"), is_rotary=True
-    ),
-    "gemma2": Family(count=_count_gemma2, sizes=(*_GROUPED_SIZES, "head_dim"), is_rotary=True),
-    "t5": Family(
-        count=_count_t5, sizes=("vocab_size", "d_model", "d_ff", "d_kv", "num_heads", "num_layers"), is_rotary=False
-    ),
-    "bert": Family(count=_count_bert, sizes=(*_LLAMA_SIZES, "max_position_embeddings"), is_rotary=False),
-    "vit": Family(
-        count=_count_vit,
-        sizes=(
-            "hidden_size",
-            "intermediate_size",
-            "num_hidden_layers",
-            "num_attention_heads",
-            "image_size",
-            "patch_size",
-        ),
-        is_rotary=False,
-    ),
-    "gpt2": Family(
-        count=_count_gpt2, sizes=("vocab_size", "n_embd", "n_layer", "n_head", "n_positions"), is_rotary=False
-    ),
-    "opt": Family(
-        count=_count_opt,
-        sizes=(
-            "vocab_size",
-            "hidden_size",
-            "ffn_dim",
-            "num_hidden_layers",
-            "num_attention_heads",
-            "max_position_embeddings",
-        ),
-        is_rotary=False,
-    ),
+COUNTS: Final[Mapping[str, Callable[[Mapping[str, Any]], int]]] = {
+    "llama": _count_llama,
+    "mistral": _count_llama,
+    "qwen2": _count_llama,
+    "qwen3": _count_llama,
+    "phi3": _count_llama,
+    "mixtral": _count_mixtral,
+    "gemma2": _count_gemma2,
+    "t5": _count_t5,
+    "bert": _count_bert,
+    "vit": _count_vit,
+    "gpt2": _count_gpt2,
+    "opt": _count_opt,
 }
-"""Models that are counted, by ``model_type``."""
+"""By ``model_type``."""
