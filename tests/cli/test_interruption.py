@@ -178,7 +178,7 @@ def test_in_the_middle_of_a_calibration(work: Path, environment: dict[str, str])
         *("calibrate", "--model=config.json", *SHAPE, "--hardware=machine.json", "--steps=100000"),
         *("--workload-output=workload.json", "--output=calibration.json"),
     )
-    result = interrupted(work, environment, command, module="protwin.calibration.commands.commands", delay_s=1.0)
+    result = interrupted(work, environment, command, module="protwin.calibration.commands.calibrate", delay_s=1.0)
     assert_nothing_is_left(result, work, before)
 
 

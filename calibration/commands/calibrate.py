@@ -1,0 +1,84 @@
+"""``protwin calibrate``: measure this machine with a model.  torch is imported when the command is called."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ...shared.basics.progress import progress_bar
+from ...shared.catalogue.machines import load_hardware
+from ...shared.catalogue.models import load_model_configuration
+from ...shared.cli.options import (
+    ConfigurationName,
+    DTypeName,
+    HardwareName,
+    JsonFlag,
+    OutputPath,
+    RequiredBatchSize,
+    RequiredSequenceLength,
+    Seed,
+    command_app,
+    examples,
+    keep_apart,
+    writable_json,
+)
+from ...shared.cli.output import give
+from ...shared.tables.calibration import calibration_tables
+
+__all__ = ["calibrate"]
+
+calibrate = command_app()
+
+
+@calibrate.command(
+    epilog=examples(
+        "protwin hardware probe --output machine.toml",
+        "protwin calibrate --model config.json --batch-size 4 --sequence-length 128 --hardware machine.toml "
+        "--workload-output workload.json --output calibration.json",
+    )
+)
+def calibrate_command(
+    model: ConfigurationName,
+    batch_size: RequiredBatchSize,
+    sequence_length: RequiredSequenceLength,
+    hardware: HardwareName,
+    dtype: DTypeName = None,
+    steps: Annotated[int, typer.Option("--steps", metavar="N", min=2, help="Timed iterations of each plan.")] = 7,
+    seed: Seed = 0,
+    workload_output: Annotated[
+        Path | None,
+        typer.Option(
+            "--workload-output", metavar="FILE", callback=writable_json, help="Write the timed workload to this file."
+        ),
+    ] = None,
+    output: OutputPath = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Measure this machine with a model: how long tasks really take, and how lanes slow each other down.
+
+    Runs three short trainings with random weights.  The factors hold for this machine; a workload that is searched
+    with them should be the timed one (--workload-output).
+    """
+    keep_apart({"--workload-output": workload_output, "--output": output}, {"--model": model, "--hardware": hardware})
+    machine = load_hardware(hardware)
+    described = load_model_configuration(model)
+
+    from ..fitting.calibrate import calibrate_configuration
+
+    with progress_bar("calibrating") as on_progress:
+        workload, factors = calibrate_configuration(
+            described.config,
+            described.name,
+            machine,
+            batch_size=batch_size,
+            sequence_length=sequence_length,
+            dtype=dtype,
+            steps=steps,
+            seed=seed,
+            on_progress=on_progress,
+        )
+    if workload_output is not None:
+        workload.save(workload_output)
+    give(factors, output, as_json=as_json, tables=lambda: calibration_tables(factors))
