@@ -1,12 +1,17 @@
-"""The guaranteed device peak of plans, exactly as ``shared/verify/guaranteed_peak.py`` finds it in their schedules."""
+"""The guaranteed device peak of plans, exactly as ``shared/verify/guaranteed_peak.py`` finds it in their schedules.
+
+Shapes: D prefetch depths, L positions of the compute lane in an iteration, M micro-batches, W positions of one of them,
+G gathers of an iteration, U chunks that CPU Adam steps, K rows of activation modes.
+"""
 
 from __future__ import annotations
 
 import numpy as np
 
+from ..space.chunk_table import ChunkTable
 from ..space.compute_table import ComputeTable
 from ..space.gather_plan import GatherPlan
-from ..space.side_lanes import SideLanes
+from ..space.side_lanes import Order, SideLanes
 from ..space.space import BoolArray, IntArray
 
 
@@ -49,73 +54,117 @@ def _held_bytes(traffic: SideLanes, depths: IntArray, resident_bytes: int) -> tu
 
     In the pause before a compute task, what has a copy that it waits for is still there.
     """
+    residency, length = traffic.residency, traffic.positions.length
+    order = traffic.order(depths)
+    # Intervals begin in one iteration and may end in the next: two are laid out, and folded into one at the end.
+    running, pausing = _Changes(len(depths), 2 * length + 1), _Changes(len(depths), 2 * length + 1)
+    _add_gathers(running, traffic, order)
+    _add_whole_gradients(running, traffic)
+    _add_offloads(running, pausing, traffic, order)
+    _add_reductions(running, pausing, traffic, order)
+    _add_swapped(running, pausing, traffic, order)
+    level, leaving = running.table[:, :-1].cumsum(axis=1), pausing.table[:, :-1]  # (D, 2 L) each
+    static_bytes = residency.table.static_device_bytes(np.array([residency.prefix]), resident_bytes)
+    held = level[:, :length] + level[:, length:] + static_bytes
+    return held, held + leaving[:, :length] + leaving[:, length:]
+
+
+def _add_gathers(running: _Changes, traffic: SideLanes, order: Order) -> None:
+    """Chunks from the position at which room is made for them until their last use."""
     residency, positions = traffic.residency, traffic.positions
     table, length = residency.table, positions.length
-    # Intervals begin in one iteration and may end in the next: two are laid out, and folded into one at the end.
-    book = _Book(len(depths), 2 * length + 1)
-    order = traffic.order(depths)
-    reached, gone = order.fetch_position, order.gone_position
     buffer_bytes = table.size_bytes if table.collectives is None else table.collectives.gathered_bytes
-    sizes = buffer_bytes[residency.gather_chunk]
-    book.change(reached[:, traffic.gather_place] + length, sizes[residency.copied])
+    sizes = buffer_bytes[residency.gather_chunk]  # (G,)
+    running.change(order.fetch_position[:, traffic.gather_place] + length, sizes[residency.copied])
     if order.all_gather_position is not None:
-        book.change(order.all_gather_position + length, sizes[residency.sharded])
-    book.change(positions.step_end(residency.last_step) + length + 1, -sizes)
+        running.change(order.all_gather_position + length, sizes[residency.sharded])
+    running.change(positions.step_end(residency.last_step) + length + 1, -sizes)
 
-    is_new = table.is_gathered(residency.prefix)[table.gradient_chunk]
+
+def _add_whole_gradients(running: _Changes, traffic: SideLanes) -> None:
+    """Gradients of a block from its backward on: persistent chunks' until the end, others' until they are taken away.
+
+    Whatever takes them away subtracts them (``_add_offloads``, ``_add_reductions``).
+    """
+    residency, positions = traffic.residency, traffic.positions
+    table, micro_batch = residency.table, _micro_batches(traffic)
+    is_new = table.is_gathered(residency.prefix)[table.gradient_chunk]  # one per gradient of a chunk in a block
     stay, stay_bytes = table.gradient_block[~is_new], table.gradient_bytes[~is_new]
-    book.change(positions.backward(stay) + 1, stay_bytes)
-    book.change(np.full(len(stay), length), -stay_bytes)
-    micro_batch = np.arange(positions.micro_batches)[:, None]
+    running.change(positions.backward(stay) + 1, stay_bytes)
+    running.change(np.full(len(stay), positions.length), -stay_bytes)
     leaves, leave_bytes = table.gradient_block[is_new], table.gradient_bytes[is_new]
-    book.change((positions.backward(leaves, micro_batch) + 1).ravel(), np.tile(leave_bytes, len(micro_batch)))
-    chunk_bytes = np.bincount(table.gradient_chunk, table.gradient_bytes, minlength=len(table.size_bytes))
-    update_bytes = chunk_bytes[residency.update_chunk].astype(np.int64)
-    left = gone[:, traffic.gradient_place.ravel()]
-    pausing = _Book(len(depths), 2 * length + 1)
+    running.change((positions.backward(leaves, micro_batch) + 1).ravel(), np.tile(leave_bytes, len(micro_batch)))
+
+
+def _add_offloads(running: _Changes, pausing: _Changes, traffic: SideLanes, order: Order) -> None:
+    """Gradients of offloaded chunks go with their copy; where ranks share chunks, they are scattered before."""
+    residency, table = traffic.residency, traffic.residency.table
+    num_micro_batches = traffic.positions.micro_batches
+    update_bytes = _gradient_bytes(table)[residency.update_chunk]  # (U,)
+    left = order.gone_position[:, traffic.gradient_place.ravel()]  # (D, M U), as all that follows
+    whole = np.tile(update_bytes, num_micro_batches)
     if order.scatter_position is None or order.scattered_position is None:
-        book.change(left, -np.tile(update_bytes, len(micro_batch)))
-        pausing.change(left, np.tile(update_bytes, len(micro_batch)))
-    else:
-        # Laid flat they are there once more until they are scattered, and then the rank's own shard until it is gone.
-        assert table.collectives is not None
-        scatter, scattered = order.scatter_position, order.scattered_position
-        flat, own = (sizes[residency.update_chunk] for sizes in (table.collectives.reduced_bytes, table.offload_bytes))
-        flat, own, whole = (np.tile(sizes, len(micro_batch)) for sizes in (flat, own, update_bytes))
-        book.change(scatter, flat + own)
-        book.change(scattered, -flat - whole)
-        book.change(left, -own)
-        pausing.change(scattered, flat + whole)
-        pausing.change(left, own)
-    if order.reduce_position is not None and order.reduced_position is not None and len(residency.part_chunk):
-        # Of later micro-batches a rank's shard is there beside the part that it is added to.
-        assert table.collectives is not None
-        parts = residency.part_chunk
-        added = table.offload_bytes[parts] * (micro_batch > 0)
-        passing = (table.collectives.reduced_bytes[parts] + added).ravel()
-        whole = np.tile(chunk_bytes[parts].astype(np.int64), len(micro_batch))
-        book.change(order.reduce_position, passing)
-        book.change(order.reduced_position, -passing - whole)
-        pausing.change(order.reduced_position, passing + whole)
-
-    if len(traffic.swapped):
-        swapped_bytes = np.tile(traffic.compute.swap_bytes[traffic.swapped], len(micro_batch))
-        out = gone[:, traffic.out_place.ravel()]
-        back = np.maximum(reached[:, traffic.fetch_place.ravel()], out)
-        forward = (positions.micro_length * micro_batch + 1 + traffic.swapped).ravel()
-        book.change(forward + 1, swapped_bytes)
-        book.change(out, -swapped_bytes)
-        book.change(back, swapped_bytes)
-        book.change((positions.backward(traffic.swapped, micro_batch) + 1).ravel(), -swapped_bytes)
-        # The way back begins when the way out has ended: the two count once.
-        pausing.change(out, np.where(back == out, 0, swapped_bytes))
-    level, leaving = book.table[:, :-1].cumsum(axis=1), pausing.table[:, :-1]
-    static_bytes = table.static_device_bytes(np.array([residency.prefix]), resident_bytes)
-    running = level[:, :length] + level[:, length:] + static_bytes
-    return running, running + leaving[:, :length] + leaving[:, length:]
+        running.change(left, -whole)
+        pausing.change(left, whole)
+        return
+    # Laid flat they are there once more until they are scattered, and then the rank's own shard until it is gone.
+    assert table.collectives is not None
+    flat = np.tile(table.collectives.reduced_bytes[residency.update_chunk], num_micro_batches)
+    own = np.tile(table.offload_bytes[residency.update_chunk], num_micro_batches)
+    running.change(order.scatter_position, flat + own)
+    running.change(order.scattered_position, -flat - whole)
+    running.change(left, -own)
+    pausing.change(order.scattered_position, flat + whole)
+    pausing.change(left, own)
 
 
-class _Book:
+def _add_reductions(running: _Changes, pausing: _Changes, traffic: SideLanes, order: Order) -> None:
+    """Gradients of chunks that are sharded over devices go when they are reduced to each rank's shard."""
+    table, parts = traffic.residency.table, traffic.residency.part_chunk  # (S,) sharded chunks with gradients
+    if order.reduce_position is None or order.reduced_position is None or not len(parts):
+        return
+    assert table.collectives is not None
+    micro_batch = _micro_batches(traffic)
+    # Of later micro-batches a rank's shard is there beside the part that it is added to.
+    added = table.offload_bytes[parts] * (micro_batch > 0)  # (M, S)
+    passing = (table.collectives.reduced_bytes[parts] + added).ravel()
+    whole = np.tile(_gradient_bytes(table)[parts], len(micro_batch))
+    running.change(order.reduce_position, passing)
+    running.change(order.reduced_position, -passing - whole)
+    pausing.change(order.reduced_position, passing + whole)
+
+
+def _add_swapped(running: _Changes, pausing: _Changes, traffic: SideLanes, order: Order) -> None:
+    """What blocks swap: from their forward until it is out, and from its way back until their backward."""
+    if not len(traffic.swapped):
+        return
+    positions, micro_batch = traffic.positions, _micro_batches(traffic)
+    swapped_bytes = np.tile(traffic.compute.swap_bytes[traffic.swapped], len(micro_batch))
+    out = order.gone_position[:, traffic.out_place.ravel()]  # (D, M swapped)
+    back = np.maximum(order.fetch_position[:, traffic.fetch_place.ravel()], out)  # (D, M swapped)
+    forward = (positions.micro_length * micro_batch + 1 + traffic.swapped).ravel()
+    running.change(forward + 1, swapped_bytes)
+    running.change(out, -swapped_bytes)
+    running.change(back, swapped_bytes)
+    running.change((positions.backward(traffic.swapped, micro_batch) + 1).ravel(), -swapped_bytes)
+    # The way back begins when the way out has ended: the two count once.
+    pausing.change(out, np.where(back == out, 0, swapped_bytes))
+
+
+def _micro_batches(traffic: SideLanes) -> IntArray:
+    """(M, 1) their numbers."""
+    numbers: IntArray = np.arange(traffic.positions.micro_batches)[:, None]
+    return numbers
+
+
+def _gradient_bytes(table: ChunkTable) -> IntArray:
+    """(C,) bytes of a chunk's gradients in all of its blocks."""
+    sums = np.bincount(table.gradient_chunk, table.gradient_bytes, minlength=len(table.size_bytes))
+    sizes: IntArray = sums.astype(np.int64)
+    return sizes
+
+
+class _Changes:
     """Changes of a level at positions, for every depth."""
 
     def __init__(self, num_rows: int, width: int) -> None:

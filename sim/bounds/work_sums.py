@@ -15,36 +15,32 @@ from ..space.space import BoolArray, IntArray
 class WorkSums:
     """Sums over the offloaded chunks of one layout, by prefix.
 
-    Shapes: C chunks, P prefixes, n blocks, K choices of activation modes, W compute positions of a micro-batch.
-    ``is_counted``: (P, C) the chunks to sum over, if not these.
+    Shapes: C chunks, U chunks that CPU Adam may step, P prefixes, n blocks, K choices of activation modes, W compute
+    positions of a micro-batch.  ``is_counted``: (P, C) the chunks to sum over, if not these.
     """
 
     def __init__(self, table: ChunkTable, compute: ComputeTable, is_counted: BoolArray | None = None) -> None:
-        num_chunks, num_blocks = len(table.size_bytes), table.layout.num_blocks
-        self.num_blocks = num_blocks
+        self._table = table
+        self.num_blocks = table.layout.num_blocks
         self.positions = compute.positions
         micro_batches = self.positions.micro_batches
-        offloaded = table.is_offloaded(table.places.all) if is_counted is None else is_counted
-        stepped = np.logical_and(offloaded, table.is_stepped)
+        offloaded = table.is_offloaded(table.places.all) if is_counted is None else is_counted  # (P, C)
+        stepped = np.logical_and(offloaded, table.is_stepped)  # (P, C)
+        self._offloaded, self._stepped = offloaded, stepped
         self.num_offloaded: IntArray = offloaded.sum(axis=1)
+        """(P,)"""
         self.until_s = np.concatenate([np.zeros((1, len(compute.seconds))), compute.seconds.cumsum(axis=1).T])
         """(W + 1, K) seconds of compute before each position of a micro-batch."""
         self.compute_s: FloatArray = micro_batches * self.until_s[-1] + table.device_adam_s[:, None]
         """(P, K) of the whole iteration."""
-
-        by_first = np.argsort(table.first_block, kind="stable")
-        place = np.searchsorted(table.first_block[by_first], np.arange(num_blocks + 2))
-
-        def by_block(seconds: FloatArray, counts: BoolArray) -> FloatArray:
-            """(P, n + 2) sums over the chunks whose first block lies before each block."""
-            return _prefix_sums(counts[:, by_first] * seconds[by_first])[:, place]
-
-        self.gather_s = by_block(table.gather_s, offloaded)
-        self.offload_s = by_block(table.offload_s, stepped)
-        self.adam_s = by_block(table.cpu_adam_s, stepped)
-        self.sum_s = by_block(table.accumulate_s, stepped)
+        # (P, n + 2) each: sums over the chunks whose first block lies before each block.
+        self.gather_s = self._by_first_block(table.gather_s, offloaded)
+        self.offload_s = self._by_first_block(table.offload_s, stepped)
+        self.adam_s = self._by_first_block(table.cpu_adam_s, stepped)
+        self.sum_s = self._by_first_block(table.accumulate_s, stepped)
         """Of one micro-batch, where there are several."""
         self.norm_s = table.norm_s
+        """(P,)"""
         self.cpu_s: FloatArray = self.adam_s[:, -1] + (micro_batches - 1) * self.sum_s[:, -1] + table.norm_s
         """(P,) of the whole iteration."""
         if micro_batches == 1:
@@ -58,44 +54,68 @@ class WorkSums:
         shortest_s = np.where(stepped, table.offload_s, np.inf).min(axis=1, initial=np.inf)
         self.shortest_offload_s: FloatArray = np.where(np.isfinite(shortest_s), shortest_s, 0.0)
         """(P,) the shortest copy of an update's gradients."""
-
-        # Chunks in the order in which they fail to survive the turn; of those that end together the quickest first.
-        order = np.lexsort((table.gather_s, table.last_block))
-        self.again_s = _prefix_sums(offloaded[:, order] * table.gather_s[order])
-        """(P, C + 1) seconds to gather the first so many in that order."""
-        row_begins = (num_chunks + 1) * np.arange(len(offloaded))
-        self.ranks: IntArray = (np.cumsum(offloaded[:, order], axis=1) + row_begins[:, None]).ravel()
-        """How many chunks are gathered up to each one in that order; row by row, and C + 1 more from row to row, so
-        that all together ascend."""
         self._gathers_s = np.where(offloaded, table.gather_s, np.inf)
         """(P, C)"""
-        self.place_of_block = np.searchsorted(table.last_block[order], np.arange(num_blocks + 1))
+        self._order_gathers_of_backward()
+        self._find_ends()
+        self._list_stepped()
+
+    def _by_first_block(self, seconds: FloatArray, counts: BoolArray) -> FloatArray:
+        """(P, n + 2) sums over the chunks whose first block lies before each block; ``counts``: (P, C)."""
+        first_block = self._table.first_block
+        by_first = np.argsort(first_block, kind="stable")  # (C,)
+        place = np.searchsorted(first_block[by_first], np.arange(self.num_blocks + 2))  # (n + 2,)
+        return _prefix_sums(counts[:, by_first] * seconds[by_first])[:, place]
+
+    def _order_gathers_of_backward(self) -> None:
+        """Chunks in the order in which they fail to survive the turn; of those that end together the quickest first."""
+        table, offloaded = self._table, self._offloaded
+        order = np.lexsort((table.gather_s, table.last_block))  # (C,)
+        self.again_s = _prefix_sums(offloaded[:, order] * table.gather_s[order])
+        """(P, C + 1) seconds to gather the first so many in that order."""
+        row_begins = (len(order) + 1) * np.arange(len(offloaded))  # (P,)
+        self.ranks: IntArray = (np.cumsum(offloaded[:, order], axis=1) + row_begins[:, None]).ravel()
+        """(P C,) how many chunks are gathered up to each one in that order; row by row, and C + 1 more from row to row,
+        so that all together ascend."""
+        self.place_of_block = np.searchsorted(table.last_block[order], np.arange(self.num_blocks + 1))
         """(n + 1,) how many chunks, in that order, end before each block."""
 
-        anchors: BoolArray = np.where(stepped.any(axis=1, keepdims=True), stepped, offloaded)
+    def _find_ends(self) -> None:
+        """The blocks at which offloaded chunks and their updates begin and end."""
+        table, offloaded, stepped = self._table, self._offloaded, self._stepped
+        num_chunks, num_blocks = len(table.size_bytes), self.num_blocks
+        anchors: BoolArray = np.where(stepped.any(axis=1, keepdims=True), stepped, offloaded)  # (P, C)
         self.first: IntArray = np.where(anchors, table.first_block, num_blocks).min(axis=1, initial=num_blocks)
         """(P,) the first block with an update or, where there is none, with an offloaded chunk; n if neither."""
         self.last: IntArray = np.where(anchors, table.first_block, -1).max(axis=1, initial=-1)
+        """(P,) the last one; -1 if there is none."""
         self.last_gathered: IntArray = np.where(offloaded, table.first_block, -1).max(axis=1, initial=-1)
         """(P,) the last block whose forward waits for a gather."""
         self.first_offloaded = table.places.n_persist + table.places.n_shard
         """(P,) the place from which chunks are offloaded."""
-        is_of_first = np.logical_and(offloaded, table.first_block == self.first[:, None])
-        ids = np.arange(num_chunks)
-        last_update = np.where(is_of_first & table.is_stepped, ids, num_chunks).min(axis=1, initial=num_chunks)
-        is_after = np.logical_and(is_of_first, ids >= last_update[:, None])
+        is_of_first = np.logical_and(offloaded, table.first_block == self.first[:, None])  # (P, C)
+        ids = np.arange(num_chunks)  # (C,)
+        last_update = np.where(is_of_first & table.is_stepped, ids, num_chunks).min(axis=1, initial=num_chunks)  # (P,)
+        is_after = np.logical_and(is_of_first, ids >= last_update[:, None])  # (P, C)
         self.last_gathers_s: FloatArray = np.where(is_after, table.gather_s, 0.0).sum(axis=1)
         """(P,) gathers for the first block with an update, from the chunk on that CPU Adam steps last."""
 
-        # Where the norm is limited, CPU Adam steps chunks in their order, and each waits for those before it.
+    def _list_stepped(self) -> None:
+        """Where the norm is limited, CPU Adam steps chunks in their order, and each waits for those before it."""
+        table = self._table
         self.stepped = np.flatnonzero(table.is_stepped)
+        """(U,) their ids."""
         self.stepped_block = table.first_block[self.stepped]
+        """(U,)"""
         self.stepped_gather_s = table.gather_s[self.stepped]
-        gathered_s = np.append(0.0, self.stepped_gather_s.cumsum())
+        """(U,)"""
+        gathered_s = np.append(0.0, self.stepped_gather_s.cumsum())  # (U + 1,)
         # Where chunks do not follow the blocks, a later block's chunk may be stepped before an earlier one's.
         in_order = bool((self.stepped_block[1:] >= self.stepped_block[:-1]).all())
         self.stepped_gathered_s = gathered_s if in_order else np.zeros_like(gathered_s)
+        """(U + 1,) least seconds to gather the first so many."""
         self.stepped_until_s = np.append(0.0, table.cpu_adam_s[self.stepped].cumsum())
+        """(U + 1,) seconds to step them."""
 
     def least(self, prefix: IntArray, n_buffer: IntArray) -> FloatArray:
         """(R,) least seconds of gathers in any pass over the blocks but the first: as many as there are no buffers for.

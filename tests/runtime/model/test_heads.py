@@ -13,7 +13,6 @@ from protwin.runtime.model.configurations import build_model
 from protwin.runtime.model.heads import Head, Labels, head_of
 from protwin.runtime.tracing.configurations import batch_of, workload_of_configuration
 from protwin.shared.basics.errors import WorkloadError
-from protwin.shared.catalogue.model_size import num_parameters_of
 from protwin.shared.workloads.family import BATCH_SIZE, SEQUENCE_LENGTH, TARGET_LENGTH
 
 SIZES = {
@@ -165,8 +164,3 @@ def test_what_cannot_be_built_is_refused_by_name(config: dict[str, Any], publish
 def test_a_model_without_a_head_is_trained_with_its_familys(architectures: Any) -> None:
     model = build_model(BERT | {"architectures": architectures}, "mine", torch.float32)
     assert Labels.of(model).head is Head.TOKENS
-
-
-def test_only_counted_heads_have_a_count() -> None:
-    for published, is_counted in (("LlamaForCausalLM", True), ("LlamaForSequenceClassification", False)):
-        assert (num_parameters_of(LLAMA | {"architectures": [published]}) is not None) == is_counted
