@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Final
@@ -189,22 +189,8 @@ def chunk_table(
         whole = [
             stepped_bytes(chunk, workload.parameters) + num_scalings * sum(chunk.gradient_bytes) for chunk in chunks
         ]
-    stepped = [chunk for chunk in chunks if chunk.blocks and chunk.is_trainable]
     narrow = [narrow_peak_bytes(chunk, workload.parameters) for chunk in chunks]
-    gradients = [
-        (chunk.id, block, size_bytes)
-        for chunk in chunks
-        if chunk.blocks
-        for block, size_bytes in zip(chunk.blocks, chunk.gradient_bytes, strict=True)
-        if size_bytes
-    ]
-
-    def seconds(kind: TaskKind, moved_bytes: list[int], num_stepped: list[int]) -> FloatArray:
-        """Seconds of a task of ``kind`` per chunk; equal ones are priced once."""
-        price = cache(lambda moved, stepped: costs.task_s(_chunk_task(kind, moved, stepped)))
-        return np.array([price(*pair) for pair in zip(moved_bytes, num_stepped, strict=True)], dtype=np.float64)
-
-    none = [0] * len(chunks)
+    gradients = _gradients_by_block(chunks)
     num_stepped = [part.num_stepped for part in parts]
     is_stepped = np.array([bool(chunk.blocks) and chunk.is_trainable for chunk in chunks], dtype=np.bool_)
     return ChunkTable(
@@ -226,11 +212,11 @@ def chunk_table(
         ),
         first_block=_integers(chunk.blocks[0] if chunk.blocks else layout.num_blocks for chunk in chunks),
         last_block=_integers(chunk.blocks[-1] if chunk.blocks else layout.num_blocks for chunk in chunks),
-        gather_s=seconds(TaskKind.GATHER, [part.parameter_bytes for part in parts], none),
-        offload_s=np.where(is_stepped, seconds(TaskKind.GRADIENT_OFFLOAD, gradient_bytes, none), 0.0),
-        cpu_adam_s=np.where(is_stepped, seconds(TaskKind.CPU_ADAM, moved, num_stepped), 0.0),
+        gather_s=_seconds(costs, TaskKind.GATHER, [part.parameter_bytes for part in parts]),
+        offload_s=np.where(is_stepped, _seconds(costs, TaskKind.GRADIENT_OFFLOAD, gradient_bytes), 0.0),
+        cpu_adam_s=np.where(is_stepped, _seconds(costs, TaskKind.CPU_ADAM, moved, num_stepped), 0.0),
         accumulate_s=np.where(
-            is_stepped, seconds(TaskKind.GRADIENT_ACCUMULATE, [3 * size for size in gradient_bytes], none), 0.0
+            is_stepped, _seconds(costs, TaskKind.GRADIENT_ACCUMULATE, [3 * n for n in gradient_bytes]), 0.0
         ),
         num_stepped=_integers(chunk.num_trainable for chunk in chunks),
         stepped_bytes=_integers(whole),
@@ -240,11 +226,31 @@ def chunk_table(
         gradient_chunk=_integers(chunk for chunk, _, _ in gradients),
         gradient_block=_integers(block for _, block, _ in gradients),
         gradient_bytes=_integers(size_bytes for _, _, size_bytes in gradients),
-        update_order=_integers(c.id for c in sorted(stepped, key=lambda chunk: (-chunk.blocks[0], -chunk.id))),
+        update_order=_integers(sorted(is_stepped.nonzero()[0], key=lambda c: (-chunks[c].blocks[0], -c))),
         costs=costs,
         rule=rule,
         collectives=None if rule.num_ranks == 1 else collective_table(layout, parts, is_stepped.tolist(), costs, rule),
     )
+
+
+def _gradients_by_block(chunks: Sequence[Chunk]) -> list[tuple[int, int, int]]:
+    """(chunk, block, bytes) of every gradient that a block's backward leaves."""
+    return [
+        (chunk.id, block, size_bytes)
+        for chunk in chunks
+        if chunk.blocks
+        for block, size_bytes in zip(chunk.blocks, chunk.gradient_bytes, strict=True)
+        if size_bytes
+    ]
+
+
+def _seconds(
+    costs: CostModel, kind: TaskKind, moved_bytes: Sequence[int], num_stepped: Sequence[int] | None = None
+) -> FloatArray:
+    """(C,) seconds of a task of ``kind`` per chunk; equal ones are priced once."""
+    price = cache(lambda moved, stepped: costs.task_s(_chunk_task(kind, moved, stepped)))
+    pairs = zip(moved_bytes, num_stepped or [0] * len(moved_bytes), strict=True)
+    return np.array([price(*pair) for pair in pairs], dtype=np.float64)
 
 
 def _chunk_task(kind: TaskKind, moved: int, stepped: int) -> Task:
