@@ -20,7 +20,8 @@ from rich.console import Console
 from rich.table import Table
 
 from protwin.calibration.commands.demo import CONFIGURATION
-from protwin.calibration.fitting.fidelity import Fidelity, Subject, measure_fidelity
+from protwin.calibration.fitting.fidelity import Fidelity, measure_fidelity
+from protwin.calibration.fitting.subject import Subject
 from protwin.runtime.devices.device import CpuDevice
 from protwin.runtime.devices.probe import probe_hardware
 from protwin.runtime.devices.process_settings import leave_a_core_for_lanes
@@ -95,7 +96,7 @@ def prepare(
     make_optimizer = partial(torch.optim.AdamW, lr=1e-4, fused=True)
     workload = trace(model, batch, name=name)
     hardware = probe_hardware(seconds=4.0, device=make_device())
-    return Subject(name, model, batch, workload, hardware, make_device, make_optimizer)
+    return Subject(model, batch, workload, hardware, make_device, make_optimizer)
 
 
 def show(result: Fidelity, console: Console) -> None:

@@ -16,9 +16,9 @@ from typing import Any, Final
 from gpu_subject import Clock, Machine, OutOfTime, Section, described, measure
 from scipy.stats import spearmanr
 
-from protwin.calibration.fitting.fidelity import Subject
 from protwin.calibration.fitting.fit import Pair, fit_calibration
 from protwin.calibration.fitting.measurement_plans import bootstrap_plans, spanning_plans
+from protwin.calibration.fitting.subject import Subject
 from protwin.runtime.model.identity import software_versions
 from protwin.shared.compile.compile import compile_schedule
 from protwin.shared.schema.calibration import Contention

@@ -14,7 +14,7 @@ from typing import Any, Final
 import torch
 
 from protwin.calibration.fitting.calibrate import run_plan
-from protwin.calibration.fitting.fidelity import Subject
+from protwin.calibration.fitting.subject import Subject
 from protwin.runtime.devices.device import CpuDevice, CudaDevice, TrainingDevice
 from protwin.runtime.model.batches import Batch
 from protwin.runtime.model.byte_text import byte_batches, python_reference
@@ -124,7 +124,7 @@ def prepare(name: str, machine: Machine, hardware: Hardware) -> Subject:
     del twin
     gc.collect()
     optimizer = partial(torch.optim.AdamW, lr=1e-4, fused=True)
-    return Subject(name, model, batch, workload, hardware, machine.make_device, optimizer)
+    return Subject(model, batch, workload, hardware, machine.make_device, optimizer)
 
 
 def _shape(name: str, machine: Machine, hardware: Hardware) -> tuple[dict[str, Any], torch.dtype, int, int]:

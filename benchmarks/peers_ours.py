@@ -11,6 +11,7 @@ from peers_subject import LEARNING_RATE, MODEL_NAME, WEIGHT_DECAY, make_batches,
 
 from protwin.calibration.fitting.calibrate import calibrate
 from protwin.calibration.fitting.measurement_plans import largest_block_bytes
+from protwin.calibration.fitting.subject import Subject
 from protwin.runtime.devices.device import CpuDevice
 from protwin.runtime.devices.probe import probe_hardware
 from protwin.runtime.tracing.tracing import trace
@@ -55,7 +56,9 @@ def make_plans(folder: Path) -> None:
     workload = trace(model, batch, name=MODEL_NAME, repeats=3)
     fixed = fixed_plan(workload)
     hardware = probe_hardware(seconds=2.0, device=CpuDevice())
-    calibration = calibrate(model, batch, workload, hardware, optimizer=MAKE_OPTIMIZER, steps=3, slowdown_seconds=4.0)
+    calibration = calibrate(
+        Subject(model, batch, workload, hardware, make_optimizer=MAKE_OPTIMIZER), steps=3, slowdown_seconds=4.0
+    )
     space = SearchSpace(n_persist=(0,))
     budget_bytes = guaranteed_bytes(fixed, workload)
     searched = search(workload, hardware, calibration, device_budget_bytes=budget_bytes, space=space).plan

@@ -14,9 +14,11 @@ if TYPE_CHECKING:
     from .fitting.fit import Pair as Pair
     from .fitting.fit import fit_calibration as fit_calibration
     from .fitting.slowdowns import measure_slowdowns as measure_slowdowns
+    from .fitting.subject import Subject as Subject
 
 _HOMES = {
     "Pair": "fitting.fit",
+    "Subject": "fitting.subject",
     "calibrate": "fitting.calibrate",
     "fit_calibration": "fitting.fit",
     "measure_slowdowns": "fitting.slowdowns",

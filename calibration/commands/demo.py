@@ -11,8 +11,9 @@ import copy
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from itertools import repeat
 from pathlib import Path
@@ -38,11 +39,12 @@ from ...shared.basics.units import format_bytes, format_seconds
 from ...shared.catalogue.machines import hardware_to_toml
 from ...shared.compile.compile import compile_schedule
 from ...shared.records.chrome_trace import chrome_trace
-from ...shared.records.comparison import compare_records
+from ...shared.records.comparison import Comparison, compare_records
 from ...shared.report.report import Facts, report
 from ...shared.schema.calibration import Calibration
-from ...shared.schema.hardware import Hardware
+from ...shared.schema.plan import Plan
 from ...shared.schema.record import Record
+from ...shared.schema.search_result import SearchResult
 from ...shared.schema.workload import Workload
 from ...shared.tables.comparison import comparison_tables
 from ...shared.tables.search import search_tables
@@ -51,6 +53,7 @@ from ...sim.engine.simulator import simulate
 from ...sim.searching.search import search
 from ..fitting.calibrate import calibrate, run_plan
 from ..fitting.measurement_plans import bootstrap_plans
+from ..fitting.subject import Subject
 
 CONFIGURATION: Final[dict[str, Any]] = {
     "model_type": "llama",
@@ -71,6 +74,7 @@ _BUDGET_FRAC: Final = 0.45
 _SEED: Final = 0
 _METER_EVERY: Final = 10
 _REFERENCE_STEPS: Final = 10
+_MAKE_OPTIMIZER: Final = partial(torch.optim.AdamW, lr=3e-4, weight_decay=0.1, fused=True)
 
 
 def main() -> None:
@@ -85,114 +89,176 @@ def run_demo(folder: Path, console: Console) -> dict[str, Any]:
     """The whole demo; gives what ``comparison.json`` holds."""
     started = time.perf_counter()
     leave_a_core_for_lanes()
-    text = python_reference()
     batches = list(
-        byte_batches(text, batch_size=_BATCH_SIZE, sequence_length=_SEQUENCE_LENGTH, num_batches=_STEPS, seed=_SEED)
+        byte_batches(
+            python_reference(),
+            batch_size=_BATCH_SIZE,
+            sequence_length=_SEQUENCE_LENGTH,
+            num_batches=_STEPS,
+            seed=_SEED,
+        )
     )
     torch.manual_seed(_SEED)
     model = build_model(CONFIGURATION, "demo-llama", torch.float32, device="cpu")
-    make_optimizer = partial(torch.optim.AdamW, lr=3e-4, weight_decay=0.1, fused=True)
     num_parameters = sum(p.numel() for p in model.parameters())
     console.print(
         f"A Llama of {num_parameters / 1e6:.1f} M parameters and {CONFIGURATION['num_hidden_layers']} blocks learns "
         f"the Python language reference, {_BATCH_SIZE} x {_SEQUENCE_LENGTH} bytes a step, in float32 on the CPU."
     )
-
-    with _stage(console, "plain training: what it needs"):
-        need = _plain_need(model, batches, make_optimizer)
-    budget_bytes = int(need * _BUDGET_FRAC)
-    console.print(f"  plain training needs {format_bytes(need)}; the budget is {format_bytes(budget_bytes)}")
-    with _stage(console, "plain training under the budget"):
-        refusal = _plain_refusal(model, batches, make_optimizer, budget_bytes)
-    console.print(Panel(refusal, title="plain training under the budget", border_style="red", expand=False))
-
-    with _stage(console, "trace the model"), progress_bar("tracing") as on_progress:
-        workload = trace(model, batches[0], name="demo-llama", on_progress=on_progress)
-    with _stage(console, "measure the machine and calibrate"), progress_bar("calibrating") as on_progress:
-        hardware = probe_hardware(seconds=4.0, device=CpuDevice())
-        calibration = calibrate(
-            model,
-            batches[0],
-            workload,
-            hardware,
-            optimizer=make_optimizer,
-            slowdown_seconds=6.0,
-            on_progress=on_progress,
-        )
-    reference = _Reference(model, batches[0], workload, hardware, make_optimizer)
+    limits = _plain_limits(model, batches, console)
+    subject, calibration = _calibrated(model, batches[0], console)
+    reference = _Reference(subject)
     with _stage(console, "measure a reference"):
         reference.measure()
     with _stage(console, "search on the simulator"):
-        result = search(workload, hardware, calibration, device_budget_bytes=budget_bytes)
-    console.print(Printed(search_tables(result)))
-
-    planned = copy.deepcopy(model)
-    with _stage(console, f"{_STEPS} steps under the enforced budget"), progress_bar("training") as on_progress:
-        device = CpuDevice(budget_bytes)
-        losses: list[float] = []
-        with carry_out(
-            planned, result.plan, workload, optimizer=make_optimizer, device=device, meter_every=_METER_EVERY
-        ) as training:
-            for batch in batches:
-                loss = planned(**batch).loss
-                loss.backward()
-                training.step()
-                losses.append(loss.item())
-                on_progress(len(losses), _STEPS)
-            measured = training.record(hardware_name=hardware.name)
+        found = search(subject.workload, subject.hardware, calibration, device_budget_bytes=limits.budget_bytes)
+    console.print(Printed(search_tables(found)))
+    planned = _carried_out(subject, found.plan, batches, limits.budget_bytes, console)
     with _stage(console, "measure the reference again"):
         reference.measure()
     with _stage(console, f"{_STEPS} plain steps without a budget"), progress_bar("training") as on_progress:
         plain = copy.deepcopy(model)
         steps = iter(range(1, _STEPS + 1))
-        plain_run = train_plainly(plain, batches, make_optimizer, on_step=lambda: on_progress(next(steps), _STEPS))
+        plain_run = train_plainly(plain, batches, _MAKE_OPTIMIZER, on_step=lambda: on_progress(next(steps), _STEPS))
 
-    predicted = result.prediction
-    difference = max((a - b).abs().max().item() for a, b in zip(planned.parameters(), plain.parameters(), strict=True))
+    differences = zip(planned.model.parameters(), plain.parameters(), strict=True)
     comparison = {
-        "predicted_iteration_s": predicted.iteration_s,
-        "measured_iteration_s": measured.iteration_s,
-        "iteration_error_frac": predicted.iteration_s / measured.iteration_s - 1,
-        "iteration_noise_frac": max(measured.iteration_noise_frac, reference.spread_frac(calibration)),
-        "predicted_peak_device_bytes": predicted.peak_device_bytes,
-        "measured_peak_device_bytes": training.peak_device_bytes,
-        "peak_error_frac": predicted.peak_device_bytes / training.peak_device_bytes - 1,
-        "plain_peak_device_bytes": need,
-        "device_budget_bytes": budget_bytes,
-        "losses_identical": tuple(losses) == plain_run.losses,
-        "max_abs_weight_difference": difference,
-        "bytes_host_to_device": training.bytes_host_to_device,
-        "bytes_device_to_host": training.bytes_device_to_host,
-        "cpu_adam_steps": training.num_cpu_adam_steps,
+        **_predictions_held(found.prediction, planned, reference.spread_frac(calibration)),
+        "plain_peak_device_bytes": limits.need_bytes,
+        "device_budget_bytes": limits.budget_bytes,
+        "losses_identical": planned.losses == plain_run.losses,
+        "max_abs_weight_difference": max((a - b).abs().max().item() for a, b in differences),
     }
-    schedule = compile_schedule(result.plan, workload)
-    laid_over = compare_records(predicted, measured)
-    records: dict[str, Record] = {"simulated": predicted, "measured": measured}
-    workload.save(folder / "workload.json")
-    write_atomically(folder / "hardware.toml", hardware_to_toml(hardware))
+    comparison |= planned.counts
+    subject.workload.save(folder / "workload.json")
+    write_atomically(folder / "hardware.toml", hardware_to_toml(subject.hardware))
     calibration.save(folder / "calibration.json")
-    result.plan.save(folder / "plan.json")
-    predicted.save(folder / "predicted.json")
-    measured.save(folder / "measured.json")
-    both = {"planned": losses, "plain": plain_run.losses}
-    write_atomically(folder / "losses.json", json.dumps(both, indent=1) + "\n")
-    write_atomically(folder / "timeline.json", chrome_trace(records, schedule=schedule))
     write_atomically(folder / "comparison.json", json.dumps(comparison, indent=1) + "\n")
-    facts = Facts(
-        predicted=predicted,
-        measured=measured,
-        budget_bytes=budget_bytes,
-        losses={"plain": plain_run.losses, "planned": losses},
-        plain_peak_bytes=need,
-        schedule=schedule,
-        search=result,
-        notes=(f"Plain training under this budget ends with: {refusal}",),
-    )
-    write_atomically(folder / "report.html", report("protwin demo: a model that does not fit, trained", facts).html)
+    losses = {"planned": planned.losses, "plain": plain_run.losses}
+    laid_over = _write_records(folder, subject.workload, found, planned.record, limits, losses)
     console.print(Printed(comparison_tables(laid_over)))
     _print_summary(console, comparison, statistics.median(plain_run.seconds[3:]))
     console.print(f"{time.perf_counter() - started:.0f} s in all. Files: {folder}/ (open report.html)")
     return comparison
+
+
+@dataclass(frozen=True)
+class _Limits:
+    """What plain training needs, what the plan is given, and how plain training ends with as much."""
+
+    need_bytes: int
+    budget_bytes: int
+    refusal: str
+
+
+@dataclass(frozen=True)
+class _Planned:
+    """A training under a plan and a budget."""
+
+    model: nn.Module
+    losses: tuple[float, ...]
+    record: Record
+    peak_device_bytes: int
+    counts: dict[str, int]
+
+
+def _plain_limits(model: nn.Module, batches: list[dict[str, torch.Tensor]], console: Console) -> _Limits:
+    with _stage(console, "plain training: what it needs"):
+        need_bytes = _plain_need(model, batches)
+    budget_bytes = int(need_bytes * _BUDGET_FRAC)
+    console.print(f"  plain training needs {format_bytes(need_bytes)}; the budget is {format_bytes(budget_bytes)}")
+    with _stage(console, "plain training under the budget"):
+        refusal = _plain_refusal(model, batches, budget_bytes)
+    console.print(Panel(refusal, title="plain training under the budget", border_style="red", expand=False))
+    return _Limits(need_bytes, budget_bytes, refusal)
+
+
+def _calibrated(model: nn.Module, batch: dict[str, torch.Tensor], console: Console) -> tuple[Subject, Calibration]:
+    """The model traced, this machine measured."""
+    with _stage(console, "trace the model"), progress_bar("tracing") as on_progress:
+        workload = trace(model, batch, name="demo-llama", on_progress=on_progress)
+    with _stage(console, "measure the machine and calibrate"), progress_bar("calibrating") as on_progress:
+        hardware = probe_hardware(seconds=4.0, device=CpuDevice())
+        subject = Subject(model, batch, workload, hardware, make_optimizer=_MAKE_OPTIMIZER)
+        return subject, calibrate(subject, slowdown_seconds=6.0, on_progress=on_progress)
+
+
+def _carried_out(
+    subject: Subject, plan: Plan, batches: list[dict[str, torch.Tensor]], budget_bytes: int, console: Console
+) -> _Planned:
+    """All steps of ``plan`` on a copy of the model, on a device that refuses more than the budget."""
+    model = copy.deepcopy(subject.model)
+    losses: list[float] = []
+    with (
+        _stage(console, f"{_STEPS} steps under the enforced budget"),
+        progress_bar("training") as on_progress,
+        carry_out(
+            model,
+            plan,
+            subject.workload,
+            optimizer=subject.make_optimizer,
+            device=CpuDevice(budget_bytes),
+            meter_every=_METER_EVERY,
+        ) as training,
+    ):
+        for batch in batches:
+            loss = model(**batch).loss
+            loss.backward()
+            training.step()
+            losses.append(loss.item())
+            on_progress(len(losses), _STEPS)
+        record = training.record(hardware_name=subject.hardware.name)
+    counts = {
+        "bytes_host_to_device": training.bytes_host_to_device,
+        "bytes_device_to_host": training.bytes_device_to_host,
+        "cpu_adam_steps": training.num_cpu_adam_steps,
+    }
+    return _Planned(model, tuple(losses), record, training.peak_device_bytes, counts)
+
+
+def _predictions_held(predicted: Record, planned: _Planned, noise_frac: float) -> dict[str, Any]:
+    """Time and peak, predicted and measured."""
+    measured = planned.record
+    return {
+        "predicted_iteration_s": predicted.iteration_s,
+        "measured_iteration_s": measured.iteration_s,
+        "iteration_error_frac": predicted.iteration_s / measured.iteration_s - 1,
+        "iteration_noise_frac": max(measured.iteration_noise_frac, noise_frac),
+        "predicted_peak_device_bytes": predicted.peak_device_bytes,
+        "measured_peak_device_bytes": planned.peak_device_bytes,
+        "peak_error_frac": predicted.peak_device_bytes / planned.peak_device_bytes - 1,
+    }
+
+
+def _write_records(
+    folder: Path,
+    workload: Workload,
+    found: SearchResult,
+    measured: Record,
+    limits: _Limits,
+    losses: Mapping[str, Sequence[float]],
+) -> Comparison:
+    """The plan, both records, and what they look like beside each other."""
+    predicted, schedule = found.prediction, compile_schedule(found.plan, workload)
+    laid_over = compare_records(predicted, measured)
+    records: dict[str, Record] = {"simulated": predicted, "measured": measured}
+    found.plan.save(folder / "plan.json")
+    predicted.save(folder / "predicted.json")
+    measured.save(folder / "measured.json")
+    write_atomically(folder / "losses.json", json.dumps(losses, indent=1) + "\n")
+    write_atomically(folder / "timeline.json", chrome_trace(records, schedule=schedule))
+    facts = Facts(
+        predicted=predicted,
+        measured=measured,
+        budget_bytes=limits.budget_bytes,
+        losses={name: losses[name] for name in ("plain", "planned")},
+        plain_peak_bytes=limits.need_bytes,
+        schedule=schedule,
+        search=found,
+        notes=(f"Plain training under this budget ends with: {limits.refusal}",),
+    )
+    write_atomically(folder / "report.html", report("protwin demo: a model that does not fit, trained", facts).html)
+    return laid_over
 
 
 class _Reference:
@@ -201,53 +267,40 @@ class _Reference:
     What a Record calls noise is the spread within one run; a shared machine also changes from minute to minute.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        batch: dict[str, torch.Tensor],
-        workload: Workload,
-        hardware: Hardware,
-        make_optimizer: Callable[..., Any],
-    ) -> None:
-        self._model = model
-        self._batch = batch
-        self._workload = workload
-        self._hardware = hardware
-        self._make_optimizer = make_optimizer
-        self._plan = bootstrap_plans(workload)[0]
+    def __init__(self, subject: Subject) -> None:
+        self._subject = subject
+        self._plan = bootstrap_plans(subject.workload)[0]
         self._measured_s: list[float] = []
 
     def measure(self) -> None:
         """Run the reference for a few iterations."""
         record = run_plan(
-            copy.deepcopy(self._model),
+            copy.deepcopy(self._subject.model),
             self._plan,
-            self._workload,
-            repeat(self._batch, _REFERENCE_STEPS),
-            optimizer=self._make_optimizer,
+            self._subject.workload,
+            repeat(self._subject.batch, _REFERENCE_STEPS),
+            optimizer=self._subject.make_optimizer,
             device=CpuDevice(),
-            hardware_name=self._hardware.name,
+            hardware_name=self._subject.hardware.name,
         )
         self._measured_s.append(record.iteration_s)
 
     def spread_frac(self, calibration: Calibration) -> float:
         """Largest difference between its runs, the calibration's own included, over their median."""
-        calibrated_s = simulate(self._plan, self._workload, self._hardware, calibration).iteration_s
-        runs = [calibrated_s, *self._measured_s]
+        predicted = simulate(self._plan, self._subject.workload, self._subject.hardware, calibration)
+        runs = [predicted.iteration_s, *self._measured_s]
         return (max(runs) - min(runs)) / statistics.median(runs)
 
 
-def _plain_need(model: nn.Module, batches: list[dict[str, torch.Tensor]], make_optimizer: Callable[..., Any]) -> int:
+def _plain_need(model: nn.Module, batches: list[dict[str, torch.Tensor]]) -> int:
     """Peak device bytes of plain training, over two steps: the second one has the optimizer's state from the start."""
-    return train_plainly(copy.deepcopy(model), batches[:2], make_optimizer, ledger=MemoryLedger()).peak_bytes
+    return train_plainly(copy.deepcopy(model), batches[:2], _MAKE_OPTIMIZER, ledger=MemoryLedger()).peak_bytes
 
 
-def _plain_refusal(
-    model: nn.Module, batches: list[dict[str, torch.Tensor]], make_optimizer: Callable[..., Any], budget_bytes: int
-) -> str:
+def _plain_refusal(model: nn.Module, batches: list[dict[str, torch.Tensor]], budget_bytes: int) -> str:
     """The error that plain training under the budget ends with."""
     try:
-        train_plainly(copy.deepcopy(model), batches[:2], make_optimizer, ledger=MemoryLedger(budget_bytes))
+        train_plainly(copy.deepcopy(model), batches[:2], _MAKE_OPTIMIZER, ledger=MemoryLedger(budget_bytes))
     except CpuOutOfMemoryError as error:
         return f"{error}"
     raise AssertionError("plain training fits into a budget that is below its own peak")

@@ -21,7 +21,7 @@ from ...runtime.optimizers.chunk_optimizer import MakeOptimizer, default_optimiz
 from ...runtime.tracing.tracing import trace
 from ...runtime.training.carry_out import carry_out
 from ...shared.basics.errors import CalibrationError
-from ...shared.schema.calibration import Calibration, Contention
+from ...shared.schema.calibration import Calibration
 from ...shared.schema.hardware import DeviceKind, Hardware
 from ...shared.schema.plan import Plan
 from ...shared.schema.record import Record
@@ -29,60 +29,55 @@ from ...shared.schema.workload import Workload
 from .fit import Pair, fit_calibration
 from .measurement_plans import bootstrap_plans
 from .slowdowns import measure_slowdowns
+from .subject import Subject
 
 _WARM_UP: Final = 3
 
 
 def calibrate(
-    model: nn.Module,
-    batch: Batch,
-    workload: Workload,
-    hardware: Hardware,
+    subject: Subject,
     *,
-    loss: Loss | None = None,
-    optimizer: MakeOptimizer = default_optimizer,
-    make_device: Callable[[], TrainingDevice] = CpuDevice,
     steps: int = 7,
     slowdown_seconds: float = 10.0,
-    plans: tuple[Plan, ...] | None = None,
-    contention: tuple[Contention, ...] | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Calibration:
     """Run a few plans for ``steps`` timed iterations each, measure how lanes slow each other, fit the factors.
 
-    The runs train a copy of ``model``; the model itself, its gradients and the random state stay as they are.
-    ``make_device`` gives a fresh device for each run, without a budget: what is measured are times.  ``plans``
-    replaces ``bootstrap_plans``; ``contention`` spares measuring the slowdowns again.
+    The model, its gradients and the random state stay as they are.  Devices of ``subject`` must have no budget: what is
+    measured are times.
     """
-    chosen = plans or bootstrap_plans(workload)
+    chosen = bootstrap_plans(subject.workload)
     total = 100 + len(chosen) * (steps + _WARM_UP + 1)
 
     def report(done: int, of: int) -> None:
         if on_progress is not None:
             on_progress(100 * done // of, total)
 
-    if contention is None:
-        contention = measure_slowdowns(make_device(), seconds=slowdown_seconds, on_progress=report)
+    contention = measure_slowdowns(subject.make_device(), seconds=slowdown_seconds, on_progress=report)
     pairs: list[Pair] = []
     done = 100
-    with left_as_found(model):
+    with left_as_found(subject.model):
         for plan in chosen:
             record = run_plan(
-                copy.deepcopy(model),
+                copy.deepcopy(subject.model),
                 plan,
-                workload,
-                repeat(batch, (steps + _WARM_UP + 1) * plan.micro_batches),
-                loss=loss,
-                optimizer=optimizer,
-                device=make_device(),
-                hardware_name=hardware.name,
+                subject.workload,
+                repeat(subject.batch, (steps + _WARM_UP + 1) * plan.micro_batches),
+                loss=subject.loss,
+                optimizer=subject.make_optimizer,
+                device=subject.make_device(),
+                hardware_name=subject.hardware.name,
             )
-            pairs.append(Pair(workload, record))
+            pairs.append(Pair(subject.workload, record))
             done += steps + _WARM_UP + 1
             if on_progress is not None:
                 on_progress(done, total)
     return fit_calibration(
-        pairs, hardware, contention=contention, machine=make_device().description, software=software_versions()
+        pairs,
+        subject.hardware,
+        contention=contention,
+        machine=subject.make_device().description,
+        software=software_versions(),
     )
 
 
@@ -144,6 +139,5 @@ def calibrate_configuration(
     )
     batch = {key: tensor.to(device.torch_device) for key, tensor in next(batches).items()}
     workload = trace(model, batch, name=name)
-    return workload, calibrate(
-        model, batch, workload, hardware, make_device=make_device, steps=steps, on_progress=on_progress
-    )
+    subject = Subject(model, batch, workload, hardware, make_device)
+    return workload, calibrate(subject, steps=steps, on_progress=on_progress)

@@ -13,22 +13,17 @@ import random
 import statistics
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Final
 
 from scipy.stats import spearmanr
-from torch import nn
 
-from ...runtime.devices.device import TrainingDevice
-from ...runtime.model.batches import Batch, loss_of
+from ...runtime.model.batches import loss_of
 from ...runtime.model.identity import software_versions
-from ...runtime.optimizers.chunk_optimizer import MakeOptimizer
 from ...runtime.training.carry_out import carry_out
 from ...runtime.training.training import Training
 from ...shared.basics.documents import FrozenModel
 from ...shared.compile.compile import compile_schedule
 from ...shared.schema.calibration import Calibration, Contention
-from ...shared.schema.hardware import Hardware
 from ...shared.schema.plan import Plan
 from ...shared.schema.record import Record
 from ...shared.schema.workload import Workload
@@ -38,6 +33,7 @@ from ...sim.searching.search import search
 from .fit import Pair, fit_calibration
 from .measurement_plans import bootstrap_plans, spanning_plans
 from .slowdowns import measure_slowdowns
+from .subject import Subject
 
 _WARM_UP: Final = 3
 _PICK: Final = "search's pick"
@@ -89,19 +85,6 @@ class Fidelity(FrozenModel):
     """
 
 
-@dataclass(frozen=True)
-class Subject:
-    """A model on a machine, ready to be measured."""
-
-    name: str
-    model: nn.Module
-    batch: Batch
-    workload: Workload
-    hardware: Hardware
-    make_device: Callable[[], TrainingDevice]
-    make_optimizer: MakeOptimizer
-
-
 def measure_fidelity(
     subject: Subject,
     *,
@@ -145,26 +128,12 @@ def measure_fidelity(
             {name: trainings[name].record(since=middle[name]).iteration_s for name in judged},
         ]
     calibration = _fit(subject, [records[name] for name in fitted], contention)
-    found = []
-    for name, plan in judged.items():
-        predicted = simulate(plan, subject.workload, subject.hardware, calibration)
-        found.append(
-            PlanFidelity(
-                name=name,
-                plan=plan,
-                predicted_iteration_s=predicted.iteration_s,
-                measured_iteration_s=records[name].iteration_s,
-                iteration_noise_frac=records[name].iteration_noise_frac,
-                predicted_peak_bytes=predicted.peak_device_bytes,
-                measured_peak_bytes=records[name].peak_device_bytes,
-                guaranteed_peak_bytes=needs[name],
-            )
-        )
+    found = tuple(_judged(subject, calibration, name, records[name], needs[name]) for name in judged)
     allowed = [name for name in judged if needs[name] <= budget_bytes]
     regret_frac = statistics.fmean(
         timed[_PICK] / timed[min(allowed, key=chosen.__getitem__)] - 1 for chosen, timed in (halves, halves[::-1])
     )
-    return _summary(subject, calibration, tuple(found), budget_bytes, regret_frac), tuple(records.values())
+    return _summary(subject, calibration, found, budget_bytes, regret_frac), tuple(records.values())
 
 
 def _begin(subject: Subject, plan: Plan, undo: ExitStack) -> Training:
@@ -185,7 +154,7 @@ def _begin(subject: Subject, plan: Plan, undo: ExitStack) -> Training:
 def _burst(subject: Subject, training: Training, steps: int) -> None:
     """Iterations of which ``steps`` count: the first finds idle lanes, and the last but closes the one before."""
     for _ in range(steps + 2):
-        loss_of(training.model, subject.batch, None).backward()  # type: ignore[no-untyped-call]
+        loss_of(training.model, subject.batch, subject.loss).backward()  # type: ignore[no-untyped-call]
         training.step()
     training.synchronize()
 
@@ -197,6 +166,23 @@ def _fit(subject: Subject, records: Sequence[Record], contention: Sequence[Conte
         contention=contention,
         machine=subject.make_device().description,
         software=software_versions(),
+    )
+
+
+def _judged(
+    subject: Subject, calibration: Calibration, name: str, measured: Record, guaranteed_peak_bytes: int
+) -> PlanFidelity:
+    """The plan of ``measured``, predicted and measured."""
+    predicted = simulate(measured.plan, subject.workload, subject.hardware, calibration)
+    return PlanFidelity(
+        name=name,
+        plan=measured.plan,
+        predicted_iteration_s=predicted.iteration_s,
+        measured_iteration_s=measured.iteration_s,
+        iteration_noise_frac=measured.iteration_noise_frac,
+        predicted_peak_bytes=predicted.peak_device_bytes,
+        measured_peak_bytes=measured.peak_device_bytes,
+        guaranteed_peak_bytes=guaranteed_peak_bytes,
     )
 
 
@@ -216,7 +202,7 @@ def _summary(
     predicted = [plan.predicted_iteration_s for plan in plans]
     correlation = spearmanr(predicted, [plan.measured_iteration_s for plan in plans]).statistic
     return Fidelity(
-        model=subject.name,
+        model=subject.workload.model_name,
         machine=calibration.machine,
         plans=plans,
         budget_bytes=budget_bytes,
