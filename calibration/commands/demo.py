@@ -47,6 +47,7 @@ from ...shared.schema.workload import Workload
 from ...shared.tables.record import comparison_tables
 from ...shared.tables.search import search_tables
 from ...sim.engine.simulator import simulate
+from ...sim.searching.request import SearchRequest
 from ...sim.searching.search import search
 from ..fitting.calibrate import calibrate, run_plan
 from ..fitting.measurement_plans import bootstrap_plans
@@ -116,7 +117,11 @@ def run_demo(folder: Path, console: Console) -> dict[str, Any]:
     with _stage(console, "measure a reference"):
         reference.measure()
     with _stage(console, "search on the simulator"):
-        result = search(workload, hardware, calibration, device_budget_bytes=budget_bytes)
+        result = search(
+            SearchRequest(
+                workload=workload, hardware=hardware, calibration=calibration, device_budget_bytes=budget_bytes
+            )
+        )
     console.print(search_tables(result))
 
     planned = copy.deepcopy(model)

@@ -10,16 +10,16 @@ from ..space.side_lanes import SideLanes
 from ..space.space import BoolArray, IntArray
 
 
-def guaranteed_peaks(traffic: SideLanes, depths: IntArray, modes: IntArray, resident_bytes: int) -> IntArray:
+def guaranteed_peaks(side_lanes: SideLanes, depths: IntArray, modes: IntArray, resident_bytes: int) -> IntArray:
     """(D, K) guaranteed device peaks: of every compute task, and of the pause before it.
 
-    ``modes``: (K,) rows of the compute table, all with the traffic's ``n_swap``.
+    ``modes``: (K,) rows of the compute table, all with the side_lanes's ``n_swap``.
     """
-    running, pausing = _held_bytes(traffic, depths, resident_bytes)
-    levels, positions = traffic.compute.levels, traffic.positions
-    adds = adding_positions(traffic.compute, traffic.residency)
+    running, pausing = _held_bytes(side_lanes, depths, resident_bytes)
+    levels, positions = side_lanes.compute.levels, side_lanes.positions
+    adds = adding_positions(side_lanes.compute, side_lanes.residency)
     shape = (len(depths), positions.micro_batches, positions.micro_length)
-    widened_bytes = traffic.residency.table.device_adam_bytes[traffic.residency.prefix]
+    widened_bytes = side_lanes.residency.table.device_adam_bytes[side_lanes.residency.prefix]
     at_end = np.maximum(running[:, -1] + widened_bytes, pausing[:, -1])
     peaks: IntArray = at_end[:, None] + levels.end_bytes[modes]
     running, pausing = running[:, :-1].reshape(shape), pausing[:, :-1].reshape(shape)
@@ -44,20 +44,20 @@ def adding_positions(compute: ComputeTable, residency: GatherPlan) -> BoolArray:
     return adds
 
 
-def _held_bytes(traffic: SideLanes, depths: IntArray, resident_bytes: int) -> tuple[IntArray, IntArray]:
+def _held_bytes(side_lanes: SideLanes, depths: IntArray, resident_bytes: int) -> tuple[IntArray, IntArray]:
     """(D, L) the highest level of all but activations that stay, while each task runs and in the pause before it.
 
     In the pause before a compute task, what has a copy that it waits for is still there.
     """
-    residency, positions = traffic.residency, traffic.positions
+    residency, positions = side_lanes.residency, side_lanes.positions
     table, length = residency.table, positions.length
     # Intervals begin in one iteration and may end in the next: two are laid out, and folded into one at the end.
     book = _Book(len(depths), 2 * length + 1)
-    order = traffic.order(depths)
+    order = side_lanes.order(depths)
     reached, gone = order.fetch_position, order.gone_position
     buffer_bytes = table.size_bytes if table.collectives is None else table.collectives.gathered_bytes
     sizes = buffer_bytes[residency.gather_chunk]
-    book.change(reached[:, traffic.gather_place] + length, sizes[residency.copied])
+    book.change(reached[:, side_lanes.gather_place] + length, sizes[residency.copied])
     if order.all_gather_position is not None:
         book.change(order.all_gather_position + length, sizes[residency.sharded])
     book.change(positions.step_end(residency.last_step) + length + 1, -sizes)
@@ -71,7 +71,7 @@ def _held_bytes(traffic: SideLanes, depths: IntArray, resident_bytes: int) -> tu
     book.change((positions.backward(leaves, micro_batch) + 1).ravel(), np.tile(leave_bytes, len(micro_batch)))
     chunk_bytes = np.bincount(table.gradient_chunk, table.gradient_bytes, minlength=len(table.size_bytes))
     update_bytes = chunk_bytes[residency.update_chunk].astype(np.int64)
-    left = gone[:, traffic.gradient_place.ravel()]
+    left = gone[:, side_lanes.gradient_place.ravel()]
     pausing = _Book(len(depths), 2 * length + 1)
     if order.scatter_position is None or order.scattered_position is None:
         book.change(left, -np.tile(update_bytes, len(micro_batch)))
@@ -98,15 +98,15 @@ def _held_bytes(traffic: SideLanes, depths: IntArray, resident_bytes: int) -> tu
         book.change(order.reduced_position, -passing - whole)
         pausing.change(order.reduced_position, passing + whole)
 
-    if len(traffic.swapped):
-        swapped_bytes = np.tile(traffic.compute.swap_bytes[traffic.swapped], len(micro_batch))
-        out = gone[:, traffic.out_place.ravel()]
-        back = np.maximum(reached[:, traffic.fetch_place.ravel()], out)
-        forward = (positions.micro_length * micro_batch + 1 + traffic.swapped).ravel()
+    if len(side_lanes.swapped):
+        swapped_bytes = np.tile(side_lanes.compute.swap_bytes[side_lanes.swapped], len(micro_batch))
+        out = gone[:, side_lanes.out_place.ravel()]
+        back = np.maximum(reached[:, side_lanes.fetch_place.ravel()], out)
+        forward = (positions.micro_length * micro_batch + 1 + side_lanes.swapped).ravel()
         book.change(forward + 1, swapped_bytes)
         book.change(out, -swapped_bytes)
         book.change(back, swapped_bytes)
-        book.change((positions.backward(traffic.swapped, micro_batch) + 1).ravel(), -swapped_bytes)
+        book.change((positions.backward(side_lanes.swapped, micro_batch) + 1).ravel(), -swapped_bytes)
         # The way back begins when the way out has ended: the two count once.
         pausing.change(out, np.where(back == out, 0, swapped_bytes))
     level, leaving = book.table[:, :-1].cumsum(axis=1), pausing.table[:, :-1]

@@ -58,12 +58,12 @@ class LaneProgram:
     tasks of the iterations before, ``NOTHING`` for no wait."""
 
 
-def copy_programs(traffic: SideLanes, depth: int, slowest: FloatArray) -> tuple[LaneProgram, ...]:
+def copy_programs(side_lanes: SideLanes, depth: int, slowest: FloatArray) -> tuple[LaneProgram, ...]:
     """The programs of all lanes, in their order, with tasks fused.
 
     ``slowest``: the largest slowdown of each lane.
     """
-    work, positions = traffic.work(depth), traffic.positions
+    work, positions = side_lanes.work(depth), side_lanes.positions
     lanes, num_lanes = work.waits, len(work.waits)
     met = {id(column): _is_met(column) for lane in lanes for column in lane.values()}
 
@@ -76,7 +76,7 @@ def copy_programs(traffic: SideLanes, depth: int, slowest: FloatArray) -> tuple[
         return all_met
 
     cpu_joins = joins(CPU_OPTIM)
-    cpu_joins |= _steps_in_time(traffic, slowest)
+    cpu_joins |= _steps_in_time(side_lanes, slowest)
 
     def awaited(other: int) -> list[IntArray]:
         """What waits for tasks of ``other`` for which its lane has not waited before."""
@@ -95,7 +95,7 @@ def copy_programs(traffic: SideLanes, depth: int, slowest: FloatArray) -> tuple[
 
     # Whoever waits for several tasks of a lane in a row: CPU Adam first, since what it waits for depends on it.
     _part(cpu_joins, *awaited(CPU_OPTIM))
-    joined_of = {CPU_OPTIM: cpu_joins, COMPUTE: _compute_joins(traffic, lanes[COMPUTE], met)}
+    joined_of = {CPU_OPTIM: cpu_joins, COMPUTE: _compute_joins(side_lanes, lanes[COMPUTE], met)}
     for lane in range(num_lanes):
         if lane != CPU_OPTIM:
             if lane != COMPUTE:
@@ -120,9 +120,9 @@ def copy_programs(traffic: SideLanes, depth: int, slowest: FloatArray) -> tuple[
     return tuple(fused)
 
 
-def _compute_joins(traffic: SideLanes, waits: Waits, met: dict[int, BoolArray]) -> BoolArray:
+def _compute_joins(side_lanes: SideLanes, waits: Waits, met: dict[int, BoolArray]) -> BoolArray:
     """(L,) whether a compute task waits for nothing new; ``waits``: of steps, and of device Adam."""
-    positions = traffic.positions
+    positions = side_lanes.positions
     joins = np.ones(positions.length, dtype=np.bool_)
     begins = np.zeros(positions.num_steps, dtype=np.bool_)
     for of_step in waits.values():
@@ -133,20 +133,20 @@ def _compute_joins(traffic: SideLanes, waits: Waits, met: dict[int, BoolArray]) 
     return joins
 
 
-def _steps_in_time(traffic: SideLanes, slowest: FloatArray) -> BoolArray:
+def _steps_in_time(side_lanes: SideLanes, slowest: FloatArray) -> BoolArray:
     """(Y,) whether a copy has surely ended when CPU Adam has stepped the chunk before; see [Note: Fused tasks]."""
-    residency, rule = traffic.residency, traffic.residency.table.rule
-    in_time = np.zeros(traffic.cpu_length, dtype=np.bool_)
-    is_plain = rule.num_ranks == 1 and not rule.accumulates and not rule.limits_norm
-    if not is_plain or len(traffic.swapped) or len(in_time) < 2:
+    residency, step = side_lanes.residency, side_lanes.residency.table.step
+    in_time = np.zeros(side_lanes.cpu_length, dtype=np.bool_)
+    is_plain = step.num_ranks == 1 and not step.accumulates and not step.limits_norm
+    if not is_plain or len(side_lanes.swapped) or len(in_time) < 2:
         return in_time
-    table, positions, num_blocks = residency.table, traffic.positions, traffic.positions.num_blocks
+    table, positions, num_blocks = residency.table, side_lanes.positions, side_lanes.positions.num_blocks
     first_block = table.first_block[residency.update_chunk]
     offload_s, adam_s = (of_chunk[residency.update_chunk] for of_chunk in (table.offload_s, table.cpu_adam_s))
     blocks = np.arange(num_blocks)
     at = positions.backward(blocks)
-    compute_s = (traffic.compute.seconds[:, at - 1] + traffic.compute.seconds[:, at]).max(axis=0)
-    gather_s = np.bincount(traffic.h2d_step, traffic.h2d_s, minlength=2 * num_blocks)[2 * num_blocks - 1 - blocks]
+    compute_s = (side_lanes.compute.seconds[:, at - 1] + side_lanes.compute.seconds[:, at]).max(axis=0)
+    gather_s = np.bincount(side_lanes.h2d_step, side_lanes.h2d_s, minlength=2 * num_blocks)[2 * num_blocks - 1 - blocks]
     until_s = np.append(0.0, (slowest[COMPUTE] * compute_s + slowest[H2D] * gather_s).cumsum())
     copies_s = slowest[D2H] * offload_s.cumsum()
     ahead_s = adam_s.cumsum() - adam_s + until_s[first_block] - copies_s

@@ -51,7 +51,7 @@ class Overlaps:
         found = np.zeros((len(prefix), self._num_blocks + 1))
         # What swaps must have gone in forward: then it holds up neither gradients nor what comes back.
         is_known = n_swap + depths + 1 <= self._num_blocks if n_swap else np.ones(len(depths), dtype=np.bool_)
-        if self._table.rule.micro_batches <= _MOST_MICRO_BATCHES:
+        if self._table.step.micro_batches <= _MOST_MICRO_BATCHES:
             for one in sorted(set(prefix.tolist())):
                 offloaded = np.flatnonzero(self._table.is_offloaded(one))
                 rows = np.flatnonzero((prefix == one) & (n_buffer < len(offloaded)) & is_known)

@@ -48,7 +48,7 @@ class RankCycles:
         self.links = WorkSums(replace(table, gather_s=collectives.gather_s, offload_s=collectives.leave_s), compute)
         """The same sums with collectives in place of the copies that they follow or precede."""
         self._n_swap = compute.modes.n_swap
-        self._rule = table.rule
+        self._step = table.step
         self._device_adam_s = table.device_adam_s
         self._throughput = throughput
         self._outer_s = collectives.outer_s or 0.0
@@ -146,13 +146,13 @@ class RankCycles:
                 until_adam_s + to_block_s,
                 later_s + copies.last_gathers_s,
                 offload_s,
-                0.0 if self._rule.limits_norm else adam_s,
+                0.0 if self._step.limits_norm else adam_s,
                 all_later_s + reduced_s + links.last_gathers_s + staying_s,
                 self._outer_s,
             )
         )
         around_s = np.zeros(1)
-        if not self._rule.limits_norm:
+        if not self._step.limits_norm:
             # Where the norm is limited, CPU Adam steps the chunks of p first.
             work = RankWork(
                 rows.compute_s(cut, copies.backward(p) + 1), later_s, offload_s, adam_s, all_later_s + reduced_s

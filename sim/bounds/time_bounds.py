@@ -111,7 +111,7 @@ class TimeBounds:
         self._together = throughput.together
         self._overlaps = Overlaps(table, throughput.least_ratio)
         self._sums = WorkSums(table, compute)
-        self._rule = table.rule
+        self._step = table.step
         self._n_swap = compute.modes.n_swap
 
     def whole_s(self, prefix: IntArray, n_buffer: IntArray, depths: IntArray, modes: IntArray) -> FloatArray:
@@ -127,7 +127,7 @@ class TimeBounds:
         """
         sums = self._sums
         n_swap = int(self._n_swap[modes[0]])
-        if self._rule.num_ranks == 1:
+        if self._step.num_ranks == 1:
             together_s = self._overlaps.together_s(prefix, n_buffer, depths, n_swap)
         else:
             # Their gradients leave after they were reduced, and not when their backward ends.
@@ -147,12 +147,12 @@ class TimeBounds:
                 n_swap,
             )
             cycle = Cycle(rows, depths[is_cycle, None])
-            through_cpu = self._through_norm(cycle) if self._rule.limits_norm else self._through_adam(cycle)
+            through_cpu = self._through_norm(cycle) if self._step.limits_norm else self._through_adam(cycle)
             bound[is_cycle] = np.maximum(bound[is_cycle], np.maximum(through_cpu, self._through_compute(cycle)))
         bound *= _BOUND_FRAC
         return bound
 
-    def traffic_s(self, traffic: SideLanes, depths: IntArray, modes: IntArray) -> FloatArray | float:
+    def side_lanes_s(self, side_lanes: SideLanes, depths: IntArray, modes: IntArray) -> FloatArray | float:
         """(D, K) bounds by what one residency brings about, where these are worth their price: several ranks."""
         return 0.0
 
@@ -327,7 +327,7 @@ class TimeBounds:
         serial_s = np.where(is_block, 0.0, cycle.shortest_offload_s) + own[1] + tail_s
         third_s = np.maximum(self._least_s(_Stretch(rest_s, tail_s, *own)), serial_s[..., None])
         bound: FloatArray = (first_s + second_s + third_s).max(axis=1)
-        if self._rule.limits_norm:
+        if self._step.limits_norm:
             # CPU Adam steps the chunks of p first there, and not last.
             bound = np.where(is_block, bound, 0.0)
         return bound

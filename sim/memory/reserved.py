@@ -11,10 +11,9 @@ from ...shared.schema.schedule import Schedule
 from ...shared.schema.workload import Workload
 from ...shared.verify.happens_before import HappensBefore
 from .allocator import AllocatorFullError, CachingAllocator
-from .allocator_tensors import static_tensors
 from .libraries import matrix_workspaces, outside_allocator_bytes
 from .request_replay import MAX_ITERATIONS, Inside, Replayed, RequestLog, replay
-from .requests_of_schedule import allocation_program
+from .requests_of_schedule import allocation_program, static_tensors
 from .rules import SEGMENT_ROUNDING_BYTES, AllocatorSettings
 
 _EXPANDABLE: Final = AllocatorSettings(expandable_segments=True)

@@ -64,7 +64,7 @@ class RankSideLanes(SideLanes):
     @property
     def is_sharded(self) -> bool:
         """Whether gathers bring a shard alone, and an all-gather the others."""
-        return self.residency.table.rule.is_sharded
+        return self.residency.table.step.is_sharded
 
     @cached_property
     def _staying(self) -> IntArray:
@@ -328,7 +328,7 @@ class RankSideLanes(SideLanes):
         return np.stack([places[np.searchsorted(row, counts)] for row in both])
 
 
-def traffic_of(residency: GatherPlan, compute: ComputeTable, n_swap: int) -> SideLanes:
+def side_lanes_of(residency: GatherPlan, compute: ComputeTable, n_swap: int) -> SideLanes:
     """The lanes beside compute, of one rank alone or of one of several."""
-    kind = SideLanes if residency.table.rule.num_ranks == 1 else RankSideLanes
+    kind = SideLanes if residency.table.step.num_ranks == 1 else RankSideLanes
     return kind(residency, compute, n_swap)

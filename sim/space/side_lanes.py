@@ -147,14 +147,14 @@ class SideLanes:
         """(M - 1, U) places in CPU_OPTIM of what adds gradients up."""
         micro_batches, num_updates = self.positions.micro_batches, self._num_updates
         places = np.arange((micro_batches - 1) * num_updates).reshape(micro_batches - 1, num_updates)
-        if micro_batches > 1 and not self.residency.table.rule.limits_norm:
+        if micro_batches > 1 and not self.residency.table.step.limits_norm:
             places[-1] += np.arange(num_updates)
         return places
 
     @cached_property
     def norm_place(self) -> int | None:
         """The place of the norm of all gradients in CPU_OPTIM, if it is limited."""
-        return self._sum_place.size if self.residency.table.rule.limits_norm else None
+        return self._sum_place.size if self.residency.table.step.limits_norm else None
 
     @cached_property
     def adam_place(self) -> IntArray:

@@ -18,8 +18,7 @@ from ...shared.basics.errors import PlanError
 from ...shared.layout.layout import ALIGNMENT_BYTES, Layout, aligned, build_layout
 from ...shared.schema.plan import Plan
 from ...shared.schema.workload import Workload
-from .placements import Placements
-from .prefixes import Placement, distinct_prefixes
+from .placements import Placement, Placements, distinct_prefixes
 from .step_spec import StepSpec
 
 IntArray = npt.NDArray[np.int64]
@@ -131,7 +130,7 @@ class LayoutGrid:
     prefetch_depth: IntArray
     """(D,) ascending."""
     modes: ModeRows
-    rule: StepSpec = field(default_factory=StepSpec)
+    step: StepSpec = field(default_factory=StepSpec)
 
     @cached_property
     def n_persist(self) -> IntArray:
@@ -180,10 +179,10 @@ class LayoutGrid:
             prefetch_depth=int(self.prefetch_depth[depth]),
             n_swap=int(self.modes.n_swap[mode]),
             n_checkpoint=int(self.modes.n_checkpoint[mode]),
-            micro_batches=self.rule.micro_batches,
-            max_gradient_norm=self.rule.max_gradient_norm,
-            parallel=self.rule.parallel,
-            num_ranks=self.rule.num_ranks,
+            micro_batches=self.step.micro_batches,
+            max_gradient_norm=self.step.max_gradient_norm,
+            parallel=self.step.parallel,
+            num_ranks=self.step.num_ranks,
         )
 
     def simplicity(self, residency: int, depth: int, mode: int) -> tuple[int, ...]:
@@ -207,20 +206,20 @@ class LayoutGrid:
 def enumerate_space(
     workload: Workload,
     space: SearchSpace | None = None,
-    rule: StepSpec | None = None,
+    step: StepSpec | None = None,
     *,
     is_offloading: bool | None = None,
 ) -> tuple[LayoutGrid, ...]:
-    """Every distinct plan of ``space`` under ``rule``, grouped by layout; smallest chunks first.
+    """Every distinct plan of ``space`` under ``step``, grouped by layout; smallest chunks first.
 
     Two plans are the same if they have the same layout, persistent and sharded chunks, buffers in use, modes and, where
     a chunk is gathered or a block swaps, prefetch depth.  ``is_offloading`` leaves only plans that offload chunks, or
     shard them over devices, or only plans that do neither.  Raises PlanError if no plan is left.
     """
-    space, rule = space or SearchSpace(), rule or StepSpec()
-    if space.n_shard is not None and min(space.n_shard) > 0 and not rule.is_sharded:
+    space, step = space or SearchSpace(), step or StepSpec()
+    if space.n_shard is not None and min(space.n_shard) > 0 and not step.is_sharded:
         raise PlanError(
-            f"the space holds no plan: n_shard is at least {min(space.n_shard)} but parallel is {rule.parallel}, and "
+            f"the space holds no plan: n_shard is at least {min(space.n_shard)} but parallel is {step.parallel}, and "
             f"only ranks in mode sharded have chunks that lie on their devices in parts. Allow n_shard = 0, or "
             f"that mode."
         )
@@ -233,7 +232,7 @@ def enumerate_space(
         without_offload = not largest_has_persistent and is_offloading is not True
         prefixes = [
             prefix
-            for prefix in distinct_prefixes(layout, space.n_persist, space.n_shard if rule.is_sharded else (0,))
+            for prefix in distinct_prefixes(layout, space.n_persist, space.n_shard if step.is_sharded else (0,))
             if (is_offloading is not False if prefix.num_gathered > 0 else without_offload)
         ]
         found = _residencies(layout, prefixes, space)
@@ -247,7 +246,7 @@ def enumerate_space(
             n_buffer=found.n_buffer,
             prefetch_depth=np.array(sorted(set(space.prefetch_depth)), dtype=np.int64),
             modes=modes,
-            rule=rule,
+            step=step,
         )
         for layout, found in reversed(residencies)
         if len(found.prefix)

@@ -380,7 +380,19 @@ def test_importing_the_package_loads_nothing() -> None:
 
 def test_exported_names() -> None:
     names = run_python("import protwin.sim; print(protwin.sim.__all__)")
-    expected = ["RankGroup", "SearchResult", "SearchSpace", "search", "search_ranks", "simulate", "simulate_groups"]
+    expected = [
+        "Effort",
+        "GlobalBatch",
+        "RankGroup",
+        "SearchRequest",
+        "SearchResult",
+        "SearchSpace",
+        "Step",
+        "search",
+        "search_batches",
+        "simulate",
+        "simulate_groups",
+    ]
     assert names.strip() == str(expected)
     shadowed = "import protwin.sim.searching.search, protwin.sim; print(callable(protwin.sim.search))"
     assert run_python(shadowed).strip() == "True"
