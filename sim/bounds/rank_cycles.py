@@ -28,8 +28,8 @@ from ..space.chunk_table import ChunkTable
 from ..space.collective_table import CollectiveTable
 from ..space.compute_table import ComputeTable, FloatArray
 from ..space.space import BoolArray, IntArray
+from .cycle import Cycle
 from .rank_throughput import RankThroughput, RankWork
-from .time_bounds import Cycle
 from .work_sums import WorkRows, WorkSums
 
 

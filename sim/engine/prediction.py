@@ -15,6 +15,7 @@ from ...shared.schema.schedule import LANES_ALONE, Schedule, TaskKind
 from ...shared.schema.workload import Workload
 from ...shared.verify.guaranteed_peak import guaranteed_device_peak
 from ...shared.verify.happens_before import HappensBefore
+from ...shared.verify.verify import verify_schedule
 from ..memory.host import host_memory
 from ..memory.reserved import device_reserved
 from .device_memory import DeviceMemory, pinned_host_curve, window_s
@@ -40,7 +41,9 @@ def predicted_record(
 
     ``layout`` spares building the one of ``plan`` again; ``price_usd_per_hour``: of the devices of all ranks;
     ``collective_bytes`` of the device carry collectives.  Seconds count from the start of the iteration's first compute
-    task.  Raises WorkloadError if the iteration takes no time.
+    task.  The schedule is verified first: a record of an unsafe one would predict the impossible.
+
+    Raises WorkloadError if the iteration takes no time, ScheduleError if ``schedule`` is unsafe for ``plan``.
     """
     if timing.iteration_s <= 0:
         raise WorkloadError(
@@ -52,6 +55,7 @@ def predicted_record(
     forward_s, backward_s = phase_times_s(schedule, [task.end_s for task in tasks])
     if layout is None:
         layout = build_layout(workload.parameters, num_blocks=workload.num_blocks, chunk_bytes=plan.chunk_bytes)
+    verify_schedule(schedule, plan, workload, layout)
     order = HappensBefore(schedule, _ITERATIONS)
     device_curve = DeviceMemory(schedule, timing).curve()
     return Record(

@@ -42,12 +42,11 @@ def simulate(
 
     Ranks of a plan that has several are equal: each has its share of the machine, all run the same schedule at the same
     moments, and one of them is simulated, whatever their number (``sim/engine/rank_groups.py`` has unequal ones).
-    ``schedule`` and ``layout`` spare compiling and building them again; they must be those of ``plan``.
-    ``on_progress`` hears of every simulated iteration; the memory that follows takes about as long.  Seconds that the
-    workload carries count where they were measured on this machine, otherwise its operations do.
-    Raises PlanError if the plan does not fit the workload, CalibrationError if the calibration belongs to another
-    machine, HardwareError if the machine lacks a figure that the workload needs or a device for a rank, and
-    WorkloadError if the workload says nothing of how long it takes on this machine.
+    ``schedule`` and ``layout`` spare compiling and building them again; the schedule is verified to carry out ``plan``.
+    Seconds that the workload carries count where they were measured on this machine, otherwise its operations do.
+    Raises PlanError if the plan does not fit the workload, ScheduleError if ``schedule`` is unsafe, CalibrationError if
+    the calibration belongs to another machine, HardwareError if the machine lacks a figure that the workload needs or a
+    device for a rank, and WorkloadError if the workload says nothing of how long it takes on this machine.
     """
     if schedule is None:
         schedule = compile_schedule(plan, workload, layout)
@@ -63,6 +62,7 @@ def simulate(
         calibration,
         schedule,
         timing,
+        layout=layout,
         price_usd_per_hour=price_of_ranks(hardware, plan.num_ranks),
         collective_bytes=collective_bytes(hardware, plan.num_ranks),
     )

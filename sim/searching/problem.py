@@ -23,7 +23,8 @@ from ..costs.task_costs import CostModel
 from ..memory.host import default_host_budget_bytes, shares_of_one_memory
 from ..space.chunk_table import ChunkTable, chunk_table
 from ..space.compute_table import ComputeTable, compute_table
-from ..space.space import IntArray, LayoutGrid, SearchSpace, enumerate_space
+from ..space.enumerate import enumerate_space
+from ..space.space import IntArray, LayoutGrid, SearchSpace
 from ..space.step_spec import StepSpec
 from .request import SearchRequest
 

@@ -16,7 +16,7 @@ SLOW_S = "SLOW_SEARCH_S"
 """Names the variable with the seconds of every search but the quick one."""
 
 
-def search_one(request: AdviceRequest, asked: Offer) -> MachineAdvice:
+def search_one(request: AdviceRequest, asked: Offer, *, cache: Path | None = None) -> MachineAdvice:
     """An answer that is made up, at once for ``QUICK``."""
     hardware = asked.hardware
     (Path(os.environ[FOLDER]) / f"{hardware.name}.{os.getpid()}").touch()

@@ -23,6 +23,7 @@ from protwin.sim.costs.contention import ContentionModel
 from protwin.sim.engine.simulator import simulate, simulate_timing
 from protwin.sim.engine.timing import slowest_period_s, steady_period_s
 from tests.proof_size import examples
+from tests.shared.faults import with_task, without
 from tests.sim.hand_made import MACHINE, Seconds, assert_timeline, machine, plan, workload
 from tests.sim.longest_path import longest_path_s
 from tests.strategies import PlannedWorkload, calibrations, hardware, planned_workloads
@@ -310,6 +311,19 @@ def test_a_ready_schedule_spares_compiling() -> None:
     chosen = plan(model, n_buffer=1)
     schedule = compile_schedule(chosen, model)
     assert simulate(chosen, model, machine(), schedule=schedule) == simulate(chosen, model, machine())
+
+
+def test_an_unsafe_schedule_is_refused() -> None:
+    """A gather that does not wait for the CPU Adam of its chunk brings stale weights at some timing."""
+    model = workload()
+    chosen = plan(model, n_buffer=1)
+    schedule = compile_schedule(chosen, model)
+    gather = next(task for task in schedule.tasks if task.kind is TaskKind.GATHER)
+    adam = next(task.id for task in schedule.tasks if task.kind is TaskKind.CPU_ADAM and task.chunk == gather.chunk)
+    assert adam in gather.after_previous
+    hasty = with_task(schedule, gather.id, after_previous=without(gather.after_previous, adam))
+    with pytest.raises(ScheduleError, match="cpu_adam chunk"):
+        simulate(chosen, model, machine(), schedule=hasty)
 
 
 def test_noise_of_the_calibration_travels_into_the_record() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -154,3 +156,18 @@ def test_what_if_answers_are_those_of_searches() -> None:
     more = answers["2 GiB more device memory"].iteration_s
     assert more is not None
     assert np.less_equal(more, now_s)
+
+
+def test_what_if_answers_at_a_global_batch_are_over_all_sizes() -> None:
+    """More memory lets micro-batches be larger: an answer at the size that is best now would miss the best plan."""
+    box, budget_bytes = machine(cpu_adam_s=0.5), 5000
+    batch = GlobalBatch(num_samples=4, workload_at=lambda size: at_size(workload(3), size, 1.0))
+    effort = Effort(tolerance_frac=0.0)
+    request = SearchRequest(workload=batch, hardware=box, device_budget_bytes=budget_bytes, space=SPACE, effort=effort)
+    now = search_batches(request)
+    answers = what_if(request, now.result.prediction.iteration_s)
+    more = next(answer for answer in answers if answer.change == "2 GiB more device memory")
+    then = search_batches(replace(request, device_budget_bytes=budget_bytes + 2 * 2**30))
+    assert now.micro_batch_size < then.micro_batch_size
+    assert more.iteration_s == then.result.prediction.iteration_s
+    assert more.speedup == now.result.prediction.iteration_s / more.iteration_s

@@ -5,29 +5,33 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protwin.shared.basics.errors import InfeasibleError, PlanError, WorkloadError
+from protwin.shared.basics.errors import InfeasibleError, PlanError, ScheduleError, WorkloadError
 from protwin.shared.compile.compile import compile_schedule
 from protwin.shared.layout.layout import build_layout
 from protwin.shared.schema.calibration import Calibration, Contention
 from protwin.shared.schema.hardware import DeviceKind, Hardware
 from protwin.shared.schema.plan import Plan
-from protwin.shared.schema.schedule import Lane, Memory
+from protwin.shared.schema.schedule import Lane, Memory, Schedule, TaskKind
 from protwin.shared.schema.search_result import SearchResult
 from protwin.shared.schema.workload import Workload
 from protwin.shared.verify.verify import verify_schedule
 from protwin.sim.memory.host import default_host_budget_bytes
+from protwin.sim.searching import branch_and_bound
 from protwin.sim.searching import problem as search_problem
 from protwin.sim.searching.request import Effort, SearchRequest
 from protwin.sim.searching.search import search
-from protwin.sim.space.space import LayoutGrid, SearchSpace, enumerate_space
+from protwin.sim.space.enumerate import enumerate_space
+from protwin.sim.space.space import LayoutGrid, SearchSpace
 from protwin.sim.space.step_spec import StepSpec
 from tests.proof_size import examples
+from tests.shared.faults import with_task
 from tests.sim.brute_force import Case, cases
 from tests.sim.hand_made import MACHINE, Seconds, machine, workload
 from tests.strategies import hardware, workloads
@@ -144,6 +148,18 @@ def test_the_plan_is_safe_within_the_budget(model: Workload, box: Hardware, shar
     host_bytes = schedule.static_bytes(Memory.PINNED_HOST) + schedule.static_bytes(Memory.HOST)
     assert host_bytes <= default_host_budget_bytes(box, budget_bytes)
     assert result.prediction.guaranteed_peak_device_bytes <= budget_bytes
+
+
+def test_the_schedule_that_is_returned_was_verified(monkeypatch: pytest.MonkeyPatch) -> None:
+    def hasty(*args: Any) -> Schedule:
+        schedule = compile_schedule(*args)
+        gather = next(task for task in schedule.tasks if task.kind is TaskKind.GATHER)
+        return with_task(schedule, gather.id, after=(), after_previous=())
+
+    monkeypatch.setattr(branch_and_bound, "compile_schedule", hasty)
+    space = SearchSpace(chunk_bytes=256, n_persist=0)
+    with pytest.raises(ScheduleError):
+        search(SearchRequest(workload=workload(num_blocks=4), hardware=machine(), space=space))
 
 
 def _shuffled(grid: LayoutGrid, random: np.random.Generator) -> LayoutGrid:

@@ -15,7 +15,8 @@ from protwin.shared.schema.plan import ActivationMode, ParallelMode, Plan
 from protwin.shared.schema.workload import DType, Parameter, Workload
 from protwin.sim.searching.request import SearchRequest
 from protwin.sim.searching.search import search
-from protwin.sim.space.space import LayoutGrid, SearchSpace, chunk_sizes, enumerate_space
+from protwin.sim.space.enumerate import chunk_sizes, enumerate_space
+from protwin.sim.space.space import LayoutGrid, SearchSpace
 from protwin.sim.space.step_spec import StepSpec
 from tests.sim.hand_made import machine, workload
 from tests.strategies import workloads
