@@ -4,7 +4,8 @@
 Small chunks make many tasks that follow each other without a gap, and one task of their joint length does the same:
 nothing else can tell the difference as long as no lane waits for an inner end, and every inner task may start as soon
 as the one before it has ended.  The latter holds where a task waits for nothing that its lane has not waited for
-before.  It also holds for CPU Adam of a chunk if its gradients have surely arrived when the chunk before it is stepped.
+before.  It also holds for CPU Adam of a chunk if its gradients are guaranteed to have arrived when the chunk before it
+is stepped.
 Take any chunk v stepped before: that began, at the earliest, when v's gradients had arrived.  From then on compute and
 the copies wait for nothing but each other and the gathers of the steps down to the chunk's block.  If all of that takes
 no longer, even at its slowest and one after the other, than CPU Adam from v on, the copy has ended in time.
@@ -86,7 +87,7 @@ def copy_programs(side_lanes: SideLanes, depth: int, slowest: FloatArray) -> tup
             if waits is None:
                 continue
             if lane == CPU_OPTIM:
-                # CPU Adam waits for each copy, unless it surely comes in time.
+                # CPU Adam waits for each copy, unless it is guaranteed to come in time.
                 waits = waits[~cpu_joins]
                 found.append(waits[~_is_met(waits)])
             else:
@@ -134,7 +135,7 @@ def _compute_joins(side_lanes: SideLanes, waits: Waits, met: dict[int, BoolArray
 
 
 def _steps_in_time(side_lanes: SideLanes, slowest: FloatArray) -> BoolArray:
-    """(Y,) whether a copy has surely ended when CPU Adam has stepped the chunk before; see [Note: Fused tasks]."""
+    """(Y,) whether a copy is guaranteed to have ended when the chunk before is stepped; see [Note: Fused tasks]."""
     residency, step = side_lanes.residency, side_lanes.residency.table.step
     in_time = np.zeros(side_lanes.cpu_length, dtype=np.bool_)
     is_plain = step.num_ranks == 1 and not step.accumulates and not step.limits_norm

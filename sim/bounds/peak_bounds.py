@@ -132,7 +132,7 @@ class _Part:
 
     @property
     def highest_bytes(self) -> IntArray:
-        """(K,)."""
+        """(K,) the highest of all of them."""
         blocks = np.maximum(self.forward, self.backward).max(axis=1)
         highest: IntArray = np.maximum(np.maximum(blocks, self.turn), np.maximum(self.begin, self.end))
         return highest

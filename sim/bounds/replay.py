@@ -55,7 +55,7 @@ class _Programs:
     """The lanes of J plans over several iterations, as stretches of two flat arrays that many lanes may share."""
 
     durations_s: FloatArray
-    """(N,)"""
+    """(N,) seconds of tasks alone on their lanes."""
     waits: tuple[IntArray, ...]
     """(M,) each: how many tasks the lanes of ``WAITS_FOR`` must have ended, since the beginning."""
     first_duration: IntArray
@@ -73,7 +73,7 @@ class Replayer:
         self._compute = compute
         self._slowdowns = _slowdown_table(contention)
         self._known: dict[tuple[int, int], tuple[SideLanes, tuple[LaneProgram, ...]]] = {}
-        """By ``id`` and depth; the side_lanes itself keeps its id from being reused."""
+        """By ``id`` and depth; the entry keeps the id from being reused."""
 
     def periods_s(self, plans: Sequence[ReplayPlan]) -> FloatArray:
         """(J,) the period of every plan, NaN where it is not periodic after ``MIN_ITERATIONS`` iterations."""

@@ -45,8 +45,8 @@ has stepped, and the compute tasks that are left.  The way through CPU Adam is n
 forward of the last of them.  It comes back after the end of the step d + 1 before the backward of that one, and is
 there before the backward of the first.  Compute waits where a copy takes longer than what it computes meanwhile.
 
-*Copies side by side.*  Some of what is gathered again surely travels while gradients leave ([Note: Released together]
-in ``sim/bounds/overlaps.py``); stretches in which these gradients have all left by the end weigh that in.
+*Copies side by side.*  Some gathers for the second time are guaranteed to run while gradients leave ([Note: Released
+together] in ``sim/bounds/overlaps.py``); stretches in which these gradients have all left by the end weigh that in.
 
 Through CPU Adam and compute, the first stretch may be cut once more where the forward of t starts, after the last of
 the first gathers.
@@ -86,7 +86,7 @@ class _Stretch:
     d2h_s: FloatArray
     cpu_s: FloatArray
     together_s: FloatArray | None = None
-    """Of H2D, what is surely done beside D2H."""
+    """Of H2D, the part that is guaranteed to lie beside D2H."""
 
     @property
     def of_first_cut(self) -> _Stretch:
@@ -106,7 +106,7 @@ class TimeBounds:
         self._weights = throughput.weights
         self._counts_compute = self._weights[:, 0] > 0
         self._of_lanes = self._weights[:, 1:].T.copy()
-        """(3, V)"""
+        """(3, V) weights of H2D, D2H and CPU_OPTIM."""
         self._together = throughput.together
         self._overlaps = Overlaps(table, throughput.least_ratio)
         self._sums = WorkSums(table, compute)
@@ -338,7 +338,7 @@ class TimeBounds:
         """
         weights = self._weights[:, 2:]
         shared = np.minimum(weights[:, None], weights) @ floating.T
-        """(V, V, R)"""
+        """(V, V, R) floating work that two choices of weights share."""
         rows = np.arange(len(floating))[:, None]
         totals = []
         for one, other in ((first, second), (second, first)):

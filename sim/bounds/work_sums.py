@@ -20,8 +20,7 @@ class WorkSums:
     """
 
     def __init__(self, table: ChunkTable, compute: ComputeTable, is_counted: BoolArray | None = None) -> None:
-        num_chunks, num_blocks = len(table.size_bytes), table.layout.num_blocks
-        self.num_blocks = num_blocks
+        self.num_blocks = table.layout.num_blocks
         self.positions = compute.positions
         micro_batches = self.positions.micro_batches
         offloaded = table.is_offloaded(table.places.all) if is_counted is None else is_counted
@@ -32,8 +31,22 @@ class WorkSums:
         self.compute_s: FloatArray = micro_batches * self.until_s[-1] + table.device_adam_s[:, None]
         """(P, K) of the whole iteration."""
 
+        self._sum_by_block(table, offloaded, stepped)
+        self.swap_in_s = np.append(0.0, compute.swap_in_s.cumsum())
+        """(n + 1,) copies back of the first so many blocks, in one micro-batch."""
+        self.swap_out_s = np.append(0.0, compute.swap_out_s.cumsum())
+        """(n + 1,) their copies to the host."""
+        self.moving = np.flatnonzero(compute.swap_bytes)
+        """Blocks that have something to swap."""
+        self._order_by_end(table, offloaded)
+        self._find_anchors(table, offloaded, stepped)
+        self._order_steps(table)
+
+    def _sum_by_block(self, table: ChunkTable, offloaded: BoolArray, stepped: BoolArray) -> None:
+        """Sums over the chunks whose first block lies before each block; ``offloaded`` and ``stepped``: (P, C)."""
+        micro_batches = self.positions.micro_batches
         by_first = np.argsort(table.first_block, kind="stable")
-        place = np.searchsorted(table.first_block[by_first], np.arange(num_blocks + 2))
+        place = np.searchsorted(table.first_block[by_first], np.arange(self.num_blocks + 2))
 
         def by_block(seconds: FloatArray, counts: BoolArray) -> FloatArray:
             """(P, n + 2) sums over the chunks whose first block lies before each block."""
@@ -49,17 +62,14 @@ class WorkSums:
         """(P,) of the whole iteration."""
         if micro_batches == 1:
             self.sum_s = np.zeros_like(self.sum_s)
-        self.swap_in_s = np.append(0.0, compute.swap_in_s.cumsum())
-        """(n + 1,) copies back of the first so many blocks, in one micro-batch."""
-        self.swap_out_s = np.append(0.0, compute.swap_out_s.cumsum())
-        """(n + 1,) their copies to the host."""
-        self.moving = np.flatnonzero(compute.swap_bytes)
-        """Blocks that have something to swap."""
         shortest_s = np.where(stepped, table.offload_s, np.inf).min(axis=1, initial=np.inf)
         self.shortest_offload_s: FloatArray = np.where(np.isfinite(shortest_s), shortest_s, 0.0)
         """(P,) the shortest copy of an update's gradients."""
 
-        # Chunks in the order in which they fail to survive the turn; of those that end together the quickest first.
+    def _order_by_end(self, table: ChunkTable, offloaded: BoolArray) -> None:
+        """The order in which chunks fail to survive the turn from one pass to the next; ``offloaded``: (P, C)."""
+        num_chunks = len(table.size_bytes)
+        # Of those that end together the quickest first.
         order = np.lexsort((table.gather_s, table.last_block))
         self.again_s = _prefix_sums(offloaded[:, order] * table.gather_s[order])
         """(P, C + 1) seconds to gather the first so many in that order."""
@@ -68,10 +78,13 @@ class WorkSums:
         """How many chunks are gathered up to each one in that order; row by row, and C + 1 more from row to row, so
         that all together ascend."""
         self._gathers_s = np.where(offloaded, table.gather_s, np.inf)
-        """(P, C)"""
-        self.place_of_block = np.searchsorted(table.last_block[order], np.arange(num_blocks + 1))
+        """(P, C) seconds to gather each chunk; infinite for those that are not offloaded."""
+        self.place_of_block = np.searchsorted(table.last_block[order], np.arange(self.num_blocks + 1))
         """(n + 1,) how many chunks, in that order, end before each block."""
 
+    def _find_anchors(self, table: ChunkTable, offloaded: BoolArray, stepped: BoolArray) -> None:
+        """The blocks between which a cycle's bounds measure; ``offloaded`` and ``stepped``: (P, C)."""
+        num_chunks, num_blocks = len(table.size_bytes), self.num_blocks
         anchors: BoolArray = np.where(stepped.any(axis=1, keepdims=True), stepped, offloaded)
         self.first: IntArray = np.where(anchors, table.first_block, num_blocks).min(axis=1, initial=num_blocks)
         """(P,) the first block with an update or, where there is none, with an offloaded chunk; n if neither."""
@@ -87,7 +100,8 @@ class WorkSums:
         self.last_gathers_s: FloatArray = np.where(is_after, table.gather_s, 0.0).sum(axis=1)
         """(P,) gathers for the first block with an update, from the chunk on that CPU Adam steps last."""
 
-        # Where the norm is limited, CPU Adam steps chunks in their order, and each waits for those before it.
+    def _order_steps(self, table: ChunkTable) -> None:
+        """CPU Adam under a limit of the norm: it steps chunks in their order, each waits for those before it."""
         self.stepped = np.flatnonzero(table.is_stepped)
         self.stepped_block = table.first_block[self.stepped]
         self.stepped_gather_s = table.gather_s[self.stepped]
@@ -202,7 +216,7 @@ class WorkRows:
         return seconds
 
     def together_s(self, first: IntArray, stop: IntArray | None = None) -> FloatArray:
-        """Work of H2D that is surely done beside D2H, released by the last backward of blocks from ``first`` on.
+        """Work of H2D that is guaranteed to lie beside D2H, released by the last backward of blocks from ``first`` on.
 
         And before ``stop``.
         """

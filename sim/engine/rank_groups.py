@@ -22,7 +22,7 @@ from ..costs.contention import ContentionModel
 from ..costs.task_costs import CostModel
 from ..memory.libraries import collective_bytes
 from .group_lanes import GroupLanes
-from .prediction import predicted_record
+from .prediction import RankMachine, predicted_record
 from .simulator import MAX_ITERATIONS, MIN_ITERATIONS, by_task
 from .timing import Seconds, Timing, slowest_period_s, steady_period_s
 
@@ -100,12 +100,11 @@ def simulate_groups(
         predicted_record(
             plan,
             workload,
-            model.hardware,
+            RankMachine(hardware=model.hardware, collective_bytes=collective_bytes(group.hardware, plan.num_ranks)),
             calibration,
             schedule,
             timing,
             layout=layout,
-            collective_bytes=collective_bytes(group.hardware, plan.num_ranks),
         )
         for group, model, timing in zip(groups, costs, timings, strict=True)
     ]

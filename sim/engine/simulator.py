@@ -21,7 +21,7 @@ from ..costs.contention import ContentionModel
 from ..costs.task_costs import CostModel
 from ..memory.libraries import collective_bytes
 from .lanes import LaneProcesses
-from .prediction import predicted_record
+from .prediction import RankMachine, predicted_record
 from .timing import Seconds, Timing, slowest_period_s, steady_period_s
 
 MIN_ITERATIONS: Final = 3
@@ -42,8 +42,16 @@ def simulate(
 
     Ranks of a plan that has several are equal: each has its share of the machine, all run the same schedule at the same
     moments, and one of them is simulated, whatever their number (``sim/engine/rank_groups.py`` has unequal ones).
-    ``schedule`` and ``layout`` spare compiling and building them again; the schedule is verified to carry out ``plan``.
     Seconds that the workload carries count where they were measured on this machine, otherwise its operations do.
+
+    Args:
+        plan: What every rank does.
+        workload: One rank's micro-batch.
+        hardware: The machine of all ranks.
+        calibration: Factors measured on that machine; None for its data sheet.
+        schedule: Spares compiling ``plan`` again; it is verified to carry the plan out.
+        layout: Spares building the layout of ``plan`` again.
+
     Raises PlanError if the plan does not fit the workload, ScheduleError if ``schedule`` is unsafe, CalibrationError if
     the calibration belongs to another machine, HardwareError if the machine lacks a figure that the workload needs or a
     device for a rank, and WorkloadError if the workload says nothing of how long it takes on this machine.
@@ -58,13 +66,15 @@ def simulate(
     return predicted_record(
         plan,
         workload,
-        costs.hardware,
+        RankMachine(
+            hardware=costs.hardware,
+            collective_bytes=collective_bytes(hardware, plan.num_ranks),
+            price_usd_per_hour=price_of_ranks(hardware, plan.num_ranks),
+        ),
         calibration,
         schedule,
         timing,
         layout=layout,
-        price_usd_per_hour=price_of_ranks(hardware, plan.num_ranks),
-        collective_bytes=collective_bytes(hardware, plan.num_ranks),
     )
 
 

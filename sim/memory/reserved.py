@@ -36,9 +36,16 @@ def device_reserved(
     Iterations are replayed from the set-up on ([Note: What a replay knows] in ``sim/memory/request_replay.py``),
     without a limit, in either reading of what happens within tasks.  Where the expected one exceeds the device, it is
     replayed once more within it, so that cached segments are given back, and with expandable segments, without a limit
-    and, if that is needed, within it.  ``order`` spares
-    computing the happens-before relation again; ``settings`` are those of the allocator; ``beside_bytes`` of the device
-    are taken beside it, by what carries collectives.
+    and, if that is needed, within it.
+
+    Args:
+        schedule: Asks for the memory.
+        workload: Its parameters have tensors that stay.
+        layout: The chunks of these.
+        device: Has the memory.
+        order: Spares computing the happens-before relation again.
+        settings: Of the allocator; its defaults if None.
+        beside_bytes: Taken of the device beside the allocator, for collectives.
     """
     if device.kind is DeviceKind.CPU:
         return None
@@ -49,30 +56,25 @@ def device_reserved(
     limit_bytes = max(1, device.memory_bytes - outside_allocator_bytes(device) - beside_bytes)
 
     def replayed(
-        inside: Inside,
-        *,
-        within: int | None = None,
-        max_iterations: int = MAX_ITERATIONS,
-        settings: AllocatorSettings | None = settings,
+        allocator: CachingAllocator, inside: Inside = Inside.LATEST_FIRST, most: int = MAX_ITERATIONS
     ) -> Replayed:
-        allocator = CachingAllocator(settings, limit_bytes=within)
-        return replay(logs[inside], allocator, max_iterations=max_iterations)
+        return replay(logs[inside], allocator, max_iterations=most)
 
     def retries(settings: AllocatorSettings | None) -> int | None:
         """How often free memory must go back for the replay to stay within the device; None if it cannot."""
         try:
-            return replayed(Inside.LATEST_FIRST, within=limit_bytes, settings=settings).num_retries
+            return replayed(CachingAllocator(settings, limit_bytes=limit_bytes)).num_retries
         except AllocatorFullError:
             return None
 
-    expected = replayed(Inside.LATEST_FIRST)
-    coarse = replayed(Inside.AT_ONCE, max_iterations=_COARSE_ITERATIONS)
+    expected = replayed(CachingAllocator(settings))
+    coarse = replayed(CachingAllocator(settings), Inside.AT_ONCE, _COARSE_ITERATIONS)
     num_retries: int | None = 0
     expandable_bytes: int | None = None
     expandable_retries: int | None = None
     if expected.peak_reserved_bytes > limit_bytes:
         num_retries = retries(settings)
-        expandable_bytes = replayed(Inside.LATEST_FIRST, settings=_EXPANDABLE).peak_reserved_bytes
+        expandable_bytes = replayed(CachingAllocator(_EXPANDABLE)).peak_reserved_bytes
         expandable_retries = retries(_EXPANDABLE) if expandable_bytes > limit_bytes else 0
     return DeviceReserved(
         at_least_bytes=-(-expected.peak_allocated_bytes // SEGMENT_ROUNDING_BYTES) * SEGMENT_ROUNDING_BYTES,

@@ -148,11 +148,18 @@ def advise(
 ) -> Advice:
     """The machines ranked by time, and by cost per token where prices are given.
 
-    ``search_one`` runs in other processes (spawned), ``num_processes`` at once.  Every answer is written to ``state``
-    as it comes, and read from there when the same is asked again.  ``keep_interrupted``: Ctrl-C ends the sweep with the
-    answers so far, if there are any.  ``ranks``: what ``asked`` came from, if numbers of devices were named.  Raises
-    FileError if ``state`` belongs to another request or is damaged, or cannot be written, and ProtwinError if a process
-    was ended from outside.
+    Args:
+        request: The model, the batch and the step.
+        asked: Devices of machines to search.
+        search_one: Answers for one of them, in other processes (spawned).
+        num_processes: Searches at once.
+        state: Every answer is written here as it comes, and read from here when the same is asked again.
+        ranks: Numbers of devices that the user named, if any: ``asked`` came from them.
+        on_progress: Told how many of ``asked`` are answered.
+        keep_interrupted: Ctrl-C ends the sweep with the answers so far, if there are any.
+
+    Raises FileError if ``state`` belongs to another request or is damaged, or cannot be written, and ProtwinError if a
+    process was ended from outside.
     """
     known = _known(request, state)
     found = {one.key: known[one.key] for one in asked if one.key in known}

@@ -76,7 +76,7 @@ class _Residency:
     group: int
     row: int
     modes: IntArray
-    """(K,)"""
+    """(K,) choices of modes that a bound of the peak leaves, as rows of ``ModeRows``."""
     bound_s: FloatArray
     """(D, K), infinite for plans that do not fit or are not distinct."""
 

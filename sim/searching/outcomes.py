@@ -12,7 +12,7 @@ from ...shared.basics.errors import PlanError, ProtwinError
 from ...shared.catalogue.rank_share import price_of_ranks
 from ...shared.schema.plan import ParallelMode
 from ...shared.schema.search_result import BatchChoice, Certificate, ModeChoice, PlanOutcome, SearchResult
-from ..engine.prediction import predicted_record
+from ..engine.prediction import RankMachine, predicted_record
 from ..memory.libraries import collective_bytes
 from .branch_and_bound import BranchAndBound, Simulated
 from .candidates import Candidate
@@ -34,13 +34,15 @@ def search_result(
     prediction = predicted_record(
         chosen.plan,
         problem.workload,
-        problem.hardware,
+        RankMachine(
+            hardware=problem.hardware,
+            collective_bytes=collective_bytes(problem.together, problem.step.num_ranks),
+            price_usd_per_hour=price_of_ranks(problem.together, problem.step.num_ranks),
+        ),
         problem.calibration,
         chosen.schedule,
         chosen.timing,
         layout=problem.layouts[chosen.candidate.layout].grid.layout,
-        price_usd_per_hour=price_of_ranks(problem.together, problem.step.num_ranks),
-        collective_bytes=collective_bytes(problem.together, problem.step.num_ranks),
     )
     peak_bytes = prediction.guaranteed_peak_device_bytes
     assert peak_bytes == chosen.candidate.peak_bytes <= problem.device_budget_bytes, "the compiled plan fits"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Final
@@ -39,7 +39,7 @@ class ChunkTable:
     is_stepped: BoolArray
     """(C,) whether a block owns it and the optimizer steps it."""
     size_bytes: IntArray
-    """(C,)"""
+    """(C,) parameters."""
     state_bytes: IntArray
     """(C,) optimizer state."""
     staging_bytes: IntArray
@@ -61,7 +61,7 @@ class ChunkTable:
     last_block: IntArray
     """(C,) the last block that owns it; the number of blocks where none does."""
     gather_s: FloatArray
-    """(C,)"""
+    """(C,) seconds to copy its parameters, or the rank's part of them, to the device."""
     offload_s: FloatArray
     """(C,) of its gradients; 0 where there are none."""
     cpu_adam_s: FloatArray
@@ -83,7 +83,7 @@ class ChunkTable:
     gradient_block: IntArray
     """(E,) block whose backward makes it."""
     gradient_bytes: IntArray
-    """(E,)"""
+    """(E,) size of each gradient buffer."""
     update_order: IntArray
     """(T,) chunks as their gradients leave and CPU Adam steps them: last block first."""
     costs: CostModel
@@ -184,20 +184,10 @@ def chunk_table(
     gradient_bytes = [part.gradient_bytes for part in parts]
     num_scalings = 2 if step.limits_norm else 0
     moved = [part.stepped_bytes + num_scalings * part.gradient_bytes for part in parts]
-    whole = moved
-    if step.is_sharded:
-        whole = [
-            stepped_bytes(chunk, workload.parameters) + num_scalings * sum(chunk.gradient_bytes) for chunk in chunks
-        ]
+    whole = moved if not step.is_sharded else _stepped_whole(chunks, workload, num_scalings)
     stepped = [chunk for chunk in chunks if chunk.blocks and chunk.is_trainable]
     narrow = [narrow_peak_bytes(chunk, workload.parameters) for chunk in chunks]
-    gradients = [
-        (chunk.id, block, size_bytes)
-        for chunk in chunks
-        if chunk.blocks
-        for block, size_bytes in zip(chunk.blocks, chunk.gradient_bytes, strict=True)
-        if size_bytes
-    ]
+    gradients = _gradient_buffers(chunks)
 
     def seconds(kind: TaskKind, moved_bytes: list[int], num_stepped: list[int]) -> FloatArray:
         """Seconds of a task of ``kind`` per chunk; equal ones are priced once."""
@@ -245,6 +235,22 @@ def chunk_table(
         step=step,
         collectives=None if step.num_ranks == 1 else collective_table(layout, parts, is_stepped.tolist(), costs, step),
     )
+
+
+def _gradient_buffers(chunks: Sequence[Chunk]) -> list[tuple[int, int, int]]:
+    """(chunk, block whose backward makes it, bytes) of every gradient buffer of a chunk that blocks own."""
+    return [
+        (chunk.id, block, size_bytes)
+        for chunk in chunks
+        if chunk.blocks
+        for block, size_bytes in zip(chunk.blocks, chunk.gradient_bytes, strict=True)
+        if size_bytes
+    ]
+
+
+def _stepped_whole(chunks: Sequence[Chunk], workload: Workload, num_scalings: int) -> list[int]:
+    """Bytes that stepping all of each chunk moves, its gradients scaled as often as ``num_scalings`` says."""
+    return [stepped_bytes(chunk, workload.parameters) + num_scalings * sum(chunk.gradient_bytes) for chunk in chunks]
 
 
 def _chunk_task(kind: TaskKind, moved: int, stepped: int) -> Task:

@@ -93,7 +93,7 @@ class Positions:
         return self._position(4)
 
     def _position(self, offset: int) -> IntArray:
-        """(S,)."""
+        """(S,) compute positions of steps, those of a backward shifted by ``offset``."""
         micro_batch, within = np.divmod(np.arange(self.num_steps), 2 * self.num_blocks)
         place = np.where(within < self.num_blocks, 1 + within, offset - self.num_blocks + 2 * within)
         return self.micro_length * micro_batch + place

@@ -38,7 +38,7 @@ class Placements:
     is_owned: _Booleans
     """(C,) whether a block owns it."""
     n_persist: _Integers
-    """(P,)"""
+    """(P,) the knob."""
     n_shard: _Integers
     """(P,) 0 for the first C + 1."""
 
