@@ -5,9 +5,9 @@ As in [Note: Time bounds] of ``sim/bounds/time_bounds.py`` one period is measure
 start of the forward of p or the end of that of q, and cut into stretches.  An all-gather follows its copy and precedes
 the step that the copy was made for, a reduction follows its backward and precedes the copy of the gradients: so where a
 stretch is guaranteed to hold the copy on both ends, it holds the collective too.  Gradients that stay are reduced
-between the last backward of their chunk and device Adam, whole or, in the last micro-batch, to the parts that stay.  Where chunks
-are sharded over devices, their all-gathers and the reductions of earlier micro-batches are left out here.  From the
-start of the forward of p:
+between the last backward of their chunk and device Adam, whole or, in the last micro-batch, to the parts that stay.
+Where chunks are sharded over devices, their all-gathers and the reductions of earlier micro-batches are left out here.
+From the start of the forward of p:
 
 1. To the end of the last backward of j.
 2. To the end of CPU Adam, which steps p's chunks last: reductions, copies and CPU Adam of gradients of blocks up to j.
