@@ -51,6 +51,7 @@ def simulate(
         calibration: Factors measured on that machine; None for its data sheet.
         schedule: Spares compiling ``plan`` again; it is verified to carry the plan out.
         layout: Spares building the layout of ``plan`` again.
+        on_progress: Told of every simulated iteration; the memory that follows takes about as long.
 
     Raises PlanError if the plan does not fit the workload, ScheduleError if ``schedule`` is unsafe, CalibrationError if
     the calibration belongs to another machine, HardwareError if the machine lacks a figure that the workload needs or a
@@ -94,20 +95,21 @@ def simulate_timing(
     Raises ScheduleError if the lanes wait for each other.
     """
     on_progress(0, 2 * MIN_ITERATIONS)
-    lanes = LaneProcesses(schedule, durations_s, contention)
+    lanes = LaneProcesses(schedule, [durations_s], [contention])
+    (group,) = lanes.groups
     ends_s: list[Seconds] = []
     period_s: float | None = None
     while len(ends_s) < max(MIN_ITERATIONS, max_iterations) and period_s is None:
         lanes.run_iteration()
-        ends_s.append(by_task(schedule, lanes.ends_s, len(ends_s)))
+        ends_s.append(by_task(schedule, group.ends_s, len(ends_s)))
         on_progress(len(ends_s), 2 * max(MIN_ITERATIONS, len(ends_s)))
         if len(ends_s) >= MIN_ITERATIONS:
             period_s = steady_period_s(ends_s)
     iteration_s = period_s if period_s is not None else slowest_period_s(ends_s)
     for _ in range(num_more_iterations):
         lanes.run_iteration()
-        ends_s.append(by_task(schedule, lanes.ends_s, len(ends_s)))
-    starts_s = [by_task(schedule, lanes.starts_s, iteration) for iteration in range(len(ends_s))]
+        ends_s.append(by_task(schedule, group.ends_s, len(ends_s)))
+    starts_s = [by_task(schedule, group.starts_s, iteration) for iteration in range(len(ends_s))]
     return Timing(np.stack(starts_s), np.stack(ends_s), iteration_s=iteration_s, is_steady=period_s is not None)
 
 
