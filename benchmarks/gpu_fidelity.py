@@ -26,6 +26,7 @@ from protwin.shared.schema.plan import Plan
 from protwin.shared.schema.record import Record
 from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
 from protwin.sim.engine.simulator import simulate
+from protwin.sim.searching.request import SearchRequest
 from protwin.sim.searching.search import search
 
 MEAN_ITERATION_ERROR: Final = 0.10
@@ -97,7 +98,14 @@ def _judged(subject: Subject, calibration: Any) -> dict[str, Plan]:
     )
     needs = [_guaranteed_bytes(plan, subject) for plan in chosen.values()]
     budget_bytes = (min(needs) + max(needs)) // 2
-    found = search(subject.workload, subject.hardware, calibration, device_budget_bytes=budget_bytes)
+    found = search(
+        SearchRequest(
+            workload=subject.workload,
+            hardware=subject.hardware,
+            calibration=calibration,
+            device_budget_bytes=budget_bytes,
+        )
+    )
     chosen["search's pick"] = found.plan
     return chosen
 

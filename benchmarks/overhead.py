@@ -54,6 +54,7 @@ from protwin.shared.schema.record import Record
 from protwin.shared.schema.workload import Workload
 from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
 from protwin.sim.engine.simulator import simulate
+from protwin.sim.searching.request import SearchRequest
 from protwin.sim.searching.search import search
 from protwin.sim.space.space import SearchSpace
 
@@ -247,7 +248,11 @@ def measure_offload(model: Any, batch: Batch, workload: Workload, rounds: int, s
         first = fit([training.record() for training in fitted])
         # What keeping everything may need; what is left of the machine's memory is then the host's.
         budget_bytes = guaranteed_device_peak(fitted[0].schedule).size_bytes
-        plan = search(workload, hardware, first, device_budget_bytes=budget_bytes, space=space).plan
+        plan = search(
+            SearchRequest(
+                workload=workload, hardware=hardware, calibration=first, device_budget_bytes=budget_bytes, space=space
+            )
+        ).plan
         judged = begin(plan)
         training_burst(judged, batch)(_WARM_UP + 2)
         bursts = {str(number): training_burst(training, batch) for number, training in enumerate([*fitted, judged])}

@@ -22,6 +22,7 @@ from protwin.shared.layout.layout import build_layout
 from protwin.shared.schema.plan import Plan
 from protwin.shared.schema.workload import Workload
 from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
+from protwin.sim.searching.request import SearchRequest
 from protwin.sim.searching.search import search
 from protwin.sim.space.space import SearchSpace
 
@@ -61,7 +62,11 @@ def make_plans(folder: Path) -> None:
     )
     space = SearchSpace(n_persist=(0,))
     budget_bytes = guaranteed_bytes(fixed, workload)
-    searched = search(workload, hardware, calibration, device_budget_bytes=budget_bytes, space=space).plan
+    searched = search(
+        SearchRequest(
+            workload=workload, hardware=hardware, calibration=calibration, device_budget_bytes=budget_bytes, space=space
+        )
+    ).plan
     folder.mkdir()
     workload.save(folder / "workload.json")
     fixed.save(folder / "fixed.json")

@@ -44,9 +44,9 @@ from protwin.sim.costs.task_costs import CostModel
 from protwin.sim.engine.simulator import simulate_timing
 from protwin.sim.searching.candidates import Candidates
 from protwin.sim.searching.problem import SearchProblem, search_problem
+from protwin.sim.searching.request import SearchRequest, Step
 from protwin.sim.searching.search import search
 from protwin.sim.space.space import SearchSpace
-from protwin.sim.space.step_spec import StepSpec
 
 ROOMY_HOST_BYTES = 16 * 2**40
 """The largest models need more host memory than the machines of the catalogue have: the search is timed all the same,
@@ -79,28 +79,26 @@ class Case:
         return f"{self.model} on {self.machine}, {self.batch_size} x {self.sequence_length}{extra}"
 
     @property
-    def space(self) -> SearchSpace | None:
+    def space(self) -> SearchSpace:
         """With every number of swapped blocks, or the usual one."""
-        return SearchSpace(n_swap=None) if self.swaps else None
+        return SearchSpace(n_swap=None) if self.swaps else SearchSpace()
 
     def problem(self, workload: Workload) -> SearchProblem:
         """What the search starts from."""
-        return search_problem(
-            workload,
-            load_hardware(self.machine),
-            host_budget_bytes=self.host_budget_bytes,
-            space=self.space,
-            rule=StepSpec(max_gradient_norm=self.max_gradient_norm),
-        )
+        return search_problem(self.request(workload))
 
     def search(self, workload: Workload) -> SearchResult:
         """What is timed."""
-        return search(
-            workload,
-            load_hardware(self.machine),
+        return search(self.request(workload))
+
+    def request(self, workload: Workload) -> SearchRequest:
+        """The search of this case."""
+        return SearchRequest(
+            workload=workload,
+            hardware=load_hardware(self.machine),
             host_budget_bytes=self.host_budget_bytes,
             space=self.space,
-            max_gradient_norm=self.max_gradient_norm,
+            step=Step(max_gradient_norm=self.max_gradient_norm),
         )
 
 
@@ -284,7 +282,7 @@ def _other_ways(problem: SearchProblem, workload: Workload, sample: int) -> tupl
             simulate_timing(schedule, problem.costs.durations_s(schedule), problem.contention)
 
     def replay_all() -> None:
-        plans = [ReplayPlan(one.traffic, depths[one.index[1]], one.index[2]) for one in candidates]
+        plans = [ReplayPlan(one.side_lanes, depths[one.index[1]], one.index[2]) for one in candidates]
         Replayer(problem.compute, problem.contention).periods_s(plans)
 
     return (

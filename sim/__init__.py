@@ -13,17 +13,25 @@ if TYPE_CHECKING:
     from .engine.rank_groups import RankGroup as RankGroup
     from .engine.rank_groups import simulate_groups as simulate_groups
     from .engine.simulator import simulate as simulate
-    from .searching.rank_search import search_ranks as search_ranks
+    from .searching.request import Effort as Effort
+    from .searching.request import GlobalBatch as GlobalBatch
+    from .searching.request import SearchRequest as SearchRequest
+    from .searching.request import Step as Step
     from .searching.search import SearchResult as SearchResult
     from .searching.search import search as search
+    from .searching.search import search_batches as search_batches
     from .space.space import SearchSpace as SearchSpace
 
 _HOMES = {
+    "Effort": "searching.request",
+    "GlobalBatch": "searching.request",
     "RankGroup": "engine.rank_groups",
+    "SearchRequest": "searching.request",
     "SearchResult": "searching.search",
     "SearchSpace": "space.space",
+    "Step": "searching.request",
     "search": "searching.search",
-    "search_ranks": "searching.rank_search",
+    "search_batches": "searching.search",
     "simulate": "engine.simulator",
     "simulate_groups": "engine.rank_groups",
 }

@@ -50,6 +50,7 @@ from ...shared.tables.comparison import comparison_tables
 from ...shared.tables.search import search_tables
 from ...shared.tables.terminal import Printed
 from ...sim.engine.simulator import simulate
+from ...sim.searching.request import SearchRequest
 from ...sim.searching.search import search
 from ..fitting.calibrate import calibrate, run_plan
 from ..fitting.measurement_plans import bootstrap_plans
@@ -111,7 +112,14 @@ def run_demo(folder: Path, console: Console) -> dict[str, Any]:
     with _stage(console, "measure a reference"):
         reference.measure()
     with _stage(console, "search on the simulator"):
-        found = search(subject.workload, subject.hardware, calibration, device_budget_bytes=limits.budget_bytes)
+        found = search(
+            SearchRequest(
+                workload=subject.workload,
+                hardware=subject.hardware,
+                calibration=calibration,
+                device_budget_bytes=limits.budget_bytes,
+            )
+        )
     console.print(Printed(search_tables(found)))
     planned = _carried_out(subject, found.plan, batches, limits.budget_bytes, console)
     with _stage(console, "measure the reference again"):

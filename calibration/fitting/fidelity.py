@@ -29,6 +29,7 @@ from ...shared.schema.record import Record
 from ...shared.schema.workload import Workload
 from ...shared.verify.guaranteed_peak import guaranteed_device_peak
 from ...sim.engine.simulator import simulate
+from ...sim.searching.request import SearchRequest
 from ...sim.searching.search import search
 from .fit import Pair, fit_calibration
 from .measurement_plans import bootstrap_plans, spanning_plans
@@ -109,7 +110,14 @@ def measure_fidelity(
         for training in trainings.values():
             _burst(subject, training, 2 * steps)
         first = _fit(subject, [training.record() for training in trainings.values()], contention)
-        judged[_PICK] = search(subject.workload, subject.hardware, first, device_budget_bytes=budget_bytes).plan
+        judged[_PICK] = search(
+            SearchRequest(
+                workload=subject.workload,
+                hardware=subject.hardware,
+                calibration=first,
+                device_budget_bytes=budget_bytes,
+            )
+        ).plan
         needs[_PICK] = _guaranteed_bytes(judged[_PICK], subject.workload)
         trainings |= {name: _begin(subject, plan, undo) for name, plan in judged.items()}
         order = list(trainings.values())

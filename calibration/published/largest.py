@@ -13,7 +13,7 @@ from ...shared.schema.plan import Plan
 from ...shared.schema.schedule import Memory
 from ...shared.schema.workload import Workload
 from ...shared.verify.guaranteed_peak import guaranteed_device_peak
-from ...sim.searching.problem import default_host_budget_bytes
+from ...sim.memory.host import default_host_budget_bytes
 from .runs import LARGEST_ON_24_GB, LARGEST_ON_80_GB, Prediction, Quantity
 from .workloads import dense_workload, llama, with_depth
 

@@ -19,6 +19,7 @@ from ...shared.schema.workload import Workload
 from ...sim.costs.efficiency import CORE_BYTES_PER_S
 from ...sim.costs.task_costs import host_adam_bytes_per_s
 from ...sim.engine.simulator import simulate
+from ...sim.searching.request import SearchRequest
 from ...sim.searching.search import search
 from ...sim.space.space import SearchSpace
 from .largest import largest_predictions
@@ -142,7 +143,15 @@ def _offloaded(
     ``reducing_s``: what the run's own way of reducing takes, on the stream of compute, so that nothing hides it.
     """
     best = [
-        _simulated(search(s.workload, rank(s.hardware, NUM_RANKS), device_budget_bytes=BUDGET_BYTES).plan, s, mode)
+        _simulated(
+            search(
+                SearchRequest(
+                    workload=s.workload, hardware=rank(s.hardware, NUM_RANKS), device_budget_bytes=BUDGET_BYTES
+                )
+            ).plan,
+            s,
+            mode,
+        )
         for s in scenarios
     ]
     num_shards = NUM_RANKS if mode is ParallelMode.SHARDED else 1
@@ -209,10 +218,16 @@ def plan_of_figures(case: str, scenario: _Scenario, num_shards: int) -> Plan:
     )
     for peak_bytes in measured("R1", case, Quantity.DEVICE_PEAK):
         try:
-            return search(workload, scenario.hardware, device_budget_bytes=int(peak_bytes), space=space).plan
+            return search(
+                SearchRequest(
+                    workload=workload, hardware=scenario.hardware, device_budget_bytes=int(peak_bytes), space=space
+                )
+            ).plan
         except InfeasibleError:
             continue
-    return search(workload, scenario.hardware, device_budget_bytes=BUDGET_BYTES, space=space).plan
+    return search(
+        SearchRequest(workload=workload, hardware=scenario.hardware, device_budget_bytes=BUDGET_BYTES, space=space)
+    ).plan
 
 
 def _llama_7b() -> list[Prediction]:

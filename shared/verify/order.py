@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterator, Sequence
 from itertools import pairwise
 
 from ..schema.schedule import Allocation, AllocationId, ChunkId, Lane, OuterSection, Task, TaskId, TaskKind
@@ -50,25 +50,61 @@ def _check_lifetime(claim: Claim, before: Before, buffer: Allocation) -> None:
             reject(f"{claim.name(freeing)} may free {what} while {claim.name(user)} uses it")
     if writers[:1] != [allocating]:
         reject(f"{what} is not written by {claim.name(allocating)}, which allocates it")
-    for writer in writers[1:]:
-        for user in sorted({*writers, *readers} - {writer}):
-            first, second = sorted((writer, user))
-            if not before(first, second, 0):
-                reject(f"{claim.name(first)} and {claim.name(second)} race on {what}")
+    if any(writer < allocating for writer in writers[1:]):
+        reject(f"{claim.name(allocating)} and {claim.name(min(writers))} race on {what}")
+    for first, second in _neighbours(sorted({*writers, *readers} - {allocating}), set(writers)):
+        if not before(first, second, 0):
+            reject(f"{claim.name(first)} and {claim.name(second)} race on {what}")
     if not before(freeing, allocating, 1):
         reject(f"{what} may be allocated again before {claim.name(freeing)} frees it")
 
 
 def _check_updates(claim: Claim, before: Before, buffer_id: AllocationId) -> None:
     """Nothing touches a static buffer while it is written, and everyone sees the version that is meant."""
-    for writer in claim.writers[buffer_id]:
-        for other in sorted({*claim.writers[buffer_id], *claim.readers[buffer_id]}):
-            names = f"{claim.name(other)} and {claim.name(writer)}"
-            first, second = sorted((writer, other), key=lambda user: _turn(claim.schedule.tasks[user]))
-            if other != writer and not before(first, second, 0):
-                reject(f"{claim.name(first)} may run after {claim.name(second)} has touched buffer {buffer_id}")
-            if not (before(other, writer, 1) and before(writer, other, 1)):
-                reject(f"{names} of successive iterations race on buffer {buffer_id}")
+    writers = set(claim.writers[buffer_id])
+    if not writers:
+        return
+
+    def turn(user: TaskId) -> tuple[tuple[int, int], bool]:
+        """Who reads at a writer's turn reads what it has written."""
+        return _turn(claim.schedule.tasks[user]), user not in writers
+
+    users = sorted({*writers, *claim.readers[buffer_id]}, key=lambda user: (turn(user), user))
+    places = [place for place, user in enumerate(users) if user in writers]
+    for one, other in pairwise(users[place] for place in places):
+        if turn(one) == turn(other):
+            reject(f"{claim.name(one)} and {claim.name(other)} race on buffer {buffer_id}")
+    for first, second in _neighbours(users, writers):
+        if not before(first, second, 0):
+            reject(f"{claim.name(first)} may run after {claim.name(second)} has touched buffer {buffer_id}")
+    # From the last writer of an iteration to the first one of the next.
+    first_writer, last_writer = users[places[0]], users[places[-1]]
+    across = [(user, first_writer) for user in users[places[-1] :]]
+    across += [(last_writer, user) for user in users[: places[0]]]
+    for first, second in across:
+        if not before(first, second, 1):
+            names = f"{claim.name(second)} and {claim.name(first)}"
+            reject(f"{names} of successive iterations race on buffer {buffer_id}")
+
+
+def _neighbours(users: Sequence[TaskId], writers: Container[TaskId]) -> Iterator[tuple[TaskId, TaskId]]:
+    """Pairs of ``users`` whose order implies that of every writer and every other user; as many as users, about.
+
+    ``users`` come in the order that is meant.  A writer follows all readers since the writer before it, or that writer
+    where there is none, and every reader follows the last writer: happens-before is transitive.
+    """
+    writer: TaskId | None = None
+    readers: list[TaskId] = []
+    for user in users:
+        if user not in writers:
+            readers.append(user)
+            if writer is not None:
+                yield writer, user
+            continue
+        yield from ((reader, user) for reader in readers)
+        if writer is not None and not readers:
+            yield writer, user
+        writer, readers = user, []
 
 
 def _turn(task: Task) -> tuple[int, int]:

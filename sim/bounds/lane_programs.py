@@ -4,7 +4,8 @@
 Small chunks make many tasks that follow each other without a gap, and one task of their joint length does the same:
 nothing else can tell the difference as long as no lane waits for an inner end, and every inner task may start as soon
 as the one before it has ended.  The latter holds where a task waits for nothing that its lane has not waited for
-before.  It also holds for CPU Adam of a chunk if its gradients have surely arrived when the chunk before it is stepped.
+before.  It also holds for CPU Adam of a chunk if its gradients are guaranteed to have arrived when the chunk before it
+is stepped.
 Take any chunk v stepped before: that began, at the earliest, when v's gradients had arrived.  From then on compute and
 the copies wait for nothing but each other and the gathers of the steps down to the chunk's block.  If all of that takes
 no longer, even at its slowest and one after the other, than CPU Adam from v on, the copy has ended in time.
@@ -58,12 +59,12 @@ class LaneProgram:
     tasks of the iterations before, ``NOTHING`` for no wait."""
 
 
-def copy_programs(traffic: SideLanes, depth: int, slowest: FloatArray) -> tuple[LaneProgram, ...]:
+def copy_programs(side_lanes: SideLanes, depth: int, slowest: FloatArray) -> tuple[LaneProgram, ...]:
     """The programs of all lanes, in their order, with tasks fused.
 
     ``slowest``: the largest slowdown of each lane.
     """
-    work, positions = traffic.work(depth), traffic.positions
+    work, positions = side_lanes.work(depth), side_lanes.positions
     lanes, num_lanes = work.waits, len(work.waits)
     met = {id(column): _is_met(column) for lane in lanes for column in lane.values()}
 
@@ -76,7 +77,7 @@ def copy_programs(traffic: SideLanes, depth: int, slowest: FloatArray) -> tuple[
         return all_met
 
     cpu_joins = joins(CPU_OPTIM)
-    cpu_joins |= _steps_in_time(traffic, slowest)
+    cpu_joins |= _steps_in_time(side_lanes, slowest)
 
     def awaited(other: int) -> list[IntArray]:
         """What waits for tasks of ``other`` for which its lane has not waited before."""
@@ -86,7 +87,7 @@ def copy_programs(traffic: SideLanes, depth: int, slowest: FloatArray) -> tuple[
             if waits is None:
                 continue
             if lane == CPU_OPTIM:
-                # CPU Adam waits for each copy, unless it surely comes in time.
+                # CPU Adam waits for each copy, unless it is guaranteed to come in time.
                 waits = waits[~cpu_joins]
                 found.append(waits[~_is_met(waits)])
             else:
@@ -95,7 +96,7 @@ def copy_programs(traffic: SideLanes, depth: int, slowest: FloatArray) -> tuple[
 
     # Whoever waits for several tasks of a lane in a row: CPU Adam first, since what it waits for depends on it.
     _part(cpu_joins, *awaited(CPU_OPTIM))
-    joined_of = {CPU_OPTIM: cpu_joins, COMPUTE: _compute_joins(traffic, lanes[COMPUTE], met)}
+    joined_of = {CPU_OPTIM: cpu_joins, COMPUTE: _compute_joins(side_lanes, lanes[COMPUTE], met)}
     for lane in range(num_lanes):
         if lane != CPU_OPTIM:
             if lane != COMPUTE:
@@ -120,9 +121,9 @@ def copy_programs(traffic: SideLanes, depth: int, slowest: FloatArray) -> tuple[
     return tuple(fused)
 
 
-def _compute_joins(traffic: SideLanes, waits: Waits, met: dict[int, BoolArray]) -> BoolArray:
+def _compute_joins(side_lanes: SideLanes, waits: Waits, met: dict[int, BoolArray]) -> BoolArray:
     """(L,) whether a compute task waits for nothing new; ``waits``: of steps, and of device Adam."""
-    positions = traffic.positions
+    positions = side_lanes.positions
     joins = np.ones(positions.length, dtype=np.bool_)
     begins = np.zeros(positions.num_steps, dtype=np.bool_)
     for of_step in waits.values():
@@ -133,20 +134,20 @@ def _compute_joins(traffic: SideLanes, waits: Waits, met: dict[int, BoolArray]) 
     return joins
 
 
-def _steps_in_time(traffic: SideLanes, slowest: FloatArray) -> BoolArray:
-    """(Y,) whether a copy has surely ended when CPU Adam has stepped the chunk before; see [Note: Fused tasks]."""
-    residency, rule = traffic.residency, traffic.residency.table.rule
-    in_time = np.zeros(traffic.cpu_length, dtype=np.bool_)
-    is_plain = rule.num_ranks == 1 and not rule.accumulates and not rule.limits_norm
-    if not is_plain or len(traffic.swapped) or len(in_time) < 2:
+def _steps_in_time(side_lanes: SideLanes, slowest: FloatArray) -> BoolArray:
+    """(Y,) whether a copy is guaranteed to have ended when the chunk before is stepped; see [Note: Fused tasks]."""
+    residency, step = side_lanes.residency, side_lanes.residency.table.step
+    in_time = np.zeros(side_lanes.cpu_length, dtype=np.bool_)
+    is_plain = step.num_ranks == 1 and not step.accumulates and not step.limits_norm
+    if not is_plain or len(side_lanes.swapped) or len(in_time) < 2:
         return in_time
-    table, positions, num_blocks = residency.table, traffic.positions, traffic.positions.num_blocks
+    table, positions, num_blocks = residency.table, side_lanes.positions, side_lanes.positions.num_blocks
     first_block = table.first_block[residency.update_chunk]
     offload_s, adam_s = (of_chunk[residency.update_chunk] for of_chunk in (table.offload_s, table.cpu_adam_s))
     blocks = np.arange(num_blocks)
     at = positions.backward(blocks)
-    compute_s = (traffic.compute.seconds[:, at - 1] + traffic.compute.seconds[:, at]).max(axis=0)
-    gather_s = np.bincount(traffic.h2d_step, traffic.h2d_s, minlength=2 * num_blocks)[2 * num_blocks - 1 - blocks]
+    compute_s = (side_lanes.compute.seconds[:, at - 1] + side_lanes.compute.seconds[:, at]).max(axis=0)
+    gather_s = np.bincount(side_lanes.h2d_step, side_lanes.h2d_s, minlength=2 * num_blocks)[2 * num_blocks - 1 - blocks]
     until_s = np.append(0.0, (slowest[COMPUTE] * compute_s + slowest[H2D] * gather_s).cumsum())
     copies_s = slowest[D2H] * offload_s.cumsum()
     ahead_s = adam_s.cumsum() - adam_s + until_s[first_block] - copies_s

@@ -1,4 +1,4 @@
-"""Copies in both directions that surely run side by side.
+"""Copies in both directions that are guaranteed to run side by side.
 
 [Note: Released together]
 A lane *has released* a task when everything that the task waits for has ended and so have the waits of all tasks of
@@ -44,14 +44,14 @@ class Overlaps:
         self._out_s = np.where(table.is_stepped, table.offload_s, 0.0)
 
     def together_s(self, prefix: IntArray, n_buffer: IntArray, depths: IntArray, n_swap: int) -> FloatArray:
-        """(R, n + 1) seconds of H2D work that is surely done beside D2H, of the releases at blocks before each one.
+        """(R, n + 1) seconds of H2D work guaranteed to lie beside D2H, of the releases at blocks before each one.
 
         The first three knobs are (R,).
         """
         found = np.zeros((len(prefix), self._num_blocks + 1))
         # What swaps must have gone in forward: then it holds up neither gradients nor what comes back.
         is_known = n_swap + depths + 1 <= self._num_blocks if n_swap else np.ones(len(depths), dtype=np.bool_)
-        if self._table.rule.micro_batches <= _MOST_MICRO_BATCHES:
+        if self._table.step.micro_batches <= _MOST_MICRO_BATCHES:
             for one in sorted(set(prefix.tolist())):
                 offloaded = np.flatnonzero(self._table.is_offloaded(one))
                 rows = np.flatnonzero((prefix == one) & (n_buffer < len(offloaded)) & is_known)

@@ -72,7 +72,7 @@ class MemoryBounds:
             is_later = kind > 0
             earlier_bytes = stay_bytes if is_later else 0
             # Sharded, gradients are scattered as soon as collectives allow, and may lag no step behind.
-            lags = np.zeros_like(depths) if table.rule.is_sharded else depths
+            lags = np.zeros_like(depths) if table.step.is_sharded else depths
             gradients = self._gradient_bytes(gathered, lags, is_later)
             during_forward = (held[:, None, :] + part.forward[modes]).max(axis=2) + earlier_bytes
             during_backward = held[:, None, None, :] + (gradients[:, None, :] + part.backward[modes])
@@ -132,7 +132,7 @@ class _Part:
 
     @property
     def highest_bytes(self) -> IntArray:
-        """(K,)."""
+        """(K,) the highest of all of them."""
         blocks = np.maximum(self.forward, self.backward).max(axis=1)
         highest: IntArray = np.maximum(np.maximum(blocks, self.turn), np.maximum(self.begin, self.end))
         return highest

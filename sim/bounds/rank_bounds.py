@@ -57,14 +57,14 @@ class RankBounds(TimeBounds):
         super().__init__(table, compute, throughput)
         self._table = table
         self._rank_throughput = RankThroughput.of(contention)
-        rule, collectives = table.rule, table.collectives
+        step, collectives = table.step, table.collectives
         assert collectives is not None, "several ranks have collectives"
         self._cycles = RankCycles(table, collectives, compute, self._sums, self._rank_throughput)
         self._stay_s, self._leave_s = collectives.stay_s, collectives.leave_s
         self._outer_s = collectives.outer_s or 0.0
-        self._norm_s = collectives.norm_s if rule.is_sharded and rule.limits_norm else 0.0
+        self._norm_s = collectives.norm_s if step.is_sharded and step.limits_norm else 0.0
         self._offloaded, self._gathered = (of(table.places.all) for of in (table.is_offloaded, table.is_gathered))
-        micro_batches = rule.micro_batches
+        micro_batches = step.micro_batches
         is_stepped = table.is_stepped
         reduced_s = np.where(self._gathered, micro_batches * self._leave_s, self._stay_s) * is_stepped
         has_sharded_norm = (self._gathered & is_stepped).any(axis=1)
@@ -117,13 +117,13 @@ class RankBounds(TimeBounds):
         found: FloatArray = least_s * _BOUND_FRAC
         return found
 
-    def traffic_s(self, traffic: SideLanes, depths: IntArray, modes: IntArray) -> FloatArray:
+    def side_lanes_s(self, side_lanes: SideLanes, depths: IntArray, modes: IntArray) -> FloatArray:
         """(D, K) bounds by what the lanes really do, and by what compute waits for at every step."""
-        assert isinstance(traffic, RankSideLanes)
-        compute_s = self._sums.compute_s[traffic.residency.prefix, modes]
-        h2d_s, d2h_s, cpu_s = (lane_s.sum() for lane_s in (traffic.h2d_s, traffic.d2h_s, traffic.cpu_s))
-        waited_s = traffic.waited_s(depths) + self._outer_s
-        work = RankWork(compute_s, h2d_s, d2h_s, cpu_s, traffic.collective_s, waited_s)
+        assert isinstance(side_lanes, RankSideLanes)
+        compute_s = self._sums.compute_s[side_lanes.residency.prefix, modes]
+        h2d_s, d2h_s, cpu_s = (lane_s.sum() for lane_s in (side_lanes.h2d_s, side_lanes.d2h_s, side_lanes.cpu_s))
+        waited_s = side_lanes.waited_s(depths) + self._outer_s
+        work = RankWork(compute_s, h2d_s, d2h_s, cpu_s, side_lanes.collective_s, waited_s)
         found: FloatArray = self._rank_throughput.least_s(work) * _BOUND_FRAC
         return found
 

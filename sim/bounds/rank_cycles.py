@@ -4,10 +4,10 @@
 As in [Note: Time bounds] of ``sim/bounds/time_bounds.py`` one period is measured at one place of the compute lane, the
 start of the forward of p or the end of that of q, and cut into stretches.  An all-gather follows its copy and precedes
 the step that the copy was made for, a reduction follows its backward and precedes the copy of the gradients: so where a
-stretch surely holds the copy on both ends, it holds the collective too.  Gradients that stay are reduced between the
-last backward of their chunk and device Adam, whole or, in the last micro-batch, to the parts that stay.  Where chunks
-are sharded over devices, their all-gathers and the reductions of earlier micro-batches are left out here.  From the
-start of the forward of p:
+stretch is guaranteed to hold the copy on both ends, it holds the collective too.  Gradients that stay are reduced
+between the last backward of their chunk and device Adam, whole or, in the last micro-batch, to the parts that stay.
+Where chunks are sharded over devices, their all-gathers and the reductions of earlier micro-batches are left out here.
+From the start of the forward of p:
 
 1. To the end of the last backward of j.
 2. To the end of CPU Adam, which steps p's chunks last: reductions, copies and CPU Adam of gradients of blocks up to j.
@@ -28,8 +28,8 @@ from ..space.chunk_table import ChunkTable
 from ..space.collective_table import CollectiveTable
 from ..space.compute_table import ComputeTable, FloatArray
 from ..space.space import BoolArray, IntArray
+from .cycle import Cycle
 from .rank_throughput import RankThroughput, RankWork
-from .time_bounds import Cycle
 from .work_sums import WorkRows, WorkSums
 
 
@@ -48,7 +48,7 @@ class RankCycles:
         self.links = WorkSums(replace(table, gather_s=collectives.gather_s, offload_s=collectives.leave_s), compute)
         """The same sums with collectives in place of the copies that they follow or precede."""
         self._n_swap = compute.modes.n_swap
-        self._rule = table.rule
+        self._step = table.step
         self._device_adam_s = table.device_adam_s
         self._throughput = throughput
         self._outer_s = collectives.outer_s or 0.0
@@ -146,13 +146,13 @@ class RankCycles:
                 until_adam_s + to_block_s,
                 later_s + copies.last_gathers_s,
                 offload_s,
-                0.0 if self._rule.limits_norm else adam_s,
+                0.0 if self._step.limits_norm else adam_s,
                 all_later_s + reduced_s + links.last_gathers_s + staying_s,
                 self._outer_s,
             )
         )
         around_s = np.zeros(1)
-        if not self._rule.limits_norm:
+        if not self._step.limits_norm:
             # Where the norm is limited, CPU Adam steps the chunks of p first.
             work = RankWork(
                 rows.compute_s(cut, copies.backward(p) + 1), later_s, offload_s, adam_s, all_later_s + reduced_s

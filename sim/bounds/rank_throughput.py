@@ -36,7 +36,7 @@ class RankWork:
     cpu_s: FloatArray | float = 0.0
     collective_s: FloatArray | float = 0.0
     alone_s: FloatArray | float = 0.0
-    """Of collectives, what is surely done while compute rests."""
+    """Of collectives, the part that is guaranteed to lie where compute rests."""
 
 
 @dataclass(frozen=True, eq=False)

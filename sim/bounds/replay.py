@@ -43,7 +43,7 @@ _WORTH_DROPPING: Final = 0.75
 class ReplayPlan:
     """One plan to replay."""
 
-    traffic: SideLanes
+    side_lanes: SideLanes
     depth: int
     """Prefetch depth."""
     mode: int
@@ -55,7 +55,7 @@ class _Programs:
     """The lanes of J plans over several iterations, as stretches of two flat arrays that many lanes may share."""
 
     durations_s: FloatArray
-    """(N,)"""
+    """(N,) seconds of tasks alone on their lanes."""
     waits: tuple[IntArray, ...]
     """(M,) each: how many tasks the lanes of ``WAITS_FOR`` must have ended, since the beginning."""
     first_duration: IntArray
@@ -73,7 +73,7 @@ class Replayer:
         self._compute = compute
         self._slowdowns = _slowdown_table(contention)
         self._known: dict[tuple[int, int], tuple[SideLanes, tuple[LaneProgram, ...]]] = {}
-        """By ``id`` and depth; the traffic itself keeps its id from being reused."""
+        """By ``id`` and depth; the entry keeps the id from being reused."""
 
     def periods_s(self, plans: Sequence[ReplayPlan]) -> FloatArray:
         """(J,) the period of every plan, NaN where it is not periodic after ``MIN_ITERATIONS`` iterations."""
@@ -87,10 +87,10 @@ class Replayer:
         return _periods_s(ends_s, begins, begins + lengths[:, COMPUTE] - 1)
 
     def _copies(self, plan: ReplayPlan) -> tuple[LaneProgram, ...]:
-        key = id(plan.traffic), plan.depth
+        key = id(plan.side_lanes), plan.depth
         known = self._known.get(key)
         if known is None:
-            known = plan.traffic, copy_programs(plan.traffic, plan.depth, self._slowdowns.max(axis=0))
+            known = plan.side_lanes, copy_programs(plan.side_lanes, plan.depth, self._slowdowns.max(axis=0))
             self._known[key] = known
         return known[1]
 
@@ -136,7 +136,7 @@ class _Builder:
 
     def lanes(self, plan: ReplayPlan, copies: tuple[LaneProgram, ...]) -> tuple[_Lane, ...]:
         """The programs of a plan, in the order of ``Lane``; ``copies``: ``copy_programs``."""
-        key = id(plan.traffic), plan.depth
+        key = id(plan.side_lanes), plan.depth
         lengths = np.array([len(program.waits) for program in copies])
         waits_for = WAITS_FOR[len(copies)]
         if key not in self._copies:
@@ -151,7 +151,7 @@ class _Builder:
             )
             self._copies[key] = self._add_waits(compute.waits, lengths[waits_for[COMPUTE]]), lanes
         first_wait, lanes = self._copies[key]
-        seconds = self._compute.iteration_s(plan.mode, plan.traffic.residency.device_adam_s)
+        seconds = self._compute.iteration_s(plan.mode, plan.side_lanes.residency.device_adam_s)
         durations_s = np.add.reduceat(seconds, copies[COMPUTE].begins)
         return (_Lane(int(lengths[COMPUTE]), self._add_durations(durations_s), first_wait), *lanes)
 

@@ -45,8 +45,8 @@ has stepped, and the compute tasks that are left.  The way through CPU Adam is n
 forward of the last of them.  It comes back after the end of the step d + 1 before the backward of that one, and is
 there before the backward of the first.  Compute waits where a copy takes longer than what it computes meanwhile.
 
-*Copies side by side.*  Some of what is gathered again surely travels while gradients leave ([Note: Released together]
-in ``sim/bounds/overlaps.py``); stretches in which these gradients have all left by the end weigh that in.
+*Copies side by side.*  Some gathers for the second time are guaranteed to run while gradients leave ([Note: Released
+together] in ``sim/bounds/overlaps.py``); stretches in which these gradients have all left by the end weigh that in.
 
 Through CPU Adam and compute, the first stretch may be cut once more where the forward of t starts, after the last of
 the first gathers.
@@ -67,12 +67,11 @@ from ..space.chunk_table import ChunkTable
 from ..space.compute_table import ComputeTable, FloatArray
 from ..space.side_lanes import SideLanes
 from ..space.space import IntArray
+from .cycle import NUM_CUTS, Cycle
 from .overlaps import Overlaps
 from .throughput import Throughput
 from .work_sums import WorkRows, WorkSums
 
-_NUM_CUTS: Final = 4
-"""Values of j that are tried, from p to the last block with an update.  Any number is admissible."""
 _BOUND_FRAC: Final = 1 - 1e-5
 """Covers what the simulator tolerates as periodic, and rounding."""
 _NONE: Final = np.zeros(1)
@@ -87,7 +86,7 @@ class _Stretch:
     d2h_s: FloatArray
     cpu_s: FloatArray
     together_s: FloatArray | None = None
-    """Of H2D, what is surely done beside D2H."""
+    """Of H2D, the part that is guaranteed to lie beside D2H."""
 
     @property
     def of_first_cut(self) -> _Stretch:
@@ -107,11 +106,11 @@ class TimeBounds:
         self._weights = throughput.weights
         self._counts_compute = self._weights[:, 0] > 0
         self._of_lanes = self._weights[:, 1:].T.copy()
-        """(3, V)"""
+        """(3, V) weights of H2D, D2H and CPU_OPTIM."""
         self._together = throughput.together
         self._overlaps = Overlaps(table, throughput.least_ratio)
         self._sums = WorkSums(table, compute)
-        self._rule = table.rule
+        self._step = table.step
         self._n_swap = compute.modes.n_swap
 
     def whole_s(self, prefix: IntArray, n_buffer: IntArray, depths: IntArray, modes: IntArray) -> FloatArray:
@@ -127,7 +126,7 @@ class TimeBounds:
         """
         sums = self._sums
         n_swap = int(self._n_swap[modes[0]])
-        if self._rule.num_ranks == 1:
+        if self._step.num_ranks == 1:
             together_s = self._overlaps.together_s(prefix, n_buffer, depths, n_swap)
         else:
             # Their gradients leave after they were reduced, and not when their backward ends.
@@ -147,12 +146,12 @@ class TimeBounds:
                 n_swap,
             )
             cycle = Cycle(rows, depths[is_cycle, None])
-            through_cpu = self._through_norm(cycle) if self._rule.limits_norm else self._through_adam(cycle)
+            through_cpu = self._through_norm(cycle) if self._step.limits_norm else self._through_adam(cycle)
             bound[is_cycle] = np.maximum(bound[is_cycle], np.maximum(through_cpu, self._through_compute(cycle)))
         bound *= _BOUND_FRAC
         return bound
 
-    def traffic_s(self, traffic: SideLanes, depths: IntArray, modes: IntArray) -> FloatArray | float:
+    def side_lanes_s(self, side_lanes: SideLanes, depths: IntArray, modes: IntArray) -> FloatArray | float:
         """(D, K) bounds by what one residency brings about, where these are worth their price: several ranks."""
         return 0.0
 
@@ -283,7 +282,7 @@ class TimeBounds:
         num_stepped = len(sums.stepped) - begin
         if not num_stepped.any():
             return np.zeros((len(rows.row), len(rows.columns)))
-        cuts = begin + np.rint((np.maximum(num_stepped, 1) - 1) * np.linspace(0, 1, _NUM_CUTS)).astype(np.int64)
+        cuts = begin + np.rint((np.maximum(num_stepped, 1) - 1) * np.linspace(0, 1, NUM_CUTS)).astype(np.int64)
         cuts, begin = np.minimum(cuts, len(sums.stepped) - 1), np.minimum(begin, len(sums.stepped) - 1)
         block = sums.stepped_block[cuts]
         until_norm_s = rows.compute_s(1 + block, np.full_like(block, sums.positions.device_adam))
@@ -327,7 +326,7 @@ class TimeBounds:
         serial_s = np.where(is_block, 0.0, cycle.shortest_offload_s) + own[1] + tail_s
         third_s = np.maximum(self._least_s(_Stretch(rest_s, tail_s, *own)), serial_s[..., None])
         bound: FloatArray = (first_s + second_s + third_s).max(axis=1)
-        if self._rule.limits_norm:
+        if self._step.limits_norm:
             # CPU Adam steps the chunks of p first there, and not last.
             bound = np.where(is_block, bound, 0.0)
         return bound
@@ -339,7 +338,7 @@ class TimeBounds:
         """
         weights = self._weights[:, 2:]
         shared = np.minimum(weights[:, None], weights) @ floating.T
-        """(V, V, R)"""
+        """(V, V, R) floating work that two choices of weights share."""
         rows = np.arange(len(floating))[:, None]
         totals = []
         for one, other in ((first, second), (second, first)):
@@ -348,68 +347,3 @@ class TimeBounds:
             totals.append((chosen_s + other + np.moveaxis(shared[best, :, rows], 2, 1)).max(axis=1))
         found: FloatArray = np.maximum(*totals)
         return found
-
-
-class Cycle:
-    """The places of [Note: Time bounds] for plans that offload something; all (R, 1) but the cuts, (R, J)."""
-
-    def __init__(self, rows: WorkRows, depth: IntArray) -> None:
-        sums = rows.sums
-        self.rows = rows
-        self.depth = depth
-        self.first = sums.first[rows.row]
-        span = sums.last[rows.row] - self.first
-        self.cuts = np.rint(self.first + span * np.linspace(0, 1, _NUM_CUTS)).astype(np.int64)
-        self.last_gathered = sums.last_gathered[rows.row]
-        self.last_gathers_s = sums.last_gathers_s[rows.row]
-        self.shortest_offload_s = sums.shortest_offload_s[rows.row]
-
-    def backward(self, block: IntArray) -> IntArray:
-        """The compute position of a block's backward in the last micro-batch."""
-        return self.rows.sums.positions.last_backward(block)
-
-    def gathers_again_s(self, step: IntArray, block: IntArray) -> FloatArray:
-        """Gathers in the last backward for steps from ``step`` on, ended before the backward of ``block`` starts.
-
-        The step of a gather in the last backward is that of the last block's, less the chunk's last block.
-        """
-        return self.rows.gathers_again_s(block, self.rows.sums.positions.num_steps - step)
-
-    def earlier_offloads_s(self, cuts: IntArray) -> FloatArray | float:
-        """Copies of the gradients of all micro-batches but the last one, where they are gone before the cut."""
-        sums = self.rows.sums
-        num_earlier = sums.positions.micro_batches - 1
-        if not num_earlier:
-            return 0.0
-        gone = np.where(self.depth + 1 <= 2 * sums.num_blocks - cuts, num_earlier, num_earlier - 1)
-        earlier_s: FloatArray = gone * sums.offload_s[self.rows.row, -1]
-        return earlier_s
-
-    def outs_s(self, first: IntArray, cuts: IntArray) -> FloatArray:
-        """What swaps, on its way to the host, that begins after the forward of ``first`` and is gone before the cut."""
-        rows, num_blocks = self.rows, self.rows.sums.num_blocks
-        micro_batches = rows.sums.positions.micro_batches
-        is_gone = rows.n_swap + self.depth <= 2 * num_blocks - 1 - cuts
-        begun_s, all_s = rows.outs_s(first, num_blocks), rows.outs_s(0, num_blocks)
-        if micro_batches == 1:
-            return np.where(is_gone, begun_s, 0.0)
-        return begun_s + np.where(is_gone, micro_batches - 1, micro_batches - 2) * all_s
-
-    def fetches_s(self, first: IntArray, cuts: IntArray) -> FloatArray:
-        """Its way back, that begins after the forward of ``first`` and has ended before the backward of the cut."""
-        rows, num_blocks = self.rows, self.rows.sums.num_blocks
-        micro_batches = rows.sums.positions.micro_batches
-        last_s = rows.fetches_s(np.maximum(cuts + 1, first), num_blocks)
-        if micro_batches == 1:
-            return last_s
-        begun_s, all_s = rows.fetches_s(first, num_blocks), rows.fetches_s(0, num_blocks)
-        return begun_s + (micro_batches - 2) * all_s + rows.fetches_s(cuts + 1, num_blocks)
-
-    def later_fetches_s(self, step: IntArray, cuts: IntArray) -> FloatArray:
-        """Its way back for steps from ``step`` on, that has ended before the backward of the cut."""
-        rows, positions = self.rows, self.rows.sums.positions
-        last_s = rows.fetches_s(cuts + 1, positions.num_steps - step)
-        all_s = rows.fetches_s(0, rows.sums.num_blocks)
-        num_between = np.maximum(0, positions.micro_batches - 1 - np.maximum(1, -(-step // (2 * rows.sums.num_blocks))))
-        later_s: FloatArray = last_s + num_between * all_s
-        return later_s

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterable
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -21,6 +22,7 @@ from ...shared.cli.options import (
     ModelName,
     OutputPath,
     SequenceLength,
+    cache_folder,
     command_app,
     examples,
     keep_apart,
@@ -31,7 +33,7 @@ from ...shared.cli.output import show
 from ...shared.cli.report_options import ReportPath, write_report
 from ...shared.schema.advice import Advice
 from ...shared.schema.hardware import Hardware
-from ..questions.advise import Request, check_request, machines_with, search_machine, whole_machines
+from ..questions.advise import AdviceRequest, check_request, machines_with, search_machine, whole_machines
 from ..questions.advise import advise as advise_machines
 from ..space.step_spec import MOST_RANKS, check_shares
 from .options import MaxGradientNorm
@@ -103,11 +105,11 @@ def advise_command(
     named = {f"--hardware {name}": name for name in hardware or ()}
     keep_apart({"--output": output, "--state": state, "--report": report}, {"--model": model, **named})
     machines = _machines(hardware or (*machine_names(), *cluster_names()))
-    request = Request(model, sequence_length, dtype, global_batch, max_gradient_norm, _fingerprint(model))
+    request = AdviceRequest(model, sequence_length, dtype, global_batch, max_gradient_norm, _fingerprint(model))
     numbers = sorted(set(ranks or ()))
     for number in numbers:
         check_shares(global_batch, number)
-    num_parts = check_request(request)
+    num_parts = check_request(request, cache_folder())
     boxes = list(machines.values())
     asked = machines_with(boxes, numbers) if numbers else whole_machines(boxes, num_parts)
     for name in sorted({box.name for box in boxes if hardware} - {one.hardware.name for one in asked}):
@@ -116,7 +118,7 @@ def advise_command(
         found = advise_machines(
             request,
             asked,
-            search_one=search_machine,
+            search_one=partial(search_machine, cache=cache_folder()),
             num_processes=processes or len(os.sched_getaffinity(0)),
             state=state,
             ranks=numbers,

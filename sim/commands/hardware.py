@@ -1,4 +1,4 @@
-"""The command ``hardware``: list and show known machines, probe this one."""
+"""The commands ``hardware`` and ``models``: what the catalogue knows by name, and measuring this machine."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from ...shared.catalogue.machines import (
     machine_names,
     override_hardware,
 )
+from ...shared.catalogue.models import ModelList
 from ...shared.catalogue.parts import (
     host_names,
     host_part,
@@ -35,6 +36,7 @@ from ...shared.schema.hardware import Hardware
 
 hardware = command_app()
 hardware.info.help = "List and show known machines, or probe this one."
+models = command_app()
 
 
 MachineOutput = Annotated[
@@ -153,3 +155,15 @@ def _parts_of(found: Hardware) -> dict[str, str | int | None]:
         "node": None if found.node is None else found.node.name,
         "network": None if found.network is None else found.network.name,
     }
+
+
+@models.command(epilog=examples("protwin models", "protwin models --json"))
+def models_command(as_json: JsonFlag = False) -> None:
+    """List the models of the catalogue, each with its parameters and where its configuration was published."""
+    listed = ModelList.of_catalogue()
+    if as_json:
+        typer.echo(listed.to_json(), nl=False)
+    else:
+        from ...shared.tables.workloads import models_table
+
+        show(models_table(listed))

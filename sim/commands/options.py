@@ -1,19 +1,23 @@
-"""Options of the search commands that say what a step is."""
+"""Options that several commands of this folder share: what a step is, and which ranks take it."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import zip_longest
-from typing import Annotated, Any, Final
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand
 
 from ...shared.basics.errors import PlanError
+from ...shared.basics.units import format_bytes
+from ...shared.catalogue.machines import load_hardware, override_hardware
+from ...shared.cli.options import changes_of, warn
+from ...shared.schema.hardware import Hardware
+from ...shared.schema.plan import ParallelMode, Plan
+from ...shared.schema.record import Record
 from ..space.space import LARGEST_KNOB
-from ..space.step_spec import MOST_MICRO_BATCHES
-
-USUAL: Final = "usual"
-"""Stands for the questions that --what-if asks where it names none."""
+from ..space.step_spec import MOST_MICRO_BATCHES, MOST_RANKS, check_ranks
 
 AllowedSwaps = Annotated[
     list[int] | None,
@@ -35,7 +39,7 @@ MaxGradientNorm = Annotated[
     float | None,
     typer.Option("--max-gradient-norm", metavar="NORM", help="Limit of the norm of all gradients together."),
 ]
-GlobalBatch = Annotated[
+GlobalBatchSize = Annotated[
     int | None,
     typer.Option(
         "--global-batch",
@@ -54,6 +58,43 @@ WhatIfQuestions = Annotated[
         "named, with more, less or faster parts (repeatable).",
     ),
 ]
+NumRanks = Annotated[
+    int | None,
+    typer.Option(
+        "--ranks",
+        metavar="N",
+        min=1,
+        max=MOST_RANKS,
+        help="Devices that train together; all of the machine's with --parallel.",
+    ),
+]
+Parallel = Annotated[
+    ParallelMode | None,
+    typer.Option("--parallel", help="What they do together."),
+]
+Shards = Annotated[
+    int | None,
+    typer.Option(
+        "--n-shard",
+        metavar="N",
+        min=0,
+        help="Chunks, after the persistent ones, that are sharded over the devices; with --parallel sharded.",
+    ),
+]
+AllowedShards = Annotated[
+    list[int] | None,
+    typer.Option(
+        "--n-shard",
+        metavar="N",
+        min=0,
+        max=LARGEST_KNOB,
+        help="Allow this number of chunks that are sharded over the devices, in mode sharded (repeatable).",
+    ),
+]
+AllowedModes = Annotated[
+    list[ParallelMode] | None,
+    typer.Option("--parallel", help="Allow this way of training together (repeatable); all unless given."),
+]
 
 
 class WhatIfCommand(TyperCommand):
@@ -65,6 +106,8 @@ class WhatIfCommand(TyperCommand):
         for this, following in zip_longest(args, args[1:]):
             filled.append(this)
             if this == "--what-if" and (following is None or following.startswith("-")):
+                from ..questions.what_if import USUAL
+
                 filled.append(USUAL)
         return super().parse_args(ctx, filled)
 
@@ -78,3 +121,73 @@ def check_batch(global_batch: int | None, batch_size: int | None, micro_batches:
                 f"--global-batch {global_batch} has the size and the number of micro-batches searched, but "
                 f"{option} {value} fixes one of them. Leave one of the two options out."
             )
+
+
+def with_ranks(
+    plan: Plan,
+    hardware: Hardware,
+    num_ranks: int | None,
+    parallel: ParallelMode | None,
+    n_shard: int | None = None,
+) -> Plan:
+    """``plan`` for so many ranks, in this mode and with so many chunks sharded, each the plan's own if None.
+
+    A mode of several ranks alone takes all devices of the machine, one rank alone is single.
+    Raises PlanError if ranks and mode do not agree; whether mode and shards do, compiling the plan says.
+    """
+    if n_shard is not None:
+        plan = plan.model_copy(update={"n_shard": n_shard})
+    if num_ranks is None and parallel is None:
+        return plan
+    if parallel is None:
+        parallel = ParallelMode.SINGLE if num_ranks == 1 else plan.parallel
+    if num_ranks is None:
+        num_ranks = 1 if parallel is ParallelMode.SINGLE else max(plan.num_ranks, hardware.num_devices)
+    check_ranks(num_ranks, parallel)
+    return plan.model_copy(update={"num_ranks": num_ranks, "parallel": parallel})
+
+
+def ranks_to_search(hardware: Hardware, num_ranks: int | None, parallel: Sequence[ParallelMode]) -> int:
+    """Ranks that a search asks about: as many as are named, all devices if only modes are, else one.
+
+    Raises PlanError if the modes do not go with them.
+    """
+    if num_ranks is None:
+        num_ranks = hardware.num_devices if any(mode is not ParallelMode.SINGLE for mode in parallel) else 1
+    for mode in parallel:
+        check_ranks(num_ranks, mode)
+    return num_ranks
+
+
+def unused_devices(hardware: Hardware, num_ranks: int) -> str | None:
+    """A note on devices that nobody uses; None if all are used."""
+    if num_ranks >= hardware.num_devices:
+        return None
+    number = "one is used" if num_ranks == 1 else f"{num_ranks} are used"
+    return f"{hardware.name} has {hardware.num_devices} devices and {number}. Without --ranks, --parallel takes all."
+
+
+def machine_of(name: str, changes: list[str] | None) -> Hardware:
+    """The machine that ``--hardware`` names, with the changes of ``--set``."""
+    machine = load_hardware(name)
+    wanted = changes_of(changes)
+    return override_hardware(machine, wanted) if wanted else machine
+
+
+def check_budget(budget_bytes: int | None, machine: Hardware) -> None:
+    """Warn of a budget that the device does not have: it is taken as asked for."""
+    usable_bytes = machine.device.usable_bytes
+    if budget_bytes is not None and budget_bytes > usable_bytes:
+        warn(
+            f"the device budget is {format_bytes(budget_bytes)} but {machine.device.name} has "
+            f"{format_bytes(usable_bytes)} for training. For a larger device, use --set device.memory_bytes=SIZE."
+        )
+
+
+def warn_of_memory(record: Record, host_bytes: int) -> None:
+    """Warn of segments or host memory that do not fit although all that the plan allocates does."""
+    from ...shared.tables.memory import allocator_warning, host_warning
+
+    for message in (allocator_warning(record), host_warning(record, host_bytes)):
+        if message is not None:
+            warn(message)

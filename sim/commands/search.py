@@ -1,19 +1,15 @@
-"""The commands of this folder: ``search``, ``simulate`` and ``hardware``."""
+"""The command ``search``: the fastest plan of a model on a machine, without the machine."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ...shared.basics.documents import write_atomically
 from ...shared.basics.errors import InfeasibleError
 from ...shared.basics.gc_pause import gc_paused
 from ...shared.basics.progress import progress_bar
-from ...shared.basics.units import format_bytes
-from ...shared.catalogue.machines import load_hardware, override_hardware
 from ...shared.catalogue.models import model_names
 from ...shared.cli.exits import report_interruption
 from ...shared.cli.options import (
@@ -32,9 +28,7 @@ from ...shared.cli.options import (
     NoCacheFlag,
     OutputPath,
     SequenceLength,
-    TimelinePath,
     cache_folder,
-    changes_of,
     command_app,
     examples,
     keep_apart,
@@ -47,46 +41,39 @@ from ...shared.cli.report_options import ReportPath, write_report
 from ...shared.compile.compile import compile_schedule
 from ...shared.schema.calibration import Calibration
 from ...shared.schema.hardware import Hardware
-from ...shared.schema.plan import ParallelMode, Plan
-from ...shared.schema.record import Record
-from ...shared.schema.schedule import Schedule
 from ...shared.schema.search_result import BatchSearchResult, SearchResult
 from ...shared.schema.workload import Workload
 from ...shared.workloads.source import resolve_workload, saved_sizes
-from ..engine.simulator import simulate as simulate_plan
-from ..memory.rank_memory import rank_device_bytes, rank_host_bytes
+from ..memory.libraries import rank_host_bytes
+from ..searching.request import GlobalBatch, SearchRequest, Step
+from ..searching.search import search_batches
 from ..space.space import LARGEST_KNOB, SearchSpace
-from ..space.step_spec import SEVERAL, StepSpec, check_shares
-from .hardware import hardware
+from ..space.step_spec import SEVERAL, check_shares
 from .options import (
-    USUAL,
+    AllowedModes,
+    AllowedShards,
     AllowedSwaps,
-    GlobalBatch,
+    GlobalBatchSize,
     MaxGradientNorm,
     MicroBatches,
+    NumRanks,
     WhatIfCommand,
     WhatIfQuestions,
     check_batch,
-)
-from .rank_options import (
-    AllowedModes,
-    AllowedShards,
-    NumRanks,
-    Parallel,
-    Shards,
+    check_budget,
+    machine_of,
     ranks_to_search,
     unused_devices,
-    with_ranks,
+    warn_of_memory,
 )
 
 if TYPE_CHECKING:
     from ...shared.report.page import Report
-    from ..questions.what_if import Question, Setting
+    from ..questions.what_if import Question
 
-__all__ = ["hardware", "search", "simulate"]
+__all__ = ["search"]
 
 search = command_app()
-simulate = command_app()
 
 
 @search.command(
@@ -152,7 +139,7 @@ def search_command(
     n_swap: AllowedSwaps = None,
     micro_batches: MicroBatches = None,
     max_gradient_norm: MaxGradientNorm = None,
-    global_batch: GlobalBatch = None,
+    global_batch: GlobalBatchSize = None,
     num_ranks: NumRanks = None,
     parallel: AllowedModes = None,
     questions: WhatIfQuestions = None,
@@ -171,11 +158,11 @@ def search_command(
         {"--output": output, "--report": report},
         {"--model": model, "--hardware": hardware, "--calibration": calibration},
     )
-    machine = _machine(hardware, changes)
-    _check_budget(device_budget_bytes, machine)
-    factors = _calibration(calibration)
-    ranks = ranks_to_search(machine, num_ranks, parallel or ())
-    if (unused := unused_devices(machine, ranks)) is not None:
+    machine = machine_of(hardware, changes)
+    check_budget(device_budget_bytes, machine)
+    factors = Calibration.load(calibration) if calibration is not None else None
+    num_ranks = ranks_to_search(machine, num_ranks, parallel or ())
+    if (unused := unused_devices(machine, num_ranks)) is not None:
         warn(unused)
     what_ifs = _what_ifs(questions, machine, factors)
     allowed = {
@@ -201,214 +188,86 @@ def search_command(
             device_kind=machine.device.kind,
         )
 
-    modes = tuple(parallel or ()) or SEVERAL
-
-    def setting_at(workload: Workload, mode: ParallelMode, micro_batches: int) -> Setting:
-        """What is asked, once there is a workload."""
-        from ..questions.what_if import Batches, Setting
-
-        rule = StepSpec(micro_batches, max_gradient_norm, mode, ranks)
-        sizes = saved_sizes(model, global_batch, ranks) if global_batch is not None else None
-        batches = None if global_batch is None else Batches(workload_at, global_batch, sizes)
-        budget = device_budget_bytes
-        return Setting(workload, machine, factors, budget, space=space, rule=rule, modes=modes, batches=batches)
-
-    last_mode = ParallelMode.SINGLE if ranks == 1 else modes[-1]
     with progress_bar("searching") as on_progress:
-        found: SearchResult | BatchSearchResult
-        asked: dict[str, Any] = {
-            "device_budget_bytes": device_budget_bytes,
-            "space": space,
-            "max_gradient_norm": max_gradient_norm,
-            "on_progress": on_progress,
-            "keep_interrupted": True,
-        } | ({"num_ranks": ranks, "parallel": modes} if ranks > 1 else {})
-        if global_batch is None:
-            workload = workload_at(batch_size)
-            if what_ifs is not None:  # a question that cannot be answered is told at once
-                what_ifs(setting_at(workload, last_mode, micro_batches or 1))
-            try:
-                search_plans = _search_of(ranks)
-                result = found = search_plans(workload, machine, factors, micro_batches=micro_batches or 1, **asked)
-            except InfeasibleError as error:
-                setting = setting_at(workload, last_mode, micro_batches or 1)
-                sized = workload_at if model in model_names() else None
-                raise InfeasibleError(f"{error}{_what_fits_instead(setting, sized)}") from error
-        else:
-            check_shares(global_batch, ranks)
-            sizes = saved_sizes(model, global_batch, ranks)
-            if what_ifs is not None:
-                size = sizes[0] if sizes else 1
-                what_ifs(setting_at(workload_at(size), last_mode, 1))
-            found = _batch_search_of(ranks)(
-                workload_at, global_batch, machine, factors, micro_batch_sizes=sizes, **asked
-            )
-            result, workload = found.result, workload_at(found.micro_batch_size)
-        is_interrupted = result.certificate.is_interrupted
-        if what_ifs is not None and not is_interrupted:
+        request = SearchRequest(
+            workload=workload_at(batch_size)
+            if global_batch is None
+            else _global_batch(model, global_batch, num_ranks, workload_at),
+            hardware=machine,
+            calibration=factors,
+            device_budget_bytes=device_budget_bytes,
+            space=space,
+            step=Step(
+                micro_batches=micro_batches or 1,
+                max_gradient_norm=max_gradient_norm,
+                num_ranks=num_ranks,
+                modes=tuple(parallel or ()) or SEVERAL,
+            ),
+        )
+        asked = what_ifs(request)  # a question that cannot be answered is told at once
+        try:
+            found = search_batches(request, on_progress=on_progress, keep_interrupted=True)
+        except InfeasibleError as error:
+            if global_batch is not None:
+                raise
+            sized = workload_at if model in model_names() else None
+            raise InfeasibleError(f"{error}{_what_fits_instead(request, sized)}") from error
+        is_interrupted = found.result.certificate.is_interrupted
+        if asked and not is_interrupted:
             from ..questions.what_if import what_if
 
-            setting = setting_at(workload, result.plan.parallel, result.plan.micro_batches)
-            answers = what_if(setting, result.prediction.iteration_s, what_ifs(setting), on_progress=on_progress)
-            result = result.model_copy(update={"what_if": answers})
-            found = result if isinstance(found, SearchResult) else found.model_copy(update={"result": result})
-    _warn_of_memory(result.prediction, rank_host_bytes(machine, result.plan.num_ranks))
+            answers = what_if(request, found.result.prediction.iteration_s, asked, on_progress=on_progress)
+            found = found.model_copy(update={"result": found.result.model_copy(update={"what_if": answers})})
+    result, document = found.result, found.result if global_batch is None else found
+    warn_of_memory(result.prediction, rank_host_bytes(machine, result.plan.num_ranks))
     if not is_interrupted:
         if output is not None:
             result.plan.save(output)
-        write_report(report, lambda: _search_report(found, workload))
+        workload = request.workload
+        best = workload if isinstance(workload, Workload) else workload.workload_at(found.micro_batch_size)
+        write_report(report, lambda: _report(document, best))
     if as_json:
-        typer.echo(found.to_json(), nl=False)
+        typer.echo(document.to_json(), nl=False)
     else:
         from ...shared.tables.search import batch_tables, search_tables
 
-        show(search_tables(found) if isinstance(found, SearchResult) else batch_tables(found))
+        show(search_tables(document) if isinstance(document, SearchResult) else batch_tables(document))
     if is_interrupted:
         raise typer.Exit(report_interruption())
 
 
-@simulate.command(
-    epilog=examples(
-        "protwin simulate --plan plan.json --model gpt2 --hardware rtx-3090 --batch-size 8 --sequence-length 1024",
-        "protwin simulate --plan plan.json --model workload.json --hardware machine.toml --output predicted.json",
-        "protwin simulate --plan plan.json --model model.json --hardware h100-80gb-x8 --parallel sharded",
-    )
-)
-@gc_paused()
-def simulate_command(
-    plan: Annotated[Path, typer.Option("--plan", metavar="FILE", help="What to simulate.")],
-    model: ModelName,
-    hardware: HardwareName,
-    batch_size: BatchSize = None,
-    sequence_length: SequenceLength = None,
-    dtype: DTypeName = None,
-    lora_rank: LoraRank = None,
-    lora_targets: LoraTargets = None,
-    frozen: FrozenParts = None,
-    autocast: AutocastName = None,
-    changes: HardwareChanges = None,
-    device_budget_bytes: DeviceBudget = None,
-    calibration: CalibrationPath = None,
-    num_ranks: NumRanks = None,
-    parallel: Parallel = None,
-    n_shard: Shards = None,
-    timeline: TimelinePath = None,
-    output: OutputPath = None,
-    report: ReportPath = None,
-    as_json: JsonFlag = False,
-    no_cache: NoCacheFlag = False,
-) -> None:
-    """Predict time and memory of one plan.
-
-    --output writes the record, which protwin compare lays beside a measured one.  --parallel, --ranks and --n-shard, in
-    place of the plan's own, ask about several devices of the machine.
-    """
-    keep_apart(
-        {"--output": output, "--timeline": timeline, "--report": report},
-        {"--plan": plan, "--model": model, "--hardware": hardware, "--calibration": calibration},
-    )
-    machine = _machine(hardware, changes)
-    chosen = with_ranks(Plan.load(plan), machine, num_ranks, parallel, n_shard)
-    _check_budget(device_budget_bytes, machine)
-    factors = _calibration(calibration)
-    workload = resolve_workload(
-        model,
-        batch_size=batch_size,
-        sequence_length=sequence_length,
-        dtype=dtype,
-        cache=None if no_cache else cache_folder(),
-        warn=warn,
-        options=options_of(lora_rank, lora_targets, frozen, autocast),
-        device_kind=machine.device.kind,
-    )
-    with progress_bar("simulating") as on_progress:
-        schedule = compile_schedule(chosen, workload)
-        record = simulate_plan(chosen, workload, machine, factors, schedule=schedule, on_progress=on_progress)
-    budget_bytes = device_budget_bytes or rank_device_bytes(machine, chosen.num_ranks)
-    if (unused := unused_devices(machine, chosen.num_ranks)) is not None:
-        warn(unused)
-    if record.guaranteed_peak_device_bytes > budget_bytes:
-        warn(
-            f"this plan may need {format_bytes(record.guaranteed_peak_device_bytes)} of device memory but the budget "
-            f"is {format_bytes(budget_bytes)}."
-        )
-    _warn_of_memory(record, rank_host_bytes(machine, chosen.num_ranks))
-    if output is not None:
-        record.save(output)
-    if timeline is not None:
-        from ...shared.records.chrome_trace import chrome_trace
-
-        write_atomically(timeline, chrome_trace({"simulated": record}, schedule=schedule))
-    write_report(report, lambda: _simulation_report(record, schedule, budget_bytes))
-    if as_json:
-        typer.echo(record.to_json(), nl=False)
-    else:
-        from ...shared.tables.record import record_tables
-
-        show(record_tables(record))
+def _global_batch(model: str, num_samples: int, num_ranks: int, workload_at: Callable[[int], Workload]) -> GlobalBatch:
+    """The batch, with the one size that a saved workload has.  Raises PlanError if the ranks cannot share it."""
+    check_shares(num_samples, num_ranks)
+    sizes = saved_sizes(model, num_samples, num_ranks)
+    return GlobalBatch(num_samples=num_samples, workload_at=workload_at, micro_batch_sizes=sizes)
 
 
-def _search_of(num_ranks: int) -> Callable[..., SearchResult]:
-    if num_ranks == 1:
-        from ..searching.search import search
-
-        return search
-    from ..searching.rank_search import search_ranks
-
-    return search_ranks
-
-
-def _batch_search_of(num_ranks: int) -> Callable[..., BatchSearchResult]:
-    if num_ranks == 1:
-        from ..searching.batch_search import search_batches
-
-        return search_batches
-    from ..searching.rank_batches import search_rank_batches
-
-    return search_rank_batches
-
-
-def _what_fits_instead(setting: Setting, workload_at: Callable[[int], Workload] | None) -> str:
-    """What of less or of more devices fits where the plans that were asked about do not, in words."""
+def _what_fits_instead(request: SearchRequest, workload_at: Callable[[int], Workload] | None) -> str:
+    """A smaller batch or more devices that fit where the plans that were asked about do not, in words."""
     from ..questions.what_if import fewest_ranks, largest_batch
 
-    batch_size = largest_batch(setting, workload_at) if workload_at is not None else None
+    batch_size = largest_batch(request, workload_at) if workload_at is not None else None
     smaller = f" A batch of {batch_size} fits as things are." if batch_size is not None else ""
-    num_ranks = fewest_ranks(setting) if setting.num_ranks > 1 else None
+    num_ranks = fewest_ranks(request) if request.step.num_ranks > 1 else None
     more = f" A plan of {num_ranks} ranks fits this machine." if num_ranks is not None else ""
     return smaller + more
 
 
-def _machine(name: str, changes: list[str] | None) -> Hardware:
-    machine = load_hardware(name)
-    wanted = changes_of(changes)
-    return override_hardware(machine, wanted) if wanted else machine
-
-
 def _what_ifs(
     wanted: list[str] | None, machine: Hardware, factors: Calibration | None
-) -> Callable[[Setting], list[Question]] | None:
-    """What is to be asked once there is a best plan; None where nothing is."""
+) -> Callable[[SearchRequest], list[Question]]:
+    """Checks the names of what-if questions; gives the questions about a request."""
     if not wanted:
-        return None
-    from ..questions.what_if import questions
+        return lambda request: []
+    from ..questions.what_if import USUAL, questions
     from ..questions.what_if_machines import changed_machines, part_questions
 
     machines = changed_machines(wanted, machine, factors)
-    return lambda setting: [*(questions(setting) if USUAL in wanted else ()), *part_questions(setting, machines)]
+    return lambda request: [*(questions(request) if USUAL in wanted else ()), *part_questions(request, machines)]
 
 
-def _check_budget(budget_bytes: int | None, machine: Hardware) -> None:
-    """Warn of a budget that the device does not have: it is taken as asked for."""
-    usable_bytes = machine.device.usable_bytes
-    if budget_bytes is not None and budget_bytes > usable_bytes:
-        warn(
-            f"the device budget is {format_bytes(budget_bytes)} but {machine.device.name} has "
-            f"{format_bytes(usable_bytes)} for training. For a larger device, use --set device.memory_bytes=SIZE."
-        )
-
-
-def _search_report(found: SearchResult | BatchSearchResult, workload: Workload) -> Report:
+def _report(found: SearchResult | BatchSearchResult, workload: Workload) -> Report:
     from ...shared.report.report import Facts, report
 
     result = found if isinstance(found, SearchResult) else found.result
@@ -419,23 +278,3 @@ def _search_report(found: SearchResult | BatchSearchResult, workload: Workload) 
         search=found,
     )
     return report(f"{result.model_name} on {result.hardware_name}: the plan that was found", facts)
-
-
-def _simulation_report(record: Record, schedule: Schedule, budget_bytes: int) -> Report:
-    from ...shared.report.report import Facts, report
-
-    facts = Facts(predicted=record, budget_bytes=budget_bytes, schedule=schedule)
-    return report(f"{record.model_name} on {record.hardware_name}: a plan, simulated", facts)
-
-
-def _warn_of_memory(record: Record, host_bytes: int) -> None:
-    """Warn of segments or host memory that do not fit although all that the plan allocates does."""
-    from ...shared.tables.memory import allocator_warning, host_warning
-
-    for message in (allocator_warning(record), host_warning(record, host_bytes)):
-        if message is not None:
-            warn(message)
-
-
-def _calibration(path: Path | None) -> Calibration | None:
-    return Calibration.load(path) if path is not None else None

@@ -1,4 +1,4 @@
-"""The lanes of a schedule as SimPy processes.
+"""The lanes of a schedule as SimPy processes, of one group of equal ranks or of several unlike ones in one world.
 
 [Note: When time passes]
 Nothing happens in this world but tasks that end, and what follows from that at the same instant.  So between two
@@ -10,6 +10,17 @@ stale, no process is interrupted, and a task costs one event, two if some lane w
 [Note: Waits are places in programs]
 Every lane runs its tasks in order, so "task t of this iteration has ended" says that its lane has come past t's place.
 What a task waits for is thus one number per other lane: how many of its tasks, since the beginning, must have ended.
+
+[Note: Where groups meet]
+One rank stands for all ranks of its group.  Of several groups each has lanes of its own, but for the lane of
+collectives, which is one for all: its next task begins when the last group has ended what it waits for, and ends for
+all at once.  It takes as long as in the slowest group, and progresses at the pace of the group that slows it most.  A
+group that waits for the others draws on nothing meanwhile.  One group alone meets nobody, and its collectives are a
+lane like any other.
+
+Rates of a group change with its own tasks and with those of all together, so each instant looks at the groups in which
+something has changed, and at the first end of every other one.  An iteration costs O(groups * tasks) events, and one
+comparison per group at each of them.
 """
 
 from __future__ import annotations
@@ -27,6 +38,7 @@ from ...shared.schema.schedule import Lane, Schedule, Task
 from ..costs.contention import ContentionModel
 
 _LANES: Final = tuple(Lane)
+_COLLECTIVE: Final = _LANES.index(Lane.COLLECTIVE)
 _NEVER: Final = -(2**62)
 SIMULTANEOUS: Final = 1 + 1e-12
 """Ends closer than this, as a ratio, are one instant: rounding must not part what the schedule puts side by side."""
@@ -53,105 +65,208 @@ class End(Event):
 
 
 class LaneProcesses:
-    """A schedule in motion: every lane runs its program, iteration after iteration.
+    """A schedule in motion: every lane of every group runs its program, iteration after iteration.
 
-    ``starts_s`` and ``ends_s`` grow as tasks start and end: per lane (in the order of ``Lane``), task by task.
+    ``durations_s``, ``contentions``: of each group.
     """
 
-    def __init__(self, schedule: Schedule, durations_s: Sequence[float], contention: ContentionModel) -> None:
+    def __init__(
+        self, schedule: Schedule, durations_s: Sequence[Sequence[float]], contentions: Sequence[ContentionModel]
+    ) -> None:
         self._schedule = schedule
-        self._programs = programs_of(schedule, durations_s)
-        self._lengths = [len(program) for program in self._programs]
-        self.starts_s: list[list[float]] = [[] for _ in _LANES]
-        self.ends_s: list[list[float]] = [[] for _ in _LANES]
-
-        self._environment = Environment()
-        self._ended = [0] * len(_LANES)
-        self._waiting: list[list[tuple[int, Event]]] = [[] for _ in _LANES]
-        self._running = 0
-        """Lanes that hold themselves for a task, as bits."""
-        self._end: list[End | None] = [None] * len(_LANES)
-        self._end_s = [0.0] * len(_LANES)
-        self._slowdown = [1.0] * len(_LANES)
-        self._busy_lanes = [lane for lane, length in enumerate(self._lengths) if length]
-        self._slowdowns = slowdowns_by_mask(contention, self._busy_lanes)
-        self._awake = len(self._busy_lanes)
+        busy = [lane for lane, name in enumerate(_LANES) if schedule.lanes[name]]
+        self._busy_lanes = busy
+        together = _COLLECTIVE if len(durations_s) > 1 and _COLLECTIVE in busy else None
+        own = [lane for lane in busy if lane != together]
+        self.environment = Environment()
+        self.groups = [
+            GroupLanes(self, programs_of(schedule, durations), _slowdowns_by_mask(contention, busy, together))
+            for durations, contention in zip(durations_s, contentions, strict=True)
+        ]
         self.num_iterations = 0
         """Iterations that every lane has completed."""
-        self._iteration_ends = self._environment.event()
-        for lane in self._busy_lanes:
-            self._environment.process(self._run_lane(lane))
+        self._iteration_ends = self.environment.event()
+        self._together_runs = False
+        self._awake = len(self.groups) * len(own) + (together is not None)
+        for group in self.groups:
+            for lane in own:
+                self.environment.process(group.run_lane(lane))
+        if together is not None:
+            self.environment.process(self._run_together())
 
     def run_iteration(self) -> None:
         """Let time pass until every lane has completed one more iteration.
 
         Raises ScheduleError if the lanes wait for each other.
         """
-        self._environment.run(until=self._iteration_ends)
+        self.environment.run(until=self._iteration_ends)
 
-    def _run_lane(self, lane: int) -> Generator[Event, float, None]:
-        """Carry out the lane's program over and over."""
-        lengths, ended = self._lengths, self._ended
-        starts_s, ends_s = self.starts_s[lane], self.ends_s[lane]
+    def _run_together(self) -> Generator[Event, float, None]:
+        """Carry out what several groups do together: each task when the last of them has come to it.
+
+        The first group keeps the running task; starts and ends are noted in all.
+        """
+        groups = self.groups
         now_s = 0.0
         for iteration in count():
-            for stint in self._programs[lane]:
-                for other, place in stint.waits:
-                    target = place + iteration * lengths[other]
-                    if ended[other] < target:
-                        now_s = yield self._until_ended(other, target)
-                starts_s.append(now_s)
-                now_s = yield self._hold(lane, stint.duration_s, now_s)
-                ends_s.append(now_s)
-                self._tell_ended(lane, now_s)
+            for tasks in zip(*(group.programs[_COLLECTIVE] for group in groups), strict=True):
+                for group, task in zip(groups, tasks, strict=True):
+                    for other, place in task.waits:
+                        target = place + iteration * group.lengths[other]
+                        if group.ended[other] < target:
+                            now_s = yield group.until_ended(other, target)
+                for group in groups:
+                    group.starts_s[_COLLECTIVE].append(now_s)
+                    group.running |= 1 << _COLLECTIVE
+                    group.has_changed = True
+                self._together_runs = True
+                now_s = yield groups[0].hold(_COLLECTIVE, max(task.duration_s for task in tasks), now_s)
+                for group in groups:
+                    group.ends_s[_COLLECTIVE].append(now_s)
+                    group.tell_ended(_COLLECTIVE, now_s)
 
-    def _until_ended(self, other: int, target: int) -> Event:
-        """Fall asleep until lane ``other`` has ended ``target`` tasks."""
-        event = self._environment.event()
-        self._waiting[other].append((target, event))
-        self._fall_asleep()
-        return event
+    def wake(self, num_lanes: int = 1) -> None:
+        """So many sleeping lanes go on at this instant."""
+        self._awake += num_lanes
 
-    def _hold(self, lane: int, duration_s: float, now_s: float) -> Event:
-        """Fall asleep until the lane's task has made ``duration_s`` of progress."""
-        end = self._end[lane] = End(self._environment)
-        self._end_s[lane] = now_s + duration_s
-        self._slowdown[lane] = 1.0
-        self._running |= 1 << lane
-        self._fall_asleep()
-        return end
-
-    def _tell_ended(self, lane: int, now_s: float) -> None:
-        """Count the end of the lane's task and wake whoever waits for it."""
-        ended = self._ended[lane] = self._ended[lane] + 1
-        if self._waiting[lane]:
-            still_waiting = []
-            for target, event in self._waiting[lane]:
-                if target <= ended:
-                    self._awake += 1
-                    event.succeed(now_s)
-                else:
-                    still_waiting.append((target, event))
-            self._waiting[lane] = still_waiting
-        if ended % self._lengths[lane] == 0 and self._completed_iterations() > self.num_iterations:
-            self.num_iterations += 1
-            self._iteration_ends.succeed()
-            self._iteration_ends = self._environment.event()
-
-    def _completed_iterations(self) -> int:
-        return min(self._ended[lane] // self._lengths[lane] for lane in self._busy_lanes)
-
-    def _fall_asleep(self) -> None:
+    def fall_asleep(self) -> None:
+        """The lane that runs goes to sleep; time passes when it was the last one awake."""
         self._awake -= 1
         if self._awake == 0:
             self._let_time_pass()
 
+    def complete_iteration(self) -> None:
+        """A lane has completed an iteration; it may have been the last one."""
+        completed = min(group.ended[lane] // group.lengths[lane] for group in self.groups for lane in self._busy_lanes)
+        if completed > self.num_iterations:
+            self.num_iterations += 1
+            self._iteration_ends.succeed()
+            self._iteration_ends = self.environment.event()
+
     def _let_time_pass(self) -> None:
-        """Apply the rates of the lanes that now run, and queue the ends that come first."""
-        members, slowdowns = self._slowdowns[self._running]
-        if not members:
+        """Apply the rates of what now runs, and queue the ends that come first."""
+        now_s = self.environment.now
+        first_s = inf
+        for group in self.groups:
+            # A group in which nothing has begun or ended keeps its rates, and the first of its ends.
+            if group.has_changed:
+                group.apply_rates(now_s)
+            if group.first_s < first_s:
+                first_s = group.first_s
+        if self._together_runs:
+            # What all do together is slowed by each group's own tasks: it keeps to the slowest.
+            keeper = self.groups[0]
+            keeper.slow(
+                _COLLECTIVE, max(group.slowdowns[group.running][1][_COLLECTIVE] for group in self.groups), now_s
+            )
+            first_s = min(first_s, keeper.end_s[_COLLECTIVE])
+        if first_s == inf:
             raise ScheduleError(self._deadlock())
-        now_s, end_s, current = self._environment.now, self._end_s, self._slowdown
+        # Rounding must not part ends that the schedule puts side by side: all up to here are one instant.
+        last_s = first_s * SIMULTANEOUS
+        delay_s = max(0.0, first_s - now_s)
+        for group in self.groups:
+            if group.first_s <= last_s:
+                self._awake += group.finish(last_s, now_s + delay_s, delay_s)
+        if self._together_runs and keeper.end_s[_COLLECTIVE] <= last_s:
+            keeper.finish_task(_COLLECTIVE, now_s + delay_s, delay_s)
+            self._awake += 1
+            self._together_runs = False
+            for group in self.groups:
+                group.running &= ~(1 << _COLLECTIVE)
+                group.has_changed = True
+
+    def _deadlock(self) -> str:
+        stuck = [self._next_task(lane).name for lane in self._busy_lanes]
+        return f"the schedule deadlocks: {', '.join(stuck)} wait for each other. Compile it again from its plan."
+
+    def _next_task(self, lane: int) -> Task:
+        program = self._schedule.lanes[_LANES[lane]]
+        return self._schedule.tasks[program[self.groups[0].ended[lane] % len(program)]]
+
+
+class GroupLanes:
+    """The lanes of one group of equal ranks in the world of ``lanes``.
+
+    ``starts_s`` and ``ends_s`` grow as tasks start and end: per lane (in the order of ``Lane``), task by task.
+    """
+
+    def __init__(self, lanes: LaneProcesses, programs: list[list[LaneTask]], slowdowns: dict[int, _Slowdowns]) -> None:
+        self._lanes = lanes
+        self._environment = lanes.environment
+        self.programs = programs
+        self.lengths = [len(program) for program in programs]
+        self.slowdowns = slowdowns
+        """Of every set of running lanes, as bits."""
+        self.starts_s: list[list[float]] = [[] for _ in _LANES]
+        self.ends_s: list[list[float]] = [[] for _ in _LANES]
+        self.ended = [0] * len(_LANES)
+        """Tasks of each lane that have ended."""
+        self._waiting: list[list[tuple[int, Event]]] = [[] for _ in _LANES]
+        """By the lane that is waited for: how many of its tasks must have ended, and the event of the waiting lane."""
+        self.running = 0
+        """Lanes that hold themselves for a task, as bits."""
+        self.has_changed = True
+        """Whether ``running`` has changed since rates were applied."""
+        self.first_s = inf
+        """When the first running task ends, what all groups do together aside."""
+        self._end: list[End | None] = [None] * len(_LANES)
+        self.end_s = [0.0] * len(_LANES)
+        """When each running task ends if nothing changes."""
+        self._slowdown = [1.0] * len(_LANES)
+
+    def run_lane(self, lane: int) -> Generator[Event, float, None]:
+        """Carry out the lane's program over and over."""
+        lengths, ended = self.lengths, self.ended
+        starts_s, ends_s = self.starts_s[lane], self.ends_s[lane]
+        now_s = 0.0
+        for iteration in count():
+            for task in self.programs[lane]:
+                for other, place in task.waits:
+                    target = place + iteration * lengths[other]
+                    if ended[other] < target:
+                        now_s = yield self.until_ended(other, target)
+                starts_s.append(now_s)
+                now_s = yield self.hold(lane, task.duration_s, now_s)
+                ends_s.append(now_s)
+                self.tell_ended(lane, now_s)
+
+    def until_ended(self, other: int, target: int) -> Event:
+        """Fall asleep until lane ``other`` has ended ``target`` tasks."""
+        event = self._environment.event()
+        self._waiting[other].append((target, event))
+        self._lanes.fall_asleep()
+        return event
+
+    def hold(self, lane: int, duration_s: float, now_s: float) -> Event:
+        """Fall asleep until the lane's task has made ``duration_s`` of progress."""
+        end = self._end[lane] = End(self._environment)
+        self.end_s[lane] = now_s + duration_s
+        self._slowdown[lane] = 1.0
+        self.running |= 1 << lane
+        self.has_changed = True
+        self._lanes.fall_asleep()
+        return end
+
+    def tell_ended(self, lane: int, now_s: float) -> None:
+        """Count the end of the lane's task and wake whoever waits for it."""
+        ended = self.ended[lane] = self.ended[lane] + 1
+        if self._waiting[lane]:
+            still_waiting = []
+            for target, event in self._waiting[lane]:
+                if target <= ended:
+                    self._lanes.wake()
+                    event.succeed(now_s)
+                else:
+                    still_waiting.append((target, event))
+            self._waiting[lane] = still_waiting
+        if ended % self.lengths[lane] == 0:
+            self._lanes.complete_iteration()
+
+    def apply_rates(self, now_s: float) -> None:
+        """Bring the running tasks up to date, and find the one that ends first."""
+        members, slowdowns = self.slowdowns[self.running]
+        end_s, current = self.end_s, self._slowdown
         first_s = inf
         for lane in members:
             slowdown = slowdowns[lane]
@@ -160,22 +275,32 @@ class LaneProcesses:
                 current[lane] = slowdown
             if end_s[lane] < first_s:
                 first_s = end_s[lane]
-        delay_s = max(0.0, first_s - now_s)
-        for lane in members:
-            if end_s[lane] <= first_s * SIMULTANEOUS:
-                end = self._end[lane]
-                assert end is not None
-                end.comes_at(now_s + delay_s, delay_s)
-                self._running &= ~(1 << lane)
-                self._awake += 1
+        self.first_s = first_s
+        self.has_changed = False
 
-    def _deadlock(self) -> str:
-        stuck = [self._next_task(lane).name for lane in self._busy_lanes]
-        return f"the schedule deadlocks: {', '.join(stuck)} wait for each other. Compile it again from its plan."
+    def slow(self, lane: int, slowdown: float, now_s: float) -> None:
+        """The lane's task goes on with this slowdown."""
+        current = self._slowdown[lane]
+        if slowdown != current:
+            self.end_s[lane] = now_s + (self.end_s[lane] - now_s) * (slowdown / current)
+            self._slowdown[lane] = slowdown
 
-    def _next_task(self, lane: int) -> Task:
-        program = self._schedule.lanes[_LANES[lane]]
-        return self._schedule.tasks[program[self._ended[lane] % len(program)]]
+    def finish(self, last_s: float, time_s: float, delay_s: float) -> int:
+        """Queue the ends of all tasks that end up to ``last_s``; how many they are."""
+        num_finished = 0
+        for lane in self.slowdowns[self.running][0]:
+            if self.end_s[lane] <= last_s:
+                self.finish_task(lane, time_s, delay_s)
+                num_finished += 1
+        return num_finished
+
+    def finish_task(self, lane: int, time_s: float, delay_s: float) -> None:
+        """Queue the end of the lane's task."""
+        end = self._end[lane]
+        assert end is not None
+        end.comes_at(time_s, delay_s)
+        self.running &= ~(1 << lane)
+        self.has_changed = True
 
 
 def programs_of(schedule: Schedule, durations_s: Sequence[float]) -> list[list[LaneTask]]:
@@ -204,16 +329,17 @@ def programs_of(schedule: Schedule, durations_s: Sequence[float]) -> list[list[L
     return programs
 
 
-Slowdowns = tuple[tuple[int, ...], tuple[float, ...]]
-"""Members of a set of lanes, and the slowdown of every lane (1 for those outside)."""
+_Slowdowns = tuple[tuple[int, ...], tuple[float, ...]]
+"""A set's lanes, but for the one that groups have together, and the slowdown of every lane (1 outside the set)."""
 
 
-def slowdowns_by_mask(contention: ContentionModel, busy: Sequence[int]) -> dict[int, Slowdowns]:
-    """For every set of the lanes that have tasks, as bits."""
-    table: dict[int, Slowdowns] = {}
+def _slowdowns_by_mask(contention: ContentionModel, busy: Sequence[int], together: int | None) -> dict[int, _Slowdowns]:
+    """For every set of the lanes that have tasks, as bits; ``together``: the lane that several groups share."""
+    table: dict[int, _Slowdowns] = {}
     for size in range(len(busy) + 1):
         for members in combinations(busy, size):
             rates = contention.rates(frozenset(_LANES[lane] for lane in members))
             slowdowns = tuple(1 / rates[lane] if lane in rates else 1.0 for lane in _LANES)
-            table[sum(1 << lane for lane in members)] = members, slowdowns
+            own = tuple(lane for lane in members if lane != together)
+            table[sum(1 << lane for lane in members)] = own, slowdowns
     return table

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Final
 
 from ...shared.basics.errors import WorkloadError
@@ -15,6 +16,7 @@ from ...shared.schema.schedule import LANES_ALONE, Schedule, TaskKind
 from ...shared.schema.workload import Workload
 from ...shared.verify.guaranteed_peak import guaranteed_device_peak
 from ...shared.verify.happens_before import HappensBefore
+from ...shared.verify.verify import verify_schedule
 from ..memory.host import host_memory
 from ..memory.reserved import device_reserved
 from .device_memory import DeviceMemory, pinned_host_curve, window_s
@@ -24,34 +26,52 @@ _ITERATIONS: Final = 3
 """Over which the happens-before relation is known: what memory accounts need."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class RankMachine:
+    """What one of several equal ranks works on."""
+
+    hardware: Hardware
+    """The rank's share of the machine (``machine_of_rank``)."""
+    collective_bytes: int
+    """Device memory that carries collectives."""
+    price_usd_per_hour: float | None = None
+    """Rent of the devices of all ranks; None if unknown."""
+
+
 def predicted_record(
     plan: Plan,
     workload: Workload,
-    hardware: Hardware,
+    machine: RankMachine,
     calibration: Calibration | None,
     schedule: Schedule,
     timing: Timing,
     *,
     layout: Layout | None = None,
-    price_usd_per_hour: float | None = None,
-    collective_bytes: int = 0,
 ) -> Record:
-    """One iteration of ``timing`` in steady state, with the memory of one rank, whose machine ``hardware`` is.
+    """One iteration of ``timing`` in steady state, with the memory of one rank.
 
-    ``layout`` spares building the one of ``plan`` again; ``price_usd_per_hour``: of the devices of all ranks;
-    ``collective_bytes`` of the device carry collectives.  Seconds count from the start of the iteration's first compute
-    task.  Raises WorkloadError if the iteration takes no time.
+    Args:
+        plan: The plan that ``schedule`` carries out.
+        workload: Its model and batch.
+        machine: Of the rank.
+        calibration: Where seconds come from, besides the machine; None for none.
+        schedule: The tasks of ``timing``.
+        timing: Starts and ends of every task over some iterations.
+        layout: Spares building the layout of ``plan`` again.
+
+    Seconds count from the start of the iteration's first compute task.  The schedule is verified first: a record of an
+    unsafe one would predict the impossible.
+
+    Raises WorkloadError if the iteration takes no time, ScheduleError if ``schedule`` is unsafe for ``plan``.
     """
-    if timing.iteration_s <= 0:
-        raise WorkloadError(
-            f"nothing in the workload {workload.model_name} takes time on {hardware.name}: its phases have neither "
-            f"operations nor seconds measured there. Trace the model again."
-        )
+    hardware = machine.hardware
+    _check_takes_time(workload, hardware, timing)
     begin_s, end_s = window_s(schedule, timing)
     tasks = _task_timings(schedule, timing, begin_s)
     forward_s, backward_s = phase_times_s(schedule, [task.end_s for task in tasks])
     if layout is None:
         layout = build_layout(workload.parameters, num_blocks=workload.num_blocks, chunk_bytes=plan.chunk_bytes)
+    verify_schedule(schedule, plan, workload, layout)
     order = HappensBefore(schedule, _ITERATIONS)
     device_curve = DeviceMemory(schedule, timing).curve()
     return Record(
@@ -72,17 +92,29 @@ def predicted_record(
         memory=(device_curve, pinned_host_curve(schedule, timing)),
         guaranteed_peak_device_bytes=guaranteed_device_peak(schedule, order).size_bytes,
         device_reserved=device_reserved(
-            schedule, workload, layout, hardware.device, order=order, beside_bytes=collective_bytes
+            schedule, workload, layout, hardware.device, order=order, beside_bytes=machine.collective_bytes
         ),
         host_memory=host_memory(
             schedule, workload.parameters, layout, hardware, device_peak_bytes=device_curve.peak_bytes
         ),
-        price_usd_per_hour=price_usd_per_hour,
-        num_gathers=sum(
-            task.kind in (TaskKind.GATHER, TaskKind.ALL_GATHER) and len(task.allocates) > 0 for task in schedule.tasks
-        ),
+        price_usd_per_hour=machine.price_usd_per_hour,
+        num_gathers=_num_gathers(schedule),
         num_cpu_adam_steps=sum(task.kind is TaskKind.CPU_ADAM for task in schedule.tasks),
     )
+
+
+def _check_takes_time(workload: Workload, hardware: Hardware, timing: Timing) -> None:
+    if timing.iteration_s <= 0:
+        raise WorkloadError(
+            f"nothing in the workload {workload.model_name} takes time on {hardware.name}: its phases have neither "
+            f"operations nor seconds measured there. Trace the model again."
+        )
+
+
+def _num_gathers(schedule: Schedule) -> int:
+    """Gathers that fill a buffer, by a copy or by a collective."""
+    gathers = [task for task in schedule.tasks if task.kind in (TaskKind.GATHER, TaskKind.ALL_GATHER)]
+    return sum(len(task.allocates) > 0 for task in gathers)
 
 
 def _task_timings(schedule: Schedule, timing: Timing, begin_s: float) -> tuple[TaskTiming, ...]:

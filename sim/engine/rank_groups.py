@@ -21,8 +21,8 @@ from ...shared.schema.workload import Workload
 from ..costs.contention import ContentionModel
 from ..costs.task_costs import CostModel
 from ..memory.libraries import collective_bytes
-from .group_lanes import GroupLanes
-from .prediction import predicted_record
+from .lanes import LaneProcesses
+from .prediction import RankMachine, predicted_record
 from .simulator import MAX_ITERATIONS, MIN_ITERATIONS, by_task
 from .timing import Seconds, Timing, slowest_period_s, steady_period_s
 
@@ -85,7 +85,7 @@ def simulate_groups(
     """What one steady-state iteration of ``workload`` under ``plan`` does on ranks of several kinds.
 
     Every group is simulated once, whatever its number of ranks, in one world, where all meet in their collectives
-    ([Note: Where groups meet] in ``sim/engine/group_lanes.py``).  A collective takes as long as on the machine where
+    ([Note: Where groups meet] in ``sim/engine/lanes.py``).  A collective takes as long as on the machine where
     it takes longest.  Equal groups give exactly what ``simulate`` gives.  The cost grows with groups times tasks.
 
     Raises PlanError if the groups do not have the plan's ranks between them, and what ``simulate`` raises.
@@ -100,12 +100,11 @@ def simulate_groups(
         predicted_record(
             plan,
             workload,
-            model.hardware,
+            RankMachine(hardware=model.hardware, collective_bytes=collective_bytes(group.hardware, plan.num_ranks)),
             calibration,
             schedule,
             timing,
             layout=layout,
-            collective_bytes=collective_bytes(group.hardware, plan.num_ranks),
         )
         for group, model, timing in zip(groups, costs, timings, strict=True)
     ]
@@ -124,12 +123,12 @@ def simulate_group_timings(
 
     Every group's timing has the common period.  Raises ScheduleError if the lanes wait for each other.
     """
-    lanes = GroupLanes(schedule, durations_s, contentions)
+    lanes = LaneProcesses(schedule, durations_s, contentions)
     ends_s: list[Seconds] = []
 
     def run() -> None:
         lanes.run_iteration()
-        ends_s.append(np.concatenate([by_task(schedule, of_group, len(ends_s)) for of_group in lanes.ends_s]))
+        ends_s.append(np.concatenate([by_task(schedule, group.ends_s, len(ends_s)) for group in lanes.groups]))
 
     period_s: float | None = None
     while len(ends_s) < max(MIN_ITERATIONS, max_iterations) and period_s is None:
@@ -143,8 +142,8 @@ def simulate_group_timings(
         return np.stack([by_task(schedule, times_s, iteration) for iteration in range(len(ends_s))])
 
     return tuple(
-        Timing(stacked(starts), stacked(ends), iteration_s=iteration_s, is_steady=period_s is not None)
-        for starts, ends in zip(lanes.starts_s, lanes.ends_s, strict=True)
+        Timing(stacked(group.starts_s), stacked(group.ends_s), iteration_s=iteration_s, is_steady=period_s is not None)
+        for group in lanes.groups
     )
 
 

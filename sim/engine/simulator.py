@@ -21,7 +21,7 @@ from ..costs.contention import ContentionModel
 from ..costs.task_costs import CostModel
 from ..memory.libraries import collective_bytes
 from .lanes import LaneProcesses
-from .prediction import predicted_record
+from .prediction import RankMachine, predicted_record
 from .timing import Seconds, Timing, slowest_period_s, steady_period_s
 
 MIN_ITERATIONS: Final = 3
@@ -42,12 +42,20 @@ def simulate(
 
     Ranks of a plan that has several are equal: each has its share of the machine, all run the same schedule at the same
     moments, and one of them is simulated, whatever their number (``sim/engine/rank_groups.py`` has unequal ones).
-    ``schedule`` and ``layout`` spare compiling and building them again; they must be those of ``plan``.
-    ``on_progress`` hears of every simulated iteration; the memory that follows takes about as long.  Seconds that the
-    workload carries count where they were measured on this machine, otherwise its operations do.
-    Raises PlanError if the plan does not fit the workload, CalibrationError if the calibration belongs to another
-    machine, HardwareError if the machine lacks a figure that the workload needs or a device for a rank, and
-    WorkloadError if the workload says nothing of how long it takes on this machine.
+    Seconds that the workload carries count where they were measured on this machine, otherwise its operations do.
+
+    Args:
+        plan: What every rank does.
+        workload: One rank's micro-batch.
+        hardware: The machine of all ranks.
+        calibration: Factors measured on that machine; None for its data sheet.
+        schedule: Spares compiling ``plan`` again; it is verified to carry the plan out.
+        layout: Spares building the layout of ``plan`` again.
+        on_progress: Told of every simulated iteration; the memory that follows takes about as long.
+
+    Raises PlanError if the plan does not fit the workload, ScheduleError if ``schedule`` is unsafe, CalibrationError if
+    the calibration belongs to another machine, HardwareError if the machine lacks a figure that the workload needs or a
+    device for a rank, and WorkloadError if the workload says nothing of how long it takes on this machine.
     """
     if schedule is None:
         schedule = compile_schedule(plan, workload, layout)
@@ -59,12 +67,15 @@ def simulate(
     return predicted_record(
         plan,
         workload,
-        costs.hardware,
+        RankMachine(
+            hardware=costs.hardware,
+            collective_bytes=collective_bytes(hardware, plan.num_ranks),
+            price_usd_per_hour=price_of_ranks(hardware, plan.num_ranks),
+        ),
         calibration,
         schedule,
         timing,
-        price_usd_per_hour=price_of_ranks(hardware, plan.num_ranks),
-        collective_bytes=collective_bytes(hardware, plan.num_ranks),
+        layout=layout,
     )
 
 
@@ -84,20 +95,21 @@ def simulate_timing(
     Raises ScheduleError if the lanes wait for each other.
     """
     on_progress(0, 2 * MIN_ITERATIONS)
-    lanes = LaneProcesses(schedule, durations_s, contention)
+    lanes = LaneProcesses(schedule, [durations_s], [contention])
+    (group,) = lanes.groups
     ends_s: list[Seconds] = []
     period_s: float | None = None
     while len(ends_s) < max(MIN_ITERATIONS, max_iterations) and period_s is None:
         lanes.run_iteration()
-        ends_s.append(by_task(schedule, lanes.ends_s, len(ends_s)))
+        ends_s.append(by_task(schedule, group.ends_s, len(ends_s)))
         on_progress(len(ends_s), 2 * max(MIN_ITERATIONS, len(ends_s)))
         if len(ends_s) >= MIN_ITERATIONS:
             period_s = steady_period_s(ends_s)
     iteration_s = period_s if period_s is not None else slowest_period_s(ends_s)
     for _ in range(num_more_iterations):
         lanes.run_iteration()
-        ends_s.append(by_task(schedule, lanes.ends_s, len(ends_s)))
-    starts_s = [by_task(schedule, lanes.starts_s, iteration) for iteration in range(len(ends_s))]
+        ends_s.append(by_task(schedule, group.ends_s, len(ends_s)))
+    starts_s = [by_task(schedule, group.starts_s, iteration) for iteration in range(len(ends_s))]
     return Timing(np.stack(starts_s), np.stack(ends_s), iteration_s=iteration_s, is_steady=period_s is not None)
 
 

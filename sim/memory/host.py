@@ -162,3 +162,15 @@ def shares_of_one_memory(
     host_bytes = min(max(host_needs_bytes), max(memory_bytes - most_device_bytes, min(host_needs_bytes)))
     host_bytes = max(0, min(host_bytes, memory_bytes - 1))
     return max(1, memory_bytes - host_bytes), host_bytes
+
+
+def default_host_budget_bytes(hardware: Hardware, device_budget_bytes: int) -> int:
+    """Host memory that plans may fill: all of it, less ``default_reserve_bytes``.
+
+    Where the CPU is the device, the device's budget is a part of the same memory.
+    """
+    memory_bytes = hardware.host.memory_bytes
+    left_bytes = memory_bytes - default_reserve_bytes(memory_bytes, hardware.device.kind)
+    if hardware.device.kind is DeviceKind.CPU:
+        left_bytes -= device_budget_bytes
+    return max(0, left_bytes)

@@ -12,6 +12,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Final
 
+from ...shared.catalogue.rank_share import machine_of_rank
 from ...shared.schema.hardware import Device, DeviceKind, Hardware
 
 _KIB: Final = 2**10
@@ -165,3 +166,13 @@ def nccl_bytes(*, num_channels: int, num_connections: int = 2) -> int:
     """
     one = NCCL_SIMPLE_BYTES + NCCL_LL_BYTES + NCCL_LL128_BYTES
     return num_channels * num_connections * (-(-one // _NCCL_PAGE_BYTES) * _NCCL_PAGE_BYTES)
+
+
+def rank_device_bytes(hardware: Hardware, num_ranks: int) -> int:
+    """Device memory that each rank has for training, less what carries collectives."""
+    return max(1, hardware.device.usable_bytes - collective_bytes(hardware, num_ranks))
+
+
+def rank_host_bytes(hardware: Hardware, num_ranks: int) -> int:
+    """Host memory that each rank has: its share of a socket's.  Raises HardwareError as ``machine_of_rank`` does."""
+    return hardware.host.memory_bytes if num_ranks == 1 else machine_of_rank(hardware, num_ranks).host.memory_bytes

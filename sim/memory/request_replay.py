@@ -21,10 +21,9 @@ from typing import Final
 
 from ...shared.schema.schedule import AllocationId
 from .allocator import CachingAllocator
-from .allocator_tensors import StaticTensors
 from .blocks import Block
 from .requests import Made, Nest, Recorder, latest_first, nests
-from .requests_of_schedule import Act, AllocationProgram, Step
+from .requests_of_schedule import Act, AllocationProgram, StaticTensors, Step
 
 MAX_ITERATIONS: Final = 8
 

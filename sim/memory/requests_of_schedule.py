@@ -1,4 +1,4 @@
-"""What the runtime asks of the device's allocator in one iteration, in order.
+"""What the runtime asks of the device's allocator: once, before and in the first step, and in every iteration.
 
 Compute tasks make and free what they name themselves; when memory of copies comes and goes says
 ``shared/verify/memory_events.py`` ([Note: Memory on one stream]), for the runtime and for this replay alike.
@@ -10,7 +10,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum
 
+from ...shared.layout.layout import STEP_COUNT_BYTES, Chunk, Layout, master_bytes, moment_bytes
+from ...shared.layout.shards import regions
 from ...shared.schema.schedule import AllocationId, Content, Lane, Memory, Schedule, Task, TaskKind
+from ...shared.schema.workload import DType, Parameter
 from ...shared.verify.happens_before import HappensBefore
 from ...shared.verify.memory_events import Copying, memory_events
 
@@ -101,3 +104,62 @@ def _levels(task: Task, least_bytes: int) -> Iterable[Step]:
 def _parameters_first(schedule: Schedule, buffers: list[AllocationId]) -> tuple[AllocationId, ...]:
     """Gathered chunks first, since they go last."""
     return tuple(sorted(buffers, key=lambda buffer: schedule.buffers[buffer].content is not Content.PARAMETERS))
+
+
+# -- tensors that stay -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class SetUp:
+    """One allocation of the set-up."""
+
+    size_bytes: int
+    stays: bool
+    """Whether it is there for good; an offloaded chunk is filled on the device's side once and goes again."""
+
+
+@dataclass(frozen=True)
+class StaticTensors:
+    """What comes once and stays, tensor by tensor."""
+
+    set_up: tuple[SetUp, ...]
+    """In order: the batch and module buffers, then chunk by chunk parameters and float32 masters."""
+    first_step: tuple[int, ...]
+    """Optimizer state that the first device Adam makes: moments and counts of steps.  Bytes each."""
+
+
+def static_tensors(schedule: Schedule, parameters: tuple[Parameter, ...], layout: Layout) -> StaticTensors:
+    """The static device buffers of ``schedule`` as tensors; together they have the same bytes.
+
+    Chunks are one tensor each.  The masters and moments of a narrow parameter are made in pieces of 2**20 scalars,
+    which fill segments of 20 MiB to the last byte, as one tensor does that is rounded up to 2 MiB.  Of a chunk that is
+    sharded over devices there is the rank's part, region by region.
+    """
+    sharded = {b.chunk for b in schedule.buffers if b.is_static and b.content is Content.REDUCED_GRADIENTS}
+    set_up: list[SetUp] = []
+    first_step: list[int] = []
+    for buffer in schedule.buffers:
+        if not buffer.is_static or not buffer.size_bytes:
+            continue
+        if buffer.memory is Memory.PINNED_HOST and buffer.content is Content.PARAMETERS:
+            set_up.append(SetUp(buffer.size_bytes, stays=False))
+        elif buffer.memory is Memory.DEVICE and buffer.content is Content.OPTIMIZER_STATE:
+            assert buffer.chunk is not None
+            num_ranks = schedule.num_ranks if buffer.chunk in sharded else 1
+            for dtype, count in _stepped(layout.chunks[buffer.chunk], parameters, num_ranks):
+                if count:
+                    if master_bytes(dtype):
+                        set_up.append(SetUp(count * master_bytes(dtype), stays=True))
+                    first_step += [count * moment_bytes(dtype) // 2] * 2
+                first_step.append(STEP_COUNT_BYTES)
+        elif buffer.memory is Memory.DEVICE:
+            set_up.append(SetUp(buffer.size_bytes, stays=True))
+    return StaticTensors(tuple(set_up), tuple(first_step))
+
+
+def _stepped(chunk: Chunk, parameters: tuple[Parameter, ...], num_ranks: int) -> list[tuple[DType, int]]:
+    """Element types and scalars of what is stepped one by one: parameters, or one of ``num_ranks`` parts of regions."""
+    if num_ranks > 1:
+        return [(r.dtype, r.shard_elements(num_ranks)) for r in regions(chunk, parameters) if r.trainable]
+    members = [parameters[placed.index] for placed in chunk.parameters]
+    return [(p.dtype, p.num_elements) for p in members if p.trainable]

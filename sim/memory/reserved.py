@@ -11,10 +11,9 @@ from ...shared.schema.schedule import Schedule
 from ...shared.schema.workload import Workload
 from ...shared.verify.happens_before import HappensBefore
 from .allocator import AllocatorFullError, CachingAllocator
-from .allocator_tensors import static_tensors
 from .libraries import matrix_workspaces, outside_allocator_bytes
 from .request_replay import Inside, RequestLog, replay
-from .requests_of_schedule import allocation_program
+from .requests_of_schedule import allocation_program, static_tensors
 from .rules import SEGMENT_ROUNDING_BYTES
 
 _COARSE_ITERATIONS: Final = 2
@@ -35,8 +34,15 @@ def device_reserved(
     Iterations are replayed from the set-up on ([Note: What a replay knows] in ``sim/memory/request_replay.py``),
     without a limit, in either reading of what happens within tasks.  Where the expected one exceeds the device, it is
     replayed once more within it, so that cached segments are given back, and with expandable segments, without a limit
-    and, if that is needed, within it.  ``order`` spares computing the happens-before relation again; ``beside_bytes``
-    of the device are taken beside the allocator, by what carries collectives.
+    and, if that is needed, within it.
+
+    Args:
+        schedule: Asks for the memory.
+        workload: Its parameters have tensors that stay.
+        layout: The chunks of these.
+        device: Has the memory.
+        order: Spares computing the happens-before relation again.
+        beside_bytes: Taken of the device beside the allocator, for collectives.
     """
     if device.kind is DeviceKind.CPU:
         return None

@@ -17,27 +17,29 @@ from dataclasses import dataclass
 from multiprocessing import get_context, parent_process
 from pathlib import Path
 from threading import Thread
-from typing import Any, Final
+from typing import Final
 
 from ...shared.basics.errors import FileError, HardwareError, ProtwinError
 from ...shared.basics.progress import OnProgress
 from ...shared.catalogue.models import known_model
 from ...shared.catalogue.rank_share import price_of_ranks
 from ...shared.schema.advice import Advice, AdviceState, MachineAdvice
-from ...shared.schema.hardware import Hardware
+from ...shared.schema.hardware import DeviceKind, Hardware
 from ...shared.schema.search_result import BatchSearchResult
 from ...shared.schema.workload import Workload
-from ..searching.batch_search import search_batches
+from ...shared.workloads.source import resolve_workload, saved_sizes
+from ..searching.request import Effort, GlobalBatch, SearchRequest, Step
+from ..searching.search import search_batches
 from ..space.step_spec import StepSpec
 
 _SECONDS_PER_HOUR: Final = 3600
 _MOST_WORK: Final = 8_000
 """Plans that a search looks at closely times the micro-batches of one sample that a device goes through."""
-SearchOne = Callable[["Request", "Asked"], MachineAdvice]
+SearchOne = Callable[["AdviceRequest", "Offer"], MachineAdvice]
 
 
 @dataclass(frozen=True)
-class Request:
+class AdviceRequest:
     """What is to be trained; everything that decides an answer besides the machine."""
 
     model: str
@@ -53,9 +55,21 @@ class Request:
         """Hash of all of it."""
         return hashlib.sha256(json.dumps(vars(self), sort_keys=True).encode()).hexdigest()[:32]
 
+    def workload_at(self, size: int, cache: Path | None, device_kind: DeviceKind = DeviceKind.CUDA) -> Workload:
+        """The workload of a micro-batch of ``size`` samples, as ``resolve_workload`` gives it."""
+        return resolve_workload(
+            self.model,
+            batch_size=size,
+            sequence_length=self.sequence_length,
+            dtype=self.dtype,
+            cache=cache,
+            warn=lambda message: None,
+            device_kind=device_kind,
+        )
+
 
 @dataclass(frozen=True)
-class Asked:
+class Offer:
     """Devices of a machine that train together."""
 
     hardware: Hardware
@@ -95,22 +109,22 @@ class Asked:
         )
 
 
-def whole_machines(machines: Sequence[Hardware], num_parts: int) -> list[Asked]:
+def whole_machines(machines: Sequence[Hardware], num_parts: int) -> list[Offer]:
     """Every machine with all devices that can share ``num_parts`` parts evenly, and with one of them alone."""
     together = []
     for hardware in machines:
         most = min(hardware.num_devices, num_parts)
         num_ranks = next(number for number in range(most, 0, -1) if num_parts % number == 0)
         if num_ranks > 1:
-            together.append(Asked(hardware, num_ranks, hardware.num_devices))
-    return [*together, *(Asked(hardware) for hardware in machines)]
+            together.append(Offer(hardware, num_ranks, hardware.num_devices))
+    return [*together, *(Offer(hardware) for hardware in machines)]
 
 
-def machines_with(machines: Sequence[Hardware], ranks: Sequence[int]) -> list[Asked]:
+def machines_with(machines: Sequence[Hardware], ranks: Sequence[int]) -> list[Offer]:
     """Those that have as many devices, for each number of ``ranks``.  Raises HardwareError if a number is too large."""
     asked = []
     for num_ranks in ranks:
-        found = [Asked(hardware, num_ranks, num_ranks) for hardware in machines if hardware.num_devices >= num_ranks]
+        found = [Offer(hardware, num_ranks, num_ranks) for hardware in machines if hardware.num_devices >= num_ranks]
         if not found:
             largest = max(machines, key=lambda hardware: hardware.num_devices)
             raise HardwareError(
@@ -122,8 +136,8 @@ def machines_with(machines: Sequence[Hardware], ranks: Sequence[int]) -> list[As
 
 
 def advise(
-    request: Request,
-    asked: Sequence[Asked],
+    request: AdviceRequest,
+    asked: Sequence[Offer],
     *,
     search_one: SearchOne,
     num_processes: int,
@@ -134,17 +148,24 @@ def advise(
 ) -> Advice:
     """The machines ranked by time, and by cost per token where prices are given.
 
-    ``search_one`` runs in other processes (spawned), ``num_processes`` at once.  Every answer is written to ``state``
-    as it comes, and read from there when the same is asked again.  ``keep_interrupted``: Ctrl-C ends the sweep with the
-    answers so far, if there are any.  ``ranks``: what ``asked`` came from, if numbers of devices were named.  Raises
-    FileError if ``state`` belongs to another request or is damaged, or cannot be written, and ProtwinError if a process
-    was ended from outside.
+    Args:
+        request: The model, the batch and the step.
+        asked: Devices of machines to search.
+        search_one: Answers for one of them, in other processes (spawned).
+        num_processes: Searches at once.
+        state: Every answer is written here as it comes, and read from here when the same is asked again.
+        ranks: Numbers of devices that the user named, if any: ``asked`` came from them.
+        on_progress: Told how many of ``asked`` are answered.
+        keep_interrupted: Ctrl-C ends the sweep with the answers so far, if there are any.
+
+    Raises FileError if ``state`` belongs to another request or is damaged, or cannot be written, and ProtwinError if a
+    process was ended from outside.
     """
     known = _known(request, state)
     found = {one.key: known[one.key] for one in asked if one.key in known}
     missing = [one for one in asked if one.key not in found]
     is_known = known_model(request.model) is not None  # seconds of others may be those of a machine of some name
-    alike: dict[str, list[Asked]] = {}
+    alike: dict[str, list[Offer]] = {}
     for one in missing:
         alike.setdefault(one.same_search if is_known else one.key, []).append(one)
     on_progress(len(found), len(asked))
@@ -173,7 +194,7 @@ def machine_key(hardware: Hardware) -> str:
     return hashlib.sha256(hardware.to_json().encode()).hexdigest()[:32]
 
 
-def _known(request: Request, state: Path | None) -> dict[str, MachineAdvice]:
+def _known(request: AdviceRequest, state: Path | None) -> dict[str, MachineAdvice]:
     if state is None or not state.exists():
         return {}
     saved = AdviceState.load(state)
@@ -186,8 +207,8 @@ def _known(request: Request, state: Path | None) -> dict[str, MachineAdvice]:
 
 
 def _answers(
-    request: Request, asked: Sequence[Asked], search_one: SearchOne, num_processes: int
-) -> Iterator[tuple[Asked, MachineAdvice]]:
+    request: AdviceRequest, asked: Sequence[Offer], search_one: SearchOne, num_processes: int
+) -> Iterator[tuple[Offer, MachineAdvice]]:
     """Answers as they come.  Ctrl-C ends all processes."""
     if not asked:
         return
@@ -198,7 +219,7 @@ def _answers(
     pool = ProcessPoolExecutor(min(num_processes, len(asked)), mp_context=get_context("spawn"), initializer=_begin)
     try:
         with _interruptions_held():
-            futures: dict[Future[MachineAdvice], Asked] = {pool.submit(search_one, request, one): one for one in asked}
+            futures: dict[Future[MachineAdvice], Offer] = {pool.submit(search_one, request, one): one for one in asked}
         for future in as_completed(futures):
             yield futures[future], future.result()
     except BrokenExecutor as error:
@@ -244,38 +265,29 @@ def _begin() -> None:
     Thread(target=follow, daemon=True).start()
 
 
-def check_request(request: Request) -> int:
-    """Into how many micro-batches of the least size the global batch can be cut.
+def check_request(request: AdviceRequest, cache: Path | None) -> int:
+    """Into how many micro-batches of the least size the global batch can be cut; ``cache``: as of ``search_machine``.
 
     Raises ProtwinError if no machine could answer: the model is unknown, its shape missing, an option impossible.
     """
-    from ...shared.cli.options import cache_folder
-    from ...shared.workloads.source import resolve_workload, saved_sizes
-
     StepSpec(max_gradient_norm=request.max_gradient_norm)
     sizes = saved_sizes(request.model, request.global_batch)
     least = sizes[0] if sizes else 1
-    resolve_workload(
-        request.model,
-        batch_size=least,
-        sequence_length=request.sequence_length,
-        dtype=request.dtype,
-        cache=cache_folder(),
-        warn=lambda message: None,
-    )
+    request.workload_at(least, cache)
     return request.global_batch // least
 
 
-def search_machine(request: Request, asked: Asked) -> MachineAdvice:
+def search_machine(request: AdviceRequest, offer: Offer, *, cache: Path | None = None) -> MachineAdvice:
     """The best plan on some devices of a machine, or why there is none.
 
-    The workload comes without torch where the model's family is shipped, and from the cache otherwise.
+    The workload comes without torch where the model's family is shipped, and from ``cache`` otherwise, the folder of
+    traced workloads; None: trace anew.
     """
-    nothing = MachineAdvice(hardware_name=asked.hardware.name, price_usd_per_hour=None)
+    nothing = MachineAdvice(hardware_name=offer.hardware.name, price_usd_per_hour=None)
     try:
-        found = _search(request, asked.hardware, asked.num_ranks)
+        found = _search(request, offer, cache)
     except ProtwinError as error:
-        return asked.priced(nothing.model_copy(update={"reason": str(error)}))
+        return offer.priced(nothing.model_copy(update={"reason": str(error)}))
     prediction = found.result.prediction
     bounds_s = [choice.shortest_possible_s for choice in found.choices if choice.shortest_possible_s is not None]
     best = {
@@ -288,31 +300,20 @@ def search_machine(request: Request, asked: Asked) -> MachineAdvice:
         "is_certified": found.result.certificate.is_certified,
         "gap_frac": max(0.0, 1 - min(bounds_s) / prediction.iteration_s),
     }
-    return asked.priced(nothing.model_copy(update=best))
+    return offer.priced(nothing.model_copy(update=best))
 
 
-def _search(request: Request, hardware: Hardware, num_ranks: int) -> BatchSearchResult:
-    from ...shared.cli.options import cache_folder
-    from ...shared.workloads.source import resolve_workload, saved_sizes
-
-    def workload_at(size: int) -> Workload:
-        return resolve_workload(
-            request.model,
-            batch_size=size,
-            sequence_length=request.sequence_length,
-            dtype=request.dtype,
-            cache=cache_folder(),
-            warn=lambda message: None,
-            device_kind=hardware.device.kind,
+def _search(request: AdviceRequest, offer: Offer, cache: Path | None) -> BatchSearchResult:
+    hardware, num_ranks = offer.hardware, offer.num_ranks
+    return search_batches(
+        SearchRequest(
+            workload=GlobalBatch(
+                num_samples=request.global_batch,
+                workload_at=lambda size: request.workload_at(size, cache, hardware.device.kind),
+                micro_batch_sizes=saved_sizes(request.model, request.global_batch, num_ranks),
+            ),
+            hardware=hardware,
+            step=Step(max_gradient_norm=request.max_gradient_norm, num_ranks=num_ranks),
+            effort=Effort(max_replays=max(1, _MOST_WORK * num_ranks // request.global_batch)),
         )
-
-    effort: dict[str, Any] = {
-        "micro_batch_sizes": saved_sizes(request.model, request.global_batch, num_ranks),
-        "max_gradient_norm": request.max_gradient_norm,
-        "max_replays": max(1, _MOST_WORK * num_ranks // request.global_batch),
-    }
-    if num_ranks == 1:
-        return search_batches(workload_at, request.global_batch, hardware, **effort)
-    from ..searching.rank_batches import search_rank_batches
-
-    return search_rank_batches(workload_at, request.global_batch, hardware, num_ranks=num_ranks, **effort)
+    )

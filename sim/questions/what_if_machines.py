@@ -13,9 +13,9 @@ from ...shared.catalogue.parts import device_names, host_names, link_names, netw
 from ...shared.schema.calibration import Calibration
 from ...shared.schema.hardware import Device, Hardware
 from ...shared.schema.workload import Workload
-from ..commands.options import USUAL
+from ..searching.request import SearchRequest
 from ..space.step_spec import MOST_RANKS
-from .what_if import Question, Setting, machine_with_room
+from .what_if import USUAL, Question, ask, check_batch_of, machine_with_room
 
 _PARTS: Final[dict[str, Callable[[], tuple[str, ...]]]] = {
     "device": device_names,
@@ -66,25 +66,25 @@ def changed_machines(
     return tuple(found)
 
 
-def part_questions(setting: Setting, machines: Sequence[ChangedMachine]) -> tuple[Question, ...]:
-    """The questions about ``machines``: with the setting's budgets where it has some, else with all of their memory.
+def part_questions(request: SearchRequest, machines: Sequence[ChangedMachine]) -> tuple[Question, ...]:
+    """The questions about ``machines``: with the request's budgets where it has some, else with all of their memory.
 
-    Raises WorkloadError if the seconds of the setting's workload were measured, so that the change could not show,
+    Raises WorkloadError if the seconds of the request's workload were measured, so that the change could not show,
     HardwareError if a machine has too few devices for the ranks, and PlanError if they cannot share a global batch.
     """
     asked = []
+    workload = request.smallest_workload()
     for one in machines:
-        _check_measured(setting.workload, setting.hardware, one)
-        num_ranks = one.num_ranks or setting.num_ranks
+        _check_measured(workload, request.hardware, one)
+        num_ranks = one.num_ranks or request.step.num_ranks
         if num_ranks > one.hardware.num_devices:
             raise HardwareError(
                 f"--what-if {one.change} asks about {num_ranks:,} ranks, but {one.hardware.name} then has "
                 f"{_devices(one.hardware)}. Ask about fewer with ranks={one.hardware.num_devices}, or name another "
                 f"machine."
             )
-        if setting.batches is not None:
-            setting.batches.check(num_ranks)
-        asked.append(setting.question(one.change, one.hardware, one.num_ranks))
+        check_batch_of(request, num_ranks)
+        asked.append(ask(request, one.change, one.hardware, num_ranks=one.num_ranks))
     return tuple(asked)
 
 

@@ -72,13 +72,11 @@ class BranchAndBound:
         problem: SearchProblem,
         *,
         tolerance_frac: float,
-        max_replays: int | None = None,
-        on_progress: OnProgress = lambda done, total: None,
     ) -> None:
         self.problem = problem
         self.tolerance_frac = tolerance_frac
-        self.max_replays = max_replays
-        self.on_progress = on_progress
+        self.max_replays: int | None = None
+        """Ends the search after this many plans were replayed, once one fits."""
         self.candidates = Candidates(problem)
         self.replayer = Replayer(problem.compute, problem.contention)
         self.replayed: list[Replayed] = []
@@ -87,8 +85,6 @@ class BranchAndBound:
         self.simulated: list[Simulated] = []
         self.incumbent_s = np.inf
         self.best: Simulated | None = None
-        self.is_through = False
-        """Whether every plan that may be faster was simulated."""
 
     @property
     def best_s(self) -> float:
@@ -110,23 +106,16 @@ class BranchAndBound:
         """No plan that was not simulated takes less; infinite where all were, or do not fit."""
         return min([self.candidates.next_bound_s, *(found.bound_s for found in self.replayed[:1])])
 
-    def run(self) -> None:
-        """Simulate until no bound is left below the limit."""
-        while self.turn():
-            pass
-
-    def turn(self) -> bool:
+    def step(self) -> bool:
         """Replay one more batch of plans, and simulate those that may win; false if none is left that may."""
         if batch := self._batch(self.num_replays):
             self._replay(batch)
             self.num_replays += len(batch)
         while self.replayed and self.replayed[0].bound_s < self.limit_s:
             self._simulate(self.replayed.pop(0).candidate)
-        self.is_through = self.candidates.next_bound_s >= self.limit_s
-        self.on_progress(self.num_decided, self.problem.num_candidates)
         return bool(batch)
 
-    def settle(self) -> None:
+    def break_ties(self) -> None:
         """Simulate the simplest of the replayed plans that seem to be within the tolerance of the best."""
         if self.tolerance_frac == 0:
             return
@@ -163,7 +152,7 @@ class BranchAndBound:
     def _replay(self, batch: list[Candidate]) -> None:
         depths = self.problem.layouts[0].grid.prefetch_depth.tolist()
         plans = [
-            ReplayPlan(candidate.traffic, depths[depth], mode)
+            ReplayPlan(candidate.side_lanes, depths[depth], mode)
             for candidate in batch
             for _, depth, mode in (candidate.index,)
         ]
@@ -186,40 +175,45 @@ class BranchAndBound:
             self.best = found
 
 
-def was_interrupted(hunts: Collection[BranchAndBound], work: Callable[[], None], *, keep: bool) -> bool:
-    """Do ``work``, which is theirs; whether Ctrl-C ended it, which is raised unless ``keep`` and a plan was found."""
+def was_interrupted(branches: Collection[BranchAndBound], work: Callable[[], None], *, keep: bool) -> bool:
+    """Do ``work`` on the branches; whether Ctrl-C ended it, which is raised unless ``keep`` and a plan was found."""
     try:
         work()
     except KeyboardInterrupt:
-        if not keep or all(hunt.best is None for hunt in hunts):
+        if not keep or all(branch.best is None for branch in branches):
             raise
         return True
     return False
 
 
-def run_in_turns(hunts: Sequence[BranchAndBound], on_progress: OnProgress, *, max_replays: int | None = None) -> None:
-    """Search several spaces that share the best time: each turn is taken where the lowest bound is.
+def run_in_turns(
+    branches: Sequence[BranchAndBound], on_progress: OnProgress, *, max_replays: int | None = None
+) -> None:
+    """Search several spaces that share the best time: each step is taken where the lowest bound is.
 
-    A space is left out as a whole as soon as none of its plans can win.  ``max_replays`` ends the search after so many
-    plans of all spaces together, once something was found that fits.  Of equal bounds the first space counts.
+    A space is left out as a whole as soon as none of its plans can win.  ``max_replays`` ends the search after this
+    many plans of all spaces together, once one fits.  Of equal bounds the first space counts.
     """
-    total = sum(hunt.problem.num_candidates for hunt in hunts)
-    for hunt in hunts:
-        hunt.on_progress = lambda done, of_one: on_progress(sum(one.num_decided for one in hunts), total)
+    total = sum(branch.problem.num_candidates for branch in branches)
     spent: set[int] = set()
     while True:
-        best_s = min(hunt.best_s for hunt in hunts)
-        num_replays = sum(hunt.num_replays for hunt in hunts)
-        for hunt in hunts:
-            hunt.incumbent_s = best_s
+        best_s = min(branch.best_s for branch in branches)
+        num_replays = sum(branch.num_replays for branch in branches)
+        for branch in branches:
+            branch.incumbent_s = best_s
             if max_replays is not None:
-                hunt.max_replays = hunt.num_replays + max(0, max_replays - num_replays)
-        left = [place for place, hunt in enumerate(hunts) if place not in spent and hunt.open_bound_s < hunt.limit_s]
+                branch.max_replays = branch.num_replays + max(0, max_replays - num_replays)
+        left = [
+            place
+            for place, branch in enumerate(branches)
+            if place not in spent and branch.open_bound_s < branch.limit_s
+        ]
         if not left:
             break
-        place = min(left, key=lambda place: hunts[place].open_bound_s)
-        if not hunts[place].turn():
+        place = min(left, key=lambda place: branches[place].open_bound_s)
+        if not branches[place].step():
             spent.add(place)
-    for hunt in hunts:
-        hunt.settle()
+        on_progress(sum(branch.num_decided for branch in branches), total)
+    for branch in branches:
+        branch.break_ties()
     on_progress(total, total)

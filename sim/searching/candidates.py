@@ -22,7 +22,7 @@ import numpy as np
 from ..bounds.exact_peaks import guaranteed_peaks
 from ..space.compute_table import FloatArray
 from ..space.gather_plan import GatherPlan, residency
-from ..space.rank_side_lanes import traffic_of
+from ..space.rank_side_lanes import side_lanes_of
 from ..space.side_lanes import SideLanes
 from ..space.space import BoolArray, IntArray
 from .problem import SearchProblem
@@ -41,7 +41,7 @@ class Candidate:
     index: tuple[int, int, int]
     """GatherPlan, prefetch depth and modes, as indices into the layout's grid."""
     simplicity: tuple[int, ...]
-    traffic: SideLanes
+    side_lanes: SideLanes
     bound_s: float
     """No simulation of it takes less."""
     peak_bytes: int
@@ -76,7 +76,7 @@ class _Residency:
     group: int
     row: int
     modes: IntArray
-    """(K,)"""
+    """(K,) choices of modes that a bound of the peak leaves, as rows of ``ModeRows``."""
     bound_s: FloatArray
     """(D, K), infinite for plans that do not fit or are not distinct."""
 
@@ -85,11 +85,11 @@ class _Plans:
     """The plans of one residency that fit, best bound first, then simplest."""
 
     def __init__(
-        self, found: _Residency, bounds_s: FloatArray, traffic: SideLanes, fits: BoolArray, peaks: IntArray
+        self, found: _Residency, bounds_s: FloatArray, side_lanes: SideLanes, fits: BoolArray, peaks: IntArray
     ) -> None:
         self.layout = found.layout
         self.row = found.row
-        self.traffic = traffic
+        self.side_lanes = side_lanes
         depth, place = fits.nonzero()
         bound_s = bounds_s[depth, place]
         order = np.lexsort((depth, place, bound_s))
@@ -214,17 +214,17 @@ class Candidates:
 
     def _add_plans(self, found: _Residency) -> None:
         problem, layout = self._problem, self._problem.layouts[found.layout]
-        traffic = traffic_of(
+        side_lanes = side_lanes_of(
             self._residency(found.layout, found.row),
             problem.compute,
             int(layout.grid.modes.n_swap[found.modes[0]]),
         )
-        peaks = guaranteed_peaks(traffic, layout.grid.prefetch_depth, found.modes, problem.workload.resident_bytes)
+        peaks = guaranteed_peaks(side_lanes, layout.grid.prefetch_depth, found.modes, problem.workload.resident_bytes)
         is_open = np.isfinite(found.bound_s)
         fits = is_open & (peaks <= problem.device_budget_bytes)
         self.num_bounded_by_memory += int(np.count_nonzero(is_open & ~fits))
-        sharper_s = layout.time.traffic_s(traffic, layout.grid.prefetch_depth, found.modes)
-        self._queue(_Plans(found, np.maximum(found.bound_s, sharper_s), traffic, fits, peaks))
+        sharper_s = layout.time.side_lanes_s(side_lanes, layout.grid.prefetch_depth, found.modes)
+        self._queue(_Plans(found, np.maximum(found.bound_s, sharper_s), side_lanes, fits, peaks))
 
     def _residency(self, index: int, row: int) -> GatherPlan:
         """Groups share their residencies."""
@@ -251,4 +251,4 @@ class Candidates:
         bound_s, depth, mode, peak_bytes = plan
         simplicity = self._problem.layouts[plans.layout].grid.simplicity(plans.row, depth, mode)
         index = (plans.row, depth, mode)
-        return Candidate(plans.layout, index, simplicity, plans.traffic, bound_s, peak_bytes)
+        return Candidate(plans.layout, index, simplicity, plans.side_lanes, bound_s, peak_bytes)

@@ -12,22 +12,45 @@ is one less for the host; a host budget then comes about by a host with more mem
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from math import inf
 
 from ...shared.basics.errors import InfeasibleError
 from ...shared.basics.units import format_bytes, format_enough_bytes, parse_bytes
 from ...shared.schema.hardware import DeviceKind
 from ...shared.schema.plan import Plan
-from ..memory.host import memory_with_room
+from ..memory.host import default_host_budget_bytes, memory_with_room
 from .least_memory import Need, least_device, least_host
-from .problem import SearchProblem, default_host_budget_bytes
+from .problem import SearchProblem
 
 
 def explain_infeasible(problem: SearchProblem, changes: Changes | None = None) -> InfeasibleError:
     """The error that says why no plan of the space fits; ``changes``: what to do, other than the space's own."""
     changes = changes or smallest_changes(problem)
     return InfeasibleError(f"no plan fits {_why(problem)} {changes.sentence(problem)}{_others(problem)}")
+
+
+def nothing_fits(problems: Sequence[SearchProblem]) -> InfeasibleError:
+    """Why no plan fits in any of the modes that ``problems`` are about.
+
+    Tells about the mode that asks for the least, and the smallest changes with which a plan of any mode fits.
+    """
+    if problems[0].step.num_ranks == 1:
+        return explain_infeasible(problems[0])
+    changes = {problem.step.parallel: smallest_changes(problem) for problem in problems}
+
+    def need(problem: SearchProblem) -> tuple[float, tuple[int, int]]:
+        change = changes[problem.step.parallel]
+        return (inf if change.device_bytes is None else change.device_bytes), change.both_bytes
+
+    least = min(reversed(problems), key=need)
+    reason = explain_infeasible(least, least_of(changes.values()))
+    others = " or ".join(mode for mode in changes if mode is not least.step.parallel)
+    return InfeasibleError(
+        f"in mode {least.step.parallel} on each of {least.step.num_ranks} ranks"
+        f"{f', nor in {others}' if others else ''}: {reason}"
+    )
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import numpy as np
 from ...shared.schema.plan import Plan
 from ..bounds.exact_peaks import guaranteed_peaks
 from ..space.gather_plan import residency
-from ..space.rank_side_lanes import traffic_of
+from ..space.rank_side_lanes import side_lanes_of
 from .problem import SearchProblem
 
 
@@ -104,8 +104,8 @@ def _cheapest_of_prefix(problem: SearchProblem, index: int, group: int, prefix: 
     for bound_bytes, row in sorted(zip(bounds.tolist(), rows.tolist(), strict=True)):
         if best is not None and bound_bytes > best[0]:
             break
-        traffic = traffic_of(residency(layout.table, prefix, int(grid.n_buffer[row])), problem.compute, n_swap)
-        peaks = guaranteed_peaks(traffic, grid.prefetch_depth, modes, problem.workload.resident_bytes)
+        side_lanes = side_lanes_of(residency(layout.table, prefix, int(grid.n_buffer[row])), problem.compute, n_swap)
+        peaks = guaranteed_peaks(side_lanes, grid.prefetch_depth, modes, problem.workload.resident_bytes)
         for depth, place in np.argwhere(peaks == peaks.min()).tolist():
             mode = int(modes[place])
             key = (int(peaks.min()), grid.simplicity(row, depth, mode), (row, depth, mode))

@@ -8,40 +8,46 @@ from typing import Final
 
 import numpy as np
 
+from ...shared.basics.errors import PlanError, ProtwinError
 from ...shared.catalogue.rank_share import price_of_ranks
-from ...shared.schema.search_result import Certificate, PlanOutcome, SearchResult
-from ..engine.prediction import predicted_record
+from ...shared.schema.plan import ParallelMode
+from ...shared.schema.search_result import BatchChoice, Certificate, ModeChoice, PlanOutcome, SearchResult
+from ..engine.prediction import RankMachine, predicted_record
 from ..memory.libraries import collective_bytes
 from .branch_and_bound import BranchAndBound, Simulated
 from .candidates import Candidate
+from .infeasible import explain_infeasible
+from .problem import SearchProblem
 
 _NUM_ALTERNATIVES: Final = 4
 _PARETO_SAVING_FRAC: Final = 0.01
 
 
 def search_result(
-    hunt: BranchAndBound, chosen: Simulated, *, hunts: Sequence[BranchAndBound] = (), is_interrupted: bool = False
+    branch: BranchAndBound, chosen: Simulated, *, branches: Sequence[BranchAndBound] = (), is_interrupted: bool = False
 ) -> SearchResult:
-    """The document of a search that settled on ``chosen``; its certificate is that of all ``hunts`` together.
+    """The document of a search that settled on ``chosen``; its certificate covers all ``branches`` together.
 
     Raises WorkloadError if nothing takes time.
     """
-    problem = hunt.problem
+    problem = branch.problem
     prediction = predicted_record(
         chosen.plan,
         problem.workload,
-        problem.hardware,
+        RankMachine(
+            hardware=problem.hardware,
+            collective_bytes=collective_bytes(problem.together, problem.step.num_ranks),
+            price_usd_per_hour=price_of_ranks(problem.together, problem.step.num_ranks),
+        ),
         problem.calibration,
         chosen.schedule,
         chosen.timing,
         layout=problem.layouts[chosen.candidate.layout].grid.layout,
-        price_usd_per_hour=price_of_ranks(problem.together, problem.rule.num_ranks),
-        collective_bytes=collective_bytes(problem.together, problem.rule.num_ranks),
     )
     peak_bytes = prediction.guaranteed_peak_device_bytes
     assert peak_bytes == chosen.candidate.peak_bytes <= problem.device_budget_bytes, "the compiled plan fits"
-    known = [_Known(s.candidate, s.timing.iteration_s, is_simulated=True) for s in hunt.simulated]
-    known += [_Known(r.candidate, r.period_s, is_simulated=False) for r in hunt.replayed if not np.isnan(r.period_s)]
+    known = [_Known(s.candidate, s.timing.iteration_s, is_simulated=True) for s in branch.simulated]
+    known += [_Known(r.candidate, r.period_s, is_simulated=False) for r in branch.replayed if not np.isnan(r.period_s)]
     known.sort(key=lambda one: (one.iteration_s, one.candidate.peak_bytes, one.candidate.simplicity))
     return SearchResult(
         model_name=problem.workload.model_name,
@@ -50,44 +56,92 @@ def search_result(
         host_budget_bytes=problem.host_budget_bytes,
         plan=chosen.plan,
         prediction=prediction,
-        certificate=certify(hunts or (hunt,), is_interrupted=is_interrupted),
-        alternatives=tuple(_outcome(hunt, one) for one in _alternatives(chosen.candidate, known)),
-        pareto=tuple(_outcome(hunt, one) for one in _pareto_front(known)),
+        certificate=certify(branches or (branch,), is_interrupted=is_interrupted),
+        alternatives=tuple(_outcome(branch, one) for one in _alternatives(chosen.candidate, known)),
+        pareto=tuple(_outcome(branch, one) for one in _pareto_front(known)),
     )
 
 
-def certify(hunts: Sequence[BranchAndBound], *, is_interrupted: bool = False) -> Certificate:
+def certify(branches: Sequence[BranchAndBound], *, is_interrupted: bool = False) -> Certificate:
     """What the searches, which share a best plan, prove together."""
-    best_s = min(hunt.best_s for hunt in hunts)
+    best_s = min(branch.best_s for branch in branches)
     num_bounded_by_time = num_undecided = 0
     bounds_s: list[float] = []
-    for hunt in hunts:
-        num_left = hunt.problem.num_candidates - hunt.num_decided
+    for branch in branches:
+        num_left = branch.problem.num_candidates - branch.num_decided
         # Those that may still win were left where the search ended early.
-        closed_s = [found.bound_s for found in hunt.replayed if found.bound_s >= hunt.limit_s]
-        num_open = len(hunt.replayed) - len(closed_s)
+        closed_s = [found.bound_s for found in branch.replayed if found.bound_s >= branch.limit_s]
+        num_open = len(branch.replayed) - len(closed_s)
         bounds_s += closed_s
-        next_bound_s = hunt.candidates.next_bound_s
-        is_complete = not is_interrupted and next_bound_s >= hunt.limit_s
+        next_bound_s = branch.candidates.next_bound_s
+        is_complete = not is_interrupted and next_bound_s >= branch.limit_s
         num_bounded_by_time += len(closed_s) + (num_left if is_complete else 0)
         num_undecided += num_open + (0 if is_complete else num_left)
         if is_complete and np.isfinite(next_bound_s):
             bounds_s.append(next_bound_s)
     return Certificate(
-        num_candidates=sum(hunt.problem.num_candidates for hunt in hunts),
-        num_bounded_by_memory=sum(hunt.candidates.num_bounded_by_memory for hunt in hunts),
+        num_candidates=sum(branch.problem.num_candidates for branch in branches),
+        num_bounded_by_memory=sum(branch.candidates.num_bounded_by_memory for branch in branches),
         num_bounded_by_time=num_bounded_by_time,
-        num_simulated=sum(len(hunt.simulated) for hunt in hunts),
+        num_simulated=sum(len(branch.simulated) for branch in branches),
         num_undecided=num_undecided,
         is_interrupted=is_interrupted,
         best_iteration_s=best_s,
         best_unsimulated_bound_s=min(bounds_s, default=None),
-        tolerance_frac=hunts[0].tolerance_frac,
+        tolerance_frac=branches[0].tolerance_frac,
     )
 
 
-def _outcome(hunt: BranchAndBound, known: _Known) -> PlanOutcome:
-    problem, candidate = hunt.problem, known.candidate
+def mode_choice(
+    mode: ParallelMode, branches: Sequence[BranchAndBound], *, refusal: PlanError | None, is_interrupted: bool
+) -> ModeChoice:
+    """The outcome of one mode; ``branches``: its searches, one for each size of the micro-batch, ascending.
+
+    ``refusal``: why it has no plan, where there is no search.
+    """
+    best_s = [branch.best.timing.iteration_s for branch in branches if branch.best is not None]
+    bounds_s = [branch.open_bound_s for branch in branches if np.isfinite(branch.open_bound_s)]
+    reason = ""
+    if not branches:
+        reason = str(refusal)
+    elif not best_s and not bounds_s:
+        reason = _why_nothing_fits(branches[0].problem)
+    return ModeChoice(
+        parallel=mode,
+        num_candidates=sum(branch.problem.num_candidates for branch in branches),
+        num_simulated=sum(len(branch.simulated) for branch in branches),
+        best_iteration_s=min(best_s, default=None),
+        shortest_possible_s=None if is_interrupted else min(best_s + bounds_s, default=None),
+        reason=reason,
+    )
+
+
+def _why_nothing_fits(problem: SearchProblem) -> str:
+    try:
+        return str(explain_infeasible(problem))
+    except ProtwinError as error:
+        return str(error)
+
+
+def batch_choice(size: int, branches: Sequence[BranchAndBound], *, is_interrupted: bool) -> BatchChoice:
+    """The outcome of one size of the micro-batch; ``branches``: its searches, one for each parallel mode."""
+    simulated = [branch.best for branch in branches if branch.best is not None]
+    best = min(simulated, key=lambda one: one.order, default=None)
+    bounds_s = [branch.open_bound_s for branch in branches if np.isfinite(branch.open_bound_s)]
+    bounds_s += [one.timing.iteration_s for one in simulated]
+    return BatchChoice(
+        micro_batch_size=size,
+        micro_batches=branches[0].problem.step.micro_batches,
+        num_candidates=sum(branch.problem.num_candidates for branch in branches),
+        num_simulated=sum(len(branch.simulated) for branch in branches),
+        best_iteration_s=None if best is None else best.timing.iteration_s,
+        shortest_possible_s=None if is_interrupted else min(bounds_s, default=None),
+        parallel=None if best is None else best.plan.parallel,
+    )
+
+
+def _outcome(branch: BranchAndBound, known: _Known) -> PlanOutcome:
+    problem, candidate = branch.problem, known.candidate
     plan = problem.plan(candidate.layout, *candidate.index)
     prefix = problem.layouts[candidate.layout].grid.prefix[[candidate.index[0]]]
     pinned_bytes = int(problem.pinned_host_bytes(candidate.layout, prefix, plan.n_swap)[0])

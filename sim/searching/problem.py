@@ -20,12 +20,13 @@ from ..bounds.throughput import Throughput
 from ..bounds.time_bounds import TimeBounds
 from ..costs.contention import ContentionModel
 from ..costs.task_costs import CostModel
-from ..memory.host import default_reserve_bytes, shares_of_one_memory
-from ..memory.rank_memory import rank_device_bytes
+from ..memory.host import default_host_budget_bytes, shares_of_one_memory
 from ..space.chunk_table import ChunkTable, chunk_table
 from ..space.compute_table import ComputeTable, compute_table
-from ..space.space import IntArray, LayoutGrid, SearchSpace, enumerate_space
+from ..space.enumerate import enumerate_space
+from ..space.space import IntArray, LayoutGrid, SearchSpace
 from ..space.step_spec import StepSpec
+from .request import SearchRequest
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ class SearchProblem:
     costs: CostModel
     contention: ContentionModel
     compute: ComputeTable
-    rule: StepSpec
+    step: StepSpec
     layouts: tuple[LayoutProblem, ...]
     is_shared: bool = False
     """Whether both budgets are shares of one memory, which nobody asked for."""
@@ -96,41 +97,33 @@ class SearchProblem:
 
 
 def search_problem(
-    workload: Workload,
-    hardware: Hardware,
-    calibration: Calibration | None = None,
+    request: SearchRequest,
+    workload: Workload | None = None,
+    step: StepSpec | None = None,
     *,
-    device_budget_bytes: int | None = None,
-    host_budget_bytes: int | None = None,
-    space: SearchSpace | None = None,
-    rule: StepSpec | None = None,
     is_offloading: bool | None = None,
 ) -> SearchProblem:
-    """Lay out the space and tabulate its costs.  Arguments and errors as of ``search``.
+    """Lay out one space of ``request`` and tabulate its costs.  Errors as of ``search``.
 
+    ``workload`` and ``step``: of this space; those of the request's smallest micro-batch in its last mode if None.
     ``is_offloading``: as of ``enumerate_space``.
     """
+    workload = request.smallest_workload() if workload is None else workload
+    step = request.step.spec(request.step.allowed_modes[-1]) if step is None else step
     check_magnitude(workload)
-    rule = rule or StepSpec()
-    together, num_ranks = hardware, rule.num_ranks
-    if num_ranks > 1:
-        hardware = machine_of_rank(together, num_ranks)
-    is_shared = hardware.device.kind is DeviceKind.CPU and device_budget_bytes is None and host_budget_bytes is None
-    is_host_budget_given = host_budget_bytes is not None
-    if device_budget_bytes is None:
-        device_budget_bytes = rank_device_bytes(together, num_ranks)
-    if host_budget_bytes is None:
-        host_budget_bytes = default_host_budget_bytes(hardware, device_budget_bytes)
+    together, calibration, num_ranks = request.hardware, request.calibration, step.num_ranks
+    hardware = machine_of_rank(together, num_ranks) if num_ranks > 1 else together
+    device_budget_bytes, host_budget_bytes = request.budgets_bytes()
     for name, budget, least in (("device", device_budget_bytes, 1), ("host", host_budget_bytes, 0)):
         if budget < least:
             raise PlanError(f"{name}_budget_bytes is {budget}; it must be at least {least}. Give the bytes to fill.")
     use_measured = workload.measured_on == hardware.name
     costs = CostModel(hardware, calibration, use_measured=use_measured, together=together)
     contention = ContentionModel.of(together, calibration, num_ranks=num_ranks)
-    grids = enumerate_space(workload, space, rule, is_offloading=is_offloading)
-    compute = compute_table(workload, grids[0].modes, costs, rule)
+    grids = enumerate_space(workload, request.space, step, is_offloading=is_offloading)
+    compute = compute_table(workload, grids[0].modes, costs, step)
     throughput = Throughput.of(contention)
-    tables = [chunk_table(workload, grid.layout, costs, rule, grid.places) for grid in grids]
+    tables = [chunk_table(workload, grid.layout, costs, step, grid.places) for grid in grids]
     problem = SearchProblem(
         workload=workload,
         hardware=hardware,
@@ -138,12 +131,12 @@ def search_problem(
         calibration=calibration,
         device_budget_bytes=device_budget_bytes,
         host_budget_bytes=host_budget_bytes,
-        is_host_budget_given=is_host_budget_given,
-        is_restricted=space is not None and space != SearchSpace(),
+        is_host_budget_given=request.host_budget_bytes is not None,
+        is_restricted=request.space != SearchSpace(),
         costs=costs,
         contention=contention,
         compute=compute,
-        rule=rule,
+        step=step,
         layouts=tuple(
             LayoutProblem(
                 grid,
@@ -156,7 +149,8 @@ def search_problem(
             for grid, table in zip(grids, tables, strict=True)
         ),
     )
-    return _with_shares(problem) if is_shared else problem
+    is_budget_given = request.device_budget_bytes is not None or request.host_budget_bytes is not None
+    return problem if is_budget_given or hardware.device.kind is not DeviceKind.CPU else _with_shares(problem)
 
 
 def _with_shares(problem: SearchProblem) -> SearchProblem:
@@ -175,15 +169,3 @@ def _with_shares(problem: SearchProblem) -> SearchProblem:
         memory_bytes, most_device_bytes=max(most_device), host_needs_bytes=host_needs
     )
     return replace(problem, device_budget_bytes=device_bytes, host_budget_bytes=host_bytes, is_shared=True)
-
-
-def default_host_budget_bytes(hardware: Hardware, device_budget_bytes: int) -> int:
-    """Host memory that plans may fill: all of it, less ``default_reserve_bytes``.
-
-    Where the CPU is the device, the device's budget is a part of the same memory.
-    """
-    memory_bytes = hardware.host.memory_bytes
-    left_bytes = memory_bytes - default_reserve_bytes(memory_bytes, hardware.device.kind)
-    if hardware.device.kind is DeviceKind.CPU:
-        left_bytes -= device_budget_bytes
-    return max(0, left_bytes)

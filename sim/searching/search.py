@@ -1,4 +1,4 @@
-"""The search: the fastest plan that fits, with a proof that none of its space is faster by more than a tolerance.
+"""The search: the fastest plan that fits, with a proof that no plan of its spaces is faster by more than a tolerance.
 
 [Note: Branch and bound]
 Plans come from a queue in the order of a lower bound of their time (``sim/searching/candidates.py``).  A batch of them
@@ -7,81 +7,137 @@ best are compiled and simulated, until no bound is left below the best simulated
 (``sim/searching/branch_and_bound.py``).  Every plan that was not simulated then either fails a memory bound or has a
 time bound above that.
 
-Bounds sort, and never decide: the plan that is returned was compiled and simulated, and its guaranteed peak checked.
+Bounds sort, and never decide: the plan that is returned was compiled, verified and simulated, and its guaranteed peak
+checked.
+
+[Note: One search over several spaces]
+Every size of the micro-batch in every parallel mode has a workload and a space of its own; one rank and one size are
+the case of one space.  All spaces are bounded first, then searched in turns, wherever the lowest bound is.  They share
+the best time found so far: a space whose best bound lies above it is left out as a whole.  One certificate covers all
+of them.
+
+Modes of several ranks divide the plans among them: DDP has those that keep every chunk, REPLICATED those that offload
+some, SHARDED those that offload some or shard some over the devices.  A mode that is asked for alone has them all.
 """
 
 from __future__ import annotations
 
-from ...shared.basics.errors import PlanError
-from ...shared.schema.calibration import Calibration
-from ...shared.schema.hardware import Hardware
+from ...shared.basics.errors import InfeasibleError, PlanError
+from ...shared.schema.plan import ParallelMode
+from ...shared.schema.search_result import BatchSearchResult
 from ...shared.schema.search_result import SearchResult as SearchResult
-from ...shared.schema.workload import Workload
-from ..space.space import SearchSpace
-from ..space.step_spec import StepSpec
-from .branch_and_bound import BranchAndBound, OnProgress, was_interrupted
-from .infeasible import explain_infeasible
-from .outcomes import search_result
+from ..space.step_spec import SEVERAL
+from .branch_and_bound import BranchAndBound, OnProgress, run_in_turns, was_interrupted
+from .infeasible import nothing_fits
+from .outcomes import batch_choice, mode_choice, search_result
 from .problem import search_problem
+from .request import GlobalBatch, SearchRequest
+
+Where = tuple[int, ParallelMode]
+"""Which space: samples of a micro-batch, and the mode."""
 
 
 def search(
-    workload: Workload,
-    hardware: Hardware,
-    calibration: Calibration | None = None,
-    *,
-    device_budget_bytes: int | None = None,
-    host_budget_bytes: int | None = None,
-    space: SearchSpace | None = None,
-    micro_batches: int = 1,
-    max_gradient_norm: float | None = None,
-    tolerance_frac: float = 0.005,
-    max_replays: int | None = None,
-    on_progress: OnProgress | None = None,
-    keep_interrupted: bool = False,
+    request: SearchRequest, *, on_progress: OnProgress | None = None, keep_interrupted: bool = False
 ) -> SearchResult:
-    """The fastest plan of ``space`` whose memory fits for every timing.
+    """The fastest plan that fits, over all spaces of ``request``; see [Note: One search over several spaces].
 
-    A plan fits if its guaranteed device peak is within ``device_budget_bytes`` (the device's usable bytes) and its
-    pinned and other host memory within ``host_budget_bytes`` (``default_host_budget_bytes``).  No plan of the space
-    is faster than the fastest one found by more than ``tolerance_frac``; with 0 the result is that of simulating every
-    plan.  Of plans within the tolerance of the fastest, the simplest counts (``LayoutGrid.simplicity``).
-    ``micro_batches`` and ``max_gradient_norm`` say what a step is, and every plan has them.
-    ``max_replays`` ends the search after that many plans were looked at closely; then the certificate says so.
-    ``on_progress`` is told, now and then, how many plans of how many are decided.  ``keep_interrupted``: Ctrl-C ends
-    the search with the best plan so far, if there is one, and the certificate says so.
+    A plan fits if its guaranteed device peak and its pinned and other host memory are within the request's budgets.
+    Of plans within the tolerance of the fastest one, the simplest mode counts, then the fewest micro-batches, then the
+    simplest plan (``LayoutGrid.simplicity``).  The schedule of the plan is verified.  ``on_progress`` is told, now and
+    then, how many plans of how many are decided.  ``keep_interrupted``: Ctrl-C ends the search with the best plan so
+    far, if there is one, and the certificate says so.
 
-    Raises InfeasibleError if no plan fits, PlanError if the space holds no plan, and what ``simulate`` raises.
+    Raises InfeasibleError if no plan fits, PlanError if there is no plan at all, and what ``simulate`` raises.
     """
-    check_effort(tolerance_frac, max_replays)
-    problem = search_problem(
-        workload,
-        hardware,
-        calibration,
-        device_budget_bytes=device_budget_bytes,
-        host_budget_bytes=host_budget_bytes,
-        space=space,
-        rule=StepSpec(micro_batches, max_gradient_norm),
-    )
+    return search_batches(request, on_progress=on_progress, keep_interrupted=keep_interrupted).result
+
+
+def search_batches(
+    request: SearchRequest, *, on_progress: OnProgress | None = None, keep_interrupted: bool = False
+) -> BatchSearchResult:
+    """What ``search`` finds, and besides what became of every size of the micro-batch.  Errors as of ``search``."""
+    branches, refusals = _branches(request)
+    ordered = [branches[where] for where in sorted(branches, key=_simplest)]
     report = on_progress or (lambda done, total: None)
-    hunt = BranchAndBound(problem, tolerance_frac=tolerance_frac, max_replays=max_replays, on_progress=report)
+    interrupted = was_interrupted(
+        ordered,
+        lambda: run_in_turns(ordered, report, max_replays=request.effort.max_replays),
+        keep=keep_interrupted,
+    )
+    near = {where: plan for where, branch in branches.items() if (plan := branch.simplest_near()) is not None}
+    if not near:
+        raise _nothing_fits(request, branches)
+    where = min(near, key=_simplest)
+    result = search_result(branches[where], near[where], branches=tuple(branches.values()), is_interrupted=interrupted)
+    if request.step.num_ranks > 1:
+        modes = tuple(
+            mode_choice(
+                mode,
+                [branch for at, branch in branches.items() if at[1] is mode],
+                refusal=refusals.get(mode),
+                is_interrupted=interrupted,
+            )
+            for mode in request.step.allowed_modes
+        )
+        result = result.model_copy(update={"modes": modes})
+    size = where[0]
+    return BatchSearchResult(
+        global_batch_size=size * result.plan.micro_batches * result.plan.num_ranks,
+        micro_batch_size=size,
+        result=result,
+        choices=tuple(
+            batch_choice(size, [branch for at, branch in branches.items() if at[0] == size], is_interrupted=interrupted)
+            for size in sorted({size for size, _ in branches})
+        ),
+    )
 
-    def work() -> None:
-        hunt.run()
-        hunt.settle()
 
-    interrupted = was_interrupted([hunt], work, keep=keep_interrupted)
-    chosen = hunt.simplest_near()
-    if chosen is None:
-        raise explain_infeasible(problem)
-    if not interrupted:
-        report(problem.num_candidates, problem.num_candidates)
-    return search_result(hunt, chosen, is_interrupted=interrupted)
+def _branches(request: SearchRequest) -> tuple[dict[Where, BranchAndBound], dict[ParallelMode, PlanError]]:
+    """A search of every space, none of them begun, and why some modes have no plan.
+
+    Raises PlanError if none of the modes has a plan at one of the sizes.
+    """
+    branches: dict[Where, BranchAndBound] = {}
+    refusals: dict[ParallelMode, PlanError] = {}
+    modes = request.step.allowed_modes
+    if not modes:
+        raise PlanError("no parallel mode is allowed. Name ddp, replicated or sharded.")
+    for size, workload, micro_batches in request.micro_batches():
+        refusals = {}
+        for mode in modes:
+            try:
+                step = request.step.spec(mode, micro_batches)
+                problem = search_problem(request, workload, step, is_offloading=_is_offloading(mode, modes))
+            except PlanError as error:
+                refusals[mode] = error
+                continue
+            branches[size, mode] = BranchAndBound(problem, tolerance_frac=request.effort.tolerance_frac)
+        if len(refusals) == len(modes):
+            raise refusals[modes[0]]
+    return branches, refusals
 
 
-def check_effort(tolerance_frac: float, max_replays: int | None) -> None:
-    """Raise PlanError unless a search can be asked for so much."""
-    if not 0 <= tolerance_frac < 1:
-        raise PlanError(f"tolerance_frac is {tolerance_frac}; it must be at least 0 and below 1.")
-    if max_replays is not None and max_replays < 1:
-        raise PlanError(f"max_replays is {max_replays}; it must be at least 1.")
+def _is_offloading(mode: ParallelMode, modes: tuple[ParallelMode, ...]) -> bool | None:
+    """Which plans a mode has: DDP those that keep every chunk; the others the rest, or all if searched alone."""
+    if mode is ParallelMode.DDP:
+        return False
+    return None if len(modes) == 1 else True
+
+
+def _simplest(where: Where) -> tuple[int, int]:
+    """Orders by mode, then by fewer micro-batches."""
+    size, mode = where
+    return (SEVERAL.index(mode) if mode in SEVERAL else 0), -size
+
+
+def _nothing_fits(request: SearchRequest, branches: dict[Where, BranchAndBound]) -> InfeasibleError:
+    """Why not even the smallest micro-batches fit."""
+    sizes = {size for size, _ in branches}
+    reason = nothing_fits([branch.problem for (size, _), branch in branches.items() if size == min(sizes)])
+    if not isinstance(request.workload, GlobalBatch):
+        return reason
+    others = f" and with it none of {len(sizes)} sizes of the micro-batch" if len(sizes) > 1 else ""
+    return InfeasibleError(
+        f"at micro-batches of {min(sizes)} of the global batch of {request.workload.num_samples}{others}: {reason}"
+    )

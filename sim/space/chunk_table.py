@@ -22,7 +22,7 @@ from .placements import Placements
 from .space import BoolArray, IntArray
 from .step_spec import StepSpec
 
-_NO_RULE: Final = StepSpec()
+_PLAIN_STEP: Final = StepSpec()
 
 
 @dataclass(frozen=True)
@@ -87,14 +87,14 @@ class ChunkTable:
     update_order: IntArray
     """(T,) chunks as their gradients leave and CPU Adam steps them: last block first."""
     costs: CostModel
-    rule: StepSpec
+    step: StepSpec
     collectives: CollectiveTable | None
     """Where several ranks train together."""
 
     @cached_property
     def positions(self) -> Positions:
         """The program of the compute lane."""
-        return Positions(self.layout.num_blocks, self.rule.micro_batches)
+        return Positions(self.layout.num_blocks, self.step.micro_batches)
 
     @cached_property
     def uses(self) -> Callable[[int], Uses]:
@@ -104,7 +104,7 @@ class ChunkTable:
     def _uses(self, prefix: int) -> Uses:
         is_gathered = self.is_gathered(prefix).tolist()
         needed = [[chunk for chunk in chunks if is_gathered[chunk]] for chunks in self.layout.chunks_of_block]
-        return Uses.of((needed + needed[::-1]) * self.rule.micro_batches)
+        return Uses.of((needed + needed[::-1]) * self.step.micro_batches)
 
     def is_offloaded(self, prefix: int | IntArray) -> BoolArray:
         """(..., C) whether a chunk is offloaded, for each entry of ``prefix``."""
@@ -125,7 +125,7 @@ class ChunkTable:
 
     def pinned_host_bytes(self, prefix: IntArray) -> IntArray:
         """(R,) of offloaded chunks: parameters and the buffers that receive gradients."""
-        num_buffers = 2 if self.rule.accumulates else 1
+        num_buffers = 2 if self.step.accumulates else 1
         return self.places.offloaded_sum(self.part_bytes + num_buffers * self.staging_bytes)[prefix]
 
     def host_bytes(self, prefix: IntArray) -> IntArray:
@@ -164,7 +164,7 @@ class ChunkTable:
     @cached_property
     def norm_s(self) -> FloatArray:
         """(P,) seconds of the norm of all gradients; 0 where it is not limited."""
-        if not self.rule.limits_norm:
+        if not self.step.limits_norm:
             return np.zeros(len(self.places.n_persist))
         read_bytes = self.places.offloaded_sum(np.where(self.is_stepped, self.offload_bytes, 0))
         price = cache(lambda size: self.costs.task_s(Task(TaskId(0), TaskKind.GRADIENT_NORM, stepped_bytes=size)))
@@ -175,17 +175,17 @@ def chunk_table(
     workload: Workload,
     layout: Layout,
     costs: CostModel,
-    rule: StepSpec = _NO_RULE,
+    step: StepSpec = _PLAIN_STEP,
     places: Placements | None = None,
 ) -> ChunkTable:
     """Tabulate ``layout``; ``places``: its prefixes, those without shards by default."""
     chunks = layout.chunks
-    parts = [rank_part(chunk, workload.parameters, rule.parallel, rule.num_ranks) for chunk in chunks]
+    parts = [rank_part(chunk, workload.parameters, step.parallel, step.num_ranks) for chunk in chunks]
     gradient_bytes = [part.gradient_bytes for part in parts]
-    num_scalings = 2 if rule.limits_norm else 0
+    num_scalings = 2 if step.limits_norm else 0
     moved = [part.stepped_bytes + num_scalings * part.gradient_bytes for part in parts]
     whole = moved
-    if rule.is_sharded:
+    if step.is_sharded:
         whole = [
             stepped_bytes(chunk, workload.parameters) + num_scalings * sum(chunk.gradient_bytes) for chunk in chunks
         ]
@@ -207,7 +207,7 @@ def chunk_table(
         part_num_stepped=_of_trainable(chunks, num_stepped),
         part_stepped_bytes=_of_trainable(chunks, moved),
         part_widened_bytes=_integers(
-            part_peak_bytes([chunk], [], workload.parameters, rule.num_ranks) if rule.is_sharded else 0
+            part_peak_bytes([chunk], [], workload.parameters, step.num_ranks) if step.is_sharded else 0
             for chunk in chunks
         ),
         first_block=_integers(chunk.blocks[0] if chunk.blocks else layout.num_blocks for chunk in chunks),
@@ -228,8 +228,8 @@ def chunk_table(
         gradient_bytes=_integers(size_bytes for _, _, size_bytes in gradients),
         update_order=_integers(sorted(is_stepped.nonzero()[0], key=lambda c: (-chunks[c].blocks[0], -c))),
         costs=costs,
-        rule=rule,
-        collectives=None if rule.num_ranks == 1 else collective_table(layout, parts, is_stepped.tolist(), costs, rule),
+        step=step,
+        collectives=None if step.num_ranks == 1 else collective_table(layout, parts, is_stepped.tolist(), costs, step),
     )
 
 

@@ -41,19 +41,19 @@ class CollectiveTable:
 
 
 def collective_table(
-    layout: Layout, parts: Sequence[RankPart], is_stepped: Sequence[bool], costs: CostModel, rule: StepSpec
+    layout: Layout, parts: Sequence[RankPart], is_stepped: Sequence[bool], costs: CostModel, step: StepSpec
 ) -> CollectiveTable:
     """Tabulate ``layout``.  ``parts``: what a host has of each chunk; ``is_stepped``: of chunks that a block owns."""
 
     @cache
     def seconds(kind: TaskKind, size_bytes: int) -> float:
-        return costs.task_s(Task(TaskId(0), kind, moved_bytes=size_bytes, num_ranks=rule.num_ranks))
+        return costs.task_s(Task(TaskId(0), kind, moved_bytes=size_bytes, num_ranks=step.num_ranks))
 
     whole = [sum(chunk.gradient_bytes) for chunk in layout.chunks]
     stay = _of(is_stepped, [seconds(TaskKind.ALL_REDUCE, size) for size in whole])
     leave, gather = stay, np.zeros(len(parts))
     reduced = np.zeros(len(parts), dtype=np.int64)
-    if rule.is_sharded:
+    if step.is_sharded:
         leave = _of(is_stepped, [seconds(TaskKind.REDUCE_SCATTER, part.reduced_bytes) for part in parts])
         gather = np.array([seconds(TaskKind.ALL_GATHER, part.gathered_bytes) for part in parts])
         reduced = np.array([part.reduced_bytes for part in parts], dtype=np.int64)

@@ -36,7 +36,7 @@ FloatArray = npt.NDArray[np.float64]
 
 __all__ = ["NO_TASK_BYTES", "ComputeTable", "FloatArray", "Positions", "compute_table"]
 
-_NO_RULE: Final = StepSpec()
+_PLAIN_STEP: Final = StepSpec()
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class Positions:
         return self._position(4)
 
     def _position(self, offset: int) -> IntArray:
-        """(S,)."""
+        """(S,) compute positions of steps, those of a backward shifted by ``offset``."""
         micro_batch, within = np.divmod(np.arange(self.num_steps), 2 * self.num_blocks)
         place = np.where(within < self.num_blocks, 1 + within, offset - self.num_blocks + 2 * within)
         return self.micro_length * micro_batch + place
@@ -128,7 +128,7 @@ class ComputeTable:
         return np.append(0, self.swap_bytes.cumsum())
 
 
-def compute_table(workload: Workload, modes: ModeRows, costs: CostModel, rule: StepSpec = _NO_RULE) -> ComputeTable:
+def compute_table(workload: Workload, modes: ModeRows, costs: CostModel, step: StepSpec = _PLAIN_STEP) -> ComputeTable:
     """Tabulate the compute lane of ``workload`` for each choice of ``modes``."""
     swap_bytes = np.array([workload.profile_of(block).swappable_bytes for block in range(workload.num_blocks)])
 
@@ -138,9 +138,9 @@ def compute_table(workload: Workload, modes: ModeRows, costs: CostModel, rule: S
 
     return ComputeTable(
         modes=modes,
-        positions=Positions(workload.num_blocks, rule.micro_batches),
+        positions=Positions(workload.num_blocks, step.micro_batches),
         seconds=_seconds(workload, modes.is_checkpoint, costs),
-        levels=activation_levels(workload, modes, rule.micro_batches),
+        levels=activation_levels(workload, modes, step.micro_batches),
         swap_bytes=swap_bytes,
         swap_out_s=copies_s(TaskKind.ACTIVATION_OFFLOAD),
         swap_in_s=copies_s(TaskKind.ACTIVATION_FETCH),

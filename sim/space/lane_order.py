@@ -1,4 +1,4 @@
-"""What has surely ended when a task starts, for lanes that are given as waits.
+"""What is guaranteed to have ended when a task starts, for lanes that are given as waits.
 
 Every lane runs its tasks in order, so a chain of waits that comes back to a lane adds nothing there.  So what a task of
 one lane knows of another is the most that its own waits and those of the lanes it waits for bring, which are followed
@@ -24,7 +24,7 @@ within the iteration; below 1 for tasks of the iterations before."""
 def reached_before(
     target: int, waits: Sequence[Waits], lengths: Sequence[int], *, among: Sequence[int]
 ) -> dict[int, IntArray]:
-    """(D, T) tasks of ``target`` that have surely ended before each task of the lanes ``among`` starts.
+    """(D, T) tasks of ``target`` guaranteed to have ended before each task of the lanes ``among`` starts.
 
     Counted as waits are, and not further back than one iteration.  ``waits`` and ``lengths``: of every lane.
     """

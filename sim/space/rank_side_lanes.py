@@ -32,7 +32,7 @@ class CollectiveLane:
     """
 
     seconds: FloatArray
-    """(D, Z)"""
+    """(D, Z) of every task."""
     gather_place: IntArray
     """(D, G) places of all-gathers; none if hosts have whole chunks."""
     leaving_place: IntArray
@@ -47,9 +47,9 @@ class CollectiveLane:
     norm_place: int | None
     """The place of the reduction of a norm's parts, if there is one."""
     waits_compute: IntArray
-    """(D, Z)"""
+    """(D, Z) compute tasks that must have ended."""
     waits_h2d: IntArray
-    """(D, Z)"""
+    """(D, Z) copies to the device that must have ended."""
 
 
 class RankSideLanes(SideLanes):
@@ -64,7 +64,7 @@ class RankSideLanes(SideLanes):
     @property
     def is_sharded(self) -> bool:
         """Whether gathers bring a shard alone, and an all-gather the others."""
-        return self.residency.table.rule.is_sharded
+        return self.residency.table.step.is_sharded
 
     @cached_property
     def _staying(self) -> IntArray:
@@ -279,7 +279,7 @@ class RankSideLanes(SideLanes):
             waits[:, self.adam_place] = lane.norm_place + 1
         return waits
 
-    # -- what is surely over -----------------------------------------------------------------------------------------
+    # -- guaranteed order ---------------------------------------------------------------------------------------------
 
     def order(self, depths: IntArray) -> Order:
         """What the waits of all lanes guarantee."""
@@ -310,7 +310,7 @@ class RankSideLanes(SideLanes):
         return self.positions.length, len(self.h2d_step), len(self.d2h_step), self.cpu_length, lane.seconds.shape[1]
 
     def _starts_after(self, target: int, waits: tuple[Waits, ...], lengths: tuple[int, ...]) -> IntArray:
-        """(D, X) the first compute position that surely starts after each task of ``target`` has ended.
+        """(D, X) the first compute position guaranteed to start after each task of ``target`` has ended.
 
         Positions are counted on into the next iteration; two iterations' length where none is sure.
         """
@@ -328,7 +328,7 @@ class RankSideLanes(SideLanes):
         return np.stack([places[np.searchsorted(row, counts)] for row in both])
 
 
-def traffic_of(residency: GatherPlan, compute: ComputeTable, n_swap: int) -> SideLanes:
+def side_lanes_of(residency: GatherPlan, compute: ComputeTable, n_swap: int) -> SideLanes:
     """The lanes beside compute, of one rank alone or of one of several."""
-    kind = SideLanes if residency.table.rule.num_ranks == 1 else RankSideLanes
+    kind = SideLanes if residency.table.step.num_ranks == 1 else RankSideLanes
     return kind(residency, compute, n_swap)

@@ -1,13 +1,13 @@
-"""What travels and is stepped beside compute, under one residency and one number of swapped blocks, task by task.
+"""The lanes beside compute under one residency and one number of swapped blocks: copies and steps, task by task.
 
 Every lane runs its tasks in order, so whatever a task waits for is one number per other lane: how many of that lane's
 tasks must have ended, counted within the iteration; below 1 for tasks of the iterations before.  The order of the
 tasks and their waits restate ``shared/compile/compile.py`` and its ``compile_`` modules in arrays.
 
-[Note: What is surely over]
+[Note: Guaranteed order]
 A chain of waits from one lane to another and back to a lane adds nothing there, since a lane's tasks are in order
-already.  So what has surely happened before a task follows from chains that pass each lane once: all of them are
-written out here, one ``maximum`` each.
+already.  So the tasks that are guaranteed to have ended before a task follow from chains that pass each lane once: all
+of them are written out here, one ``maximum`` each.
 """
 
 from __future__ import annotations
@@ -40,23 +40,23 @@ class LaneWork:
 
 @dataclass(frozen=True, eq=False)
 class Order:
-    """What has surely happened, whatever tasks take.  Positions are places in the program of compute."""
+    """The order that is guaranteed, whatever tasks take.  Positions are places in the program of compute."""
 
     fetch_position: IntArray
-    """(D, H) compute tasks that have surely ended before a task of H2D starts."""
+    """(D, H) compute tasks guaranteed to have ended before a task of H2D starts."""
     gone_position: IntArray
-    """(D, X) the first compute position that surely starts after a task of D2H has ended; counted on into the next
+    """(D, X) the first compute position guaranteed to start after a task of D2H has ended; counted on into the next
     iteration, two iterations' length where none is sure."""
     scatter_position: IntArray | None = None
-    """(D, M * U) compute tasks that have surely ended before gradients are scattered; None where they are not."""
+    """(D, M * U) compute tasks guaranteed to have ended before gradients are scattered; None where they are not."""
     scattered_position: IntArray | None = None
-    """(D, M * U) the first compute position that surely starts after that."""
+    """(D, M * U) the first compute position guaranteed to start after that."""
     all_gather_position: IntArray | None = None
-    """(D, S) compute tasks that have surely ended before an all-gather starts that nothing was copied for."""
+    """(D, S) compute tasks guaranteed to have ended before an all-gather starts that nothing was copied for."""
     reduce_position: IntArray | None = None
-    """(D, M * V) those that have surely ended before gradients are reduced to parts on the devices."""
+    """(D, M * V) those guaranteed to have ended before gradients are reduced to parts on the devices."""
     reduced_position: IntArray | None = None
-    """(D, M * V) the first compute position that surely starts after that."""
+    """(D, M * V) the first compute position guaranteed to start after that."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,7 +79,7 @@ class SideLanes:
 
     @cached_property
     def _micro(self) -> IntArray:
-        """(M, 1)."""
+        """(M, 1) the micro-batches by number."""
         return np.arange(self.positions.micro_batches)[:, None]
 
     @property
@@ -128,7 +128,7 @@ class SideLanes:
 
     @cached_property
     def d2h_waits_compute(self) -> IntArray:
-        """(X,)."""
+        """(X,) compute tasks that must have ended: up to the end of the step that each task follows."""
         return self.positions.step_end(self.d2h_step) + 1
 
     @cached_property
@@ -147,14 +147,14 @@ class SideLanes:
         """(M - 1, U) places in CPU_OPTIM of what adds gradients up."""
         micro_batches, num_updates = self.positions.micro_batches, self._num_updates
         places = np.arange((micro_batches - 1) * num_updates).reshape(micro_batches - 1, num_updates)
-        if micro_batches > 1 and not self.residency.table.rule.limits_norm:
+        if micro_batches > 1 and not self.residency.table.step.limits_norm:
             places[-1] += np.arange(num_updates)
         return places
 
     @cached_property
     def norm_place(self) -> int | None:
         """The place of the norm of all gradients in CPU_OPTIM, if it is limited."""
-        return self._sum_place.size if self.residency.table.rule.limits_norm else None
+        return self._sum_place.size if self.residency.table.step.limits_norm else None
 
     @cached_property
     def adam_place(self) -> IntArray:
@@ -185,7 +185,7 @@ class SideLanes:
 
     @cached_property
     def cpu_waits_d2h(self) -> IntArray:
-        """(Y,)."""
+        """(Y,) copies to the host that must have ended: the gradients that are added up, measured or stepped."""
         waits = np.full(self.cpu_length, NOTHING)
         waits[self._sum_place] = self.gradient_place[1:] + 1
         if self.positions.micro_batches == 1 and self._num_updates:
@@ -197,7 +197,7 @@ class SideLanes:
 
     @cached_property
     def cpu_waits_compute(self) -> IntArray:
-        """(Y,)."""
+        """(Y,) compute tasks that must have ended: of the norm, all up to device Adam."""
         waits = np.full(self.cpu_length, NOTHING)
         if self.norm_place is not None:
             waits[self.norm_place] = self.positions.device_adam
@@ -243,7 +243,7 @@ class SideLanes:
         return seconds
 
     def h2d_waits_compute(self, depths: IntArray) -> IntArray:
-        """(D, H)."""
+        """(D, H) compute tasks that must have ended before a copy to the device: those that its window waits for."""
         waits = np.empty((len(depths), len(self.h2d_step)), dtype=np.int64)
         waits[:, self.gather_place] = self.residency.gather_wait(depths)[:, self.residency.copied]
         if len(self.swapped):
@@ -303,14 +303,14 @@ class SideLanes:
             compute[CPU_OPTIM][-1] = self.norm_place + 1
         return LaneWork((compute, h2d, d2h, cpu), (np.zeros(0), self.h2d_s, self.d2h_s, self.cpu_s))
 
-    # -- what is surely over -----------------------------------------------------------------------------------------
+    # -- guaranteed order ---------------------------------------------------------------------------------------------
 
     def order(self, depths: IntArray) -> Order:
-        """What the waits of all lanes guarantee; see [Note: What is surely over]."""
+        """What the waits of all lanes guarantee; see [Note: Guaranteed order]."""
         return Order(self.h2d_after_compute(depths), self.gone_position(depths))
 
     def h2d_after_compute(self, depths: IntArray) -> IntArray:
-        """(D, H) compute tasks that have surely ended before a task of H2D starts; [Note: What is surely over]."""
+        """(D, H) compute tasks guaranteed to have ended before a task of H2D starts; [Note: Guaranteed order]."""
         length = self.positions.length
         cpu = np.maximum(self.cpu_waits_compute, _reached(self.d2h_waits_compute, self.cpu_waits_d2h, 0))
         cpu = np.maximum.accumulate(cpu)
@@ -324,7 +324,7 @@ class SideLanes:
         return reached
 
     def gone_position(self, depths: IntArray) -> IntArray:
-        """(D, X) the first compute position that surely starts after a task of D2H has ended.
+        """(D, X) the first compute position guaranteed to start after a task of D2H has ended.
 
         Positions are counted on into the next iteration; two iterations' length where none is sure.
         """

@@ -1,12 +1,9 @@
-"""The space of plans that the search looks through: which values each knob may take, every distinct plan once."""
+"""The space of plans that the search looks through: which values each knob may take, and plans as arrays of knobs."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import chain
 from typing import Annotated, Any, Final
 
 import numpy as np
@@ -14,32 +11,14 @@ import numpy.typing as npt
 from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt
 
 from ...shared.basics.documents import FrozenModel
-from ...shared.basics.errors import PlanError
-from ...shared.layout.layout import ALIGNMENT_BYTES, Layout, aligned, build_layout
+from ...shared.layout.layout import Layout
 from ...shared.schema.plan import Plan
 from ...shared.schema.workload import Workload
 from .placements import Placements
-from .prefixes import Placement, distinct_prefixes
 from .step_spec import StepSpec
 
 IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
-
-_BLOCK_FRACTIONS: Final = (0.25, 0.5, 1.0, 2.0)
-"""Chunk sizes in units of the largest block."""
-_WHOLE_MIB_FROM_BYTES: Final = 64 * 2**20
-"""Blocks from this size on get chunk sizes in whole MiB: rounding costs them nothing and reads well."""
-_MAX_CHUNKS: Final = 600
-"""A layout of more chunks makes a schedule of thousands of tasks, which only a large model on a slow search meets."""
-_DENSE_BUFFERS: Final = 8
-"""So many values of ``n_buffer`` above the fewest possible are all in the space; beyond, steps grow by a quarter."""
-
-_MOST_COUNTS: Final = 48
-"""Of deeper models not every number of checkpointed blocks is in the space, but every second one, or third, and so on:
-one block more or less changes the iteration by less than a hundredth."""
-_FEW_BLOCKS: Final = 4
-"""Up to here every number of swapped blocks is in the space."""
-_SWAPPED_SHARES: Final = (2, 4, 8)
 
 
 def _as_values(value: Any) -> Any:
@@ -131,17 +110,17 @@ class LayoutGrid:
     prefetch_depth: IntArray
     """(D,) ascending."""
     modes: ModeRows
-    rule: StepSpec = field(default_factory=StepSpec)
+    step: StepSpec = field(default_factory=StepSpec)
 
     @cached_property
     def n_persist(self) -> IntArray:
-        """(R,)."""
+        """(R,) persistent chunks."""
         found: IntArray = self.places.n_persist[self.prefix]
         return found
 
     @cached_property
     def n_shard(self) -> IntArray:
-        """(R,)."""
+        """(R,) the knob: chunks after the persistent ones that are sharded over the devices."""
         found: IntArray = self.places.n_shard[self.prefix]
         return found
 
@@ -180,10 +159,10 @@ class LayoutGrid:
             prefetch_depth=int(self.prefetch_depth[depth]),
             n_swap=int(self.modes.n_swap[mode]),
             n_checkpoint=int(self.modes.n_checkpoint[mode]),
-            micro_batches=self.rule.micro_batches,
-            max_gradient_norm=self.rule.max_gradient_norm,
-            parallel=self.rule.parallel,
-            num_ranks=self.rule.num_ranks,
+            micro_batches=self.step.micro_batches,
+            max_gradient_norm=self.step.max_gradient_norm,
+            parallel=self.step.parallel,
+            num_ranks=self.step.num_ranks,
         )
 
     def simplicity(self, residency: int, depth: int, mode: int) -> tuple[int, ...]:
@@ -202,206 +181,3 @@ class LayoutGrid:
             int(self.n_buffer[residency]),
             -self.layout.chunk_bytes,
         )
-
-
-def enumerate_space(
-    workload: Workload,
-    space: SearchSpace | None = None,
-    rule: StepSpec | None = None,
-    *,
-    is_offloading: bool | None = None,
-) -> tuple[LayoutGrid, ...]:
-    """Every distinct plan of ``space`` under ``rule``, grouped by layout; smallest chunks first.
-
-    Two plans are the same if they have the same layout, persistent and sharded chunks, buffers in use, modes and, where
-    a chunk is gathered or a block swaps, prefetch depth.  ``is_offloading`` leaves only plans that offload chunks, or
-    shard them over devices, or only plans that do neither.  Raises PlanError if no plan is left.
-    """
-    space, rule = space or SearchSpace(), rule or StepSpec()
-    if space.n_shard is not None and min(space.n_shard) > 0 and not rule.is_sharded:
-        raise PlanError(
-            f"the space holds no plan: n_shard is at least {min(space.n_shard)} but parallel is {rule.parallel}, and "
-            f"only ranks in mode sharded have chunks that lie on their devices in parts. Allow n_shard = 0, or "
-            f"that mode."
-        )
-    modes = _mode_rows(workload, space)
-    layouts = _layouts(workload, space.chunk_bytes)
-    # All layouts agree when every chunk is persistent: only the one with the largest chunks keeps that residency.
-    residencies: list[tuple[Layout, _Residencies]] = []
-    largest_has_persistent = False
-    for layout in reversed(layouts):
-        without_offload = not largest_has_persistent and is_offloading is not True
-        prefixes = [
-            prefix
-            for prefix in distinct_prefixes(layout, space.n_persist, space.n_shard if rule.is_sharded else (0,))
-            if (is_offloading is not False if prefix.num_gathered > 0 else without_offload)
-        ]
-        found = _residencies(layout, prefixes, space)
-        largest_has_persistent |= any(prefix.num_gathered == 0 for prefix in prefixes)
-        residencies.append((layout, found))
-    grids = tuple(
-        LayoutGrid(
-            layout=layout,
-            places=found.places,
-            prefix=found.prefix,
-            n_buffer=found.n_buffer,
-            prefetch_depth=np.array(sorted(set(space.prefetch_depth)), dtype=np.int64),
-            modes=modes,
-            rule=rule,
-        )
-        for layout, found in reversed(residencies)
-        if len(found.prefix)
-    )
-    if not grids:
-        raise _empty_space(layouts, space, is_offloading)
-    return grids
-
-
-# -- modes -----------------------------------------------------------------------------------------------------------
-
-
-def _mode_rows(workload: Workload, space: SearchSpace) -> ModeRows:
-    """Every distinct choice of modes that the space allows.
-
-    A block that has nothing to move keeps its activations in mode SWAP, so that several choices may come to the same:
-    the one with the fewest swapped blocks stands for them.
-    """
-    num_blocks = workload.num_blocks
-    pairs = [
-        (n_swap, n_checkpoint)
-        for n_swap in _swap_counts(workload, space.n_swap)
-        for n_checkpoint in _checkpoint_counts(num_blocks, space.n_checkpoint)
-        if n_swap + n_checkpoint <= num_blocks
-    ]
-    if not pairs:
-        raise _no_modes(num_blocks, space)
-    every = np.array(pairs, dtype=np.int64)
-    rows = ModeRows(num_blocks, every[:, 0].copy(), every[:, 1].copy())
-    moves = np.array([workload.profile_of(block).swappable_bytes > 0 for block in range(num_blocks)])
-    if moves.all():
-        return rows
-    distinct: dict[bytes, int] = {}
-    for row, modes in enumerate(np.concatenate([rows.is_checkpoint, rows.is_swap & moves], axis=1)):
-        distinct.setdefault(modes.tobytes(), row)
-    kept = sorted(distinct.values())
-    return ModeRows(num_blocks, rows.n_swap[kept], rows.n_checkpoint[kept])
-
-
-def _swap_counts(workload: Workload, wanted: Sequence[int] | None) -> list[int]:
-    """None, and an eighth, a quarter, a half of the blocks; where nothing can be moved, none."""
-    num_blocks = workload.num_blocks
-    if wanted is not None:
-        return sorted({count for count in wanted if count <= num_blocks})
-    if not any(workload.profile_of(block).swappable_bytes for block in range(num_blocks)):
-        return [0]
-    if num_blocks <= _FEW_BLOCKS:
-        return list(range(num_blocks + 1))
-    return sorted({0, *(-(-num_blocks // share) for share in _SWAPPED_SHARES)})
-
-
-def _checkpoint_counts(num_blocks: int, wanted: Sequence[int] | None) -> list[int]:
-    if wanted is None:
-        return sorted({*range(0, num_blocks, -(-num_blocks // _MOST_COUNTS)), num_blocks})
-    return sorted({count for count in wanted if count <= num_blocks})
-
-
-def _no_modes(num_blocks: int, space: SearchSpace) -> PlanError:
-    for knob, wanted in (("n_checkpoint", space.n_checkpoint), ("n_swap", space.n_swap)):
-        if wanted is not None and min(wanted) > num_blocks:
-            return PlanError(
-                f"the space holds no plan: {knob} is at least {min(wanted)} but the workload has "
-                f"{num_blocks} blocks. Allow {num_blocks} or fewer."
-            )
-    assert space.n_checkpoint is not None
-    assert space.n_swap is not None
-    least = min(space.n_swap)
-    return PlanError(
-        f"the space holds no plan: n_swap is at least {least} and n_checkpoint at least {min(space.n_checkpoint)}, "
-        f"together more than the workload's {num_blocks} blocks. Allow n_checkpoint = {num_blocks - least} or fewer."
-    )
-
-
-# -- layouts ---------------------------------------------------------------------------------------------------------
-
-
-def chunk_sizes(workload: Workload) -> list[int]:
-    """Sensible values of ``chunk_bytes``: fractions and multiples of the largest block, ascending."""
-    block_bytes = [0] * workload.num_blocks
-    for parameter in workload.parameters:
-        if parameter.block is not None:
-            block_bytes[parameter.block] += aligned(parameter.size_bytes)
-    largest = max(block_bytes)
-    unit = 2**20 if largest >= _WHOLE_MIB_FROM_BYTES else ALIGNMENT_BYTES
-    return sorted({max(1, math.ceil(largest * fraction / unit)) * unit for fraction in _BLOCK_FRACTIONS})
-
-
-def _layouts(workload: Workload, wanted: Sequence[int] | None) -> list[Layout]:
-    """Distinct layouts, smallest chunks first; of equal ones that with the smallest ``chunk_bytes``."""
-    sizes = chunk_sizes(workload) if wanted is None else sorted(set(wanted))
-    distinct: dict[tuple[object, ...], Layout] = {}
-    for chunk_bytes in sizes:
-        layout = build_layout(workload.parameters, num_blocks=workload.num_blocks, chunk_bytes=chunk_bytes)
-        distinct.setdefault(tuple(chunk.parameters for chunk in layout.chunks), layout)
-    layouts = list(distinct.values())
-    if wanted is None:
-        small = [layout for layout in layouts if len(layout.chunks) - len(layout.unowned) <= _MAX_CHUNKS]
-        layouts = small or layouts[-1:]
-    return layouts
-
-
-# -- residencies -----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Residencies:
-    """Distinct residencies of a layout, both (R,)."""
-
-    places: Placements
-    prefix: IntArray
-    n_buffer: IntArray
-
-
-def _residencies(layout: Layout, prefixes: Sequence[Placement], space: SearchSpace) -> _Residencies:
-    """The residencies with these prefixes."""
-    shards = [(prefix.n_persist, prefix.n_shard) for prefix in prefixes if prefix.n_shard]
-    first = len(layout.chunks) + 1
-    number_of = {pair: first + place for place, pair in enumerate(shards)}
-    numbers = [number_of.get((prefix.n_persist, prefix.n_shard), prefix.n_persist) for prefix in prefixes]
-    counts = [_buffer_counts(prefix.fewest, prefix.num_gathered, space.n_buffer) for prefix in prefixes]
-    return _Residencies(
-        places=Placements.of(layout, shards),
-        prefix=np.repeat(np.array(numbers, dtype=np.int64), [len(of_prefix) for of_prefix in counts]),
-        n_buffer=np.array(list(chain.from_iterable(counts)), dtype=np.int64),
-    )
-
-
-def _buffer_counts(fewest: int, num_gathered: int, wanted: Iterable[int] | None) -> list[int]:
-    """Distinct values of ``n_buffer``: every small one, then in growing steps up to a buffer for every chunk."""
-    if wanted is not None:
-        distinct: dict[int, int] = {}
-        for n_buffer in sorted({n_buffer for n_buffer in wanted if n_buffer >= fewest}):
-            distinct.setdefault(min(n_buffer, num_gathered), n_buffer)
-        return list(distinct.values())
-    counts = []
-    n_buffer = fewest
-    while n_buffer < num_gathered:
-        counts.append(n_buffer)
-        n_buffer += max(1, (n_buffer - fewest - _DENSE_BUFFERS) // 4)
-    return [*counts, num_gathered]
-
-
-def _empty_space(layouts: Sequence[Layout], space: SearchSpace, is_offloading: bool | None) -> PlanError:
-    if is_offloading is not None:
-        kept = "offloads no chunk" if is_offloading else "keeps every chunk on the device"
-        return PlanError(f"the space holds no plan of this mode: none {kept} or has the buffers for it. Allow more.")
-    most_chunks = max(len(layout.chunks) for layout in layouts)
-    if space.n_persist is not None and min(space.n_persist) > most_chunks:
-        return PlanError(
-            f"the space holds no plan: n_persist is at least {min(space.n_persist)} but no layout has more than "
-            f"{most_chunks} chunks. Allow a smaller n_persist, or a smaller chunk_bytes."
-        )
-    needed = min(prefix.fewest for layout in layouts for prefix in distinct_prefixes(layout, space.n_persist))
-    return PlanError(
-        f"the space holds no plan: n_buffer is at most {max(space.n_buffer or (0,))} but the block with the most "
-        f"offloaded chunks needs {needed}. Allow n_buffer = {needed}, or a larger chunk_bytes."
-    )

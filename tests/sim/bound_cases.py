@@ -27,7 +27,7 @@ from protwin.sim.space.chunk_table import ChunkTable, chunk_table
 from protwin.sim.space.compute_table import ComputeTable, compute_table
 from protwin.sim.space.gather_plan import residency
 from protwin.sim.space.placements import Placements
-from protwin.sim.space.rank_side_lanes import traffic_of
+from protwin.sim.space.rank_side_lanes import side_lanes_of
 from protwin.sim.space.side_lanes import SideLanes
 from protwin.sim.space.space import ModeRows
 from protwin.sim.space.step_spec import StepSpec
@@ -69,9 +69,9 @@ class Case:
         is_mode = (modes.n_swap == self.plan.n_swap) & (modes.n_checkpoint == self.plan.n_checkpoint)
         return np.flatnonzero(is_mode)
 
-    def traffic(self) -> SideLanes:
+    def side_lanes(self) -> SideLanes:
         found = residency(self.chunks, self.prefix, self.plan.n_buffer)
-        return traffic_of(found, self.compute, self.plan.n_swap)
+        return side_lanes_of(found, self.compute, self.plan.n_swap)
 
     def whole_bound_s(self) -> float:
         bounds = TimeBounds(self.chunks, self.compute, Throughput.of(self.contention))
@@ -99,20 +99,20 @@ class Case:
 
     def exact_peak_bytes(self) -> int:
         depths = np.array([self.plan.prefetch_depth])
-        return int(guaranteed_peaks(self.traffic(), depths, self.mode, self.workload.resident_bytes)[0, 0])
+        return int(guaranteed_peaks(self.side_lanes(), depths, self.mode, self.workload.resident_bytes)[0, 0])
 
     def replayed_s(self) -> float:
-        plans = [ReplayPlan(self.traffic(), self.plan.prefetch_depth, int(self.mode[0]))]
+        plans = [ReplayPlan(self.side_lanes(), self.plan.prefetch_depth, int(self.mode[0]))]
         return float(Replayer(self.compute, self.contention).periods_s(plans)[0])
 
 
 def case(model: Workload, chosen: Plan, layout: Layout, costs: CostModel, contention: ContentionModel) -> Case:
-    rule = StepSpec(chosen.micro_batches, chosen.max_gradient_norm, chosen.parallel, chosen.num_ranks)
+    step = StepSpec(chosen.micro_batches, chosen.max_gradient_norm, chosen.parallel, chosen.num_ranks)
     pairs = [(s, c) for s in range(model.num_blocks + 1) for c in range(model.num_blocks + 1 - s)]
     modes = ModeRows(model.num_blocks, *(np.array(column) for column in zip(*pairs, strict=True)))
-    compute = compute_table(model, modes, costs, rule)
+    compute = compute_table(model, modes, costs, step)
     places = Placements.of(layout, [(chosen.n_persist, chosen.n_shard)] if chosen.n_shard else [])
-    return Case(model, chosen, layout, costs, contention, compute, chunk_table(model, layout, costs, rule, places))
+    return Case(model, chosen, layout, costs, contention, compute, chunk_table(model, layout, costs, step, places))
 
 
 def hand_made(model: Workload, chosen: Plan, hardware: Hardware, contention: ContentionModel | None = None) -> Case:

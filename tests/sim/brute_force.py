@@ -20,6 +20,7 @@ from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
 from protwin.sim.costs.contention import ContentionModel
 from protwin.sim.costs.task_costs import CostModel
 from protwin.sim.engine.simulator import simulate_timing
+from protwin.sim.searching.request import Effort, SearchRequest, Step
 from protwin.sim.searching.search import search
 from protwin.sim.space.space import SearchSpace
 from protwin.sim.space.step_spec import StepSpec
@@ -44,20 +45,21 @@ class Case:
     hardware: Hardware
     calibration: Calibration | None
     space: SearchSpace
-    rule: StepSpec
+    step: StepSpec
     outcomes: tuple[Outcome, ...]
 
     def search(self, device_budget_bytes: int, tolerance_frac: float = 0.0) -> SearchResult:
         return search(
-            self.workload,
-            self.hardware,
-            self.calibration,
-            device_budget_bytes=max(1, device_budget_bytes),
-            host_budget_bytes=max(outcome.host_bytes for outcome in self.outcomes),
-            space=self.space,
-            micro_batches=self.rule.micro_batches,
-            max_gradient_norm=self.rule.max_gradient_norm,
-            tolerance_frac=tolerance_frac,
+            SearchRequest(
+                workload=self.workload,
+                hardware=self.hardware,
+                calibration=self.calibration,
+                device_budget_bytes=max(1, device_budget_bytes),
+                host_budget_bytes=max(outcome.host_bytes for outcome in self.outcomes),
+                space=self.space,
+                step=Step(micro_batches=self.step.micro_batches, max_gradient_norm=self.step.max_gradient_norm),
+                effort=Effort(tolerance_frac=tolerance_frac),
+            )
         )
 
     def feasible(self, device_budget_bytes: int) -> list[Outcome]:
@@ -65,7 +67,7 @@ class Case:
 
 
 def brute_force(
-    model: Workload, box: Hardware, calibration: Calibration | None, space: SearchSpace, rule: StepSpec
+    model: Workload, box: Hardware, calibration: Calibration | None, space: SearchSpace, step: StepSpec
 ) -> tuple[Outcome, ...]:
     """Every combination of knobs that the compiler takes, several of which are the same plan, simulated."""
     costs = CostModel(box, calibration, use_measured=model.measured_on == box.name)
@@ -87,8 +89,8 @@ def brute_force(
                     prefetch_depth=depth,
                     n_checkpoint=n_checkpoint,
                     n_swap=n_swap,
-                    micro_batches=rule.micro_batches,
-                    max_gradient_norm=rule.max_gradient_norm,
+                    micro_batches=step.micro_batches,
+                    max_gradient_norm=step.max_gradient_norm,
                 )
                 schedule = compile_schedule(plan, model, layout)
                 timing = simulate_timing(schedule, costs.durations_s(schedule), contention)
@@ -123,5 +125,5 @@ def cases(draw: DrawFn) -> Case:
         n_checkpoint=tuple({0, draw(st.integers(0, model.num_blocks))}),
         n_swap=draw(st.sampled_from(((0,), (0,), (0, 1), (0, model.num_blocks)))),
     )
-    rule = StepSpec(draw(st.sampled_from((1, 1, 2, 3))), draw(st.sampled_from((None, None, 1.0))))
-    return Case(model, box, calibration, space, rule, brute_force(model, box, calibration, space, rule))
+    step = StepSpec(draw(st.sampled_from((1, 1, 2, 3))), draw(st.sampled_from((None, None, 1.0))))
+    return Case(model, box, calibration, space, step, brute_force(model, box, calibration, space, step))

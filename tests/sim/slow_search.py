@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from protwin.shared.schema.advice import MachineAdvice
-from protwin.sim.questions.advise import Asked, Request
+from protwin.sim.questions.advise import AdviceRequest, Offer
 
 QUICK = "rtx-4090"
 FOLDER = "SLOW_SEARCH_FOLDER"
@@ -16,7 +16,7 @@ SLOW_S = "SLOW_SEARCH_S"
 """Names the variable with the seconds of every search but the quick one."""
 
 
-def search_one(request: Request, asked: Asked) -> MachineAdvice:
+def search_one(request: AdviceRequest, asked: Offer, *, cache: Path | None = None) -> MachineAdvice:
     """An answer that is made up, at once for ``QUICK``."""
     hardware = asked.hardware
     (Path(os.environ[FOLDER]) / f"{hardware.name}.{os.getpid()}").touch()

@@ -21,6 +21,7 @@ from protwin.shared.schema.schedule import LANE_OF, Lane, Memory, Schedule, Task
 from protwin.shared.verify import order as verify_order
 from protwin.shared.verify import verify
 from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
+from protwin.shared.verify.happens_before import HappensBefore, Occurrence
 from protwin.shared.verify.verify import verify_schedule
 from tests.proof_size import examples, share
 from tests.shared import faults
@@ -326,3 +327,24 @@ def test_limits_are_kept_to_the_byte() -> None:
                 case.layout,
                 **{limit: size_bytes - 1},
             )
+
+
+def test_the_order_of_many_micro_batches_is_verified_in_proportion_to_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every pair of a writer and a user of a buffer would be the square of the micro-batches."""
+    num_questions = 0
+    original = HappensBefore.before
+
+    def counted(self: HappensBefore, first: Occurrence, second: Occurrence) -> bool:
+        nonlocal num_questions
+        num_questions += 1
+        return original(self, first, second)
+
+    monkeypatch.setattr(HappensBefore, "before", counted)
+    case = chained()
+    asked = []
+    for micro_batches in (8, 32):
+        plan = case.plan.model_copy(update={"micro_batches": micro_batches})
+        num_questions = 0
+        verify_schedule(compile_schedule(plan, case.workload, case.layout), plan, case.workload, case.layout)
+        asked.append(num_questions)
+    assert asked[1] < 4.5 * asked[0]

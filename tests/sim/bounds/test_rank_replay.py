@@ -73,7 +73,7 @@ def test_all_gathers_follow_the_reductions_of_the_step_that_opens_their_way(monk
     assert found.replayed_s() == pytest.approx(simulated_s, rel=1e-9)
     # The wrong variant: they overtake them, and hold up the gradients' way to the host.
     original = RankSideLanes._behind_step
-    monkeypatch.setattr(RankSideLanes, "_behind_step", lambda traffic, depths: original(traffic, depths) - 1)
+    monkeypatch.setattr(RankSideLanes, "_behind_step", lambda side_lanes, depths: original(side_lanes, depths) - 1)
     assert found.replayed_s() > 1.01 * simulated_s
 
 
@@ -86,7 +86,9 @@ def test_gradients_are_twice_on_the_device_while_they_are_scattered(monkeypatch:
     monkeypatch.setattr(
         RankSideLanes,
         "order",
-        lambda traffic, depths: replace(original(traffic, depths), scatter_position=None, scattered_position=None),
+        lambda side_lanes, depths: replace(
+            original(side_lanes, depths), scatter_position=None, scattered_position=None
+        ),
     )
     assert found.exact_peak_bytes() != peak_bytes
 
@@ -102,12 +104,12 @@ def test_all_gathers_of_sharded_chunks_wait_for_their_buffer_and_for_device_adam
     found = _sharded()
     simulated_s = found.simulated_s()
     assert found.replayed_s() == pytest.approx(simulated_s, rel=1e-9)
-    assert not len(found.traffic().h2d_s)
+    assert not len(found.side_lanes().h2d_s)
     # The wrong variant: they wait for nothing but their turn.
     monkeypatch.setattr(
         RankSideLanes,
         "_waits_of_gathers",
-        lambda traffic, depths: (np.full((len(depths), len(traffic.residency.gather_chunk)), NOTHING),) * 2,
+        lambda side_lanes, depths: (np.full((len(depths), len(side_lanes.residency.gather_chunk)), NOTHING),) * 2,
     )
     assert found.replayed_s() < 0.999 * simulated_s
 
@@ -120,7 +122,7 @@ def test_steps_wait_for_gradients_to_be_reduced_to_parts(monkeypatch: pytest.Mon
     monkeypatch.setattr(
         RankSideLanes,
         "_steps_wait_for_parts",
-        lambda traffic, lane, depths: np.full((len(depths), traffic.positions.num_steps), NOTHING),
+        lambda side_lanes, lane, depths: np.full((len(depths), side_lanes.positions.num_steps), NOTHING),
     )
     assert found.replayed_s() < 0.999 * simulated_s
 
@@ -136,7 +138,7 @@ def test_reductions_to_parts_have_their_gradients_twice_on_the_device(monkeypatc
             changed.setattr(
                 RankSideLanes,
                 "order",
-                lambda traffic, depths, name=name: replace(original(traffic, depths), **{name: None}),
+                lambda side_lanes, depths, name=name: replace(original(side_lanes, depths), **{name: None}),
             )
             assert found.exact_peak_bytes() != peak_bytes
 

@@ -14,8 +14,7 @@ from protwin.sim import simulate
 from protwin.sim.costs.contention import ContentionModel
 from protwin.sim.costs.fabrics import fabric_levels
 from protwin.sim.costs.lane_demands import Resource, lane_demands
-from protwin.sim.memory.libraries import collective_bytes
-from protwin.sim.memory.rank_memory import rank_device_bytes, rank_host_bytes
+from protwin.sim.memory.libraries import collective_bytes, rank_device_bytes, rank_host_bytes
 
 COPIES = (Lane.H2D, Lane.D2H)
 

@@ -23,6 +23,7 @@ from protwin.sim.costs.contention import ContentionModel
 from protwin.sim.engine.simulator import simulate, simulate_timing
 from protwin.sim.engine.timing import slowest_period_s, steady_period_s
 from tests.proof_size import examples
+from tests.shared.faults import with_task, without
 from tests.sim.hand_made import MACHINE, Seconds, assert_timeline, machine, plan, workload
 from tests.sim.longest_path import longest_path_s
 from tests.strategies import PlannedWorkload, calibrations, hardware, planned_workloads
@@ -312,6 +313,19 @@ def test_a_ready_schedule_spares_compiling() -> None:
     assert simulate(chosen, model, machine(), schedule=schedule) == simulate(chosen, model, machine())
 
 
+def test_an_unsafe_schedule_is_refused() -> None:
+    """A gather that does not wait for the CPU Adam of its chunk brings stale weights at some timing."""
+    model = workload()
+    chosen = plan(model, n_buffer=1)
+    schedule = compile_schedule(chosen, model)
+    gather = next(task for task in schedule.tasks if task.kind is TaskKind.GATHER)
+    adam = next(task.id for task in schedule.tasks if task.kind is TaskKind.CPU_ADAM and task.chunk == gather.chunk)
+    assert adam in gather.after_previous
+    hasty = with_task(schedule, gather.id, after_previous=without(gather.after_previous, adam))
+    with pytest.raises(ScheduleError, match="cpu_adam chunk"):
+        simulate(chosen, model, machine(), schedule=hasty)
+
+
 def test_noise_of_the_calibration_travels_into_the_record() -> None:
     model = workload()
     calibration = Calibration(hardware_name=MACHINE, machine=MACHINE, iteration_noise_frac=0.03)
@@ -380,7 +394,19 @@ def test_importing_the_package_loads_nothing() -> None:
 
 def test_exported_names() -> None:
     names = run_python("import protwin.sim; print(protwin.sim.__all__)")
-    expected = ["RankGroup", "SearchResult", "SearchSpace", "search", "search_ranks", "simulate", "simulate_groups"]
+    expected = [
+        "Effort",
+        "GlobalBatch",
+        "RankGroup",
+        "SearchRequest",
+        "SearchResult",
+        "SearchSpace",
+        "Step",
+        "search",
+        "search_batches",
+        "simulate",
+        "simulate_groups",
+    ]
     assert names.strip() == str(expected)
     shadowed = "import protwin.sim.searching.search, protwin.sim; print(callable(protwin.sim.search))"
     assert run_python(shadowed).strip() == "True"

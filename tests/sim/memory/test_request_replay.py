@@ -18,11 +18,11 @@ from protwin.shared.schema.workload import Workload
 from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
 from protwin.shared.workloads.source import resolve_family
 from protwin.sim.memory.allocator import AllocatorFullError, CachingAllocator
-from protwin.sim.memory.allocator_tensors import static_tensors
 from protwin.sim.memory.libraries import matrix_workspaces, nccl_bytes, outside_allocator_bytes
 from protwin.sim.memory.request_replay import Inside, RequestLog, replay
-from protwin.sim.memory.requests_of_schedule import Act, Step, allocation_program
+from protwin.sim.memory.requests_of_schedule import Act, Step, allocation_program, static_tensors
 from protwin.sim.memory.reserved import device_reserved
+from protwin.sim.searching.request import Effort, SearchRequest
 from protwin.sim.searching.search import search
 from tests.proof_size import examples
 from tests.sim.hand_made import machine, phase, plan, workload
@@ -273,7 +273,13 @@ def test_a_plan_that_fills_its_device_needs_expandable_segments() -> None:
     """
     family = resolve_family("llama-3-8b")
     assert family is not None
-    found = search(family.at(batch_size=1, sequence_length=2048), catalogue_machine("rtx-4090"), max_replays=400)
+    found = search(
+        SearchRequest(
+            workload=family.at(batch_size=1, sequence_length=2048),
+            hardware=catalogue_machine("rtx-4090"),
+            effort=Effort(max_replays=400),
+        )
+    )
     reserved = found.prediction.device_reserved
     assert reserved is not None
     assert reserved.expandable_bytes is not None

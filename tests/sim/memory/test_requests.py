@@ -11,10 +11,9 @@ from hypothesis.strategies import DrawFn
 
 from protwin.shared.compile.compile import compile_schedule
 from protwin.sim.memory.allocator import AllocatorFullError, CachingAllocator
-from protwin.sim.memory.allocator_tensors import StaticTensors, static_tensors
 from protwin.sim.memory.request_replay import Inside, RequestLog, Requests, replay
 from protwin.sim.memory.requests import Nest, latest_first, nests
-from protwin.sim.memory.requests_of_schedule import AllocationProgram, allocation_program
+from protwin.sim.memory.requests_of_schedule import AllocationProgram, StaticTensors, allocation_program, static_tensors
 from tests.proof_size import examples
 from tests.strategies import PlannedWorkload, planned_workloads
 

@@ -16,13 +16,13 @@ from protwin.shared.schema.advice import Advice, MachineAdvice
 from protwin.shared.schema.hardware import Hardware
 from protwin.shared.tables.advice import advice_tables
 from protwin.shared.tables.terminal import as_text
-from protwin.sim.questions.advise import Asked, Request, advise, machines_with, search_machine, whole_machines
-from protwin.sim.searching.batch_search import search_batches
-from protwin.sim.searching.rank_batches import search_rank_batches
+from protwin.sim.questions.advise import AdviceRequest, Offer, advise, machines_with, search_machine, whole_machines
+from protwin.sim.searching.request import GlobalBatch, SearchRequest, Step
+from protwin.sim.searching.search import search_batches
 from tests.cli.saved import decoder
 from tests.sim.hand_made import machine, workload
 
-REQUEST = Request("model", 8, None, 4, None, "fingerprint")
+REQUEST = AdviceRequest("model", 8, None, 4, None, "fingerprint")
 
 
 def boxes(*names: str) -> list[Hardware]:
@@ -40,7 +40,7 @@ class Searches:
         self.asked: list[str] = []
         self.fails_at = fails_at
 
-    def __call__(self, request: Request, asked: Asked) -> MachineAdvice:
+    def __call__(self, request: AdviceRequest, asked: Offer) -> MachineAdvice:
         hardware = asked.hardware
         self.asked.append(hardware.name)
         if hardware.name == self.fails_at:
@@ -64,8 +64,10 @@ class Searches:
         )
 
 
-def ask(searches: Searches, names: tuple[str, ...], state: Path | None = None, request: Request = REQUEST) -> Advice:
-    asked = [Asked(hardware) for hardware in boxes(*names)]
+def ask(
+    searches: Searches, names: tuple[str, ...], state: Path | None = None, request: AdviceRequest = REQUEST
+) -> Advice:
+    asked = [Offer(hardware) for hardware in boxes(*names)]
     return advise(request, asked, search_one=searches, num_processes=1, state=state, on_progress=no_progress)
 
 
@@ -78,14 +80,14 @@ def test_machines_are_ranked_by_time_and_by_cost() -> None:
     assert "tiny" in text
 
 
-def killed(request: Request, asked: Asked) -> MachineAdvice:
+def killed(request: AdviceRequest, asked: Offer) -> MachineAdvice:
     """Stands for a search that the system ends, as it does where memory runs out."""
     os.kill(os.getpid(), signal.SIGKILL)
     raise AssertionError
 
 
 def test_a_process_that_is_killed_is_told() -> None:
-    asked = [Asked(hardware) for hardware in boxes("a", "b")]
+    asked = [Offer(hardware) for hardware in boxes("a", "b")]
     with pytest.raises(ProtwinError, match=r"2 processes that search ended by itself.*--processes 1, and --state FILE"):
         advise(REQUEST, asked, search_one=killed, num_processes=2, on_progress=no_progress)
 
@@ -111,7 +113,7 @@ def test_answers_to_another_question_are_refused(tmp_path: Path) -> None:
     state = tmp_path / "state.json"
     ask(Searches(), ("fast",), state)
     with pytest.raises(FileError, match="another question"):
-        ask(Searches(), ("fast",), state, Request("model", 16, None, 4, None, "fingerprint"))
+        ask(Searches(), ("fast",), state, AdviceRequest("model", 16, None, 4, None, "fingerprint"))
     state.write_text(state.read_text()[:-20])
     with pytest.raises(FileError, match="damaged"):
         ask(Searches(), ("fast",), state)
@@ -120,13 +122,13 @@ def test_answers_to_another_question_are_refused(tmp_path: Path) -> None:
 def test_a_machine_is_searched_over_the_sizes_of_the_micro_batch(tmp_path: Path) -> None:
     workload().save(tmp_path / "workload.json")
     box = machine().model_copy(update={"price_usd_per_hour": 2.0})
-    found = search_machine(Request(str(tmp_path / "workload.json"), None, None, 2, None, ""), Asked(box))
+    found = search_machine(AdviceRequest(str(tmp_path / "workload.json"), None, None, 2, None, ""), Offer(box))
     assert found.plan is not None
     assert found.plan.micro_batches == 2
     assert found.is_certified
     assert found.price_usd_per_hour == 2.0
     assert found.usd_per_million_tokens == pytest.approx(2.0 / 3600 * 1e6 * found.iteration_s / 4)  # type: ignore[operator]
-    refused = search_machine(Request(str(tmp_path / "absent.json"), None, None, 2, None, ""), Asked(box))
+    refused = search_machine(AdviceRequest(str(tmp_path / "absent.json"), None, None, 2, None, ""), Offer(box))
     assert refused.plan is None
     assert refused.reason
 
@@ -176,14 +178,25 @@ def test_numbers_of_devices_go_to_the_machines_that_have_them() -> None:
 def test_advice_about_a_machine_is_that_of_a_search_asked_directly(tmp_path: Path) -> None:
     model, box = decoder(), known_machine("a100-80gb-x8").model_copy(update={"price_usd_per_hour": 16.0})
     model.save(tmp_path / "workload.json")
-    request = Request(str(tmp_path / "workload.json"), None, None, 32, None, "")
+    request = AdviceRequest(str(tmp_path / "workload.json"), None, None, 32, None, "")
     asked = whole_machines([box], 16)
     advice = advise(request, asked, search_one=search_machine, num_processes=1, on_progress=no_progress)
     found = {one.num_ranks: one for one in advice.machines}
     sizes = (model.num_samples,)
     directly = {
-        8: search_rank_batches(lambda size: model, 32, box, num_ranks=8, micro_batch_sizes=sizes).result,
-        1: search_batches(lambda size: model, 32, box, micro_batch_sizes=sizes).result,
+        8: search_batches(
+            SearchRequest(
+                workload=GlobalBatch(num_samples=32, workload_at=lambda size: model, micro_batch_sizes=sizes),
+                hardware=box,
+                step=Step(num_ranks=8),
+            )
+        ).result,
+        1: search_batches(
+            SearchRequest(
+                workload=GlobalBatch(num_samples=32, workload_at=lambda size: model, micro_batch_sizes=sizes),
+                hardware=box,
+            )
+        ).result,
     }
     assert set(found) == set(directly)
     for num_ranks, result in directly.items():
@@ -249,8 +262,8 @@ def test_equal_machines_are_searched_once_and_keep_their_names_and_prices() -> N
     other = box.model_copy(update={"name": "other", "price_usd_per_hour": 8.0})
     changed = box.model_copy(update={"host": box.host.model_copy(update={"num_cores": 8}), "name": "changed"})
     searches = Searches()
-    request = Request("gpt2", 8, None, 4, None, "fingerprint")
-    asked = [Asked(box), Asked(other), Asked(changed)]
+    request = AdviceRequest("gpt2", 8, None, 4, None, "fingerprint")
+    asked = [Offer(box), Offer(other), Offer(changed)]
     advice = advise(request, asked, search_one=searches, num_processes=1, on_progress=no_progress)
     assert searches.asked == [box.name, "changed"]
     prices = {one.hardware_name: one.price_usd_per_hour for one in advice.machines}

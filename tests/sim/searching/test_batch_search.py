@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -10,9 +12,9 @@ from hypothesis import strategies as st
 from protwin.shared.basics.errors import InfeasibleError, PlanError
 from protwin.shared.schema.search_result import BatchSearchResult
 from protwin.shared.schema.workload import BlockProfile, Phase, Workload
-from protwin.sim.questions.what_if import Setting, largest_batch, what_if
-from protwin.sim.searching.batch_search import divisors, search_batches
-from protwin.sim.searching.search import search
+from protwin.sim.questions.what_if import largest_batch, what_if
+from protwin.sim.searching.request import Effort, GlobalBatch, SearchRequest, Step, divisors
+from protwin.sim.searching.search import search, search_batches
 from protwin.sim.space.space import SearchSpace
 from tests.sim.hand_made import machine, workload
 
@@ -47,12 +49,15 @@ def at_size(model: Workload, size: int, fixed_s: float) -> Workload:
 
 def run(global_batch: int, fixed_s: float, budget_bytes: int, tolerance_frac: float = 0.0) -> BatchSearchResult:
     return search_batches(
-        lambda size: at_size(workload(3), size, fixed_s),
-        global_batch,
-        machine(cpu_adam_s=0.5),
-        device_budget_bytes=budget_bytes,
-        space=SPACE,
-        tolerance_frac=tolerance_frac,
+        SearchRequest(
+            workload=GlobalBatch(
+                num_samples=global_batch, workload_at=lambda size: at_size(workload(3), size, fixed_s)
+            ),
+            hardware=machine(cpu_adam_s=0.5),
+            device_budget_bytes=budget_bytes,
+            space=SPACE,
+            effort=Effort(tolerance_frac=tolerance_frac),
+        )
     )
 
 
@@ -63,12 +68,14 @@ def test_it_finds_what_a_search_of_every_size_finds(global_batch: int, fixed_s: 
     for size in divisors(global_batch):
         try:
             times_s[size] = search(
-                at_size(workload(3), size, fixed_s),
-                machine(cpu_adam_s=0.5),
-                device_budget_bytes=budget_bytes,
-                space=SPACE,
-                micro_batches=global_batch // size,
-                tolerance_frac=0.0,
+                SearchRequest(
+                    workload=at_size(workload(3), size, fixed_s),
+                    hardware=machine(cpu_adam_s=0.5),
+                    device_budget_bytes=budget_bytes,
+                    space=SPACE,
+                    step=Step(micro_batches=global_batch // size),
+                    effort=Effort(tolerance_frac=0.0),
+                )
             ).prediction.iteration_s
         except InfeasibleError:
             continue
@@ -121,15 +128,17 @@ def test_the_largest_batch_fits_and_the_next_larger_one_does_not() -> None:
     def fits(model: Workload, device_bytes: int, host_bytes: int) -> bool:
         budgets = {"device_budget_bytes": device_bytes, "host_budget_bytes": host_bytes}
         try:
-            search(model, box, space=SPACE, max_replays=1, **budgets)
+            search(SearchRequest(workload=model, hardware=box, space=SPACE, **budgets, effort=Effort(max_replays=1)))
         except InfeasibleError:
             return False
         return True
 
     device_bytes, host_bytes = 6000, 3000
     assert not fits(model, device_bytes, host_bytes)
-    setting = Setting(model, box, None, device_bytes, host_bytes, SPACE)
-    batch_size = largest_batch(setting, lambda size: at_size(workload(3), size, 0.0))
+    request = SearchRequest(
+        workload=model, hardware=box, device_budget_bytes=device_bytes, host_budget_bytes=host_bytes, space=SPACE
+    )
+    batch_size = largest_batch(request, lambda size: at_size(workload(3), size, 0.0))
     assert batch_size is not None
     assert fits(at_size(workload(3), batch_size, 0.0), device_bytes, host_bytes)
     assert not fits(at_size(workload(3), batch_size + 1, 0.0), device_bytes, host_bytes)
@@ -137,9 +146,9 @@ def test_the_largest_batch_fits_and_the_next_larger_one_does_not() -> None:
 
 def test_what_if_answers_are_those_of_searches() -> None:
     model, box = workload(4).model_copy(update={"measured_on": "slow machine"}), machine(gather_s=2.0)
-    setting = Setting(model, box, space=SPACE, tolerance_frac=0.0)
-    now_s = search(model, box, space=SPACE, tolerance_frac=0.0).prediction.iteration_s
-    answers = {answer.change: answer for answer in what_if(setting, now_s)}
+    request = SearchRequest(workload=model, hardware=box, space=SPACE, effort=Effort(tolerance_frac=0.0))
+    now_s = search(request).prediction.iteration_s
+    answers = {answer.change: answer for answer in what_if(request, now_s)}
     assert "a device twice as fast" not in answers, "measured seconds say nothing of it"
     for answer in answers.values():
         assert answer.iteration_s is not None
@@ -147,3 +156,18 @@ def test_what_if_answers_are_those_of_searches() -> None:
     more = answers["2 GiB more device memory"].iteration_s
     assert more is not None
     assert np.less_equal(more, now_s)
+
+
+def test_what_if_answers_at_a_global_batch_are_over_all_sizes() -> None:
+    """More memory lets micro-batches be larger: an answer at the size that is best now would miss the best plan."""
+    box, budget_bytes = machine(cpu_adam_s=0.5), 5000
+    batch = GlobalBatch(num_samples=4, workload_at=lambda size: at_size(workload(3), size, 1.0))
+    effort = Effort(tolerance_frac=0.0)
+    request = SearchRequest(workload=batch, hardware=box, device_budget_bytes=budget_bytes, space=SPACE, effort=effort)
+    now = search_batches(request)
+    answers = what_if(request, now.result.prediction.iteration_s)
+    more = next(answer for answer in answers if answer.change == "2 GiB more device memory")
+    then = search_batches(replace(request, device_budget_bytes=budget_bytes + 2 * 2**30))
+    assert now.micro_batch_size < then.micro_batch_size
+    assert more.iteration_s == then.result.prediction.iteration_s
+    assert more.speedup == now.result.prediction.iteration_s / more.iteration_s

@@ -15,8 +15,8 @@ from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
 from protwin.sim.costs.contention import ContentionModel
 from protwin.sim.engine.device_memory import DeviceMemory
 from protwin.sim.engine.simulator import simulate_timing
-from protwin.sim.memory.allocator_tensors import static_tensors
 from protwin.sim.memory.host import loading_peak_bytes
+from protwin.sim.memory.requests_of_schedule import static_tensors
 from tests.proof_size import examples
 from tests.sim.hand_made import plan, workload
 from tests.strategies import PlannedWorkload, parallel_workloads

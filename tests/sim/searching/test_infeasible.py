@@ -20,6 +20,7 @@ from protwin.sim.searching import infeasible
 from protwin.sim.searching.infeasible import Changes, smallest_changes
 from protwin.sim.searching.least_memory import least_device, least_host
 from protwin.sim.searching.problem import SearchProblem, search_problem
+from protwin.sim.searching.request import Effort, SearchRequest, Step
 from protwin.sim.searching.search import search
 from protwin.sim.space.space import SearchSpace
 from protwin.sim.space.step_spec import StepSpec
@@ -31,13 +32,15 @@ SPACE = SearchSpace(chunk_bytes=256)
 
 def problem_of(found: Case, device_bytes: int, host_bytes: int) -> SearchProblem:
     return search_problem(
-        found.workload,
-        found.hardware,
-        found.calibration,
-        device_budget_bytes=device_bytes,
-        host_budget_bytes=host_bytes,
-        space=found.space,
-        rule=found.rule,
+        SearchRequest(
+            workload=found.workload,
+            hardware=found.hardware,
+            calibration=found.calibration,
+            device_budget_bytes=device_bytes,
+            host_budget_bytes=host_bytes,
+            space=found.space,
+            step=Step(micro_batches=found.step.micro_batches, max_gradient_norm=found.step.max_gradient_norm),
+        )
     )
 
 
@@ -48,15 +51,16 @@ def fits(found: Case, device_bytes: int, host_bytes: int) -> bool:
 def is_found(found: Case, device_bytes: int, host_bytes: int) -> bool:
     try:
         search(
-            found.workload,
-            found.hardware,
-            found.calibration,
-            device_budget_bytes=device_bytes,
-            host_budget_bytes=host_bytes,
-            space=found.space,
-            micro_batches=found.rule.micro_batches,
-            max_gradient_norm=found.rule.max_gradient_norm,
-            max_replays=1,
+            SearchRequest(
+                workload=found.workload,
+                hardware=found.hardware,
+                calibration=found.calibration,
+                device_budget_bytes=device_bytes,
+                host_budget_bytes=host_bytes,
+                space=found.space,
+                step=Step(micro_batches=found.step.micro_batches, max_gradient_norm=found.step.max_gradient_norm),
+                effort=Effort(max_replays=1),
+            )
         )
     except InfeasibleError:
         return False
@@ -160,17 +164,25 @@ def every_plan(model: Workload, box: Hardware) -> Case:
 def message_of(device_bytes: int | None, host_bytes: int | None, box: Hardware | None = None, **space: int) -> str:
     with pytest.raises(InfeasibleError) as raised:
         search(
-            workload(num_blocks=4),
-            box or machine(),
-            device_budget_bytes=device_bytes,
-            host_budget_bytes=host_bytes,
-            space=SearchSpace(chunk_bytes=256, **space),
+            SearchRequest(
+                workload=workload(num_blocks=4),
+                hardware=box or machine(),
+                device_budget_bytes=device_bytes,
+                host_budget_bytes=host_bytes,
+                space=SearchSpace(chunk_bytes=256, **space),
+            )
         )
     return str(raised.value)
 
 
 def smallest_peak(host_bytes: int = 10**9) -> int:
-    need = least_device(search_problem(workload(num_blocks=4), machine(), space=SPACE, host_budget_bytes=host_bytes))
+    need = least_device(
+        search_problem(
+            SearchRequest(
+                workload=workload(num_blocks=4), hardware=machine(), space=SPACE, host_budget_bytes=host_bytes
+            )
+        )
+    )
     assert need is not None
     return need.device_bytes
 
@@ -225,18 +237,20 @@ def test_a_host_of_the_memory_named_is_enough(kind: DeviceKind, share: float, da
     def attempt(memory_bytes: int, device_bytes: int | None) -> Plan | None:
         try:
             found = search(
-                model,
-                with_memory(box, memory_bytes),
-                device_budget_bytes=device_bytes,
-                space=SPACE,
-                max_replays=1,
+                SearchRequest(
+                    workload=model,
+                    hardware=with_memory(box, memory_bytes),
+                    device_budget_bytes=device_bytes,
+                    space=SPACE,
+                    effort=Effort(max_replays=1),
+                )
             )
         except InfeasibleError:
             return None
         return found.plan
 
     assume(attempt(memory_bytes, device_bytes) is None)
-    problem = search_problem(model, box, space=SPACE, device_budget_bytes=device_bytes)
+    problem = search_problem(SearchRequest(workload=model, hardware=box, space=SPACE, device_budget_bytes=device_bytes))
     changes, message = smallest_changes(problem), str(infeasible.explain_infeasible(problem))
     if changes.device_bytes is not None:
         assert attempt(memory_bytes, changes.device_bytes) is not None
@@ -260,7 +274,7 @@ def with_memory(box: Hardware, memory_bytes: int) -> Hardware:
 
 
 def test_the_least_host_memory_is_that_of_the_smallest_peak() -> None:
-    problem = search_problem(workload(num_blocks=4), machine(), space=SPACE)
+    problem = search_problem(SearchRequest(workload=workload(num_blocks=4), hardware=machine(), space=SPACE))
     free = least_host(problem)
     assert free is not None
     assert free.host_bytes == 0, "everything persistent"

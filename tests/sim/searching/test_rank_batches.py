@@ -18,10 +18,10 @@ from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
 from protwin.sim.costs.contention import ContentionModel
 from protwin.sim.costs.task_costs import CostModel
 from protwin.sim.engine.simulator import simulate_timing
-from protwin.sim.searching.batch_search import divisors
-from protwin.sim.searching.rank_batches import search_rank_batches
-from protwin.sim.searching.rank_search import MODES
+from protwin.sim.searching.request import Effort, GlobalBatch, SearchRequest, Step, divisors
+from protwin.sim.searching.search import search_batches
 from protwin.sim.space.space import SearchSpace
+from protwin.sim.space.step_spec import SEVERAL
 from tests.sim.hand_made import machine, workload
 from tests.sim.searching.test_batch_search import at_size
 
@@ -57,7 +57,7 @@ def every_plan(
         model = at_size(workload(3), size, fixed_s)
         layout = build_layout(model.parameters, num_blocks=model.num_blocks, chunk_bytes=256)
         costs = CostModel.of(model, box, num_ranks=RANKS)
-        for mode, n_persist, n_shard, depth, n_checkpoint in product(MODES, *knobs):
+        for mode, n_persist, n_shard, depth, n_checkpoint in product(SEVERAL, *knobs):
             if (n_persist == len(layout.chunks)) != (mode is ParallelMode.DDP):
                 continue
             if n_shard and mode is not ParallelMode.SHARDED:
@@ -82,13 +82,29 @@ def every_plan(
     return found
 
 
-def run(global_batch: int, fixed_s: float, budget_bytes: int, box: Hardware, **options: object) -> BatchSearchResult:
-    given = {"num_ranks": RANKS, "device_budget_bytes": budget_bytes, "space": SPACE, "tolerance_frac": 0.0} | options
-    return search_rank_batches(
-        lambda size: at_size(workload(3), size, fixed_s),
-        global_batch,
-        box,
-        **given,  # type: ignore[arg-type]
+EXACT = Effort(tolerance_frac=0.0)
+
+
+def run(
+    global_batch: int,
+    fixed_s: float,
+    budget_bytes: int,
+    box: Hardware,
+    *,
+    num_ranks: int = RANKS,
+    effort: Effort = EXACT,
+) -> BatchSearchResult:
+    return search_batches(
+        SearchRequest(
+            workload=GlobalBatch(
+                num_samples=global_batch, workload_at=lambda size: at_size(workload(3), size, fixed_s)
+            ),
+            hardware=box,
+            device_budget_bytes=budget_bytes,
+            space=SPACE,
+            step=Step(num_ranks=num_ranks),
+            effort=effort,
+        )
     )
 
 
@@ -123,7 +139,7 @@ def test_it_finds_what_a_simulation_of_every_plan_finds(
         assert choice.shortest_possible_s is not None or not of_size
         if choice.shortest_possible_s is not None and of_size:
             assert choice.shortest_possible_s <= min(of_size)
-    assert tuple(mode.parallel for mode in found.result.modes) == MODES
+    assert tuple(mode.parallel for mode in found.result.modes) == SEVERAL
     for one in found.result.modes:
         of_mode = [time_s for (_, mode), time_s in times_s.items() if mode is one.parallel]
         assert (one.shortest_possible_s is None) == bool(one.reason)
@@ -145,9 +161,9 @@ def test_one_size_alone_would_miss_the_best() -> None:
 
 
 def test_a_cap_ends_the_search_with_something_that_fits() -> None:
-    found = run(6, 0.5, 9000, pair(), max_replays=1, tolerance_frac=0.005)
+    found = run(6, 0.5, 9000, pair(), effort=Effort(max_replays=1))
     assert found.result.prediction.guaranteed_peak_device_bytes <= 9000
-    whole = run(6, 0.5, 9000, pair(), tolerance_frac=0.005)
+    whole = run(6, 0.5, 9000, pair(), effort=Effort())
     assert found.result.prediction.iteration_s >= whole.result.certificate.shortest_possible_s
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 import numpy as np
@@ -28,8 +28,10 @@ from protwin.sim.bounds.throughput import Throughput
 from protwin.sim.costs.contention import ContentionModel
 from protwin.sim.costs.task_costs import CostModel
 from protwin.sim.engine.simulator import simulate, simulate_timing
-from protwin.sim.searching.rank_search import MODES, search_ranks
+from protwin.sim.searching.request import Effort, SearchRequest, Step
+from protwin.sim.searching.search import search
 from protwin.sim.space.space import SearchSpace
+from protwin.sim.space.step_spec import SEVERAL
 from tests.cli.saved import decoder
 from tests.proof_size import examples
 from tests.sim.bound_cases import Case
@@ -52,7 +54,7 @@ def test_no_bound_of_time_exceeds_the_simulator(found: Case) -> None:
     knobs = [np.array([knob]) for knob in (found.prefix, found.plan.n_buffer, found.plan.prefetch_depth)]
     bound_s = bounds.iteration_s(*knobs, found.mode)[0, 0]
     assert bounds.whole_s(*knobs, found.mode)[0, 0] <= bound_s <= simulated_s
-    assert bounds.traffic_s(found.traffic(), knobs[2], found.mode)[0, 0] <= simulated_s
+    assert bounds.side_lanes_s(found.side_lanes(), knobs[2], found.mode)[0, 0] <= simulated_s
     generous = (knobs[0], np.array([len(found.layout.chunks)]), knobs[2] + 2)
     assert bounds.iteration_s(*generous, found.mode)[0, 0] <= bound_s * (1 + 1e-12)
 
@@ -76,7 +78,7 @@ def test_tables_hold_what_the_schedule_holds(found: Case) -> None:
     assert found.chunks.host_bytes(n_persist)[0] == schedule.static_bytes(Memory.HOST)
     durations_s = found.costs.durations_s(schedule)
     busy_s = {lane: sum(durations_s[task] for task in program) for lane, program in schedule.lanes.items()}
-    work = found.traffic().work(found.plan.prefetch_depth)
+    work = found.side_lanes().work(found.plan.prefetch_depth)
     for lane, seconds in zip(Lane, work.seconds, strict=True):
         assert lane is Lane.COMPUTE or seconds.sum() == pytest.approx(busy_s[lane])
     assert bounds_of(found).reduced_s[n_persist[0]] <= busy_s[Lane.COLLECTIVE] * (1 + 1e-9)
@@ -93,22 +95,24 @@ class Small:
     hardware: Hardware
     space: SearchSpace
     outcomes: tuple[tuple[ParallelMode, float, int, int], ...]
-    knobs: dict[str, object]
+    step: Step
 
-    def search(self, device_budget_bytes: int, **options: object) -> SearchResult:
-        return search_ranks(
-            self.workload,
-            self.hardware,
-            num_ranks=RANKS,
-            device_budget_bytes=device_budget_bytes,
-            host_budget_bytes=max(host for _, _, _, host in self.outcomes),
-            space=self.space,
-            **(self.knobs | options),  # type: ignore[arg-type]
+    def search(self, device_budget_bytes: int) -> SearchResult:
+        return search(
+            SearchRequest(
+                workload=self.workload,
+                hardware=self.hardware,
+                device_budget_bytes=device_budget_bytes,
+                host_budget_bytes=max(host for _, _, _, host in self.outcomes),
+                space=self.space,
+                step=self.step,
+                effort=Effort(tolerance_frac=0.0),
+            )
         )
 
 
 def shard_counts(space: SearchSpace, mode: ParallelMode, num_chunks: int, n_persist: int) -> list[int]:
-    """What [Note: Shards in the space] of ``sim/space/prefixes.py`` allows."""
+    """What [Note: Shards in the space] of ``sim/space/placements.py`` allows."""
     left = num_chunks - n_persist
     if mode is not ParallelMode.SHARDED:
         return [0]
@@ -140,7 +144,11 @@ def small_spaces(draw: DrawFn) -> Small:
             "n_shard": draw(st.none() | counts.map(lambda some: tuple(some | {0}))),
         }
     )
-    step = {"micro_batches": draw(st.sampled_from((1, 1, 2))), "max_gradient_norm": draw(st.sampled_from((None, 1.0)))}
+    step = Step(
+        micro_batches=draw(st.sampled_from((1, 1, 2))),
+        max_gradient_norm=draw(st.sampled_from((None, 1.0))),
+        num_ranks=RANKS,
+    )
     outcomes = []
     costs = CostModel.of(model, box, num_ranks=RANKS)
     contention = ContentionModel.of(box, num_ranks=RANKS)
@@ -150,7 +158,7 @@ def small_spaces(draw: DrawFn) -> Small:
     assert space.n_checkpoint
     for size in space.chunk_bytes:
         layout = build_layout(model.parameters, num_blocks=model.num_blocks, chunk_bytes=size)
-        knobs = product(MODES, space.n_persist, space.n_buffer, space.prefetch_depth, space.n_checkpoint)
+        knobs = product(SEVERAL, space.n_persist, space.n_buffer, space.prefetch_depth, space.n_checkpoint)
         for mode, n_persist, n_buffer, depth, n_checkpoint in knobs:
             if n_persist > len(layout.chunks) or n_buffer < layout.min_buffers(n_persist):
                 continue
@@ -168,7 +176,8 @@ def small_spaces(draw: DrawFn) -> Small:
                     n_checkpoint=n_checkpoint,
                     parallel=mode,
                     num_ranks=RANKS,
-                    **step,
+                    micro_batches=step.micro_batches,
+                    max_gradient_norm=step.max_gradient_norm,
                 )
                 schedule = compile_schedule(chosen, model, layout)
                 timing = simulate_timing(schedule, costs.durations_s(schedule), contention)
@@ -185,7 +194,7 @@ def test_the_search_finds_what_brute_force_finds(found: Small, share: float) -> 
     budget_bytes = peaks[round(share * (len(peaks) - 1))]
     best_s = min(seconds for _, seconds, device, _ in found.outcomes if device <= budget_bytes)
     assume(best_s > 0)
-    result = found.search(budget_bytes, tolerance_frac=0.0)
+    result = found.search(budget_bytes)
     assert result.prediction.iteration_s == best_s
     assert result.certificate.is_certified
     assert result.prediction.guaranteed_peak_device_bytes <= budget_bytes
@@ -202,13 +211,13 @@ def test_the_search_finds_what_brute_force_finds(found: Small, share: float) -> 
 
 def test_the_answer_says_what_became_of_every_mode() -> None:
     model, box = decoder(), known_machine("a100-80gb-x8")
-    roomy = search_ranks(model, box, num_ranks=8)
-    assert tuple(choice.parallel for choice in roomy.modes) == MODES
+    roomy = search(SearchRequest(workload=model, hardware=box, step=Step(num_ranks=8)))
+    assert tuple(choice.parallel for choice in roomy.modes) == SEVERAL
     best_s = {choice.parallel: choice.best_iteration_s for choice in roomy.modes}
     known_s = [seconds for seconds in best_s.values() if seconds is not None]
     assert roomy.prediction.iteration_s <= min(known_s) * 1.005
     assert roomy.plan.parallel in best_s
-    tight = search_ranks(model, box, num_ranks=8, device_budget_bytes=2**30)
+    tight = search(SearchRequest(workload=model, hardware=box, device_budget_bytes=2**30, step=Step(num_ranks=8)))
     assert tight.plan.parallel is ParallelMode.SHARDED
     ddp = tight.modes[0]
     assert (ddp.parallel, ddp.best_iteration_s, ddp.shortest_possible_s) == (ParallelMode.DDP, None, None)
@@ -222,8 +231,9 @@ def test_the_answer_says_what_became_of_every_mode() -> None:
 
 def test_a_search_that_ends_early_says_so() -> None:
     model, box = decoder(), known_machine("a100-80gb-x8")
-    options = {"num_ranks": 8, "parallel": [ParallelMode.SHARDED], "device_budget_bytes": 2**30}
-    quick, thorough = (search_ranks(model, box, **options, max_replays=most) for most in (3, None))  # type: ignore[arg-type]
+    step = Step(num_ranks=8, modes=(ParallelMode.SHARDED,))
+    request = SearchRequest(workload=model, hardware=box, device_budget_bytes=2**30, step=step)
+    quick, thorough = (search(replace(request, effort=Effort(max_replays=most))) for most in (3, None))
     assert thorough.certificate.is_certified
     assert quick.certificate.num_undecided > 0
     assert not quick.certificate.is_certified
@@ -232,7 +242,9 @@ def test_a_search_that_ends_early_says_so() -> None:
 
 def test_one_mode_alone_has_the_plans_that_offload_nothing_too() -> None:
     model, box = decoder(), known_machine("a100-80gb-x8")
-    result = search_ranks(model, box, num_ranks=8, parallel=[ParallelMode.REPLICATED])
+    result = search(
+        SearchRequest(workload=model, hardware=box, step=Step(num_ranks=8, modes=(ParallelMode.REPLICATED,)))
+    )
     assert result.plan.parallel is ParallelMode.REPLICATED
     assert result.prediction.num_gathers == 0
 
@@ -240,10 +252,15 @@ def test_one_mode_alone_has_the_plans_that_offload_nothing_too() -> None:
 def test_what_fits_nowhere_is_told() -> None:
     model, box = decoder(), known_machine("a100-80gb-x8")
     with pytest.raises(InfeasibleError, match=r"in mode sharded on each of 8 ranks, nor in ddp or replicated: no"):
-        search_ranks(model, box, num_ranks=8, device_budget_bytes=2**20)
+        search(SearchRequest(workload=model, hardware=box, device_budget_bytes=2**20, step=Step(num_ranks=8)))
     with pytest.raises(PlanError, match="no plan of this mode"):
-        search_ranks(
-            model, box, num_ranks=8, parallel=[ParallelMode.DDP], space=SearchSpace(n_persist=(0,), chunk_bytes=2**25)
+        search(
+            SearchRequest(
+                workload=model,
+                hardware=box,
+                space=SearchSpace(n_persist=(0,), chunk_bytes=2**25),
+                step=Step(num_ranks=8, modes=(ParallelMode.DDP,)),
+            )
         )
 
 
@@ -257,13 +274,15 @@ def test_ctrl_c_gives_the_best_plan_so_far_and_says_that_it_is_not_certified() -
         if calls == 1:
             raise KeyboardInterrupt
 
-    result = search_ranks(model, box, num_ranks=8, keep_interrupted=True, on_progress=stop)
+    result = search(
+        SearchRequest(workload=model, hardware=box, step=Step(num_ranks=8)), keep_interrupted=True, on_progress=stop
+    )
     assert result.certificate.is_interrupted
     assert not result.certificate.is_certified
     assert result.certificate.num_undecided > 0
     calls = 0
     with pytest.raises(KeyboardInterrupt):
-        search_ranks(model, box, num_ranks=8, on_progress=stop)
+        search(SearchRequest(workload=model, hardware=box, step=Step(num_ranks=8)), on_progress=stop)
 
 
 # -- what would fit --------------------------------------------------------------------------------------------------
@@ -272,7 +291,11 @@ def test_ctrl_c_gives_the_best_plan_so_far_and_says_that_it_is_not_certified() -
 def fits(box: Hardware, **budgets: int) -> str:
     """Empty if a plan of four ranks fits, else why none does."""
     try:
-        search_ranks(decoder(), box, num_ranks=RANKS, max_replays=1, **budgets)  # type: ignore[arg-type]
+        search(
+            SearchRequest(
+                workload=decoder(), hardware=box, **budgets, step=Step(num_ranks=RANKS), effort=Effort(max_replays=1)
+            )
+        )
     except InfeasibleError as error:
         return str(error)
     return ""

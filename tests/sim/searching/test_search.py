@@ -5,28 +5,33 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protwin.shared.basics.errors import InfeasibleError, PlanError, WorkloadError
+from protwin.shared.basics.errors import InfeasibleError, PlanError, ScheduleError, WorkloadError
 from protwin.shared.compile.compile import compile_schedule
 from protwin.shared.layout.layout import build_layout
 from protwin.shared.schema.calibration import Calibration, Contention
 from protwin.shared.schema.hardware import DeviceKind, Hardware
 from protwin.shared.schema.plan import Plan
-from protwin.shared.schema.schedule import Lane, Memory
+from protwin.shared.schema.schedule import Lane, Memory, Schedule, TaskKind
 from protwin.shared.schema.search_result import SearchResult
 from protwin.shared.schema.workload import Workload
 from protwin.shared.verify.verify import verify_schedule
+from protwin.sim.memory.host import default_host_budget_bytes
+from protwin.sim.searching import branch_and_bound
 from protwin.sim.searching import problem as search_problem
-from protwin.sim.searching.problem import default_host_budget_bytes
+from protwin.sim.searching.request import Effort, SearchRequest
 from protwin.sim.searching.search import search
-from protwin.sim.space.space import LayoutGrid, SearchSpace, enumerate_space
+from protwin.sim.space.enumerate import enumerate_space
+from protwin.sim.space.space import LayoutGrid, SearchSpace
 from protwin.sim.space.step_spec import StepSpec
 from tests.proof_size import examples
+from tests.shared.faults import with_task
 from tests.sim.brute_force import Case, cases
 from tests.sim.hand_made import MACHINE, Seconds, machine, workload
 from tests.strategies import hardware, workloads
@@ -59,7 +64,7 @@ def test_without_tolerance_the_search_finds_what_brute_force_finds(found: Case, 
     assert (result.plan.n_swap, result.plan.n_checkpoint) == min(
         (plan.n_swap, plan.n_checkpoint) for plan in equals if _is_distinct(plan, found.workload)
     )
-    assert StepSpec(result.plan.micro_batches, result.plan.max_gradient_norm) == found.rule
+    assert StepSpec(result.plan.micro_batches, result.plan.max_gradient_norm) == found.step
     assert result.gap_frac <= 1e-4
 
 
@@ -124,9 +129,9 @@ def _copy(result: SearchResult) -> SearchResult:
 
 def test_the_result_is_a_document_and_the_same_each_time() -> None:
     model, box = workload(num_blocks=4), machine(cpu_adam_s=3.0)
-    result = search(model, box)
+    result = search(SearchRequest(workload=model, hardware=box))
     assert _copy(result) == result
-    assert search(model, box).to_json() == result.to_json()
+    assert search(SearchRequest(workload=model, hardware=box)).to_json() == result.to_json()
 
 
 @given(workloads(max_blocks=4), hardware(), st.floats(0.3, 1))
@@ -134,7 +139,7 @@ def test_the_result_is_a_document_and_the_same_each_time() -> None:
 def test_the_plan_is_safe_within_the_budget(model: Workload, box: Hardware, share: float) -> None:
     budget_bytes = max(1, int(box.device.usable_bytes * share))
     try:
-        result = search(model, box, device_budget_bytes=budget_bytes)
+        result = search(SearchRequest(workload=model, hardware=box, device_budget_bytes=budget_bytes))
     except (InfeasibleError, WorkloadError):
         return
     layout = build_layout(model.parameters, num_blocks=model.num_blocks, chunk_bytes=result.plan.chunk_bytes)
@@ -143,6 +148,18 @@ def test_the_plan_is_safe_within_the_budget(model: Workload, box: Hardware, shar
     host_bytes = schedule.static_bytes(Memory.PINNED_HOST) + schedule.static_bytes(Memory.HOST)
     assert host_bytes <= default_host_budget_bytes(box, budget_bytes)
     assert result.prediction.guaranteed_peak_device_bytes <= budget_bytes
+
+
+def test_the_schedule_that_is_returned_was_verified(monkeypatch: pytest.MonkeyPatch) -> None:
+    def hasty(*args: Any) -> Schedule:
+        schedule = compile_schedule(*args)
+        gather = next(task for task in schedule.tasks if task.kind is TaskKind.GATHER)
+        return with_task(schedule, gather.id, after=(), after_previous=())
+
+    monkeypatch.setattr(branch_and_bound, "compile_schedule", hasty)
+    space = SearchSpace(chunk_bytes=256, n_persist=0)
+    with pytest.raises(ScheduleError):
+        search(SearchRequest(workload=workload(num_blocks=4), hardware=machine(), space=space))
 
 
 def _shuffled(grid: LayoutGrid, random: np.random.Generator) -> LayoutGrid:
@@ -159,7 +176,15 @@ def _orders(
     space = SearchSpace(chunk_bytes=(256, 512, 1536))
 
     def run() -> SearchResult:
-        return search(model, box, space=space, device_budget_bytes=9000, tolerance_frac=tolerance_frac)
+        return search(
+            SearchRequest(
+                workload=model,
+                hardware=box,
+                space=space,
+                device_budget_bytes=9000,
+                effort=Effort(tolerance_frac=tolerance_frac),
+            )
+        )
 
     results = [run()]
     random = np.random.default_rng(0)
@@ -167,11 +192,11 @@ def _orders(
     def enumerate_in_disorder(
         model: Workload,
         space: SearchSpace | None = None,
-        rule: StepSpec | None = None,
+        step: StepSpec | None = None,
         *,
         is_offloading: bool | None = None,
     ) -> tuple[LayoutGrid, ...]:
-        grids = enumerate_space(model, space, rule, is_offloading=is_offloading)
+        grids = enumerate_space(model, space, step, is_offloading=is_offloading)
         return tuple(_shuffled(grids[place], random) for place in random.permutation(len(grids)))
 
     monkeypatch.setattr(search_problem, "enumerate_space", enumerate_in_disorder)
@@ -202,7 +227,14 @@ def test_of_equally_fast_plans_the_simplest_counts() -> None:
     # CPU Adam is free and copies take no time, so that nothing is slower than anything else.
     model = workload(num_blocks=4, seconds=Seconds(recompute=0.0))
     box = machine(gather_s=1e-9, offload_s=1e-9, cpu_adam_s=1e-9)
-    result = search(model, box, tolerance_frac=0.01, space=SearchSpace(chunk_bytes=256, n_persist=0))
+    result = search(
+        SearchRequest(
+            workload=model,
+            hardware=box,
+            space=SearchSpace(chunk_bytes=256, n_persist=0),
+            effort=Effort(tolerance_frac=0.01),
+        )
+    )
     assert (result.plan.n_checkpoint, result.plan.prefetch_depth, result.plan.n_buffer) == (0, 1, 1)
 
 
@@ -212,8 +244,8 @@ def test_within_the_tolerance_the_simpler_plan_counts() -> None:
     model = workload(num_blocks=6)
     box = machine(gather_s=0.05, offload_s=0.01, cpu_adam_s=0.01)
     space = SearchSpace(chunk_bytes=256, n_persist=0, n_checkpoint=0)
-    fastest = search(model, box, space=space, tolerance_frac=0.0)
-    simple = search(model, box, space=space, tolerance_frac=0.05)
+    fastest = search(SearchRequest(workload=model, hardware=box, space=space, effort=Effort(tolerance_frac=0.0)))
+    simple = search(SearchRequest(workload=model, hardware=box, space=space, effort=Effort(tolerance_frac=0.05)))
     assert simple.prediction.iteration_s <= fastest.prediction.iteration_s * 1.05
     assert (simple.plan.prefetch_depth, simple.plan.n_buffer) < (fastest.plan.prefetch_depth, fastest.plan.n_buffer)
 
@@ -225,31 +257,47 @@ def test_too_little_host_memory_is_named_and_the_named_budget_is_enough() -> Non
     model, box = workload(num_blocks=4), machine()
     space = SearchSpace(n_persist=0, chunk_bytes=256)
     with pytest.raises(InfeasibleError, match="of host memory for offloaded parameters") as raised:
-        search(model, box, host_budget_bytes=100, space=space)
+        search(SearchRequest(workload=model, hardware=box, host_budget_bytes=100, space=space))
     named = re.search(r"Raise the host budget to .* \((\d+) bytes\)", str(raised.value))
     assert named is not None
     needed = int(named[1])
     # Parameters, their gradients, two moments and the count of steps, of four chunks.
     assert needed == 4 * (256 + 256 + 64 * 8 + 4)
-    search(model, box, host_budget_bytes=needed, space=space)
+    search(SearchRequest(workload=model, hardware=box, host_budget_bytes=needed, space=space))
     with pytest.raises(InfeasibleError):
-        search(model, box, host_budget_bytes=needed - 1, space=space)
+        search(SearchRequest(workload=model, hardware=box, host_budget_bytes=needed - 1, space=space))
 
 
 def test_two_limits_that_bind_together_are_both_named() -> None:
     model, box = workload(num_blocks=4), machine()
     space = SearchSpace(chunk_bytes=256)
-    roomy = search(model, box, space=SearchSpace(chunk_bytes=256, n_persist=0, n_buffer=1, n_checkpoint=4))
+    roomy = search(
+        SearchRequest(
+            workload=model, hardware=box, space=SearchSpace(chunk_bytes=256, n_persist=0, n_buffer=1, n_checkpoint=4)
+        )
+    )
     device_bytes = roomy.prediction.guaranteed_peak_device_bytes
     with pytest.raises(InfeasibleError, match="together") as raised:
-        search(model, box, device_budget_bytes=device_bytes, host_budget_bytes=600, space=space)
+        search(
+            SearchRequest(
+                workload=model, hardware=box, device_budget_bytes=device_bytes, host_budget_bytes=600, space=space
+            )
+        )
     named = re.search(
         r"Raise the host budget to .* \((\d+) bytes\), or the device budget to .* \((\d+) bytes\)", str(raised.value)
     )
     assert named is not None
     host_needed, device_needed = int(named[1]), int(named[2])
-    search(model, box, device_budget_bytes=device_bytes, host_budget_bytes=host_needed, space=space)
-    search(model, box, device_budget_bytes=device_needed, host_budget_bytes=600, space=space)
+    search(
+        SearchRequest(
+            workload=model, hardware=box, device_budget_bytes=device_bytes, host_budget_bytes=host_needed, space=space
+        )
+    )
+    search(
+        SearchRequest(
+            workload=model, hardware=box, device_budget_bytes=device_needed, host_budget_bytes=600, space=space
+        )
+    )
 
 
 @pytest.mark.parametrize(
@@ -268,12 +316,13 @@ def test_impossible_arguments_are_refused(
 ) -> None:
     with pytest.raises(PlanError, match="must be at least"):
         search(
-            workload(),
-            machine(),
-            device_budget_bytes=device_budget_bytes,
-            host_budget_bytes=host_budget_bytes,
-            tolerance_frac=tolerance_frac,
-            max_replays=max_replays,
+            SearchRequest(
+                workload=workload(),
+                hardware=machine(),
+                device_budget_bytes=device_budget_bytes,
+                host_budget_bytes=host_budget_bytes,
+                effort=Effort(tolerance_frac=tolerance_frac, max_replays=max_replays),
+            )
         )
 
 
@@ -292,15 +341,24 @@ def test_a_capped_search_says_that_it_proves_nothing() -> None:
     )
     model = workload(8, seconds)
     box = machine(gather_s=0.9, offload_s=0.9, cpu_adam_s=0.9)
-    capped = search(model, box, calibration, tolerance_frac=0.0, max_replays=1)
+    capped = search(
+        SearchRequest(
+            workload=model, hardware=box, calibration=calibration, effort=Effort(tolerance_frac=0.0, max_replays=1)
+        )
+    )
     assert not capped.certificate.is_certified
     assert capped.certificate.num_undecided > 0
-    assert search(model, box, calibration, tolerance_frac=0.0).certificate.is_certified
+    assert search(
+        SearchRequest(workload=model, hardware=box, calibration=calibration, effort=Effort(tolerance_frac=0.0))
+    ).certificate.is_certified
 
 
 def test_progress_ends_with_every_plan_decided() -> None:
     told: list[tuple[int, int]] = []
-    result = search(workload(num_blocks=4), machine(), on_progress=lambda done, total: told.append((done, total)))
+    result = search(
+        SearchRequest(workload=workload(num_blocks=4), hardware=machine()),
+        on_progress=lambda done, total: told.append((done, total)),
+    )
     num_candidates = result.certificate.num_candidates
     assert told[-1] == (num_candidates, num_candidates)
     assert all(0 <= done <= total for done, total in told)

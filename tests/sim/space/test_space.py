@@ -13,8 +13,10 @@ from protwin.shared.compile.compile import compile_schedule
 from protwin.shared.layout.layout import Layout, build_layout
 from protwin.shared.schema.plan import ActivationMode, ParallelMode, Plan
 from protwin.shared.schema.workload import DType, Parameter, Workload
+from protwin.sim.searching.request import SearchRequest
 from protwin.sim.searching.search import search
-from protwin.sim.space.space import LayoutGrid, SearchSpace, chunk_sizes, enumerate_space
+from protwin.sim.space.enumerate import chunk_sizes, enumerate_space
+from protwin.sim.space.space import LayoutGrid, SearchSpace
 from protwin.sim.space.step_spec import StepSpec
 from tests.sim.hand_made import machine, workload
 from tests.strategies import workloads
@@ -101,9 +103,9 @@ def test_sizes_of_chunks_follow_the_largest_block() -> None:
 
 def of_ranks(space: SearchSpace | None = None, *, is_offloading: bool | None = True) -> set[tuple[int, int, int]]:
     """Persistent, sharded and offloaded chunks of a model of four, on ranks in mode sharded."""
-    rule = StepSpec(parallel=ParallelMode.SHARDED, num_ranks=8)
+    step = StepSpec(parallel=ParallelMode.SHARDED, num_ranks=8)
     space = (space or SearchSpace()).model_copy(update={"chunk_bytes": (256,)})
-    (grid,) = enumerate_space(workload(num_blocks=4), space, rule, is_offloading=is_offloading)
+    (grid,) = enumerate_space(workload(num_blocks=4), space, step, is_offloading=is_offloading)
     return set(zip(grid.n_persist.tolist(), grid.n_shard.tolist(), grid.num_offloaded.tolist(), strict=True))
 
 
@@ -124,8 +126,8 @@ def test_named_numbers_of_shards_go_with_every_number_of_persistent_chunks() -> 
 @given(workloads(max_blocks=3))
 @settings(max_examples=15)
 def test_every_plan_with_shards_is_there_once_and_compiles(model: Workload) -> None:
-    rule = StepSpec(parallel=ParallelMode.SHARDED, num_ranks=3)
-    grids = enumerate_space(model, SearchSpace(prefetch_depth=(1, 2)), rule)
+    step = StepSpec(parallel=ParallelMode.SHARDED, num_ranks=3)
+    grids = enumerate_space(model, SearchSpace(prefetch_depth=(1, 2)), step)
     found = [(grid, index, grid.plan(model, *index)) for grid in grids for index in _indices(grid)]
     keys = [grid.simplicity(*index) for grid, index, _ in found]
     assert len(set(keys)) == len(keys)
@@ -143,15 +145,15 @@ def test_every_plan_with_shards_is_there_once_and_compiles(model: Workload) -> N
 
 
 def test_only_ranks_in_mode_sharded_can_be_asked_to_shard() -> None:
-    for rule in (StepSpec(), StepSpec(parallel=ParallelMode.REPLICATED, num_ranks=2)):
-        with pytest.raises(PlanError, match=rf"n_shard is at least 2 but parallel is {rule.parallel}"):
-            enumerate_space(workload(num_blocks=4), SearchSpace(n_shard=(2, 3)), rule)
-        enumerate_space(workload(num_blocks=4), SearchSpace(n_shard=(0, 3)), rule)
+    for step in (StepSpec(), StepSpec(parallel=ParallelMode.REPLICATED, num_ranks=2)):
+        with pytest.raises(PlanError, match=rf"n_shard is at least 2 but parallel is {step.parallel}"):
+            enumerate_space(workload(num_blocks=4), SearchSpace(n_shard=(2, 3)), step)
+        enumerate_space(workload(num_blocks=4), SearchSpace(n_shard=(0, 3)), step)
 
 
 def test_knobs_can_be_fixed() -> None:
     space = SearchSpace(chunk_bytes=256, n_persist=1, n_buffer=2, prefetch_depth=2, n_checkpoint=3)
-    result = search(workload(num_blocks=4), machine(), space=space)
+    result = search(SearchRequest(workload=workload(num_blocks=4), hardware=machine(), space=space))
     assert result.certificate.num_candidates == 1
     fixed = {"chunk_bytes": 256, "n_persist": 1, "n_buffer": 2, "prefetch_depth": 2, "n_checkpoint": 3}
     assert result.plan.model_dump(include=set(fixed)) == fixed
@@ -167,12 +169,12 @@ def test_knobs_can_be_fixed() -> None:
 )
 def test_an_empty_space_says_which_knob_empties_it(space: SearchSpace, message: str) -> None:
     with pytest.raises(PlanError, match=message):
-        search(workload(num_blocks=4), machine(), space=space)
+        search(SearchRequest(workload=workload(num_blocks=4), hardware=machine(), space=space))
 
 
 def test_a_model_without_parameters_in_its_blocks_has_plans_too() -> None:
     model = workload(num_blocks=2)
     bare = model.model_copy(update={"parameters": (Parameter(name="w", shape=(64,), dtype=DType.FLOAT32),)})
-    result = search(bare, machine())
+    result = search(SearchRequest(workload=bare, hardware=machine()))
     assert result.certificate.num_candidates == 3
     assert result.plan.n_buffer == 0

@@ -1,0 +1,152 @@
+"""The command ``simulate``: time and memory of one plan, predicted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ...shared.basics.documents import write_atomically
+from ...shared.basics.gc_pause import gc_paused
+from ...shared.basics.progress import progress_bar
+from ...shared.basics.units import format_bytes
+from ...shared.cli.options import (
+    AutocastName,
+    BatchSize,
+    CalibrationPath,
+    DeviceBudget,
+    DTypeName,
+    FrozenParts,
+    HardwareChanges,
+    HardwareName,
+    JsonFlag,
+    LoraRank,
+    LoraTargets,
+    ModelName,
+    NoCacheFlag,
+    OutputPath,
+    SequenceLength,
+    TimelinePath,
+    cache_folder,
+    command_app,
+    examples,
+    keep_apart,
+    options_of,
+    warn,
+)
+from ...shared.cli.output import show
+from ...shared.cli.report_options import ReportPath, write_report
+from ...shared.compile.compile import compile_schedule
+from ...shared.schema.calibration import Calibration
+from ...shared.schema.plan import Plan
+from ...shared.schema.record import Record
+from ...shared.schema.schedule import Schedule
+from ...shared.workloads.source import resolve_workload
+from ..engine.simulator import simulate as simulate_plan
+from ..memory.libraries import rank_device_bytes, rank_host_bytes
+from .options import (
+    NumRanks,
+    Parallel,
+    Shards,
+    check_budget,
+    machine_of,
+    unused_devices,
+    warn_of_memory,
+    with_ranks,
+)
+
+if TYPE_CHECKING:
+    from ...shared.report.page import Report
+
+__all__ = ["simulate"]
+
+simulate = command_app()
+
+
+@simulate.command(
+    epilog=examples(
+        "protwin simulate --plan plan.json --model gpt2 --hardware rtx-3090 --batch-size 8 --sequence-length 1024",
+        "protwin simulate --plan plan.json --model workload.json --hardware machine.toml --output predicted.json",
+        "protwin simulate --plan plan.json --model model.json --hardware h100-80gb-x8 --parallel sharded",
+    )
+)
+@gc_paused()
+def simulate_command(
+    plan: Annotated[Path, typer.Option("--plan", metavar="FILE", help="What to simulate.")],
+    model: ModelName,
+    hardware: HardwareName,
+    batch_size: BatchSize = None,
+    sequence_length: SequenceLength = None,
+    dtype: DTypeName = None,
+    lora_rank: LoraRank = None,
+    lora_targets: LoraTargets = None,
+    frozen: FrozenParts = None,
+    autocast: AutocastName = None,
+    changes: HardwareChanges = None,
+    device_budget_bytes: DeviceBudget = None,
+    calibration: CalibrationPath = None,
+    num_ranks: NumRanks = None,
+    parallel: Parallel = None,
+    n_shard: Shards = None,
+    timeline: TimelinePath = None,
+    output: OutputPath = None,
+    report: ReportPath = None,
+    as_json: JsonFlag = False,
+    no_cache: NoCacheFlag = False,
+) -> None:
+    """Predict time and memory of one plan.
+
+    --output writes the record, which protwin compare lays beside a measured one.  --parallel, --ranks and --n-shard, in
+    place of the plan's own, ask about several devices of the machine.
+    """
+    keep_apart(
+        {"--output": output, "--timeline": timeline, "--report": report},
+        {"--plan": plan, "--model": model, "--hardware": hardware, "--calibration": calibration},
+    )
+    machine = machine_of(hardware, changes)
+    chosen = with_ranks(Plan.load(plan), machine, num_ranks, parallel, n_shard)
+    check_budget(device_budget_bytes, machine)
+    factors = Calibration.load(calibration) if calibration is not None else None
+    workload = resolve_workload(
+        model,
+        batch_size=batch_size,
+        sequence_length=sequence_length,
+        dtype=dtype,
+        cache=None if no_cache else cache_folder(),
+        warn=warn,
+        options=options_of(lora_rank, lora_targets, frozen, autocast),
+        device_kind=machine.device.kind,
+    )
+    with progress_bar("simulating") as on_progress:
+        schedule = compile_schedule(chosen, workload)
+        record = simulate_plan(chosen, workload, machine, factors, schedule=schedule, on_progress=on_progress)
+    budget_bytes = device_budget_bytes or rank_device_bytes(machine, chosen.num_ranks)
+    if (unused := unused_devices(machine, chosen.num_ranks)) is not None:
+        warn(unused)
+    if record.guaranteed_peak_device_bytes > budget_bytes:
+        warn(
+            f"this plan may need {format_bytes(record.guaranteed_peak_device_bytes)} of device memory but the budget "
+            f"is {format_bytes(budget_bytes)}."
+        )
+    warn_of_memory(record, rank_host_bytes(machine, chosen.num_ranks))
+    if output is not None:
+        record.save(output)
+    if timeline is not None:
+        from ...shared.records.chrome_trace import chrome_trace
+
+        write_atomically(timeline, chrome_trace({"simulated": record}, schedule=schedule))
+    write_report(report, lambda: _report(record, schedule, budget_bytes))
+    if as_json:
+        typer.echo(record.to_json(), nl=False)
+    else:
+        from ...shared.tables.record import record_tables
+
+        show(record_tables(record))
+
+
+def _report(record: Record, schedule: Schedule, budget_bytes: int) -> Report:
+    from ...shared.report.report import Facts, report
+
+    facts = Facts(predicted=record, budget_bytes=budget_bytes, schedule=schedule)
+    return report(f"{record.model_name} on {record.hardware_name}: a plan, simulated", facts)

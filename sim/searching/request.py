@@ -1,0 +1,161 @@
+"""A search as it is asked for: one frozen object, from the command line down to the tables of each space."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from ...shared.basics.errors import PlanError
+from ...shared.catalogue.rank_share import machine_of_rank
+from ...shared.schema.calibration import Calibration
+from ...shared.schema.hardware import Hardware
+from ...shared.schema.plan import ParallelMode
+from ...shared.schema.workload import Workload
+from ..memory.host import default_host_budget_bytes
+from ..memory.libraries import rank_device_bytes
+from ..space.space import SearchSpace
+from ..space.step_spec import MOST_MICRO_BATCHES, SEVERAL, StepSpec, check_shares
+
+WorkloadAt = Callable[[int], Workload]
+"""The workload of one micro-batch with this number of samples."""
+_LARGEST_BATCH = 10**9
+
+
+@dataclass(frozen=True, kw_only=True)
+class GlobalBatch:
+    """All samples of one optimizer step, of all ranks together: the search chooses the micro-batches' size."""
+
+    num_samples: int
+    workload_at: WorkloadAt
+    micro_batch_sizes: tuple[int, ...] | None = None
+    """Sizes to search, in samples; None for every size that divides a rank's share."""
+
+    def sizes(self, num_ranks: int) -> tuple[int, ...]:
+        """Samples per micro-batch to search, ascending; each divides the share of one of ``num_ranks`` ranks.
+
+        Without ``micro_batch_sizes``, all that leave a rank at most ``MOST_MICRO_BATCHES`` micro-batches.  Raises
+        PlanError if the ranks cannot share the batch evenly, or if a size does not divide a rank's share.
+        """
+        if not 1 <= self.num_samples <= _LARGEST_BATCH:
+            raise PlanError(
+                f"the global batch is {self.num_samples}; it must be at least 1 and at most {_LARGEST_BATCH}."
+            )
+        check_shares(self.num_samples, num_ranks)
+        of_one = self.num_samples // num_ranks
+        if self.micro_batch_sizes is None:
+            return tuple(size for size in divisors(of_one) if of_one // size <= MOST_MICRO_BATCHES)
+        for size in self.micro_batch_sizes:
+            if size < 1 or of_one % size:
+                share = f"each rank's {of_one} of " if num_ranks > 1 else ""
+                raise PlanError(
+                    f"the micro-batch size {size} does not divide {share}the global batch of {self.num_samples}. "
+                    f"Choose from {', '.join(map(str, divisors(of_one)))}."
+                )
+        return tuple(sorted(set(self.micro_batch_sizes)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """One optimizer step: what is the same for every plan that is searched."""
+
+    micro_batches: int = 1
+    """Forwards and backwards per step and rank; a ``GlobalBatch`` decides the number by itself."""
+    max_gradient_norm: float | None = None
+    """Limit of the norm of all gradients; None for no limit."""
+    num_ranks: int = 1
+    """Equal ranks that train together, one device each."""
+    modes: tuple[ParallelMode, ...] = SEVERAL
+    """Parallel modes that several ranks may use; one rank alone is SINGLE whatever stands here."""
+
+    @property
+    def allowed_modes(self) -> tuple[ParallelMode, ...]:
+        """Modes to search, simplest first."""
+        if self.num_ranks == 1:
+            return (ParallelMode.SINGLE,)
+        return tuple(mode for mode in SEVERAL if mode in self.modes)
+
+    def spec(self, mode: ParallelMode, micro_batches: int | None = None) -> StepSpec:
+        """The step in one mode, with the step's own micro-batches if None.  Raises PlanError if it is out of range."""
+        return StepSpec(
+            self.micro_batches if micro_batches is None else micro_batches,
+            self.max_gradient_norm,
+            mode,
+            self.num_ranks,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Effort:
+    """How much is proven, and when the search gives up.  Raises PlanError if a figure is out of range."""
+
+    tolerance_frac: float = 0.005
+    """No plan of the space is faster than the fastest one found by more, as a fraction of its time, from 0 to below 1.
+
+    Plans within the tolerance of the fastest count as equals, and the simplest of them is the answer
+    (``LayoutGrid.simplicity``).  With 0 the answer equals a simulation of every plan.
+    """
+    max_replays: int | None = None
+    """Plans to replay at most, over all modes and sizes, once one fits; None for no limit."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.tolerance_frac < 1:
+            raise PlanError(f"tolerance_frac is {self.tolerance_frac}; it must be at least 0 and below 1.")
+        if self.max_replays is not None and self.max_replays < 1:
+            raise PlanError(f"max_replays is {self.max_replays}; it must be at least 1.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchRequest:
+    """A search for the fastest plan whose memory fits for every timing."""
+
+    workload: Workload | GlobalBatch
+    """One rank's micro-batch, or a global batch whose micro-batches may have any size."""
+    hardware: Hardware
+    """The machine, of all ranks together."""
+    calibration: Calibration | None = None
+    """Factors measured on that machine; None for its data sheet."""
+    device_budget_bytes: int | None = None
+    """Device memory that one rank's plan may fill; None for all that the device has for training."""
+    host_budget_bytes: int | None = None
+    """Pinned and pageable host memory that one rank's plan may fill; None for its share of the host, less a reserve."""
+    space: SearchSpace = field(default_factory=SearchSpace)
+    """Plans to search."""
+    step: Step = field(default_factory=Step)
+    """The optimizer step and its ranks."""
+    effort: Effort = field(default_factory=Effort)
+    """What is proven, and at what price."""
+
+    def micro_batches(self) -> Iterator[tuple[int, Workload, int]]:
+        """Every micro-batch to search, smallest first: samples, workload, number per step and rank.
+
+        Raises PlanError as ``GlobalBatch.sizes``.
+        """
+        if isinstance(self.workload, Workload):
+            yield self.workload.num_samples, self.workload, self.step.micro_batches
+            return
+        of_one = self.workload.num_samples // self.step.num_ranks
+        for size in self.workload.sizes(self.step.num_ranks):
+            yield size, self.workload.workload_at(size), of_one // size
+
+    def smallest_workload(self) -> Workload:
+        """The workload of the smallest micro-batch.  Raises PlanError as ``GlobalBatch.sizes``."""
+        return next(self.micro_batches())[1]
+
+    def budgets_bytes(self) -> tuple[int, int]:
+        """Device and host memory of one rank: the request's budgets, else the rank's share of the machine.
+
+        Raises HardwareError if the machine has too few devices for the ranks.
+        """
+        device_bytes, host_bytes, num_ranks = self.device_budget_bytes, self.host_budget_bytes, self.step.num_ranks
+        if device_bytes is None:
+            device_bytes = rank_device_bytes(self.hardware, num_ranks)
+        if host_bytes is None:
+            of_rank = self.hardware if num_ranks == 1 else machine_of_rank(self.hardware, num_ranks)
+            host_bytes = default_host_budget_bytes(of_rank, device_bytes)
+        return device_bytes, host_bytes
+
+
+def divisors(number: int) -> tuple[int, ...]:
+    """All divisors, ascending."""
+    small = [divisor for divisor in range(1, int(number**0.5) + 1) if number % divisor == 0]
+    return tuple(sorted({*small, *(number // divisor for divisor in small)}))
