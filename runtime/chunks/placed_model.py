@@ -16,9 +16,8 @@ from ..optimizers.device_steps import DeviceStep, narrow_steps
 from ..optimizers.gradient_norms import ClippedNorm, clipped_norm
 from ..optimizers.loss_scaling import LossScaler
 from ..optimizers.non_finite import GradientLooks, refuse_non_finite
-from ..optimizers.step_gate import StepGate
 from ..optimizers.step_options import StepOptions
-from ..optimizers.step_undo import LastStep
+from ..optimizers.step_undo import LastStep, StepGate
 from .chunk import DeviceChunk
 from .gradient_stand_ins import GradientStandIns, Norms, held_gradient
 from .gradient_watch import GradientWatch

@@ -42,7 +42,7 @@ from ...shared.schema.plan import Plan
 from ...shared.schema.training_options import TrainingOptions
 from ...shared.schema.workload import Workload
 from ...shared.verify.guaranteed_peak import guaranteed_device_peak
-from ..devices.allocator_settings import prefer_expandable_segments
+from ..devices.process_settings import prefer_expandable_segments
 from ..recording.timed_iterations import LEAST_EVERY, iterations_until_record
 from ..training.supported import check_carried_out
 
@@ -287,7 +287,8 @@ def _device(
 ) -> TrainingDevice:
     import torch
 
-    from ..devices.device import CpuDevice, CudaDevice
+    from ..devices.cpu_device import CpuDevice
+    from ..devices.cuda_device import CudaDevice
 
     if torch.cuda.is_available():
         if host_to_device_bytes_per_s is not None or device_to_host_bytes_per_s is not None:
@@ -308,9 +309,9 @@ def _real_model(
     """The model with random weights.  Raises WorkloadError if this machine cannot hold it."""
     import torch
 
+    from ..devices.machine import host_memory_bytes
     from ..devices.process_settings import leave_a_core_for_lanes
     from ..model.configurations import build_model, training_dtype
-    from ..model.identity import host_memory_bytes
     from ..tracing.configurations import apply_options, configured_model
 
     leave_a_core_for_lanes()

@@ -10,7 +10,9 @@ from torch import nn
 from ...shared.basics.errors import PlanError
 from ...shared.schema.plan import Plan
 from ...shared.schema.workload import Workload
-from ..devices.device import CpuDevice, CudaDevice, TrainingDevice
+from ..devices.cpu_device import CpuDevice
+from ..devices.cuda_device import CudaDevice
+from ..devices.device import TrainingDevice
 from ..model.ownership import owner_of
 from ..optimizers.chunk_optimizer import MakeOptimizer, default_optimizer
 from ..optimizers.loss_scaling import LossScaling

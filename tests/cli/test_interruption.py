@@ -169,7 +169,7 @@ def test_in_the_middle_of_a_run(link: tuple[str, ...], work: Path, environment: 
 
 @pytest.mark.slow
 def test_in_the_middle_of_a_calibration(work: Path, environment: dict[str, str]) -> None:
-    from protwin.runtime.model.identity import machine_name
+    from protwin.runtime.devices.machine import machine_name
 
     (work / "config.json").write_text(json.dumps(MODEL))
     machine("rtx-3090").model_copy(update={"name": machine_name()}).save(work / "machine.json")
