@@ -46,10 +46,8 @@ from ..recording.recorder import Recorder
 from ..recording.summaries import StepSummary, Summaries, to_stderr
 from .compute_lane import ComputeLane
 from .evaluation import Evaluation, refuse_other_gradient_mode
-from .guards import OffloadedWeights, refusing_access, refusing_other_optimizers
-from .model_state import state_on_host
+from .guards import OffloadedWeights, check_carried_out, refusing_access, refusing_other_optimizers, state_on_host
 from .module_buffers import buffers_on
-from .supported import check_carried_out
 from .transfer_lanes import TransferLanes
 
 
