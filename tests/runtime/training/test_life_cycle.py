@@ -408,16 +408,16 @@ def test_out_of_memory_in_a_gather(case: Case, number: int) -> None:
 
 def test_setting_up_that_fails_leaves_the_model(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """At every stage: in an optimizer, in a lane's thread, in the hooks."""
-    from protwin.runtime.training import training
-    from protwin.runtime.training import transfer_lanes as lane_tasks
+    from protwin.runtime.training import assembly
+    from protwin.runtime.training import transfer_lanes
 
     def fail(*_: Any, **__: Any) -> Any:
         raise ZeroDivisionError("in the middle")
 
     stages: list[tuple[dict[str, Any], Callable[[pytest.MonkeyPatch], None]]] = [
         ({"optimizer": fail}, lambda patch: None),
-        ({}, lambda patch: patch.setattr(lane_tasks, "WorkerLane", fail)),
-        ({}, lambda patch: patch.setattr(training, "SectionWalker", fail)),
+        ({}, lambda patch: patch.setattr(transfer_lanes, "WorkerLane", fail)),
+        ({}, lambda patch: patch.setattr(assembly, "SectionWalker", fail)),
     ]
     for settings, break_it in stages:
         model = case.build()
