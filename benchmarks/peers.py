@@ -30,7 +30,8 @@ from peers_subject import BATCH_SIZE, MODEL_NAME, SEQUENCE_LENGTH
 from rich.console import Console
 from rich.table import Table
 
-from protwin.runtime.model.identity import machine_name, num_cores, software_versions
+from protwin.runtime.devices.machine import machine_name, num_cores
+from protwin.runtime.model.identity import software_versions
 from protwin.shared.basics.documents import write_atomically
 from protwin.shared.basics.progress import progress_bar
 from protwin.shared.basics.units import format_bytes, format_seconds

@@ -12,7 +12,7 @@ from peers_subject import LEARNING_RATE, MODEL_NAME, WEIGHT_DECAY, make_batches,
 from protwin.calibration.fitting.calibrate import calibrate
 from protwin.calibration.fitting.measurement_plans import largest_block_bytes
 from protwin.calibration.fitting.subject import Subject
-from protwin.runtime.devices.device import CpuDevice
+from protwin.runtime.devices.cpu_device import CpuDevice
 from protwin.runtime.devices.probe import probe_hardware
 from protwin.runtime.tracing.tracing import trace
 from protwin.runtime.training.carry_out import carry_out

@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from protwin.runtime.model.identity import machine_name
+from protwin.runtime.devices.machine import machine_name
 from protwin.shared.basics.documents import write_atomically
 from protwin.shared.basics.progress import progress_bar
 

@@ -28,7 +28,8 @@ from typing import Any, Final
 import torch
 from rich.console import Console
 
-from protwin.runtime.model.identity import machine_name, num_cores, software_versions
+from protwin.runtime.devices.machine import machine_name, num_cores
+from protwin.runtime.model.identity import software_versions
 from protwin.shared.basics.documents import write_atomically
 from protwin.shared.basics.progress import OnProgress, progress_bar
 from protwin.shared.basics.units import format_seconds

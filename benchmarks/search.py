@@ -28,7 +28,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from protwin.runtime.model.identity import machine_name
+from protwin.runtime.devices.machine import machine_name
 from protwin.shared.basics.documents import write_atomically
 from protwin.shared.basics.errors import InfeasibleError
 from protwin.shared.basics.units import format_seconds

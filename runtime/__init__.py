@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 from ..shared.basics.lazy_face import lazy_face
 
 if TYPE_CHECKING:
-    from .devices.device import CpuDevice as CpuDevice
-    from .devices.device import CudaDevice as CudaDevice
+    from .devices.cpu_device import CpuDevice as CpuDevice
+    from .devices.cuda_device import CudaDevice as CudaDevice
     from .devices.device import TrainingDevice as TrainingDevice
     from .devices.ledger import CpuOutOfMemoryError as CpuOutOfMemoryError
     from .devices.ledger import MemoryLedger as MemoryLedger
     from .devices.probe import probe_hardware as probe_hardware
     from .model.adapters import add_lora as add_lora
-    from .model.freezing import freeze as freeze
+    from .model.adapters import freeze as freeze
     from .optimizers.loss_scaling import LossScaling as LossScaling
     from .optimizers.non_finite import NonFiniteGradientError as NonFiniteGradientError
     from .recording.summaries import StepSummary as StepSummary
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from .training.training import Training as Training
 
 _HOMES = {
-    "CpuDevice": "devices.device",
+    "CpuDevice": "devices.cpu_device",
     "CpuOutOfMemoryError": "devices.ledger",
-    "CudaDevice": "devices.device",
+    "CudaDevice": "devices.cuda_device",
     "LossScaling": "optimizers.loss_scaling",
     "MemoryLedger": "devices.ledger",
     "NonFiniteGradientError": "optimizers.non_finite",
@@ -41,7 +41,7 @@ _HOMES = {
     "add_lora": "model.adapters",
     "carry_out": "training.carry_out",
     "family_of_configuration": "tracing.families",
-    "freeze": "model.freezing",
+    "freeze": "model.adapters",
     "probe_hardware": "devices.probe",
     "trace": "tracing.tracing",
     "training_of": "training.carry_out",

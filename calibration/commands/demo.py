@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.panel import Panel
 from torch import nn
 
-from ...runtime.devices.device import CpuDevice
+from ...runtime.devices.cpu_device import CpuDevice
 from ...runtime.devices.ledger import CpuOutOfMemoryError, MemoryLedger
 from ...runtime.devices.probe import probe_hardware
 from ...runtime.devices.process_settings import leave_a_core_for_lanes

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from ...runtime.devices.device import CpuDevice, TrainingDevice
+from ...runtime.devices.cpu_device import CpuDevice
+from ...runtime.devices.device import TrainingDevice
 from ...runtime.model.batches import Batch, Loss
 from ...runtime.optimizers.chunk_optimizer import MakeOptimizer, default_optimizer
 from ...shared.schema.hardware import Hardware

@@ -8,11 +8,13 @@ Under others a training would go on as another one, which has to be asked for.
 from __future__ import annotations
 
 import copy
+import random
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -24,7 +26,6 @@ from ..devices.device import TrainingDevice
 from ..optimizers.loss_scaling import LossScaler
 from .checkpoints import CheckpointContent
 from .optimizer_state import OptimizerState, on_host
-from .random_states import check_random_states, random_states, set_random_states
 
 STEP_KNOBS: Final = ("micro_batches", "max_gradient_norm")
 """The knobs of a plan that change what a step computes."""
@@ -248,3 +249,40 @@ def _check_scaler(saved: dict[str, Any] | None, scaler: LossScaler | None) -> No
         raise FileError(f"the checkpoint was saved {was} loss_scaling. {remedy}.")
     if saved is not None and scaler is not None:
         LossScaler(scaler.scaling, micro_batches=1).load_state_dict(saved)
+
+
+# -- random generators: Python's, numpy's, torch's ---------------------------------------------------------------------
+
+
+def random_states(device: torch.device) -> dict[str, Any]:
+    """The states of all generators, in types that torch reads back without unpickling code.
+
+    Of CUDA devices ``device`` alone is asked.
+    """
+    name, keys, position, has_gauss, cached_gaussian = np.random.get_state()
+    states: dict[str, Any] = {
+        "python": random.getstate(),
+        "numpy": (name, torch.from_numpy(np.asarray(keys).astype(np.int64)), position, has_gauss, cached_gaussian),
+        "torch": torch.get_rng_state(),
+    }
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    return states
+
+
+def set_random_states(states: dict[str, Any], device: torch.device) -> None:
+    """Let all generators go on from ``states``; a CUDA device's is set if they were taken with one."""
+    name, keys, position, has_gauss, cached_gaussian = states["numpy"]
+    random.setstate(states["python"])
+    np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, cached_gaussian))
+    torch.set_rng_state(states["torch"])
+    if device.type == "cuda" and "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"], device)
+
+
+def check_random_states(states: dict[str, Any]) -> None:
+    """Try ``states`` on generators of its own.  Raises ValueError, TypeError, KeyError or RuntimeError."""
+    name, keys, position, has_gauss, cached_gaussian = states["numpy"]
+    random.Random().setstate(states["python"])
+    np.random.RandomState().set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, cached_gaussian))
+    torch.Generator().set_state(states["torch"])

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from enum import Enum, auto
 from threading import Lock
+from typing import Final
 
 import torch
 from torch import nn
@@ -23,6 +25,26 @@ from ...shared.schema.workload import DType, Parameter
 from ..devices.device import TrainingDevice
 from ..model.strides import strided
 from .absent_parameters import bring_back, send_away
+
+
+class ChunkState(Enum):
+    """Where a chunk's weights are, and what that costs the device."""
+
+    AWAY = auto()
+    """On the host alone.  The flat storage has size 0, and parameters are of a class that refuses to be read."""
+    COMING = auto()
+    """The device's bytes are taken and parameters are their ordinary selves, but the copy may still run or be queued:
+    who reads must wait for the gather's mark."""
+    PRESENT = auto()
+    """The copy is done, or queued on a stream; persistent and empty chunks are never in another state."""
+
+
+_NEXT: Final = {
+    ChunkState.AWAY: (ChunkState.COMING,),
+    ChunkState.COMING: (ChunkState.PRESENT, ChunkState.AWAY),
+    ChunkState.PRESENT: (ChunkState.AWAY,),
+}
+"""Which state may follow which.  A copy that failed leaves a chunk COMING, which goes AWAY from there."""
 
 
 class DeviceChunk:
@@ -45,8 +67,8 @@ class DeviceChunk:
         self.chunk = chunk
         self.parameters = tuple(parameters)
         self.is_persistent = is_persistent
-        self.is_resident = is_persistent or chunk.size_bytes == 0
-        """Whether the device holds the chunk's bytes (a copy may still be on its way)."""
+        self.state = ChunkState.PRESENT
+        """Changed by ``make_room``, ``gather`` and ``release``."""
         self._device = device
         if is_persistent and device.ledger is not None:
             device.ledger.allocate(chunk.size_bytes, f"chunk {chunk.id}", Content.PARAMETERS)
@@ -121,6 +143,11 @@ class DeviceChunk:
 
     # -- residency ---------------------------------------------------------------------------------------------------
 
+    def _enter(self, state: ChunkState) -> None:
+        if self.chunk.size_bytes > 0:
+            assert state in _NEXT[self.state], f"chunk {self.chunk.id} is {self.state} and cannot be {state}"
+            self.state = state
+
     def make_room(self) -> None:
         """Take the device's bytes.  Raises the device's out-of-memory error if they do not fit."""
         name = f"chunk {self.chunk.id}"
@@ -133,7 +160,7 @@ class DeviceChunk:
                 if self._device.ledger is not None:
                     self._device.ledger.free(self.chunk.size_bytes, Content.PARAMETERS)
                 raise
-            self.is_resident = True
+            self._enter(ChunkState.COMING)
             for parameter in self.parameters:
                 bring_back(parameter)
 
@@ -147,6 +174,7 @@ class DeviceChunk:
             self.make_room()
         with self._gathering:
             self._device.copy(self._flat, self._home, to_device=True)
+            self._enter(ChunkState.PRESENT)
 
     def release(self) -> None:
         """Give the device's bytes back, in the order of the current stream."""
@@ -156,13 +184,13 @@ class DeviceChunk:
 
     def leave(self) -> None:
         """``release``, if it is there and may go; no copy may be under way.  Idempotent."""
-        if self.is_resident and not self.is_persistent and self.chunk.size_bytes > 0:
+        if self.state is not ChunkState.AWAY and not self.is_persistent and self.chunk.size_bytes > 0:
             self.release()
 
     def _let_go(self) -> None:
-        self.is_resident = self.chunk.size_bytes == 0
-        if self.is_resident:
+        if self.chunk.size_bytes == 0:
             return
+        self._enter(ChunkState.AWAY)
         for spec, parameter in zip(self._specs, self.parameters, strict=True):
             send_away(parameter, spec.name)
         self._device.resize(self._flat, 0, f"chunk {self.chunk.id}")
@@ -226,7 +254,7 @@ class DeviceChunk:
         with self._gathering:
             self._device.synchronize()
             yield self.values()
-            if self._home is not None and self.is_resident:
+            if self._home is not None and self.state is not ChunkState.AWAY:
                 self._device.copy(self._flat, self._home, to_device=True)
             self._device.synchronize()
 
@@ -239,10 +267,10 @@ class DeviceChunk:
             value = _view(source, placed.offset_bytes, parameter)
             bring_back(parameter)
             parameter.data = value.to(origin, copy=True)
-        if self.is_resident and self._device.ledger is not None:
+        if self.state is not ChunkState.AWAY and self._device.ledger is not None:
             self._device.ledger.free(self.chunk.size_bytes, Content.PARAMETERS)
         # Dropped, not shrunk: somebody else may hold the storage by now, such as an array of numpy.
-        self.is_resident = False
+        self.state = ChunkState.AWAY
         self._flat = torch.empty(0, dtype=torch.uint8, device=self._flat.device)
         self._home = self._staging = self._arrivals = None
         self.masters, self.targets, self.staged, self.arrived = [], [], [], []

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from ...shared.layout.layout import Layout
+from ...shared.schema.plan import Plan
 from ...shared.schema.schedule import Content, Section
 from ...shared.schema.workload import BlockId, Workload
 from ..devices.device import TrainingDevice
@@ -16,12 +18,25 @@ from ..optimizers.device_steps import DeviceStep, narrow_steps
 from ..optimizers.gradient_norms import ClippedNorm, clipped_norm
 from ..optimizers.loss_scaling import LossScaler
 from ..optimizers.non_finite import GradientLooks, refuse_non_finite
-from ..optimizers.step_gate import StepGate
 from ..optimizers.step_options import StepOptions
-from ..optimizers.step_undo import LastStep
+from ..optimizers.step_undo import LastStep, StepGate
 from .chunk import DeviceChunk
 from .gradient_stand_ins import GradientStandIns, Norms, held_gradient
 from .gradient_watch import GradientWatch
+
+
+@dataclass(frozen=True, slots=True)
+class StepPolicy:
+    """How weights are stepped, wherever they are."""
+
+    options: StepOptions
+    make_optimizer: MakeOptimizer
+    check_gradients: bool = True
+    """Whether to refuse to step with gradients that are not finite."""
+    scaler: LossScaler | None = None
+    """Losses are scaled by it, and gradients are unscaled when they are stepped."""
+    keep_last_step: bool = False
+    """Whether what host steps overwrite is kept until the iteration is complete."""
 
 
 class PlacedModel:
@@ -32,30 +47,22 @@ class PlacedModel:
         model: nn.Module,
         workload: Workload,
         layout: Layout,
-        *,
-        n_persist: int,
-        options: StepOptions,
-        make_optimizer: MakeOptimizer,
         device: TrainingDevice,
-        check_gradients: bool = True,
-        micro_batches: int = 1,
-        max_gradient_norm: float | None = None,
-        scaler: LossScaler | None = None,
+        *,
+        plan: Plan,
+        policy: StepPolicy,
     ) -> None:
-        """Move every parameter into its chunk.  ``check_gradients``: refuse to step with gradients that are not finite.
-
-        ``max_gradient_norm``: all gradients are clipped to it.  ``scaler``: losses are scaled, and gradients are
-        unscaled when they are stepped.
+        """Move every parameter into its chunk, as ``plan`` says.
 
         Raises the device's out-of-memory error if the persistent chunks exceed the budget.  After any error the model
         has ordinary parameters.
         """
         self._device = device
-        self._scaler = scaler
+        self._scaler = policy.scaler
         # Scaled gradients may overflow; the norm decides then.
-        self._is_checking = check_gradients and scaler is None
+        self._is_checking = policy.check_gradients and policy.scaler is None
         self.chunks: list[DeviceChunk] = []
-        self.last_step: LastStep | None = None
+        self.last_step = LastStep() if policy.keep_last_step else None
         """Keeps what host steps overwrite, where that is wanted."""
         self.gate = StepGate()
         """What every step on the host passes."""
@@ -64,40 +71,53 @@ class PlacedModel:
         self._num_counted = 0
         """Parameters whose optimizer state the ledger knows."""
         self._watch = GradientWatch(device.ledger)
-        self._max_norm = max_gradient_norm
+        self._max_norm = plan.max_gradient_norm
         self._stand_ins: GradientStandIns | None = None
         self._looks: GradientLooks | None = None
         self._staying: dict[Section, list[nn.Parameter]] = {}
         """The trainable parameters of each block that stay on the device."""
-        self._labels = {id(p): options.label_of(p) for p in model.parameters()}
+        self._labels = {id(p): policy.options.label_of(p) for p in model.parameters()}
         self._in_order = [parameter for parameter in model.parameters() if parameter.requires_grad]
         parameters = dict(model.named_parameters(remove_duplicate=False))
-        persistent = layout.persistent(n_persist)
         device.begin_training()
         try:
             with torch.no_grad():
-                for chunk in layout.chunks:
-                    specs = [workload.parameters[placed.index] for placed in chunk.parameters]
-                    members = [parameters[spec.name] for spec in specs]
-                    made = DeviceChunk(
-                        chunk,
-                        specs,
-                        members,
-                        device,
-                        is_persistent=chunk.id in persistent,
-                        has_arrivals=micro_batches > 1,
-                    )
-                    self.chunks.append(made)
-                    self._make_optimizers(made, options, make_optimizer)
-                self._step_wide_parameters(options, make_optimizer)
-            if self._host_optimizers or max_gradient_norm is not None:
-                self._stand_ins = GradientStandIns(self._in_order, max_gradient_norm)
+                self._move_in(parameters, workload, layout, plan, policy)
+            if self._host_optimizers or self._max_norm is not None:
+                self._stand_ins = GradientStandIns(self._in_order, self._max_norm)
             if self._is_checking and self._device_steps:
                 self._looks = GradientLooks(device.torch_device)
                 self._staying = self._staying_parameters(parameters, workload)
         except BaseException:
             self.move_out()
             raise
+
+    def _move_in(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        workload: Workload,
+        layout: Layout,
+        plan: Plan,
+        policy: StepPolicy,
+    ) -> None:
+        """Make every chunk, with the optimizers that step it.
+
+        One chunk after the other: the model's own copy of a chunk's weights goes before the next chunk takes memory.
+        """
+        persistent = layout.persistent(plan.n_persist)
+        for chunk in layout.chunks:
+            specs = [workload.parameters[placed.index] for placed in chunk.parameters]
+            made = DeviceChunk(
+                chunk,
+                specs,
+                [parameters[spec.name] for spec in specs],
+                self._device,
+                is_persistent=chunk.id in persistent,
+                has_arrivals=plan.micro_batches > 1,
+            )
+            self.chunks.append(made)
+            self._make_optimizers(made, policy.options, policy.make_optimizer)
+        self._step_wide_parameters(policy.options, policy.make_optimizer)
 
     def _staying_parameters(
         self, parameters: Mapping[str, nn.Parameter], workload: Workload

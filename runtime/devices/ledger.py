@@ -18,16 +18,14 @@ from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from ...shared.basics.errors import DeviceOutOfMemoryError, WorkloadError
 from ...shared.basics.units import format_bytes
 from ...shared.schema.schedule import Content
 from ..model.nested_tensors import has_storage, tensors_in
+from .watching_mode import WatchingMode
 
 _LIFT_FRESH: Final = torch.ops.aten.lift_fresh.default
-_DEVICE: Final = torch.ops.prim.device.default
-"""A question of autograd's to fake tensors, and no operation."""
 
 
 class CpuOutOfMemoryError(DeviceOutOfMemoryError, torch.OutOfMemoryError):
@@ -84,7 +82,7 @@ class MemoryLedger:
         """Called when a watched storage goes, with the place that was noted of it and its bytes."""
         self._lock = threading.RLock()
         self._watched: dict[int, _Watched] = {}
-        self._mode: _WatchingMode | None = None
+        self._mode: WatchingMode | None = None
         self._moment: float | None = None
 
     # -- levels ------------------------------------------------------------------------------------------------------
@@ -216,11 +214,10 @@ class MemoryLedger:
     # -- watching ----------------------------------------------------------------------------------------------------
 
     def start_metering(self) -> None:
-        """Watch every operation of this thread until ``stop_metering``."""
+        """Watch every operation of this thread until ``stop_metering``, whatever other modes come and go meanwhile."""
         assert self._mode is None, "metering twice"
-        mode = _WatchingMode(self)
-        mode.__enter__()  # type: ignore[no-untyped-call]
-        self._mode = mode
+        self._mode = WatchingMode(self)
+        self._mode.enter_beneath_others()
 
     def stop_metering(self) -> None:
         """Stop watching, on any thread; does nothing if nobody watches."""
@@ -230,8 +227,10 @@ class MemoryLedger:
 
     @contextmanager
     def metering(self) -> Iterator[MemoryLedger]:
-        """Watch every operation within the block."""
-        self.start_metering()
+        """Watch every operation within the block, before the modes around it see it."""
+        assert self._mode is None, "metering twice"
+        self._mode = WatchingMode(self)
+        self._mode.__enter__()  # type: ignore[no-untyped-call]
         try:
             yield self
         finally:
@@ -369,34 +368,6 @@ class LivingStorage:
     size_bytes: int
     place: Hashable
     """Where the model was when it was made or found; None: nowhere."""
-
-
-class _WatchingMode(TorchDispatchMode):
-    """Shows the ledger every operation of one thread."""
-
-    def __init__(self, ledger: MemoryLedger) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._ledger: MemoryLedger | None = ledger
-
-    def end(self) -> None:
-        """Watch no more, and leave this thread's stack of modes."""
-        self._ledger = None
-        # Another mode may lie above this one, or the caller be another thread: then it stays, and does nothing.
-        if _get_current_dispatch_mode() is self:
-            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is _DEVICE:
-            return func(*args, **kwargs)
-        if self._ledger is not None and self._ledger.before_operation is not None:
-            self._ledger.before_operation()
-        result = func(*args, **kwargs)
-        if self._ledger is not None:
-            self._ledger.watch_result(func, args, kwargs, result)
-        return result
 
 
 def _own_bytes(tensor: torch.Tensor) -> int:

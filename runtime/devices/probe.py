@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import count
 from typing import Final
 
 import torch
@@ -14,12 +15,14 @@ import torch
 from ...shared.schema.hardware import Device, DeviceKind, Hardware, Host, Link, LinkPoint
 from ...shared.schema.schedule import Lane
 from ...shared.schema.workload import DType
-from ..model.identity import host_memory_bytes, machine_name, num_cores
-from .device import CpuDevice, CudaDevice, TrainingDevice
+from .cpu_device import CpuDevice
+from .cuda_device import CudaDevice
+from .device import TrainingDevice
 from .lanes import Mark, WorkerLane
+from .machine import host_memory_bytes, machine_name, num_cores
 from .node_probe import told_by_driver
 from .process_settings import leave_a_core_for_lanes
-from .repeating import repeated_s
+from .repeated_timing import repeated_s
 
 _MATRIX: Final = 1024
 _COPY_SIZES: Final = (2**16, 2**18, 2**20, 2**22, 2**24, 2**26)
@@ -32,6 +35,7 @@ _DEVICE_STREAM_BYTES: Final = 2**30
 _WARM_UP_S: Final = 0.05
 _ROW_S: Final = 0.005
 """How long an accelerator is kept busy for one measurement."""
+_SOURCE: Final = "measured by probe_hardware"
 
 
 def probe_hardware(
@@ -51,16 +55,29 @@ def probe_hardware(
     chosen = device or (CudaDevice() if torch.cuda.is_available() else CpuDevice())
     if leaves_a_core and isinstance(chosen, CpuDevice):
         leave_a_core_for_lanes()
-    parts = 6 + 2 * len(_COPY_SIZES)
-    done = 0
+    num_parts = 6 + 2 * len(_COPY_SIZES)
+    done = count(1)
 
     def advance() -> None:
-        nonlocal done
-        done += 1
         if on_progress is not None:
-            on_progress(done, parts)
+            on_progress(next(done), num_parts)
 
-    share_s = seconds / parts
+    share_s = seconds / num_parts
+    measured = _device(chosen, share_s, advance)
+    to_device = _link(chosen, Lane.H2D, share_s, advance)
+    to_host = _link(chosen, Lane.D2H, share_s, advance)
+    found = Hardware(
+        name=machine_name() if isinstance(chosen, CpuDevice) else chosen.description,
+        device=measured,
+        host=_host(chosen, measured, share_s, advance),
+        host_to_device=to_device,
+        device_to_host=to_host,
+    )
+    return found if isinstance(chosen, CpuDevice) else told_by_driver(found, chosen.torch_device)
+
+
+def _device(chosen: TrainingDevice, share_s: float, advance: Callable[[], None]) -> Device:
+    """The device's arithmetic and memory: five measurements of ``share_s`` each."""
     is_cpu = isinstance(chosen, CpuDevice)
     target = chosen.torch_device
     peaks: dict[DType, float] = {}
@@ -73,38 +90,35 @@ def probe_hardware(
     advance()
     overhead_s = _launch_s(target, share_s)
     advance()
-    to_device = _link(chosen, Lane.H2D, share_s, advance)
-    to_host = _link(chosen, Lane.D2H, share_s, advance)
-    adam = _adam_bytes_per_s(chosen, share_s)
-    advance()
-    host_bandwidth = bandwidth if is_cpu else _stream_bytes_per_s(torch.device("cpu"), share_s)
     memory_bytes = host_memory_bytes() if is_cpu else torch.cuda.get_device_properties(target).total_memory
     if isinstance(chosen, (CpuDevice, CudaDevice)) and chosen.budget_bytes is not None:
         memory_bytes = chosen.budget_bytes
-    found = Hardware(
-        name=machine_name() if is_cpu else chosen.description,
-        device=Device(
-            name="CPU as a device" if is_cpu else torch.cuda.get_device_name(target),
-            kind=DeviceKind.CPU if is_cpu else DeviceKind.CUDA,
-            memory_bytes=memory_bytes,
-            memory_bandwidth_bytes_per_s=bandwidth,
-            peak_flop_per_s=peaks,
-            vector_flop_per_s=vector,
-            launch_overhead_s=overhead_s,
-            source="measured by probe_hardware",
-        ),
-        host=Host(
-            name=machine_name(),
-            num_cores=num_cores(),
-            memory_bytes=host_memory_bytes(),
-            memory_bandwidth_bytes_per_s=host_bandwidth,
-            adam_bytes_per_s=adam,
-            source="measured by probe_hardware",
-        ),
-        host_to_device=to_device,
-        device_to_host=to_host,
+    return Device(
+        name="CPU as a device" if is_cpu else torch.cuda.get_device_name(target),
+        kind=DeviceKind.CPU if is_cpu else DeviceKind.CUDA,
+        memory_bytes=memory_bytes,
+        memory_bandwidth_bytes_per_s=bandwidth,
+        peak_flop_per_s=peaks,
+        vector_flop_per_s=vector,
+        launch_overhead_s=overhead_s,
+        source=_SOURCE,
     )
-    return found if is_cpu else told_by_driver(found, target)
+
+
+def _host(chosen: TrainingDevice, device: Device, share_s: float, advance: Callable[[], None]) -> Host:
+    """The host's CPU Adam and memory, which is the device's where the CPU is the device."""
+    adam = _adam_bytes_per_s(chosen, share_s)
+    advance()
+    is_cpu = isinstance(chosen, CpuDevice)
+    bandwidth = device.memory_bandwidth_bytes_per_s if is_cpu else _stream_bytes_per_s(torch.device("cpu"), share_s)
+    return Host(
+        name=machine_name(),
+        num_cores=num_cores(),
+        memory_bytes=host_memory_bytes(),
+        memory_bandwidth_bytes_per_s=bandwidth,
+        adam_bytes_per_s=adam,
+        source=_SOURCE,
+    )
 
 
 def _seconds(work: Callable[[], object], target: torch.device, budget_s: float) -> float:
@@ -194,7 +208,7 @@ def _link(device: TrainingDevice, lane: Lane, budget_s: float, advance: Callable
     rate = largest.size_bytes / largest.seconds
     latency_s = max(0.0, points[0].seconds - points[0].size_bytes / rate)
     direction = "host to device" if lane is Lane.H2D else "device to host"
-    source = "; ".join(["measured by probe_hardware", *device.emulated])
+    source = "; ".join([_SOURCE, *device.emulated])
     return Link(
         name=direction, latency_s=latency_s, bandwidth_bytes_per_s=rate, table=_ascending(points), source=source
     )

@@ -29,8 +29,7 @@ from ...shared.schema.schedule import OuterSection, Section, TaskKind
 from ...shared.schema.workload import BlockId
 from ..model.blocks import NamedBlock
 from ..model.nested_tensors import containers_as_they_are, tensors_in
-from .block_state import BlockState
-from .recomputation import Recomputation
+from .recomputation import BlockState, Recomputation
 from .refusals import (
     by_the_back_door,
     earlier_graph,

@@ -1,4 +1,4 @@
-"""Low-rank adaptation: small trained matrices beside frozen linear maps.
+"""Training a part of a model: parameters that are frozen, and small trained matrices beside frozen linear maps (LoRA).
 
 Source: LoRA (arXiv 2106.09685), section 4.1: h = W x + (alpha / r) B A x, with A random and B zero at the beginning.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from fnmatch import fnmatchcase
 from typing import Any, Final
 
 import torch
@@ -17,6 +18,27 @@ from ...shared.basics.suggestions import did_you_mean
 from .blocks import find_blocks
 
 _MAX_RANK: Final = 2**16
+
+
+def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
+    """Take the parameters that ``patterns`` name out of training, in place.
+
+    A pattern is a name (``"model.embed_tokens"``: all that lies below it), or has wildcards
+    (``"model.layers.[0-9].*"``).  A tied parameter is meant by any of its names.  Raises WorkloadError if a pattern
+    names nothing, or if nothing is left to train.
+    """
+    named = list(model.named_parameters(remove_duplicate=False))
+    for pattern in patterns:
+        meant = [parameter for name, parameter in named if _names_parameter(name, pattern)]
+        if not meant:
+            parts = dict.fromkeys(path for path, _ in model.named_modules() if path and path.count(".") < 3)
+            raise WorkloadError(
+                f"no parameter is called {pattern!r}, which is to be frozen. {did_you_mean(pattern, parts):.300}"
+            )
+        for parameter in meant:
+            parameter.requires_grad_(False)
+    if patterns and not any(parameter.requires_grad for _, parameter in named):
+        raise WorkloadError(f"freezing {', '.join(patterns)} leaves no parameter to train. Leave some out.")
 
 
 class LowRankLinear(nn.Module):
@@ -65,12 +87,12 @@ def add_lora(model: nn.Module, *, rank: int, targets: Sequence[str] = (), alpha:
         if (sizes := _sizes(module)) is not None
     }
     for target in targets:
-        if not any(_is_meant(path, target) for path in maps):
+        if not any(_names_map(path, target) for path in maps):
             names = dict.fromkeys(path.rpartition(".")[2] for path in maps)
             raise WorkloadError(
                 f"no linear map of a block is called {target!r}, which LoRA is to adapt. {did_you_mean(target, names)}"
             )
-    chosen = [path for path in maps if not targets or any(_is_meant(path, target) for target in targets)]
+    chosen = [path for path in maps if not targets or any(_names_map(path, target) for target in targets)]
     if not chosen:
         raise WorkloadError(f"the blocks of {type(model).__name__} have no linear maps that LoRA could adapt.")
     for path in chosen:
@@ -101,5 +123,9 @@ def _sizes(module: nn.Module) -> tuple[int, int] | None:
     return None
 
 
-def _is_meant(path: str, target: str) -> bool:
+def _names_map(path: str, target: str) -> bool:
     return path == target or path.endswith(f".{target}")
+
+
+def _names_parameter(name: str, pattern: str) -> bool:
+    return name == pattern or name.startswith(f"{pattern}.") or fnmatchcase(name, pattern)

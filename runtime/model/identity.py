@@ -1,14 +1,11 @@
-"""What a model is, as a hash, and with what software and on what machine something was measured."""
+"""What a model is, as a hash, and with what software something was measured."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 import platform
-from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -43,29 +40,3 @@ def software_versions() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return found
-
-
-@lru_cache(maxsize=1)
-def machine_name() -> str:
-    """Processor, usable cores and memory of this machine: ``"Intel Xeon ..., 2 cores, 24 GiB"``."""
-    processor = platform.processor() or platform.machine()
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        names = [line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if "model name" in line]
-        processor = names[0] if names else processor
-    return f"{processor}, {num_cores()} cores, {host_memory_bytes() / 2**30:.0f} GiB"
-
-
-def device_description(device: torch.device) -> str:
-    """What measurements on ``device`` are filed under: the machine, and the accelerator in it."""
-    return machine_name() if device.type == "cpu" else f"{torch.cuda.get_device_name(device)} in {machine_name()}"
-
-
-def num_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
-
-
-def host_memory_bytes() -> int:
-    """Physical memory of this machine."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -15,9 +15,8 @@ from ...shared.schema.hardware import DeviceKind
 from ...shared.schema.training_options import FULL_TRAINING, TrainingOptions
 from ...shared.schema.workload import DType, Workload
 from ...shared.workloads.family import BATCH_SIZE, MAX_TOKENS, SEQUENCE_LENGTH, TARGET_LENGTH, Limit
-from ..model.adapters import add_lora
+from ..model.adapters import add_lora, freeze
 from ..model.configurations import build_model, quiet, training_dtype
-from ..model.freezing import freeze
 from ..model.heads import Head, Labels, head_of
 from .tracing import trace
 

@@ -1,4 +1,4 @@
-"""Attention with dropout on fake tensors: as a GPU runs it, where the CPU has no kernel for it.
+"""Kernels that fake tensors lack: attention with dropout, as a GPU runs it, and grouped matrix products.
 
 [Note: Dropout in attention]
 torch's fused attention on the CPU knows no dropout: there scaled_dot_product_attention falls apart into products, a
@@ -10,17 +10,22 @@ memory-efficient kernel for float32 and for heads wider than 256; it saves the s
 to a multiple of 32, which is no polynomial of the length.  Groups of heads that share keys are unknown to it, and fall
 apart on CUDA too.  With a mask (T5's bias of positions is one) calls are left as the CPU has them, in pieces.
 Source: aten/src/ATen/native/transformers/cuda/sdp_utils.cpp.
+
+[Note: Grouped products]
+Mixtures of experts run all experts at once as one grouped matrix product.  torch knows its result for fake tensors in
+bfloat16 alone, though it computes it in every type.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
 _NAME: Final = "scaled_dot_product_attention"
 _FLASH_DTYPES: Final = (torch.float16, torch.bfloat16)
@@ -75,3 +80,38 @@ def _attention(
 def _padded(tensor: torch.Tensor) -> torch.Tensor:
     missing = -tensor.shape[-1] % _WIDTH_STEP
     return functional.pad(tensor, (0, missing)) if missing else tensor
+
+
+class FakeGroupedProducts(TorchDispatchMode):
+    """Gives grouped products of any type a result of the right shape; enter it within the fake mode.
+
+    See [Note: Grouped products].
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Answer grouped products; hand everything else on."""
+        kwargs = kwargs or {}
+        if func is torch.ops.prim.device.default and not args[0].fake_mode.in_kernel_invocation:
+            # Most of what is asked while fake tensors run: the answer of their own mode, without the way there.
+            return args[0].fake_device
+        if func is not torch.ops.aten._grouped_mm.default or args[0].dtype is torch.bfloat16:
+            return func(*args, **kwargs)
+        first, second = args[0], args[1]
+        offsets = args[2] if len(args) > 2 else kwargs.get("offs")
+        return first.new_empty(_grouped_shape(first, second, offsets), dtype=kwargs.get("out_dtype") or first.dtype)
+
+
+def _grouped_shape(first: torch.Tensor, second: torch.Tensor, offsets: torch.Tensor | None) -> tuple[int, ...]:
+    """Groups are the leading dim of three-dim factors; with two two-dim ones, stretches of the dim they share."""
+    rows, columns = first.shape[-2], second.shape[-1]
+    if first.dim() == second.dim() == 3:
+        return (first.shape[0], rows, columns)
+    if first.dim() == second.dim() == 2:
+        assert offsets is not None
+        return (offsets.shape[0], rows, columns)
+    return (rows, columns)

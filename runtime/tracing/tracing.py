@@ -24,10 +24,11 @@ from ...shared.schema.workload import BlockId, DType, Workload
 from ...shared.workloads.assembly import TracedModel, TracedShape, assemble
 from ...shared.workloads.observation import Observation
 from ...shared.workloads.observed_inputs import PhaseKey
+from ..devices.device import device_description
 from ..model.batches import Batch, Loss, batch_shapes, batch_tensors, count_samples_and_tokens
 from ..model.blocks import NamedBlock, find_blocks
 from ..model.compiled import compiled_part
-from ..model.identity import device_description, model_hash, software_versions
+from ..model.identity import model_hash, software_versions
 from ..model.kept_tensors import attributes_as_found
 from ..model.memory_overlaps import overlap_of
 from ..model.ownership import check_untaken
@@ -37,8 +38,7 @@ from ..model.strides import unkept_strides
 from .block_inputs import shared_inputs
 from .cuda_autocast import autocast_as_on_cuda
 from .fake import fake_batch, fake_model, keep_representatives, plain_batches
-from .fake_kernels import fused_dropout
-from .fake_products import FakeGroupedProducts
+from .fake_kernels import FakeGroupedProducts, fused_dropout
 from .observing import SeenIterations, observe_sections
 from .stopwatch import WARM_UP_ITERATIONS, time_sections
 

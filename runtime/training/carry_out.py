@@ -10,10 +10,13 @@ from torch import nn
 from ...shared.basics.errors import PlanError
 from ...shared.schema.plan import Plan
 from ...shared.schema.workload import Workload
-from ..devices.device import CpuDevice, CudaDevice, TrainingDevice
+from ..devices.cpu_device import CpuDevice
+from ..devices.cuda_device import CudaDevice
+from ..devices.device import TrainingDevice
 from ..model.ownership import owner_of
 from ..optimizers.chunk_optimizer import MakeOptimizer, default_optimizer
 from ..optimizers.loss_scaling import LossScaling
+from .assembly import TrainingSettings
 from .training import Training
 
 
@@ -51,10 +54,7 @@ def carry_out(
     Raises PlanError if plan, workload and model do not belong together, the device's out-of-memory error if the
     persistent chunks alone exceed it.
     """
-    return Training(
-        model,
-        plan,
-        workload,
+    settings = TrainingSettings(
         optimizer=optimizer,
         parameter_groups=parameter_groups,
         device=device or _device_of(model),
@@ -63,6 +63,7 @@ def carry_out(
         loss_scaling=loss_scaling,
         keep_last_step=keep_last_step,
     )
+    return Training(model, plan, workload, settings)
 
 
 def training_of(model: nn.Module) -> Training | None:

@@ -22,6 +22,7 @@ from ..devices.lanes import Span
 from ..hooks.swapping import SwappedBlock
 from ..recording.metering import Metering
 from ..recording.recorder import IterationLog
+from .progress import Call, Progress, TrainingPhase
 from .transfer_lanes import TransferLanes
 
 
@@ -36,16 +37,13 @@ class ComputeLane:
         metering: Metering,
         device: TrainingDevice,
         swapping: Mapping[int, SwappedBlock],
+        progress: Progress,
     ) -> None:
-        self.iteration = 0
-        """Iterations that are complete."""
-        self.failure: BaseException | None = None
-        """What ended training; nothing may run after it."""
-        self.is_lost = False
-        """Whether it has left something half done, so that no iteration can begin any more."""
+        self._progress = progress
         self._schedule = schedule
         self._program = schedule.lanes[Lane.COMPUTE]
         self._place = 0
+        """Where in its program the lane is: the task that runs, or the one that comes next."""
         self._running: Task | None = None
         self._placed = placed
         self._lanes = lanes
@@ -63,6 +61,7 @@ class ComputeLane:
         self._left: set[int] = set()
         """Chunks whose gradients have left in this iteration."""
         self._logs = {iteration: self._submit(iteration) for iteration in (0, 1)}
+        """Of the running iteration and the next, whose tasks on other lanes are queued already."""
 
     def _offloads_by_source(self) -> dict[TaskId, list[Task]]:
         """The offloads by the task that makes what they copy: the last compute task that they wait for."""
@@ -105,20 +104,9 @@ class ComputeLane:
         return self._schedule.tasks[self._program[self._place]]
 
     @property
-    def is_between_iterations(self) -> bool:
-        """Whether no task of the running iteration has begun."""
-        return self._place == 0 and self._running is None
-
-    @property
-    def is_before_forward(self) -> bool:
-        """Whether a micro-batch's forward is what comes next."""
-        task = self.task_at_hand
-        return self._running is None and (task.kind, task.section) == (TaskKind.FORWARD, OuterSection.PROLOGUE)
-
-    @property
-    def is_backward_done(self) -> bool:
-        """Whether the step on the device is all that is missing."""
-        return self._running is None and self._place == len(self._program) - 1
+    def iteration(self) -> int:
+        """Iterations that are complete."""
+        return self._progress.iteration
 
     def has_left(self, chunk: int) -> bool:
         """Whether a chunk's gradients of this iteration are gone from the device."""
@@ -132,7 +120,7 @@ class ComputeLane:
         Raises ScheduleError if gradients were changed since the last one, or if it runs on another stream.
         """
         self._device.check_stream()
-        if self.is_between_iterations:
+        if self._progress.phase is TrainingPhase.IDLE:
             self._logs[self.iteration].is_metered = self._metering.begin_iteration(self.iteration, inputs)
         else:
             self._placed.check_gradients()
@@ -147,7 +135,9 @@ class ComputeLane:
         """The walker's announcement that backward is over."""
         try:
             self._finish_running()
-            if self.is_backward_done:
+            is_last = self._place == len(self._program) - 1
+            self._progress.advance(Call.END_BACKWARD if is_last else Call.END_MICRO_BATCH)
+            if is_last:
                 self._placed.hand_over(self._lanes.norms(self.iteration))
             else:
                 self._placed.watch_gradients()
@@ -167,8 +157,9 @@ class ComputeLane:
             log.memory = self._metering.end_iteration()
             self._lanes.forget(self.iteration - 1)
             self._left.clear()
-            self.iteration += 1
+            self._progress.iteration += 1
             self._place = 0
+            self._progress.advance(Call.STEP)
             self._logs[self.iteration + 1] = self._submit(self.iteration + 1)
         except BaseException as error:
             self.failed(error)
@@ -176,8 +167,8 @@ class ComputeLane:
         return log
 
     def failed(self, error: BaseException) -> None:
-        """Remember what ended training, if nothing has yet; a lack of memory gets a note of what the plan needs."""
-        if self.failure is None and is_operations_own(error):
+        """``Progress.fail``; a lack of memory gets a note of what the plan needs."""
+        if self._progress.failure is None and is_operations_own(error):
             most_bytes = guaranteed_device_peak(self._schedule).size_bytes
             error.add_note(
                 f"The plan was at {self.task_at_hand.name}. It accounts for at most {format_bytes(most_bytes)} of "
@@ -185,7 +176,7 @@ class ComputeLane:
                 f"Search a plan for a smaller budget, or let the allocator join its pieces (set "
                 f"PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before torch starts)."
             )
-        self.failure = self.failure or error
+        self._progress.fail(error)
 
     # -- giving an iteration up --------------------------------------------------------------------------------------
 
@@ -195,7 +186,7 @@ class ComputeLane:
         Raises ScheduleError, with nothing changed, if weights have been stepped that cannot be given back, and whatever
         has kept an earlier step from being completed.
         """
-        self._refuse_lost()
+        self._progress.check_whole()
         if self._placed.has_begun_device_step(self.iteration):
             raise ScheduleError(
                 f"the iteration cannot be given up: the step on the device has begun, and chunks that stay there are "
@@ -205,14 +196,15 @@ class ComputeLane:
         begun = self._placed.gate.shut(self.iteration, may_have_begun=can_undo)
         if begun and not can_undo:
             num_stepped = sum(task.kind is TaskKind.CPU_ADAM for task in self._schedule.tasks)
-            instead = _AFTERWARDS if self.failure is not None or self._lanes.failure is not None else _COMPLETE_IT
+            has_failed = self._progress.failure is not None or self._lanes.failure is not None
+            instead = _AFTERWARDS if has_failed else _COMPLETE_IT
             raise ScheduleError(
                 f"the iteration cannot be given up: CPU Adam, which steps a chunk as soon as its gradients have "
                 f"arrived, has begun {len(begun)} of its {num_stepped} steps (chunk {begun[0]} first). {instead} A "
                 f"plan with max_gradient_norm steps nothing before backward has ended; keep_last_step=True of "
                 f"carry_out() keeps what is overwritten, so that an iteration can always be given up."
             )
-        with self.changing_state():
+        with self.changing_state(Call.SKIP_STEP):
             # The steps of completed iterations are to be done; should one have failed, weights are of different steps.
             self._lanes.drain(before=self.iteration)
             self.suspend()
@@ -236,24 +228,18 @@ class ComputeLane:
         self._placed.gate.open()
         self._lanes.start(self.iteration)
         self._logs = {iteration: self._submit(iteration) for iteration in (self.iteration, self.iteration + 1)}
-        self.failure = None
+        self._progress.failure = None
 
     @contextmanager
-    def changing_state(self) -> Iterator[None]:
-        """Within the block something is half done; if it ends by an error, no iteration can begin any more."""
-        self._refuse_lost()
-        self.is_lost = True
-        try:
-            yield
-        except BaseException as error:
-            self.failure = None
-            self.failed(error)
-            raise
-        self.is_lost = False
-
-    def _refuse_lost(self) -> None:
-        if self.is_lost:
-            raise ScheduleError(f"this training cannot go on: {self.failure}. Close it.") from self.failure
+    def changing_state(self, call: Call) -> Iterator[None]:
+        """``Progress.changing``; an error within the block is what ends training, whatever ended the iteration."""
+        with self._progress.changing(call):
+            try:
+                yield
+            except BaseException as error:
+                self._progress.failure = None
+                self.failed(error)
+                raise
 
     # -- a task ------------------------------------------------------------------------------------------------------
 
@@ -284,6 +270,9 @@ class ComputeLane:
         if self._place == 0:
             log.started = span.start
         self._running = task
+        call = _BEGUN.get((task.kind, task.section))
+        if call is not None:
+            self._progress.advance(call)
 
     def _wait(self, task: Task) -> None:
         """Wait for the tasks of other lanes that a compute task needs; the first iteration has none before it."""
@@ -318,6 +307,11 @@ class ComputeLane:
         self._place += 1
 
 
+_BEGUN: Final[Mapping[tuple[TaskKind, Section | None], Call]] = {
+    (TaskKind.FORWARD, OuterSection.PROLOGUE): Call.FORWARD,
+    (TaskKind.BACKWARD, OuterSection.EPILOGUE): Call.BACKWARD,
+}
+"""The tasks that begin a phase."""
 _COMPLETE_IT: Final = "Complete it: call backward() if that is missing, then step()."
 _AFTERWARDS: Final = (
     "Close the training, which gives back the model with the weights as they are, or go on from the latest checkpoint "

@@ -15,7 +15,7 @@ from torch import nn
 
 from ...shared.basics.errors import ScheduleError
 from ...shared.schema.schedule import Content
-from ..chunks.chunk import DeviceChunk
+from ..chunks.chunk import ChunkState, DeviceChunk
 from ..devices.device import TrainingDevice
 from ..hooks.refusals import refuse_transforms
 from ..model.blocks import NamedBlock
@@ -94,7 +94,7 @@ class Evaluation:
         def enter(*_: Any) -> None:
             self._keep(needed)
             for chunk in needed:
-                if not chunk.is_resident:
+                if chunk.state is ChunkState.AWAY:
                     self._gather(chunk)
 
         return enter

@@ -1,4 +1,7 @@
-"""What must not happen to a model while a plan is carried out on it, since its weights may be elsewhere."""
+"""What must not happen while a plan is carried out, since weights may be elsewhere, and the one way round it.
+
+A plan that the runtime cannot carry out is refused here too.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,21 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ...shared.basics.errors import ScheduleError
+from ...shared.basics.errors import PlanError, ScheduleError
+from ...shared.schema.plan import Plan
+from ..chunks.placed_model import PlacedModel
+
+
+def check_carried_out(plan: Plan) -> None:
+    """Raise PlanError if the runtime cannot carry ``plan`` out yet."""
+    if plan.num_ranks > 1:
+        raise PlanError(
+            f"the plan is for num_ranks = {plan.num_ranks} (parallel = {plan.parallel}), but nothing here joins ranks "
+            f"yet: collectives between devices are simulated alone. Carry out a plan with num_ranks = 1."
+        )
+
+
+# -- the model as a whole --------------------------------------------------------------------------------------------
 
 
 class StateAccess:
@@ -91,6 +108,26 @@ def _changes_nothing(module: nn.Module, change: Callable[[torch.Tensor], Any]) -
             if not is_same or (device.type == "cpu" and probe.untyped_storage().is_shared()):
                 return False
     return True
+
+
+def state_on_host(model: nn.Module, placed: PlacedModel, access: StateAccess) -> dict[str, Any]:
+    """Copies of everything that ``model.state_dict()`` holds, on the host; tied weights are one tensor.
+
+    Offloaded chunks are read from their homes: no device memory is needed.  No step may be under way.
+    """
+    values: dict[int, torch.Tensor] = {}
+    for chunk in placed.chunks:
+        for parameter, value in zip(chunk.parameters, chunk.values().values(), strict=True):
+            values[id(parameter)] = value.detach().to("cpu", copy=True)
+    with access.allowed():
+        # The parameters themselves, which are not read: their memory may be elsewhere.
+        state = model.state_dict(keep_vars=True)
+    for name, value in state.items():
+        if id(value) in values:
+            state[name] = values[id(value)]
+        elif isinstance(value, torch.Tensor):
+            state[name] = value.detach().to("cpu", copy=True)
+    return state
 
 
 # -- other optimizers ------------------------------------------------------------------------------------------------

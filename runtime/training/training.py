@@ -1,14 +1,14 @@
 """Carrying out a plan: the schedule, interpreted on a real model.
 
 The model's own forward and backward are the compute tasks, and hooks on its blocks advance the program to them
-(``compute_lane``).  All other tasks run on lanes of their own beside it (``lane_tasks``).
+(``compute_lane``).  All other tasks run on lanes of their own beside it (``transfer_lanes``).
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -17,40 +17,21 @@ import torch
 from torch import nn
 
 from ...shared.basics.errors import PlanError, ScheduleError
-from ...shared.compile.compile import compile_schedule
-from ...shared.layout.layout import build_layout
 from ...shared.schema.plan import Plan
 from ...shared.schema.record import Record
-from ...shared.schema.schedule import Content, TaskKind
+from ...shared.schema.schedule import TaskKind
 from ...shared.schema.workload import Workload
 from ...shared.tables.explain import explain
-from ...shared.verify.verify import verify_schedule
 from ..checkpoints.checkpoints import read_checkpoint, write_checkpoint
-from ..checkpoints.state import CheckpointState, Resumed, Scheduler, configuration_text
-from ..chunks.gradient_watch import refusing_late_gradients
-from ..chunks.placed_model import PlacedModel
-from ..devices.device import TrainingDevice
+from ..checkpoints.state import Resumed, Scheduler
 from ..hooks.refusals import refuse_transforms
-from ..hooks.section_walker import SectionWalker
-from ..hooks.swapping import swapped_blocks
-from ..model.blocks import find_blocks
 from ..model.nested_tensors import tensors_in
-from ..model.ownership import TakenOver, check_model, taken_over
-from ..model.snapshot import without_cache
-from ..optimizers.chunk_optimizer import MakeOptimizer, group_options
-from ..optimizers.facade import ParameterStates, TrainingOptimizer
-from ..optimizers.loss_scaling import LossScaling, scaler_for
-from ..optimizers.step_undo import LastStep
-from ..recording.device_metering import metering_of
-from ..recording.recorder import Recorder
+from ..optimizers.facade import ParameterStates
 from ..recording.summaries import StepSummary, Summaries, to_stderr
-from .compute_lane import ComputeLane
-from .evaluation import Evaluation, refuse_other_gradient_mode
-from .guards import OffloadedWeights, refusing_access, refusing_other_optimizers
-from .model_state import state_on_host
-from .module_buffers import buffers_on
-from .supported import check_carried_out
-from .transfer_lanes import TransferLanes
+from .assembly import Assembly, Callbacks, TrainingSettings
+from .evaluation import refuse_other_gradient_mode
+from .guards import state_on_host
+from .progress import Call, Progress, TrainingPhase
 
 
 class Training:
@@ -59,133 +40,63 @@ class Training:
     It lives as long as the model, whose ``training_of`` it is, until it is closed.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        plan: Plan,
-        workload: Workload,
-        *,
-        optimizer: MakeOptimizer,
-        parameter_groups: Sequence[Mapping[str, Any]] | None,
-        device: TrainingDevice,
-        meter_every: int | None,
-        check_gradients: bool,
-        loss_scaling: LossScaling | None,
-        keep_last_step: bool,
-    ) -> None:
-        self._is_closed = False
-        check_carried_out(plan)
-        check_model(model, workload)
-        if isinstance(optimizer, torch.optim.Optimizer):
-            raise PlanError(
-                "optimizer is an optimizer already, but every chunk needs one of its own. Pass what makes one, such as "
-                "functools.partial(torch.optim.AdamW, lr=1e-4, fused=True), and groups as parameter_groups=."
-            )
-        if meter_every is not None and meter_every < 1:
-            raise PlanError(f"meter_every is {meter_every}; it must be positive.")
-        self.loss_scaler = scaler_for(loss_scaling, plan)
-        """The scale of losses, if they are scaled."""
-        layout = build_layout(workload.parameters, num_blocks=workload.num_blocks, chunk_bytes=plan.chunk_bytes)
-        self.schedule = compile_schedule(plan, workload, layout)
-        verify_schedule(self.schedule, plan, workload, layout)
-        self._layout = layout
+    def __init__(self, model: nn.Module, plan: Plan, workload: Workload, settings: TrainingSettings) -> None:
+        # First of all: whatever is raised below, __del__ asks for the phase.
+        self._progress = Progress(plan.micro_batches)
         self.plan = plan
         self.workload = workload
-        self.device = device
+        self.device = settings.device
         self.model = model
-        self._is_evaluating = False
         self._resumed_steps = 0
         self._summaries: Summaries | None = None
-        self._recorder = Recorder(self.schedule, plan, workload, device, meter_every=meter_every)
-        self._metering = metering_of(device, meter_every, model)
-        options = group_options(model, parameter_groups, workload)
-        blocks = find_blocks(model, [block.name for block in workload.blocks])
+        callbacks = Callbacks(
+            enter_model=self._enter_model,
+            step=self._step,
+            has_gradients=self._has_gradients,
+            optimizer_state=self._optimizer_state,
+            set_optimizer_state=self._set_optimizer_state,
+        )
+        parts = Assembly(
+            model=model,
+            plan=plan,
+            workload=workload,
+            settings=settings,
+            progress=self._progress,
+            owner=self,
+            callbacks=callbacks,
+        ).build()
         self._checkpointable = [m for m in model.modules() if hasattr(m, "gradient_checkpointing")]
-        configuration = configuration_text(model)
-        with ExitStack() as undo:
-            undo.enter_context(without_cache(model))
-            undo.enter_context(taken_over(model, self))
-            undo.enter_context(buffers_on(device.torch_device, model))
-            if device.ledger is not None:
-                device.ledger.adopt(model.buffers(), Content.RESIDENT)
-            self._placed = PlacedModel(
-                model,
-                workload,
-                layout,
-                n_persist=plan.n_persist,
-                options=options,
-                make_optimizer=optimizer,
-                device=device,
-                check_gradients=check_gradients,
-                micro_batches=plan.micro_batches,
-                max_gradient_norm=plan.max_gradient_norm,
-                scaler=self.loss_scaler,
-            )
-            undo.callback(self._placed.move_out)
-            self._placed.last_step = LastStep() if keep_last_step else None
-            undo.callback(self._take_back)
-            self._offloaded_weights = OffloadedWeights(self._placed.named_offloaded())
-            self._taken_over = TakenOver(model)
-            self.optimizer = TrainingOptimizer(
-                options,
-                step=self._step,
-                has_gradients=self._has_gradients,
-                is_ahead=any(task.kind is TaskKind.CPU_ADAM for task in self.schedule.tasks),
-                read_state=self._optimizer_state,
-                write_state=self._set_optimizer_state,
-            )
-            """What schedulers take: the user's parameter groups."""
-            self._state = CheckpointState(
-                model,
-                workload,
-                self._placed,
-                self.optimizer,
-                device,
-                plan=plan,
-                configuration=configuration,
-                scaler=self.loss_scaler,
-            )
-            undo.callback(self.__dict__.pop, "_state", None)
-            self._access = undo.enter_context(refusing_access(model))
-            steppers = [stepper.optimizer for stepper, _, _ in self._placed.steppers()]
-            undo.enter_context(refusing_other_optimizers(model, [self.optimizer, *steppers]))
-            swapping = swapped_blocks(model, blocks, self.schedule, device)
-            self._lanes = TransferLanes(self.schedule, self._placed, device, swapping)
-            undo.callback(self._lanes.close)
-            self._compute = ComputeLane(self.schedule, self._placed, self._lanes, self._metering, device, swapping)
-            modes = plan.modes(workload.num_blocks)
-            self._evaluation = Evaluation(model, blocks, self._placed.chunks, device)
-            self._walker = SectionWalker(model, blocks, modes, self._compute, swapping, is_training=True)
-            undo.callback(self._walker.remove)
-            for handle in self._hooks():
-                undo.callback(handle.remove)
-            undo.callback(self._metering.stop)
-            self._undo = undo.pop_all()
-
-    def _hooks(self) -> list[Any]:
-        enter = self.model.register_forward_pre_hook(self._enter_model, prepend=True, with_kwargs=True)
-        # As if autocast ended with the forward: what it still keeps is no part of what the plan accounts for.
-        leave = self.model.register_forward_hook(lambda *_: torch.clear_autocast_cache())
-        # Lanes bring parameters back meanwhile: their classes must not be asked ([Note: Parameters that are away]).
-        with torch._C.DisableTorchFunctionSubclass():
-            return [enter, leave, *refusing_late_gradients(self._placed.chunks, self._compute.has_left)]
+        self.schedule = parts.schedule
+        self.loss_scaler = parts.loss_scaler
+        """The scale of losses, if they are scaled."""
+        self.optimizer = parts.held.optimizer
+        """What schedulers take: the user's parameter groups."""
+        self._layout = parts.layout
+        self._recorder = parts.recorder
+        self._metering = parts.metering
+        self._placed = parts.held.placed
+        self._offloaded_weights = parts.held.offloaded_weights
+        self._taken_over = parts.held.taken_over
+        self._access = parts.held.access
+        self._state = parts.held.state
+        self._lanes = parts.lanes
+        self._compute = parts.compute
+        self._evaluation = parts.evaluation
+        self._walker = parts.walker
+        self._undo = parts.undo
+        self._undo.callback(self.__dict__.pop, "_state", None)
 
     # -- training ----------------------------------------------------------------------------------------------------
 
     def _enter_model(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Runs before the walker's hook of the model's forward."""
         refuse_transforms()
-        refuse_other_gradient_mode(is_evaluating=self._is_evaluating)
-        self._check_usable()
-        if self._is_evaluating:
+        is_evaluating = self._progress.phase is TrainingPhase.EVALUATING
+        refuse_other_gradient_mode(is_evaluating=is_evaluating)
+        self._progress.check_usable()
+        if is_evaluating:
             return
-        if not self._compute.is_before_forward:
-            raise ScheduleError(
-                f"forward began before the last one was complete: the iteration is at "
-                f"{self._compute.task_at_hand.name}. Call loss.backward() after every forward, and step() after as "
-                f"many of both as the plan has micro-batches ({self.plan.micro_batches}); if something failed on the "
-                f"way, call skip_step() to begin a new iteration."
-            )
+        self._progress.check(Call.FORWARD, self._compute.task_at_hand)
         if any(getattr(block, "gradient_checkpointing", False) is True for block in self._checkpointable):
             raise ScheduleError(
                 "the model checkpoints activations itself. Call model.gradient_checkpointing_disable(): the plan "
@@ -196,13 +107,13 @@ class Training:
         self._offloaded_weights.check()
         # A weight's cast that autocast keeps from an earlier forward is stale, and its gradient would come late.
         torch.clear_autocast_cache()
-        if self._compute.is_between_iterations:
+        if self._progress.phase is TrainingPhase.IDLE:
             self.optimizer.begin_iteration()
         self._compute.begin_micro_batch(list(tensors_in((args, kwargs))))
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss times the scale of this step, to run backward from.  Raises ScheduleError without loss_scaling."""
-        self._check_usable()
+        self._progress.check_usable()
         if self.loss_scaler is None:
             raise ScheduleError("losses are not scaled here. Pass loss_scaling=LossScaling() to carry_out().")
         return self.loss_scaler.scale_loss(loss)
@@ -217,20 +128,7 @@ class Training:
         self.optimizer.step()
 
     def _step(self) -> None:
-        self._check_usable()
-        if self._compute.is_between_iterations:
-            raise ScheduleError("step() without a forward. Call the model and loss.backward() first.")
-        if self._compute.is_before_forward:
-            done = self._compute.task_at_hand.micro_batch
-            raise ScheduleError(
-                f"step() after {done} of {self.plan.micro_batches} micro-batches. Call the model and loss.backward() "
-                f"for each of them first, or change micro_batches of the plan."
-            )
-        if not self._compute.is_backward_done:
-            raise ScheduleError(
-                f"step() before backward has ended: the iteration is at {self._compute.task_at_hand.name}. Call "
-                f"loss.backward() first, on a loss that depends on the model's output."
-            )
+        self._progress.check(Call.STEP, self._compute.task_at_hand)
         self._offloaded_weights.check()
         self.optimizer.begin_step()
         self._recorder.add(self._compute.step_on_device())
@@ -253,16 +151,15 @@ class Training:
         nothing changed, where it is not, since CPU Adam has stepped weights already; and whatever has kept an earlier
         step from being completed.
         """
-        self._check_open()
-        is_idle = self._compute.is_between_iterations and self._lanes.failure is None
-        if is_idle and self._compute.failure is None:
+        self._progress.check_open()
+        if self._progress.is_idle and self._lanes.failure is None:
             return
         self._compute.skip_step()
         self._walker.forget()
         torch.clear_autocast_cache()
         if self.loss_scaler is not None:
             self.loss_scaler.skip_step()
-        self._recorder.interrupt(self._compute.iteration)
+        self._recorder.interrupt(self._progress.iteration)
 
     def _has_gradients(self) -> bool:
         """Whether a backward of this iteration has begun."""
@@ -274,16 +171,16 @@ class Training:
 
         The next iteration starts with idle lanes, so a Record counts neither it nor the one before.
         """
-        self._check_usable()
-        self._lanes.drain(before=self._compute.iteration)
-        self._recorder.interrupt(self._compute.iteration)
+        self._progress.check_usable()
+        self._lanes.drain(before=self._progress.iteration)
+        self._recorder.interrupt(self._progress.iteration)
 
     def set_learning_rate(self, learning_rate: float) -> None:
         """Set the rate of every group, from the next step on.  Raises PlanError unless finite and not negative."""
         if not 0 <= learning_rate < float("inf"):
             raise PlanError(f"learning rate {learning_rate} is not finite and at least 0.")
-        self._check_usable()
-        if not self._compute.is_between_iterations:
+        self._progress.check_usable()
+        if not self._progress.allows(Call.BETWEEN_STEPS):
             raise ScheduleError("the learning rate can change between step() and the next forward alone.")
         self.optimizer.set_learning_rate(learning_rate)
 
@@ -299,21 +196,18 @@ class Training:
         between, but for what forward itself changes (random states, running statistics in training mode).  Raises
         ScheduleError between a forward and its step, or within another evaluation.
         """
-        self._check_between_iterations("the model can be evaluated")
-        if self._is_evaluating:
-            raise ScheduleError("evaluation() within evaluation(). Leave the outer block first.")
+        self._progress.check(Call.EVALUATE, self._compute.task_at_hand, "the model can be evaluated")
         self._offloaded_weights.check()
         self.synchronize()
-        with self._compute.changing_state():
+        with self._compute.changing_state(Call.EVALUATE):
             self._compute.suspend()
-        self._is_evaluating = True
         try:
             with torch.no_grad(), self._evaluation.running():
                 yield
         finally:
-            self._is_evaluating = False
-            if not self._is_closed:
-                with self._compute.changing_state():
+            # Within the block the training may have been closed, or a resume have left it half done.
+            if self._progress.phase is TrainingPhase.EVALUATING:
+                with self._compute.changing_state(Call.END_EVALUATION):
                     self._compute.go_on()
 
     def state_dict(self) -> dict[str, Any]:
@@ -322,20 +216,20 @@ class Training:
         To be called between step() and the next forward; changes nothing that follows, and needs no device memory.
         ``load_state_dict`` of another model takes it, and ``save_pretrained(folder, state_dict=...)`` of transformers.
         """
-        self._check_between_iterations("weights can be read")
+        self._check_between_steps("weights can be read")
         self.synchronize()
         return state_on_host(self.model, self._placed, self._access)
 
     def _optimizer_state(self) -> ParameterStates:
-        self._check_between_iterations("the optimizer's state can be read")
+        self._check_between_steps("the optimizer's state can be read")
         self.synchronize()
         return self._state.optimizer.by_parameter()
 
     def _set_optimizer_state(self, groups: list[dict[str, Any]], states: ParameterStates) -> None:
-        self._check_between_iterations("the optimizer's state can be replaced")
+        self._check_between_steps("the optimizer's state can be replaced")
         self.synchronize()
         whole = self._state.optimizer.checked(states)
-        with self._compute.changing_state():
+        with self._compute.changing_state(Call.BETWEEN_STEPS):
             self._state.optimizer.set_by_parameter(groups, whole)
 
     # -- saving and resuming -----------------------------------------------------------------------------------------
@@ -347,7 +241,7 @@ class Training:
         the loop needs to find its next batch: numbers, text, lists, tables, tensors.  ``folder`` is replaced when the
         new checkpoint is complete, and loads at every moment.  Raises FileError if it cannot be written.
         """
-        self._check_between_iterations("a training can be saved")
+        self._check_between_steps("a training can be saved")
         self.synchronize()
         write_checkpoint(folder, self._state.collect(self.num_steps, scheduler, data_position))
 
@@ -363,34 +257,29 @@ class Training:
         checkpoint is missing, damaged, of another model, optimizer or scheduler, of a plan whose steps compute
         something else, or written by a newer version.
         """
-        self._check_between_iterations("a training can be resumed")
+        self._check_between_steps("a training can be resumed")
         content = read_checkpoint(folder, model_hash=self.workload.model_hash)
         self._state.check(content, scheduler, allow_changed_step=allow_changed_step)
         self.synchronize()
-        with self._compute.changing_state():
+        with self._compute.changing_state(Call.BETWEEN_STEPS):
             resumed = self._state.place(content, scheduler)
-        self._resumed_steps = resumed.step - self._compute.iteration
+        self._resumed_steps = resumed.step - self._progress.iteration
         return resumed
 
-    def _check_between_iterations(self, what: str) -> None:
-        self._check_usable()
-        if not self._compute.is_between_iterations:
-            raise ScheduleError(
-                f"{what} between step() and the next forward alone; the iteration is at "
-                f"{self._compute.task_at_hand.name}. Call it after step(), or after skip_step()."
-            )
+    def _check_between_steps(self, what: str) -> None:
+        self._progress.check(Call.BETWEEN_STEPS, self._compute.task_at_hand, what)
 
     # -- asking ------------------------------------------------------------------------------------------------------
 
     @property
     def num_iterations(self) -> int:
         """Completed iterations."""
-        return self._compute.iteration
+        return self._progress.iteration
 
     @property
     def num_steps(self) -> int:
         """Completed steps, with those of the checkpoint that was resumed from."""
-        return self._resumed_steps + self._compute.iteration
+        return self._resumed_steps + self._progress.iteration
 
     @property
     def peak_device_bytes(self) -> int:
@@ -450,29 +339,18 @@ class Training:
 
     # -- ending ------------------------------------------------------------------------------------------------------
 
-    def _check_open(self) -> None:
-        if self._is_closed:
-            raise ScheduleError("this training is closed. Carry the plan out again.")
-
-    def _check_usable(self) -> None:
-        self._check_open()
-        failure = self._compute.failure
-        if failure is not None:
-            go_on = "" if self._compute.is_lost else ", or call skip_step() to go on without the iteration that failed"
-            raise ScheduleError(f"this training has failed: {failure}. Close it{go_on}.") from failure
-
     def close(self) -> None:
         """Wait for the steps of completed iterations and give the model ordinary parameters again.  Idempotent.
 
         Raises what a lane raised since the last step, after the model was given back.  Chunks whose CPU Adam has run
         in an iteration that did not complete keep that step, unless ``keep_last_step`` was chosen.
         """
-        if self._is_closed:
+        if self._progress.phase is TrainingPhase.CLOSED:
             return
-        self._is_closed = True
+        self._progress.advance(Call.CLOSE)
         with self._undo:
-            if self._compute.failure is None:
-                self._lanes.drain(before=self._compute.iteration)
+            if self._progress.failure is None:
+                self._lanes.drain(before=self._progress.iteration)
             else:
                 # What has failed has been raised; the steps that were completed before are to be kept all the same.
                 self._finish_last_step()
@@ -482,18 +360,12 @@ class Training:
 
         That of earlier ones has: every gather waits for its chunk's.
         """
-        self._lanes.wait_for_steps(self._compute.iteration - 1)
-
-    def _take_back(self) -> None:
-        """Undo steps of an iteration that was not completed, if what they overwrote was kept."""
-        compute: ComputeLane | None = self.__dict__.get("_compute")
-        if compute is not None:
-            self._placed.take_back_steps(num_completed=compute.iteration)
+        self._lanes.wait_for_steps(self._progress.iteration - 1)
 
     def __del__(self) -> None:
         # The collector may come by on any thread, a lane's among them, and the model goes too: nothing to give back.
-        if not self._is_closed and "_undo" in self.__dict__:
-            self._is_closed = True
+        if self._progress.phase is not TrainingPhase.CLOSED and "_undo" in self.__dict__:
+            self._progress.advance(Call.CLOSE)
             self._lanes.let_end()
             self._placed.let_end()
             warnings.warn(

@@ -40,24 +40,39 @@ class TransferLanes:
         self._tasks = schedule.tasks
         self._placed = placed
         self._device = device
-        self._marks: dict[tuple[int, TaskId], Mark] = {}
         self._swapping = swapping
         self._norm_task = next((task.id for task in schedule.tasks if task.kind is TaskKind.GRADIENT_NORM), None)
-        self._outgoing: dict[tuple[int, int, int], list[torch.Tensor | None]] = {}
-        """Gradients on their way, by iteration, micro-batch and chunk."""
-        self._arrived: dict[tuple[int, int, int], list[bool]] = {}
-        """For which parameters of a chunk a later micro-batch had a gradient."""
-        self._present: dict[tuple[int, int], list[bool]] = {}
-        """For which parameters of a chunk there was a gradient in any micro-batch, by iteration and chunk."""
-        self._clipped: dict[int, ClippedNorm] = {}
-        """The norms of the gradients of an iteration, and what these are multiplied by: from ``_norm`` to
-        ``forget``."""
         self._memory = memory_events(schedule) if device.runs_behind else None
+        # Keys name an iteration, since lanes are queued up to the end of the next one, and a micro-batch, since the
+        # copy of one micro-batch's gradients may still be queued when the next one's are sent.  Each dict has one
+        # writer and one taker per key, ordered by the schedule's waits; single operations on a dict need no lock.
+        self._marks: dict[tuple[int, TaskId], Mark] = {}
+        """Made by ``mark`` for whoever asks first, the waiting or the ending task; dropped by ``forget`` one iteration
+        later, when the last that could wait for them has begun.  By the compute thread alone."""
+        self._outgoing: dict[tuple[int, int, int], list[torch.Tensor | None]] = {}
+        """Gradients on their way, by iteration, micro-batch and chunk: from ``send`` (compute thread) to ``_offload``
+        (d2h).  They are off their parameters before the copy begins: otherwise autograd would add the next
+        micro-batch's to what is being copied."""
+        self._present: dict[tuple[int, int], list[bool]] = {}
+        """For which parameters of a chunk there is a staged gradient, by iteration and chunk: from the first
+        micro-batch's ``_offload`` (d2h) by way of ``_accumulate`` and ``_norm`` to ``_cpu_adam`` (cpu_optim).  Beside
+        the tensors, since staging is one buffer for all iterations: where a parameter had no gradient it still holds
+        an older one, which must not be stepped."""
+        self._arrived: dict[tuple[int, int, int], list[bool]] = {}
+        """The same of a later micro-batch, by iteration, micro-batch and chunk: from its ``_offload`` (d2h) to its
+        ``_accumulate`` (cpu_optim)."""
+        self._clipped: dict[int, ClippedNorm] = {}
+        """The norms of the gradients of an iteration, and what these are multiplied by: from ``_norm`` (cpu_optim) to
+        ``forget``, since the step on the device and CPU Adam both read it."""
         self._held: dict[tuple[int, TaskId], list[torch.Tensor | None]] = {}
-        """Gradients that queued copies still read, by iteration and offload (``_memory`` says until when)."""
+        """Gradients that queued copies still read, by iteration and offload: from ``_offload`` (d2h) to ``let_go``
+        (compute thread).  On CUDA alone, where ``_offload`` returns before its copy has begun: dropped there, their
+        memory would go to the compute stream's next operation, which writes while the copy reads
+        ([Note: Memory on one stream] in ``memory_events``; ``test_cuda_ordering`` shows it)."""
         self._lanes: dict[Lane, WorkerLane] = {}
         self._first = 0
-        """The iteration that begins with idle lanes and every chunk away."""
+        """The iteration that begins with idle lanes and every chunk away: marks of the one before were never made, and
+        waiting for them would never end."""
         self.start(0)
 
     def start(self, iteration: int) -> None:
@@ -92,6 +107,7 @@ class TransferLanes:
     def marks_before(self, task: Task, iteration: int) -> list[Mark]:
         """The marks that a task waits for; the first iteration has none before it."""
         marks = [self.mark(iteration, earlier) for earlier in task.after]
+        # A gather ahead of the next forward waits for the step that writes what it reads (``test_freshness``).
         if self.has_previous(iteration):
             marks += [self.mark(iteration - 1, earlier) for earlier in task.after_previous]
         return marks
@@ -243,6 +259,7 @@ class TransferLanes:
         gradients = self._outgoing.pop((iteration, micro_batch, chunk.chunk.id))
         size_bytes = storage_bytes(gradients)
         if self._memory is not None:
+            # Before the copies are queued: afterwards it would be too late for the first of them.
             self._held[iteration, task.id] = list(gradients)
         try:
             present = chunk.stage_gradients(gradients, is_first=micro_batch == 0)
@@ -261,6 +278,8 @@ class TransferLanes:
         self._present[key] = chunk.accumulate(self._present[key], arrived)
 
     def _norm(self, iteration: int) -> None:
+        # All offloads of this iteration have ended, and none of the next can begin before the step on the device, which
+        # waits for this task: nobody changes the dict while it is read.
         present = {chunk: there for (of, chunk), there in self._present.items() if of == iteration}
         self._clipped[iteration] = self._placed.clip(present)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from protwin.runtime.devices.allocator_settings import EXPANDABLE, VARIABLES, prefer_expandable_segments
+from protwin.runtime.devices.process_settings import EXPANDABLE, VARIABLES, prefer_expandable_segments
 from tests.cli.conftest import Protwin
 from tests.cli.refusals import RUN
 

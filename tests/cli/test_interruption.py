@@ -131,7 +131,7 @@ def test_in_the_middle_of_a_search(work: Path, environment: dict[str, str], as_j
     ("module", "arguments"),
     [
         ("shared.workloads.source", ("search", "--hardware=rtx-3090", "--output=plan.json")),
-        ("runtime.commands.run", ("trace", "--real", "--output=workload.json")),
+        ("runtime.commands.trace", ("trace", "--real", "--output=workload.json")),
     ],
     ids=["search", "trace --real"],
 )
@@ -162,14 +162,14 @@ def test_in_the_middle_of_a_run(link: tuple[str, ...], work: Path, environment: 
     )
     after, delay_s = (-1, 2.0) if link else (2, 0.2)
     result = interrupted(
-        work, environment, command, module="protwin.runtime.commands.run", after=after, delay_s=delay_s
+        work, environment, command, module="protwin.runtime.commands.run_training", after=after, delay_s=delay_s
     )
     assert_nothing_is_left(result, work, before)
 
 
 @pytest.mark.slow
 def test_in_the_middle_of_a_calibration(work: Path, environment: dict[str, str]) -> None:
-    from protwin.runtime.model.identity import machine_name
+    from protwin.runtime.devices.machine import machine_name
 
     (work / "config.json").write_text(json.dumps(MODEL))
     machine("rtx-3090").model_copy(update={"name": machine_name()}).save(work / "machine.json")

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from protwin.runtime.checkpoints import folder as checkpoint_folder
-from protwin.runtime.checkpoints.checkpoint_lock import FolderLock
+from protwin.runtime.checkpoints.folder import FolderLock
 from protwin.shared.basics.errors import FileError
 from tests.runtime.file_operations import before_every_operation, loaded_step, save
 
@@ -115,7 +115,7 @@ def test_trainings_that_save_as_fast_as_they_can(tmp_path: Path) -> None:
 
 HOLDER = """
 import pathlib, signal, sys
-from protwin.runtime.checkpoints.checkpoint_lock import FolderLock
+from protwin.runtime.checkpoints.folder import FolderLock
 lock = FolderLock(pathlib.Path(sys.argv[1]))
 print("held", flush=True)
 signal.pause()

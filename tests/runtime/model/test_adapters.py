@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from protwin.runtime import carry_out, trace
-from protwin.runtime.model.adapters import LowRankLinear, add_lora
-from protwin.runtime.model.freezing import freeze
+from protwin.runtime.model.adapters import LowRankLinear, add_lora, freeze
 from protwin.runtime.tracing.configurations import workload_of_configuration
 from protwin.shared.basics.errors import WorkloadError
 from protwin.shared.layout.layout import build_layout

@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import nn
 
-import protwin.runtime.training.training as training_module
+import protwin.runtime.training.assembly as assembly_module
 from protwin.runtime import CpuDevice, Training, carry_out
+from protwin.shared.basics.errors import ScheduleError
 from protwin.shared.compile.compile import compile_schedule
 from protwin.shared.layout.layout import Layout, build_layout
 from protwin.shared.schema.plan import Plan
@@ -95,14 +96,14 @@ def test_a_gather_that_does_not_wait_for_cpu_adam_reads_stale_weights(monkeypatc
     def compile_wrongly(plan: Plan, workload: Workload, layout: Layout | None = None) -> Schedule:
         return without_waiting_for_adam(compile_schedule(plan, workload, layout))
 
-    monkeypatch.setattr(training_module, "compile_schedule", compile_wrongly)
+    monkeypatch.setattr(assembly_module, "compile_schedule", compile_wrongly)
     case = cases()["llama"]
     plan, _ = offloading_plan(case.workload)
     model = case.build()
     slow = partial(SlowOnHost, lr=1e-2, weight_decay=0.1, fused=True)
-    with pytest.raises(training_module.ScheduleError):
+    with pytest.raises(ScheduleError):
         carry_out(model, plan, case.workload, optimizer=slow)
-    monkeypatch.setattr(training_module, "verify_schedule", lambda *_: None)
+    monkeypatch.setattr(assembly_module, "verify_schedule", lambda *_: None)
     with weights_seen(model) as seen, carry_out(model, plan, case.workload, optimizer=slow) as training:
         train(case, model, training)
     assert stale_weights(case, seen) != []

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim import optimizer as torch_optimizer
 
-import protwin.runtime.training.training as training_module
+import protwin.runtime.training.assembly as assembly_module
 from protwin.runtime import Training, carry_out
 from protwin.runtime.chunks.gradient_stand_ins import GradientStandIns
 from protwin.runtime.training.guards import OffloadedWeights
@@ -72,7 +72,7 @@ def test_unnoticed_it_would_have_stepped_what_is_on_the_device_twice(
     case: Case, model: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The wrong variant, without the stand-ins of gradients, which would notice it too."""
-    monkeypatch.setattr(training_module, "refusing_other_optimizers", lambda *_: nullcontext())
+    monkeypatch.setattr(assembly_module, "refusing_other_optimizers", lambda *_: nullcontext())
     monkeypatch.setattr(GradientStandIns, "show", lambda *_: None)
     with ends_in_time(), start(case, model) as training:
         other = torch.optim.SGD(model.parameters(), lr=0.1)

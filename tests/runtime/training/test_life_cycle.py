@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, is_in_torch_dispatch_mode
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
 from protwin.runtime import CpuDevice, CpuOutOfMemoryError, Training, carry_out
@@ -408,16 +409,15 @@ def test_out_of_memory_in_a_gather(case: Case, number: int) -> None:
 
 def test_setting_up_that_fails_leaves_the_model(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """At every stage: in an optimizer, in a lane's thread, in the hooks."""
-    from protwin.runtime.training import training
-    from protwin.runtime.training import transfer_lanes as lane_tasks
+    from protwin.runtime.training import assembly, transfer_lanes
 
     def fail(*_: Any, **__: Any) -> Any:
         raise ZeroDivisionError("in the middle")
 
     stages: list[tuple[dict[str, Any], Callable[[pytest.MonkeyPatch], None]]] = [
         ({"optimizer": fail}, lambda patch: None),
-        ({}, lambda patch: patch.setattr(lane_tasks, "WorkerLane", fail)),
-        ({}, lambda patch: patch.setattr(training, "SectionWalker", fail)),
+        ({}, lambda patch: patch.setattr(transfer_lanes, "WorkerLane", fail)),
+        ({}, lambda patch: patch.setattr(assembly, "SectionWalker", fail)),
     ]
     for settings, break_it in stages:
         model = case.build()
@@ -468,3 +468,52 @@ def test_training_closed_on_another_thread(case: Case) -> None:
     torch.manual_seed(SEED)
     case.loss(model, case.batches[0]).backward()
     assert adamw is not None
+
+
+# -- modes of the user's own -----------------------------------------------------------------------------------------
+
+
+PARTS = ("forward", "backward", "step")
+
+
+@pytest.mark.parametrize("around", [("forward",), ("backward",), ("backward", "step"), PARTS])
+def test_a_mode_of_ones_own_around_any_part_of_a_step(case: Case, around: tuple[str, ...]) -> None:
+    """It overlaps with the ledger's, which begins within the forward and ends within the step."""
+
+    def counted_flops(model: nn.Module, step: Callable[[], Any]) -> list[int]:
+        counted = []
+        for batch in case.batches:
+            losses: list[torch.Tensor] = []
+            calls = {
+                "forward": lambda batch=batch, losses=losses: losses.append(case.loss(model, batch)),
+                "backward": lambda losses=losses: losses.pop().backward(),
+                "step": step,
+            }
+            for part in PARTS[: PARTS.index(around[0])]:
+                calls[part]()
+            with FlopCounterMode(display=False) as counter:
+                for part in around:
+                    calls[part]()
+            for part in PARTS[PARTS.index(around[-1]) + 1 :]:
+                calls[part]()
+            counted.append(counter.get_total_flops())
+        return counted
+
+    # The counter lets some operations run in pieces, so the plain loop has it too.
+    plain = uncached(case.build())
+    optimizer = case.make_optimizer(case.groups(plain))
+    expected = counted_flops(plain, lambda: (optimizer.step(), optimizer.zero_grad()))
+    plan = plan_for(case.workload).model_copy(update={"n_checkpoint": 0})
+    peaks = []
+    for is_counted in (True, False):
+        model = case.build()
+        with ends_in_time(), carry_out(model, plan, case.workload, optimizer=case.make_optimizer) as training:
+            found = counted_flops(model, training.step) if is_counted else train(case, model, training)
+        peaks.append(training.peak_device_bytes)
+        assert _get_current_dispatch_mode_stack() == []
+        assert not is_in_torch_dispatch_mode()
+        if is_counted:
+            assert found == expected
+            assert differences(model, snapshot(plain)) == []
+    # A curve that missed backward would be lower by activations and gradients.
+    assert peaks[0] == pytest.approx(peaks[1], rel=0.1)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from protwin.runtime import CpuDevice
 from protwin.runtime.devices import probe
-from protwin.runtime.devices.repeating import repeated_s, undisturbed_s
+from protwin.runtime.devices.repeated_timing import repeated_s, undisturbed_s
 
 
 class Work:

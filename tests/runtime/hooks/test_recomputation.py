@@ -10,7 +10,7 @@ from torch import nn
 
 import protwin.runtime.hooks.section_walker as walk_module
 from protwin.runtime import carry_out, trace
-from protwin.runtime.hooks.block_state import BlockState
+from protwin.runtime.hooks.recomputation import BlockState
 from protwin.shared.basics.errors import ScheduleError
 from protwin.shared.schema.plan import Plan
 from tests.runtime.models import adamw

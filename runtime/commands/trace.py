@@ -1,0 +1,107 @@
+"""The command ``protwin trace``.  torch is imported when it is called."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from ...shared.basics.errors import ProtwinError
+from ...shared.basics.progress import progress_bar
+from ...shared.catalogue.models import ModelConfiguration, load_model_configuration
+from ...shared.cli.options import (
+    AutocastName,
+    ConfigurationName,
+    DTypeName,
+    FrozenParts,
+    JsonFlag,
+    LoraRank,
+    LoraTargets,
+    OutputPath,
+    RequiredBatchSize,
+    Seed,
+    SequenceLength,
+    command_app,
+    examples,
+    keep_apart,
+    options_of,
+)
+from ...shared.cli.output import give
+from ...shared.schema.training_options import TrainingOptions
+from ...shared.schema.workload import Workload
+
+__all__ = ["trace"]
+
+trace = command_app()
+
+
+@trace.command(
+    epilog=examples(
+        "protwin trace --model llama-3-8b --batch-size 1 --sequence-length 2048 --output workload.json",
+        "protwin trace --model config.json --batch-size 4 --sequence-length 128 --real --output workload.json",
+    )
+)
+def trace_command(
+    model: ConfigurationName,
+    batch_size: RequiredBatchSize,
+    sequence_length: SequenceLength = None,
+    dtype: DTypeName = None,
+    lora_rank: LoraRank = None,
+    lora_targets: LoraTargets = None,
+    frozen: FrozenParts = None,
+    autocast: AutocastName = None,
+    is_real: Annotated[
+        bool, typer.Option("--real", help="Build the model with random weights and time it on this machine.")
+    ] = False,
+    seed: Seed = 0,
+    output: OutputPath = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Write down what a model does in one iteration: its workload, from which everything else is answered."""
+    keep_apart({"--output": output}, {"--model": model})
+    described = load_model_configuration(model)
+    options = options_of(lora_rank, lora_targets, frozen, autocast)
+    if is_real and options.autocast is not None:
+        raise ProtwinError("--real computes in the dtype of the parameters. Leave out --autocast, or trace without it.")
+    if is_real:
+        if sequence_length is None:
+            raise ProtwinError("--sequence-length is missing, and --real runs on text. State it.")
+        workload = _timed_workload(described, batch_size, sequence_length, dtype=dtype, seed=seed, options=options)
+    else:
+        from ..tracing.configurations import workload_of_configuration
+
+        with progress_bar("tracing") as on_progress:
+            workload = workload_of_configuration(
+                described.config,
+                name=described.name,
+                batch_size=batch_size,
+                sequence_length=sequence_length,
+                dtype=dtype,
+                options=options,
+                on_progress=on_progress,
+            )
+    from ...shared.tables.workloads import workload_tables
+
+    give(workload, output, as_json=as_json, tables=lambda: workload_tables(workload))
+
+
+def _timed_workload(
+    described: ModelConfiguration,
+    batch_size: int,
+    sequence_length: int,
+    *,
+    dtype: str | None,
+    seed: int,
+    options: TrainingOptions,
+) -> Workload:
+    """The workload of the model with random weights, on text, timed on this machine."""
+    from ..model.byte_text import head_batches, read_text
+    from ..tracing.tracing import trace as trace_model
+    from .random_model import random_model
+
+    model = random_model(described.config, described.name, dtype, seed, options)
+    batches = head_batches(
+        model, read_text(None), batch_size=batch_size, sequence_length=sequence_length, num_batches=1, seed=seed
+    )
+    with progress_bar("tracing") as report:
+        return trace_model(model, next(batches), name=described.name, on_progress=report)

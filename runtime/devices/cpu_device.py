@@ -1,0 +1,135 @@
+"""The CPU as a first-class device.
+
+Host memory stands in for device memory, an enforced budget for its size, and copies may be throttled to the speed of a
+link.  What is emulated says so in ``emulated``.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from ...shared.basics.errors import HardwareError
+from ...shared.basics.units import format_bytes, format_rate
+from .device import TrainingDevice, device_description
+from .ledger import MemoryLedger
+
+
+class _Patience(threading.local):
+    """What ends a thread's waits for a throttled link; never set unless the thread names another one."""
+
+    def __init__(self) -> None:
+        self.cut_short = threading.Event()
+
+
+class CpuDevice(TrainingDevice):
+    """The CPU as a device.
+
+    ``budget_bytes`` is enforced: beyond it, ``CpuOutOfMemoryError`` is raised.  The link rates throttle copies, in
+    bytes per second; None leaves them at the speed of memory.
+    """
+
+    runs_behind = False
+
+    def __init__(
+        self,
+        budget_bytes: int | None = None,
+        *,
+        host_to_device_bytes_per_s: float | None = None,
+        device_to_host_bytes_per_s: float | None = None,
+    ) -> None:
+        if budget_bytes is not None and not 0 < budget_bytes < math.inf:
+            raise HardwareError(f"budget_bytes is {budget_bytes}; it must be positive.")
+        for name, rate in (
+            ("host_to_device", host_to_device_bytes_per_s),
+            ("device_to_host", device_to_host_bytes_per_s),
+        ):
+            if rate is not None and not 0 < rate < math.inf:
+                raise HardwareError(f"{name}_bytes_per_s is {rate}; it must be positive and finite.")
+        self.torch_device = torch.device("cpu")
+        self.ledger: MemoryLedger = MemoryLedger(budget_bytes)
+        self._rates = {True: host_to_device_bytes_per_s, False: device_to_host_bytes_per_s}
+        self._patience = _Patience()
+
+    @property
+    def budget_bytes(self) -> int | None:
+        """The enforced budget."""
+        return self.ledger.budget_bytes
+
+    @property
+    def description(self) -> str:
+        """The machine that stands in for a device."""
+        return device_description(self.torch_device)
+
+    @property
+    def emulated(self) -> tuple[str, ...]:
+        """Device memory always; budget and links where they are set."""
+        found = ["device memory is host memory"]
+        if self.budget_bytes is not None:
+            found.append(f"device budget of {format_bytes(self.budget_bytes)}")
+        for to_device, name in ((True, "host to device"), (False, "device to host")):
+            rate = self._rates[to_device]
+            if rate is not None:
+                found.append(f"link {name} throttled to {format_rate(rate)}")
+        return tuple(found)
+
+    def host_buffer(self, size_bytes: int) -> torch.Tensor:
+        """Ordinary host memory."""
+        return torch.empty(size_bytes, dtype=torch.uint8)
+
+    def make_stream(self) -> Any:
+        """None: lanes are threads alone."""
+        return None
+
+    def on_stream(self, stream: Any) -> AbstractContextManager[Any]:
+        """Nothing to do."""
+        return nullcontext()
+
+    def copy(self, destination: torch.Tensor, source: torch.Tensor, *, to_device: bool) -> None:
+        """Copy now; a throttled link then waits for the time that it would have taken."""
+        start = time.perf_counter()
+        destination.copy_(source)
+        rate = self._rates[to_device]
+        if rate is not None:
+            size_bytes = source.numel() * source.element_size()
+            remaining_s = start + size_bytes / rate - time.perf_counter()
+            if remaining_s > 0:
+                self._patience.cut_short.wait(remaining_s)
+
+    def cut_waits_short(self, when: threading.Event) -> None:
+        """A slow link would keep a thread for hours after training was given up."""
+        self._patience.cut_short = when
+
+    def record_event(self) -> Any:
+        """None: work is done when its call returns."""
+        return None
+
+    def wait_event(self, event: Any) -> None:
+        """Nothing to wait for."""
+        return None
+
+    def synchronize_event(self, event: Any) -> None:
+        """Nothing to wait for."""
+        return None
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+        return None
+
+    def stamp(self) -> Any:
+        """Now."""
+        return time.perf_counter()
+
+    def seconds(self, stamp: Any) -> float:
+        """The stamp itself."""
+        return float(stamp)
+
+    def worker_threads(self, *, is_optimizer: bool) -> int:
+        """One each."""
+        # Compute uses every core already; a second team of threads would only make both wait at their barriers.
+        return 1

@@ -1,0 +1,172 @@
+"""One CUDA device: lanes are streams, and torch's allocator holds the budget."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from ...shared.basics.errors import DeviceOutOfMemoryError, HardwareError, ScheduleError
+from ...shared.basics.units import format_bytes
+from .device import TrainingDevice, device_description
+from .pinned_memory import PinnedMemory
+from .stream_clock import Stamp, StreamClock
+
+
+class CudaOutOfMemoryError(DeviceOutOfMemoryError, torch.OutOfMemoryError):
+    """A CUDA device has no room for what a schedule puts there; also torch's own out-of-memory error."""
+
+
+class CudaDevice(TrainingDevice):
+    """One CUDA device; lanes are streams, submitted to by worker threads.
+
+    ``budget_bytes`` is enforced while a training runs, by torch's allocator: it limits what the allocator holds, with
+    its rounding and fragmentation, but not the memory of CUDA itself.
+    """
+
+    runs_behind = True
+
+    def __init__(self, index: int = 0, *, budget_bytes: int | None = None) -> None:
+        if not torch.cuda.is_available():
+            raise HardwareError(
+                "this installation of torch has no CUDA device. Use CpuDevice, or install a CUDA build."
+            )
+        if not 0 <= index < torch.cuda.device_count():
+            raise HardwareError(f"there is no cuda:{index}; this machine has {torch.cuda.device_count()} CUDA devices.")
+        self.torch_device = torch.device("cuda", index)
+        self.ledger = None
+        self.pinned = PinnedMemory()
+        """The pinned host memory of its trainings."""
+        self._index = index
+        self._total_bytes = int(torch.cuda.get_device_properties(index).total_memory)
+        if budget_bytes is not None and not 0 < budget_bytes <= self._total_bytes:
+            raise HardwareError(
+                f"a budget of {format_bytes(budget_bytes)} is outside cuda:{index}'s {format_bytes(self._total_bytes)}."
+            )
+        self.budget_bytes = budget_bytes
+        """The enforced budget."""
+        self._fraction_before: float | None = None
+        self._compute_stream: Any = None
+        self._clock = StreamClock(self.torch_device)
+
+    @property
+    def description(self) -> str:
+        """The GPU and the machine that it sits in."""
+        return device_description(self.torch_device)
+
+    def begin_training(self) -> None:
+        """Let the budget hold, and remember the stream that compute is queued on.
+
+        Memory that the allocator keeps for later would count, so it is given back.  Raises HardwareError if a training
+        with this device's budget is under way.
+        """
+        self._compute_stream = torch.cuda.current_stream(self._index)
+        if self.budget_bytes is None:
+            return
+        if self._fraction_before is not None:
+            raise HardwareError(
+                "two trainings at once on one device with a budget. Close the first, or give neither a budget."
+            )
+        self._fraction_before = torch.cuda.get_per_process_memory_fraction(self._index)
+        torch.cuda.empty_cache()
+        torch.cuda.set_per_process_memory_fraction(self.budget_bytes / self._total_bytes, self._index)
+
+    def end_training(self) -> None:
+        """Let the limit be what it was.  Idempotent."""
+        if self._fraction_before is not None:
+            torch.cuda.set_per_process_memory_fraction(self._fraction_before, self._index)
+            self._fraction_before = None
+
+    def check_stream(self) -> None:
+        """Memory is freed in the order of the compute stream, so there can be only one."""
+        current = torch.cuda.current_stream(self._index)
+        if self._compute_stream is not None and current.cuda_stream != self._compute_stream.cuda_stream:
+            raise ScheduleError(
+                "forward runs on another CUDA stream than carry_out() was called on, where memory comes and goes. Call "
+                "both within the same torch.cuda.stream(...)."
+            )
+
+    def host_buffer(self, size_bytes: int) -> torch.Tensor:
+        """Page-locked memory of exactly this size."""
+        return self.pinned.buffer(size_bytes)
+
+    def empty(self, size_bytes: int, name: str) -> torch.Tensor:
+        """By way of torch's allocator, in the order of the current stream."""
+        try:
+            return super().empty(size_bytes, name)
+        except torch.OutOfMemoryError as error:
+            raise self.out_of_memory(name, size_bytes) from error
+
+    def resize(self, flat: torch.Tensor, size_bytes: int, name: str) -> None:
+        """By way of torch's allocator, in the order of the current stream."""
+        try:
+            flat.untyped_storage().resize_(size_bytes)
+        except torch.OutOfMemoryError as error:
+            raise self.out_of_memory(name, size_bytes) from error
+
+    def out_of_memory(self, name: str, size_bytes: int) -> CudaOutOfMemoryError:
+        """The error that says who needed how much, and what was there."""
+        allocated_bytes = torch.cuda.memory_allocated(self._index)
+        reserved_bytes = torch.cuda.memory_reserved(self._index)
+        limit_bytes = self.budget_bytes or self._total_bytes
+        limit = f"budget of {format_bytes(limit_bytes)}" if self.budget_bytes else format_bytes(limit_bytes)
+        return CudaOutOfMemoryError(
+            f"out of memory on cuda:{self._index}: {name} needs {format_bytes(size_bytes)}; of the {limit}, "
+            f"{format_bytes(allocated_bytes)} are allocated and {format_bytes(reserved_bytes - allocated_bytes)} more "
+            f"are held by the allocator in pieces. Search a plan for a smaller budget, raise it to at least "
+            f"{format_bytes(reserved_bytes + size_bytes)}, or let the allocator join its pieces (set "
+            f"PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before torch starts)."
+        )
+
+    def make_stream(self) -> Any:
+        """A stream of the device."""
+        return torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
+
+    def on_stream(self, stream: Any) -> AbstractContextManager[Any]:
+        """Make ``stream`` the current one; None keeps the one that is."""
+        return torch.cuda.stream(stream) if stream is not None else nullcontext()
+
+    def copy(self, destination: torch.Tensor, source: torch.Tensor, *, to_device: bool) -> None:
+        """Queue a copy on the current stream."""
+        destination.copy_(source, non_blocking=True)
+
+    def record_event(self) -> Any:
+        """An event at the end of the current stream.  Threads that wait for it sleep: cores are for CPU Adam."""
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self.torch_device))
+        return event
+
+    def wait_event(self, event: Any) -> None:
+        """Let the current stream wait for ``event``."""
+        if event is not None:
+            torch.cuda.current_stream(self.torch_device).wait_event(event)
+
+    def synchronize_event(self, event: Any) -> None:
+        """Let this thread wait for ``event``."""
+        if event is not None:
+            event.synchronize()
+
+    def synchronize(self) -> None:
+        """Wait for the device."""
+        torch.cuda.synchronize(self.torch_device)
+
+    def cut_waits_short(self, when: threading.Event) -> None:
+        """Nothing is emulated."""
+
+    def stamp(self) -> Any:
+        """A timing event at the end of the current stream."""
+        return self._clock.stamp()
+
+    def seconds(self, stamp: Any) -> float:
+        """By the host's clock; what the host itself did has its time already."""
+        return self._clock.seconds(stamp) if isinstance(stamp, Stamp) else float(stamp)
+
+    def settled(self, stamp: Any) -> Any:
+        """Seconds, once the stream has come so far: events are not kept longer than they are needed."""
+        return self._clock.seconds(stamp) if isinstance(stamp, Stamp) and stamp.has_passed else stamp
+
+    def worker_threads(self, *, is_optimizer: bool) -> int:
+        """For CPU Adam all but one, which launches what runs on the device; one for lanes that only queue copies."""
+        return max(1, torch.get_num_threads() - 1) if is_optimizer else 1

@@ -1,0 +1,230 @@
+"""What a training is made of: every part, built in the order in which parts need each other, with how to undo it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...shared.basics.errors import PlanError
+from ...shared.compile.compile import compile_schedule
+from ...shared.layout.layout import Layout, build_layout
+from ...shared.schema.plan import Plan
+from ...shared.schema.schedule import Content, Schedule, TaskKind
+from ...shared.schema.workload import Workload
+from ...shared.verify.verify import verify_schedule
+from ..checkpoints.state import CheckpointState, configuration_text
+from ..chunks.gradient_watch import refusing_late_gradients
+from ..chunks.placed_model import PlacedModel, StepPolicy
+from ..devices.device import TrainingDevice
+from ..hooks.section_walker import SectionWalker
+from ..hooks.swapping import swapped_blocks
+from ..model.blocks import find_blocks
+from ..model.ownership import TakenOver, check_model, taken_over
+from ..model.snapshot import without_cache
+from ..optimizers.chunk_optimizer import MakeOptimizer, group_options
+from ..optimizers.facade import ParameterStates, TrainingOptimizer
+from ..optimizers.loss_scaling import LossScaler, LossScaling, scaler_for
+from ..recording.allocator_metering import AllocatorMetering
+from ..recording.ledger_metering import LedgerMetering
+from ..recording.metering import Metering
+from ..recording.recorder import Recorder
+from .compute_lane import ComputeLane
+from .evaluation import Evaluation
+from .guards import OffloadedWeights, StateAccess, check_carried_out, refusing_access, refusing_other_optimizers
+from .module_buffers import buffers_on
+from .progress import Progress
+from .transfer_lanes import TransferLanes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainingSettings:
+    """What a user chooses beside the plan; ``carry_out`` says what each means."""
+
+    optimizer: MakeOptimizer
+    parameter_groups: Sequence[Mapping[str, Any]] | None
+    device: TrainingDevice
+    meter_every: int | None
+    check_gradients: bool
+    loss_scaling: LossScaling | None
+    keep_last_step: bool
+
+    def check(self) -> None:
+        """Raise PlanError if a setting makes no sense."""
+        if isinstance(self.optimizer, torch.optim.Optimizer):
+            raise PlanError(
+                "optimizer is an optimizer already, but every chunk needs one of its own. Pass what makes one, such as "
+                "functools.partial(torch.optim.AdamW, lr=1e-4, fused=True), and groups as parameter_groups=."
+            )
+        if self.meter_every is not None and self.meter_every < 1:
+            raise PlanError(f"meter_every is {self.meter_every}; it must be positive.")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Callbacks:
+    """What the parts ask of the training that they are assembled for."""
+
+    enter_model: Callable[[nn.Module, Any, Any], None]
+    step: Callable[[], None]
+    has_gradients: Callable[[], bool]
+    optimizer_state: Callable[[], ParameterStates]
+    set_optimizer_state: Callable[[list[dict[str, Any]], ParameterStates], None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class HeldModel:
+    """The model's weights in their chunks, who steps and saves them, and who sees to it that nobody else does."""
+
+    placed: PlacedModel
+    optimizer: TrainingOptimizer
+    state: CheckpointState
+    access: StateAccess
+    offloaded_weights: OffloadedWeights
+    taken_over: TakenOver
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Parts:
+    """Of one training."""
+
+    layout: Layout
+    schedule: Schedule
+    loss_scaler: LossScaler | None
+    metering: Metering
+    recorder: Recorder
+    held: HeldModel
+    lanes: TransferLanes
+    compute: ComputeLane
+    evaluation: Evaluation
+    walker: SectionWalker
+    undo: ExitStack
+    """Gives the model back, as it was but for its weights."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Assembly:
+    """What the parts are made from."""
+
+    model: nn.Module
+    plan: Plan
+    workload: Workload
+    settings: TrainingSettings
+    progress: Progress
+    owner: object
+    """Whose the model is meanwhile (``owner_of``)."""
+    callbacks: Callbacks
+
+    def build(self) -> Parts:
+        """Take the model over, and start the lanes.
+
+        Raises PlanError if plan, workload, model and settings do not belong together, and the device's out-of-memory
+        error if the persistent chunks exceed its budget; the model is as it was then.
+        """
+        model, plan, workload, device = self.model, self.plan, self.workload, self.settings.device
+        check_carried_out(plan)
+        check_model(model, workload)
+        self.settings.check()
+        scaler = scaler_for(self.settings.loss_scaling, plan)
+        layout = build_layout(workload.parameters, num_blocks=workload.num_blocks, chunk_bytes=plan.chunk_bytes)
+        schedule = compile_schedule(plan, workload, layout)
+        verify_schedule(schedule, plan, workload, layout)
+        metering = _metering(device, self.settings.meter_every)
+        policy = self._policy(scaler)
+        blocks = find_blocks(model, [block.name for block in workload.blocks])
+        # What is entered or called back on the stack is undone in the opposite order: hooks go before lanes, lanes
+        # before chunks, and the model has an owner until its parameters are ordinary again.
+        with ExitStack() as undo:
+            held = self._hold(undo, layout, schedule, policy)
+            swapping = swapped_blocks(model, blocks, schedule, device)
+            lanes = TransferLanes(schedule, held.placed, device, swapping)
+            undo.callback(lanes.close)
+            compute = ComputeLane(schedule, held.placed, lanes, metering, device, swapping, self.progress)
+            modes = plan.modes(workload.num_blocks)
+            walker = SectionWalker(model, blocks, modes, compute, swapping, is_training=True)
+            undo.callback(walker.remove)
+            for handle in self._hooks(held.placed, compute):
+                undo.callback(handle.remove)
+            undo.callback(metering.stop)
+            return Parts(
+                layout=layout,
+                schedule=schedule,
+                loss_scaler=scaler,
+                metering=metering,
+                recorder=Recorder(schedule, plan, workload, device, meter_every=self.settings.meter_every),
+                held=held,
+                lanes=lanes,
+                compute=compute,
+                evaluation=Evaluation(model, blocks, held.placed.chunks, device),
+                walker=walker,
+                undo=undo.pop_all(),
+            )
+
+    def _policy(self, scaler: LossScaler | None) -> StepPolicy:
+        settings = self.settings
+        return StepPolicy(
+            group_options(self.model, settings.parameter_groups, self.workload),
+            settings.optimizer,
+            check_gradients=settings.check_gradients,
+            scaler=scaler,
+            keep_last_step=settings.keep_last_step,
+        )
+
+    def _hold(self, undo: ExitStack, layout: Layout, schedule: Schedule, policy: StepPolicy) -> HeldModel:
+        """Move the model into its chunks, and let nobody else step, save or convert it."""
+        model, plan, workload, device = self.model, self.plan, self.workload, self.settings.device
+        progress = self.progress
+        # As the user made it: while a plan is carried out, its cache is off.
+        configuration = configuration_text(model)
+        undo.enter_context(without_cache(model))
+        undo.enter_context(taken_over(model, self.owner))
+        undo.enter_context(buffers_on(device.torch_device, model))
+        if device.ledger is not None:
+            device.ledger.adopt(model.buffers(), Content.RESIDENT)
+        placed = PlacedModel(model, workload, layout, device, plan=plan, policy=policy)
+        undo.callback(placed.move_out)
+        # Steps of an iteration that was not completed, if what they overwrote was kept; no lane runs any more.
+        undo.callback(lambda: placed.take_back_steps(num_completed=progress.iteration))
+        offloaded_weights = OffloadedWeights(placed.named_offloaded())
+        ownership = TakenOver(model)
+        optimizer = TrainingOptimizer(
+            policy.options,
+            step=self.callbacks.step,
+            has_gradients=self.callbacks.has_gradients,
+            is_ahead=any(task.kind is TaskKind.CPU_ADAM for task in schedule.tasks),
+            read_state=self.callbacks.optimizer_state,
+            write_state=self.callbacks.set_optimizer_state,
+        )
+        state = CheckpointState(
+            model, workload, placed, optimizer, device, plan=plan, configuration=configuration, scaler=policy.scaler
+        )
+        access = undo.enter_context(refusing_access(model))
+        steppers = [stepper.optimizer for stepper, _, _ in placed.steppers()]
+        undo.enter_context(refusing_other_optimizers(model, [optimizer, *steppers]))
+        return HeldModel(
+            placed=placed,
+            optimizer=optimizer,
+            state=state,
+            access=access,
+            offloaded_weights=offloaded_weights,
+            taken_over=ownership,
+        )
+
+    def _hooks(self, placed: PlacedModel, compute: ComputeLane) -> list[Any]:
+        """The training's own, beside the walker's; the one on entering runs before the walker's."""
+        enter = self.model.register_forward_pre_hook(self.callbacks.enter_model, prepend=True, with_kwargs=True)
+        # As if autocast ended with the forward: what it still keeps is no part of what the plan accounts for.
+        leave = self.model.register_forward_hook(lambda *_: torch.clear_autocast_cache())
+        # Lanes bring parameters back meanwhile: their classes must not be asked ([Note: Parameters that are away]).
+        with torch._C.DisableTorchFunctionSubclass():
+            return [enter, leave, *refusing_late_gradients(placed.chunks, compute.has_left)]
+
+
+def _metering(device: TrainingDevice, meter_every: int | None) -> Metering:
+    """The device's ledger, or its allocator."""
+    if device.ledger is not None:
+        return LedgerMetering(device.ledger, meter_every)
+    return AllocatorMetering(device, meter_every)
