@@ -112,14 +112,7 @@ def run_demo(folder: Path, console: Console) -> dict[str, Any]:
     with _stage(console, "measure a reference"):
         reference.measure()
     with _stage(console, "search on the simulator"):
-        found = search(
-            SearchRequest(
-                workload=subject.workload,
-                hardware=subject.hardware,
-                calibration=calibration,
-                device_budget_bytes=limits.budget_bytes,
-            )
-        )
+        found = _searched(subject, calibration, limits.budget_bytes)
     console.print(Printed(search_tables(found)))
     planned = _carried_out(subject, found.plan, batches, limits.budget_bytes, console)
     with _stage(console, "measure the reference again"):
@@ -189,6 +182,17 @@ def _calibrated(model: nn.Module, batch: dict[str, torch.Tensor], console: Conso
         hardware = probe_hardware(seconds=4.0, device=CpuDevice())
         subject = Subject(model, batch, workload, hardware, make_optimizer=_MAKE_OPTIMIZER)
         return subject, calibrate(subject, slowdown_seconds=6.0, on_progress=on_progress)
+
+
+def _searched(subject: Subject, calibration: Calibration, budget_bytes: int) -> SearchResult:
+    return search(
+        SearchRequest(
+            workload=subject.workload,
+            hardware=subject.hardware,
+            calibration=calibration,
+            device_budget_bytes=budget_bytes,
+        )
+    )
 
 
 def _carried_out(
