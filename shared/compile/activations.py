@@ -1,4 +1,4 @@
-"""The books of activations: what sections leave on the device for their backward."""
+"""Accounts of activations: what sections leave on the device for their backward."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Activations:
     def save(self, section: Section, size_bytes: int, *, swapped_bytes: int = 0) -> AllocationId:
         """A new buffer for what a section saves for its backward and keeps on the device.
 
-        The books count ``swapped_bytes`` as there too until its backward: they follow what phases leave, and a phase
+        The accounts count ``swapped_bytes`` as there too until its backward: they follow what phases leave, and a phase
         does not know what becomes of it.
         """
         self._saved[section] = self.builder.buffer(

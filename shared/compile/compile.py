@@ -47,7 +47,7 @@ of the collective lane.  Since that lane has one order, all ranks enter its task
 A phase's curve already contains what the task allocates and frees while it runs, so the buffers of a compute task
 count from its end on, and those that it frees count until its end.  What a backward leaves behind beyond saved
 activations, outputs and gradients (above all the gradient that it hands to the section before) is measured, and is
-the INCOMING_GRADIENT buffer; ``compile_activations`` keeps these books.
+the INCOMING_GRADIENT buffer; ``activations.py`` keeps the account.
 
 In a later micro-batch, a section whose gradients all stay on the device has its phase's other curve
 (``Phase.adding``).  Where some of a block's chunks are offloaded and others are not, its curve is an upper bound.

@@ -115,7 +115,7 @@ class SearchResult(Document):
     pareto: tuple[PlanOutcome, ...]
     """The front of iteration time against guaranteed device peak, of the plans that the search looked at closely.
 
-    Fastest first; each is slower than those before it, and needs at least a hundredth less memory.
+    Fastest first; each is slower than those before it, and needs at least one percent less memory.
     """
     what_if: tuple[WhatIf, ...] = ()
     """What other machines would change, if that was asked."""

@@ -1,7 +1,8 @@
 """What a schedule guarantees about order, whatever its tasks' durations: the happens-before relation.
 
-Every lane is totally ordered, so "which tasks have surely ended before this one starts" is one number per lane: how
-far that lane's program has surely come.  These vectors are computed over a few iterations of the periodic program.
+Every lane is totally ordered.  So one number per lane tells which tasks are guaranteed to have ended before a task
+starts: how far the lane's program is guaranteed to have come.  These vectors are computed over a few iterations of the
+periodic program.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class HappensBefore:
         self._along: dict[tuple[int, int], list[int]] = {}
 
     def reached(self, at: Occurrence) -> tuple[int, ...]:
-        """How many tasks of each lane, in the order of ``Lane``, have surely ended before ``at`` starts."""
+        """How many tasks of each lane, in the order of ``Lane``, are guaranteed to have ended before ``at`` starts."""
         return self._reached[at.iteration * self.num_tasks + at.task]
 
     def position(self, at: Occurrence) -> int:
@@ -58,18 +59,18 @@ class HappensBefore:
         return at.iteration * self._lengths[self._lane_of[at.task]] + self._place[at.task]
 
     def before(self, first: Occurrence, second: Occurrence) -> bool:
-        """Whether ``first`` has surely ended before ``second`` starts."""
+        """Whether ``first`` is guaranteed to have ended before ``second`` starts."""
         return self.reached(second)[self._lane_of[first.task]] > self.position(first)
 
     def first_after(self, at: Occurrence, lane: Lane) -> int:
-        """The place of the first task of ``lane`` that surely starts after ``at`` has ended.
+        """The place of the first task of ``lane`` that is guaranteed to start after ``at`` has ended.
 
         In the lane's unrolled program; its length if there is none.
         """
         return bisect_right(self._reached_along(_LANES.index(lane), self._lane_of[at.task]), self.position(at))
 
     def _reached_along(self, lane: int, other: int) -> list[int]:
-        """How many tasks of ``other`` have surely ended before each task of ``lane`` starts; it never falls."""
+        """How many tasks of ``other`` are guaranteed to have ended when each of ``lane`` starts; it never falls."""
         known = self._along.get((lane, other))
         if known is None:
             program, iterations = self.schedule.lanes[_LANES[lane]], range(self.num_iterations)

@@ -16,7 +16,7 @@ _EXAMINED = 1
 _AT_THE_END = 2**62
 
 Before = Callable[[TaskId, TaskId, int], bool]
-"""Whether the first task surely ends before the second starts, so many iterations later."""
+"""Whether the first task is guaranteed to end before the second starts, so many iterations later."""
 
 
 def check_order(claim: Claim, order: HappensBefore) -> None:

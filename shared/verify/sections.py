@@ -124,7 +124,7 @@ def _describe(name: Name) -> str:
 
 
 class _Walk:
-    """Goes through the compute lane and keeps the books of what is alive.
+    """Goes through the compute lane and keeps account of what is alive.
 
     The level of activations is known from the phases' net bytes.  What a backward leaves behind beyond saved
     activations, outputs and the gradients of its block must lie in its INCOMING_GRADIENT buffer.  What is swapped

@@ -2,7 +2,7 @@
 
 [Note: Bounds with collectives]
 The schedule of a rank has the tasks of one rank alone and their waits, some of them through a collective, and more
-tasks.  Other lanes are never faster in the company of collectives.  So the bounds of one rank alone, with what a rank
+tasks.  Other lanes are never faster beside collectives.  So the bounds of one rank alone, with what a rank
 copies and steps, hold (``sim/bounds/time_bounds.py``); those of copies that are released at once do not.  Collectives
 add:
 

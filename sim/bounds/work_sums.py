@@ -222,7 +222,7 @@ class WorkRows:
         return seconds
 
     def together_s(self, first: IntArray, stop: IntArray | None = None) -> FloatArray:
-        """Work of H2D that is surely done beside D2H, released by the last backward of blocks from ``first`` on.
+        """Work of H2D that is guaranteed beside D2H, released by the last backward of blocks from ``first`` on.
 
         And before ``stop``.
         """

@@ -95,9 +95,9 @@ def _freeze(slowdowns: Mapping[LaneSet, dict[Lane, float]]) -> Mapping[LaneSet, 
 def _from_resources(hardware: Hardware, num_ranks: int) -> dict[LaneSet, dict[Lane, float]]:
     """The slowdowns that follow from what lanes draw on, shared fairly (``lane_demands.py``, ``fair_share.py``).
 
-    Fair sharing can let a lane gain by company: a third lane may hold up the one that it shares with.  The search's
-    bounds do not need it, but measured sets never show it beyond their noise, so slowdowns are raised to those of
-    smaller sets here as well.
+    Fair sharing can let a lane gain beside other lanes: a third lane may hold up the one that it shares with.  The
+    search's bounds do not need it, but measured sets never show it beyond their noise, so slowdowns are raised to
+    those of smaller sets here as well.
     """
     demands = lane_demands(hardware, num_ranks)
     slowdowns: dict[LaneSet, dict[Lane, float]] = {}

@@ -1,6 +1,6 @@
 """Device bytes of activations at every compute position, for every choice of activation modes at once.
 
-This follows the compiler's books (``shared/compile/activations.py``) in sums instead of buffers.  While a task runs,
+This follows the compiler's accounts (``shared/compile/activations.py``) in sums instead of buffers.  While a task runs,
 everything that the tasks before it left is alive, and the task adds its own peak.  What backwards leave is the measured
 level, or what must still be alive if that is more: the incoming gradient is the difference, and not below 0.  What
 swaps is counted by those who know when it travels; here it is only taken off what the phases leave.

@@ -28,7 +28,7 @@ _DENSE_BUFFERS: Final = 8
 
 _MOST_COUNTS: Final = 48
 """Of deeper models not every number of checkpointed blocks is in the space, but every second one, or third, and so on:
-one block more or less changes the iteration by less than a hundredth."""
+one block more or less changes the iteration by less than one percent."""
 _FEW_BLOCKS: Final = 4
 """Up to here every number of swapped blocks is in the space."""
 _SWAPPED_SHARES: Final = (2, 4, 8)
