@@ -130,7 +130,7 @@ def _section(one: Benchmark, path: Path | None) -> Iterator[str]:
     yield one.question
     yield f"\n```console\n$ make {one.target}\n```\n"
     if path is None:
-        yield f"**No result is kept.** `{one.keep}` writes `benchmarks/results/{one.files}-DATE.json`."
+        yield f"**No result is kept.** `{one.keep}` writes one into `benchmarks/results/`."
         return
     content = json.loads(path.read_text(encoding="utf-8"))
     yield from one.show(content)
@@ -312,7 +312,7 @@ BENCHMARKS: Final = (
     ),
     Benchmark(
         "bench-predictors",
-        "python benchmarks/predictors.py --output benchmarks/results/predictors-DATE.json",
+        "python benchmarks/predictors.py --output FILE",
         "predictors",
         "Other predictors",
         "What do other programs predict that need no hardware either?",

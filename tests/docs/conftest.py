@@ -1,0 +1,32 @@
+"""What the programs of the documents share: one measurement of this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import pytest
+
+import protwin.runtime
+from protwin.shared import Hardware
+
+probe_hardware = protwin.runtime.probe_hardware
+
+
+@cache
+def probed() -> Hardware:
+    """This machine, measured once for all programs, each of which asks for it: a measurement takes seconds."""
+    return probe_hardware(seconds=0.5)
+
+
+@pytest.fixture
+def probed_once(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """``protwin.runtime.probe_hardware`` gives what the first call measured."""
+
+    def probe(**arguments: Any) -> Hardware:
+        assert arguments.keys() <= {"seconds"}, "programs measure the default device"
+        return probed()
+
+    monkeypatch.setattr(protwin.runtime, "probe_hardware", probe)
+    yield
