@@ -81,7 +81,7 @@ def _proof_lines(content: Any) -> Iterator[tuple[str, str]]:
         "equality": "losses and weights equal the plain loop's, bit for bit (fp32 and bfloat16, CPU)",
         "memory": "measured peaks of tiny models are within 0.5 % of the account, and 1000 steps grow nothing",
         "faults": "a training that is killed resumes and ends with the plain loop's bits",
-        "exhaustion": "out of memory at any task ends in one error with its cause, and leaves every chunk at a complete step",
+        "exhaustion": "out of memory at any task ends in one error that names its cause, and chunks are left at a step",
     }
     for name, section in content["sections"].items():
         cases = sum(claim["num_cases"] for claim in section["claims"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -21,7 +20,7 @@ def probed() -> Hardware:
 
 
 @pytest.fixture
-def probed_once(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def probed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """``protwin.runtime.probe_hardware`` gives what the first call measured."""
 
     def probe(**arguments: Any) -> Hardware:
@@ -29,4 +28,3 @@ def probed_once(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         return probed()
 
     monkeypatch.setattr(protwin.runtime, "probe_hardware", probe)
-    yield
