@@ -94,8 +94,8 @@ def _proof_lines(content: Any) -> Iterator[tuple[str, str]]:
 def _fidelity_lines(content: Any) -> Iterator[tuple[str, str]]:
     for one in content:
         plans = f"{one['model']}, {len(one['plans'])} plans that nothing was fitted to"
-        peak = f"mean {one['mean_peak_error_frac']:.2%}, worst {one['worst_peak_error_frac']:.1%}"
-        time = f"mean {one['mean_iteration_error_frac']:.1%}, worst {one['worst_iteration_error_frac']:.1%}"
+        peak = f"mean {one['mean_peak_error_frac'] * 100:.2f} %, worst {one['worst_peak_error_frac'] * 100:.1f} %"
+        time = f"mean {one['mean_iteration_error_frac'] * 100:.1f} %, worst {one['worst_iteration_error_frac'] * 100:.1f} %"
         yield f"error of the predicted peak; {plans}", peak
         yield "error of the predicted iteration; the same plans", time
 
@@ -155,12 +155,12 @@ def fidelity(content: Any) -> Iterator[str]:
             (
                 one["model"],
                 str(len(one["plans"])),
-                f"{one['mean_peak_error_frac']:.2%}",
-                f"{one['worst_peak_error_frac']:.1%}",
-                f"{one['mean_iteration_error_frac']:.1%}",
-                f"{one['worst_iteration_error_frac']:.1%}",
+                f"{one['mean_peak_error_frac'] * 100:.2f} %",
+                f"{one['worst_peak_error_frac'] * 100:.1f} %",
+                f"{one['mean_iteration_error_frac'] * 100:.1f} %",
+                f"{one['worst_iteration_error_frac'] * 100:.1f} %",
                 f"{one['rank_correlation']:.2f}",
-                f"{one['search_regret_frac']:.1%}",
+                f"{one['search_regret_frac'] * 100:.1f} %",
             )
             for one in content
         ],
@@ -177,7 +177,7 @@ def peers(content: Any) -> Iterator[str]:
             rows.append((one["name"], one["failure"], *[""] * 5))
             continue
         ratios = [f"{_median_ratio(one['burst_step_s'], reference['burst_step_s']):.2f}" for reference in references]
-        figures = (f"{one['spread_frac']:.1%}", format_bytes(one["copied_bytes_per_step"]))
+        figures = (f"{one['spread_frac'] * 100:.1f} %", format_bytes(one["copied_bytes_per_step"]))
         rows.append((one["name"], one["about"], *ratios, *figures, f"{one['largest_loss_difference']:.1g}"))
     headings = ("contestant", "how", "plain loop = 1", "protwin = 1", "spread", "copied per step", "loss difference")
     yield from _table(headings, rows, words=2)
@@ -225,7 +225,7 @@ def search(content: Any) -> Iterator[str]:
                 f"{one['search_cpu_s']:.2f}",
                 f"{one['brute_force_s']:,.0f} s",
                 f"{one['all_replayed_s']:,.1f} s",
-                f"{one['gap_frac']:.2%}",
+                f"{one['gap_frac'] * 100:.2f} %",
             )
             for one in content["searches"]
         ],
@@ -254,7 +254,9 @@ def predictors(content: Any) -> Iterator[str]:
             continue
         worth = format_bytes if one["unit"] == "B" else (lambda value, unit=one["unit"]: f"{value:.4g} {unit}".strip())
         answers = [worth(one["ours"]), worth(one["theirs"])]
-        rows.append((f"{one['peer']}: {one['question']}", one["account"], *answers, f"{one['difference_frac']:+.2%}"))
+        rows.append(
+            (f"{one['peer']}: {one['question']}", one["account"], *answers, f"{one['difference_frac'] * 100:+.2f} %")
+        )
     yield from _table(("question", "figure", "protwin", "other", "difference"), rows, words=2)
 
 
