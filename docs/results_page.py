@@ -94,10 +94,9 @@ def _proof_lines(content: Any) -> Iterator[tuple[str, str]]:
 def _fidelity_lines(content: Any) -> Iterator[tuple[str, str]]:
     for one in content:
         plans = f"{one['model']}, {len(one['plans'])} plans that nothing was fitted to"
-        peak = f"mean {one['mean_peak_error_frac'] * 100:.2f} %, worst {one['worst_peak_error_frac'] * 100:.1f} %"
-        time = f"mean {one['mean_iteration_error_frac'] * 100:.1f} %, worst {one['worst_iteration_error_frac'] * 100:.1f} %"
-        yield f"error of the predicted peak; {plans}", peak
-        yield "error of the predicted iteration; the same plans", time
+        for figure, digits, subject in (("peak", 2, plans), ("iteration", 1, "the same plans")):
+            mean, worst = (one[f"{which}_{figure}_error_frac"] * 100 for which in ("mean", "worst"))
+            yield f"error of the predicted {figure}; {subject}", f"mean {mean:.{digits}f} %, worst {worst:.1f} %"
 
 
 def _peer_lines(content: Any) -> Iterator[tuple[str, str]]:

@@ -10,12 +10,12 @@ import pytest
 import protwin.runtime
 from protwin.shared import Hardware
 
-probe_hardware = protwin.runtime.probe_hardware
-
 
 @cache
 def probed() -> Hardware:
     """This machine, measured once for all programs, each of which asks for it: a measurement takes seconds."""
+    from protwin.runtime.devices.probe import probe_hardware  # torch, which tests of links need not wait for
+
     return probe_hardware(seconds=0.5)
 
 
