@@ -53,7 +53,8 @@ tokens = (starts + strides * torch.arange(32)) % NUM_TOKENS
 # What the model does, what this machine can, and the fastest plan within the budget.
 workload = protwin.runtime.trace(model, tokens, loss=loss_of)
 hardware = protwin.runtime.probe_hardware(seconds=0.5)
-plan = protwin.sim.search(workload, hardware, device_budget_bytes=BUDGET_BYTES).plan
+request = protwin.sim.SearchRequest(workload=workload, hardware=hardware, device_budget_bytes=BUDGET_BYTES)
+plan = protwin.sim.search(request).plan
 
 # Matrices decay, the rest does not; the rates of both follow one cycle.
 groups = [
