@@ -12,6 +12,7 @@ WORKERS ?= auto
 # or in a folder that was moved, the environment is made anew.
 STAMP := $(VENV)/complete
 BENCH_STAMP := $(VENV)/complete-bench
+DOCS_STAMP := $(VENV)/complete-docs
 ifneq ($(shell cat $(STAMP) 2>/dev/null),$(CURDIR))
 $(shell rm -f $(STAMP))
 endif
@@ -40,8 +41,13 @@ check: $(STAMP) ## Lint, format, types and imports
 	$(BIN)/lint-imports
 
 .PHONY: docs
-docs: $(STAMP) ## Write docs/json.md, the reference of every document, from the models
+docs: $(DOCS_STAMP) ## Write the generated pages and build the site (out/site/index.html)
 	$(BIN)/python docs/json_reference.py
+	$(BIN)/python docs/command_reference.py
+	$(BIN)/python docs/python_reference.py
+	$(BIN)/python docs/results_page.py
+	$(BIN)/python docs/iteration_picture.py
+	$(BIN)/python -m mkdocs build --strict
 
 .PHONY: bench
 bench: bench-fidelity bench-search bench-overhead bench-peers bench-predictors ## Run all benchmarks
@@ -94,6 +100,10 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PIP) torch
 	$(PIP) --editable '.[runtime,test,check]'
 	@printf '%s\n' '$(CURDIR)' > $@
+
+$(DOCS_STAMP): $(STAMP)
+	$(PIP) --editable '.[docs]'
+	@touch $@
 
 # A peer that cannot be installed or compiled is listed so by the bench; it does not keep the others from running.
 $(BENCH_STAMP): $(STAMP)

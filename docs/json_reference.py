@@ -88,7 +88,7 @@ _ALIKE: Final = {
 }
 """Of fields that say by their names what they are, and have no docstring of their own."""
 
-_HEAD: Final = """# JSON
+_HEAD: Final = """# Files
 
 <!-- Written by docs/json_reference.py from the models and their docstrings. Change those, then run `make docs`. -->
 
@@ -102,7 +102,8 @@ standard error, no document), 130 after Ctrl-C.
 - A document within another, as the plan of a record, has its fields alone, without `kind` and `schema_version`.
 - **Quantities** carry their unit at the end of their name: `_s` seconds, `_bytes` bytes, `_flops` floating-point
   operations, `_bytes_per_s`, `_flop_per_s`, `_frac` a fraction of 1. `num_` is a count. Numbers are finite.
-- **Enumerations** are written by name. `null` is what is not known or does not apply; the meaning says which.
+- **Enumerations** are written by name. `null` stands for a value that is not known or does not apply; the meaning says
+  which.
 - Every field is written. One that is `null`, empty or 0 by default may be missing from a file that is read.
 - Equal input gives equal bytes. Files are replaced at once: a reader sees the old file or the whole new one.
 
@@ -110,7 +111,7 @@ standard error, no document), 130 after Ctrl-C.
 `num_devices`, `device`, `host`, `link`, `node`, `network` (`null` where there is none). `protwin hardware parts --json`
 prints an object with the lists `hosts`, `links`, `nodes` and `networks`, of [Host](#host), [LinkPair](#linkpair),
 [Node](#node) and [Network](#network). `--timeline` writes the Trace
-Event Format of Chrome, for Perfetto: microseconds, one process per record, one thread per lane; the arguments of a task
+Event Format of Chrome, for Perfetto: microseconds, one process per record, one thread per lane; a task's arguments
 are its `task`, `kind`, `chunk` or `section` and `duration_s`, and where the schedule is at hand also `moved_bytes`,
 `allocated_bytes`, `freed_bytes`, `waits_for` and `waits_for_previous_iteration`.
 """

@@ -17,13 +17,13 @@ import protwin.sim
 
 STEPS = 25
 NUM_TOKENS = 64
-BUDGET_BYTES = 8 * 2**20
+BUDGET_BYTES = 4 * 2**20
 
 
 class Decoder(nn.Module):
     """A small decoder: any module with blocks that follow each other will do."""
 
-    def __init__(self, width: int = 128, num_layers: int = 8) -> None:
+    def __init__(self, width: int = 96, num_layers: int = 6) -> None:
         super().__init__()
         self.embed = nn.Embedding(NUM_TOKENS, width)
         make_layer = partial(nn.TransformerEncoderLayer, dropout=0.0, batch_first=True, norm_first=True)
@@ -52,7 +52,7 @@ tokens = (starts + strides * torch.arange(32)) % NUM_TOKENS
 
 # What the model does, what this machine can, and the fastest plan within the budget.
 workload = protwin.runtime.trace(model, tokens, loss=loss_of)
-hardware = protwin.runtime.probe_hardware(seconds=1)
+hardware = protwin.runtime.probe_hardware(seconds=0.5)
 request = protwin.sim.SearchRequest(workload=workload, hardware=hardware, device_budget_bytes=BUDGET_BYTES)
 plan = protwin.sim.search(request).plan
 

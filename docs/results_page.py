@@ -1,0 +1,334 @@
+"""Write docs/results.md and README's table of measurements from the newest results in benchmarks/results/.
+
+Run it with ``make docs``; a test fails while the page is stale.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from protwin.shared import format_bytes
+
+_ROOT: Final = Path(__file__).resolve().parent.parent
+RESULTS: Final = _ROOT / "benchmarks" / "results"
+PAGE: Final = _ROOT / "docs" / "results.md"
+README: Final = _ROOT / "README.md"
+_BEGIN: Final = "<!-- measured -->"
+_END: Final = "<!-- end -->"
+
+_HEAD: Final = """# Results
+
+<!-- Written by docs/results_page.py from benchmarks/results/. Keep a result there, then run `make docs`. -->
+
+Every table is read from a dated file in `benchmarks/results/`. The command of each section measures the figures anew;
+with `--keep` it keeps the result as the section's file. Times come from a shared machine. Compare them within one table
+only: all contestants of a table took turns in one run.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Benchmark:
+    """One benchmark, the files that it keeps, and how their content is shown."""
+
+    target: str
+    """Of the Makefile."""
+    keep: str
+    """The command that keeps a result."""
+    files: str
+    """How the names of kept files begin."""
+    title: str
+    question: str
+    show: Callable[[Any], Iterator[str]]
+
+
+def main() -> None:
+    """Write the page, and the table between README's marks."""
+    PAGE.write_text(page(), encoding="utf-8")
+    before, rest = README.read_text(encoding="utf-8").split(_BEGIN)
+    README.write_text(f"{before}{_BEGIN}\n\n{summary()}\n\n{_END}{rest.split(_END)[1]}", encoding="utf-8")
+
+
+def page(results: Path = RESULTS) -> str:
+    """The page as text."""
+    parts = [_HEAD, "| benchmark | question | kept |", "| --- | --- | --- |"]
+    for one in BENCHMARKS:
+        found = newest(results, one.files)
+        kept = _date(found) if found is not None else "no result kept"
+        parts.append(f"| [{one.title}](#{one.title.lower().replace(' ', '-')}) | {one.question} | {kept} |")
+    for one in BENCHMARKS:
+        parts += ["", *_section(one, newest(results, one.files))]
+    return "\n".join(parts) + "\n"
+
+
+def summary(results: Path = RESULTS) -> str:
+    """README's table: one line per claim that a stranger asks for, each with its command."""
+    rows = []
+    for target, show in (("prove", _proof_lines), ("bench-fidelity", _fidelity_lines), ("bench-peers", _peer_lines)):
+        one = next(one for one in BENCHMARKS if one.target == target)
+        path = newest(results, one.files)
+        found = show(json.loads(path.read_text(encoding="utf-8"))) if path is not None else [(one.question, "not kept")]
+        rows += [(claim, outcome, f"`make {target}`") for claim, outcome in found]
+    return "\n".join(_table(("claim", "result", "command"), rows, words=3))
+
+
+def _proof_lines(content: Any) -> Iterator[tuple[str, str]]:
+    words = {
+        "equality": "losses and weights equal the plain loop's, bit for bit (fp32 and bfloat16, CPU)",
+        "memory": "measured peaks of tiny models are within 0.5 % of the account, and 1000 steps grow nothing",
+        "faults": "a training that is killed resumes and ends with the plain loop's bits",
+        "exhaustion": "out of memory at any task ends in one error that names its cause, and chunks are left at a step",
+    }
+    for name, section in content["sections"].items():
+        cases = sum(claim["num_cases"] for claim in section["claims"])
+        failed = sum(len(claim["failures"]) for claim in section["claims"])
+        missed = [claim["subject"] for claim in section["claims"] if not claim["is_shown"]]
+        outcome = f"{cases - failed:,} of {cases:,} cases"
+        yield words[name], outcome + (f"; **missed** for {' and '.join(missed)}" if missed else "")
+
+
+def _fidelity_lines(content: Any) -> Iterator[tuple[str, str]]:
+    for one in content:
+        plans = f"{one['model']}, {len(one['plans'])} plans that nothing was fitted to"
+        for figure, digits, subject in (("peak", 2, plans), ("iteration", 1, "the same plans")):
+            mean, worst = (one[f"{which}_{figure}_error_frac"] * 100 for which in ("mean", "worst"))
+            yield f"error of the predicted {figure}; {subject}", f"mean {mean:.{digits}f} %, worst {worst:.1f} %"
+
+
+def _peer_lines(content: Any) -> Iterator[tuple[str, str]]:
+    found = {one["name"]: one for one in content["contestants"]}
+    plain = found["plain PyTorch loop"]
+    ratios = [
+        f"{name} {_median_ratio(found[key]['burst_step_s'], plain['burst_step_s']):.2f}"
+        for name, key in (
+            ("protwin", "protwin, fixed plan"),
+            ("FSDP2", "FSDP2"),
+            ("DeepSpeed ZeRO-3", "DeepSpeed ZeRO-3"),
+        )
+        if not found[key]["failure"]
+    ]
+    yield "step time with parameters on the host; plain loop without a budget = 1", ", ".join(ratios)
+
+
+def newest(results: Path, files: str) -> Path | None:
+    """The kept file with the latest date; None if none is kept."""
+    return max(results.glob(f"{files}-*.json"), key=_date, default=None)
+
+
+def _date(path: Path) -> str:
+    """Of a kept file, by its name: fidelity-2026-11-21.json, gpu-2026-11-21-MACHINE.json."""
+    return "-".join(path.stem.split("-")[1:4])
+
+
+def _section(one: Benchmark, path: Path | None) -> Iterator[str]:
+    yield f"## {one.title}\n"
+    yield one.question
+    yield f"\n```console\n$ make {one.target}\n```\n"
+    if path is None:
+        yield f"**No result is kept.** `{one.keep}` writes one into `benchmarks/results/`."
+        return
+    content = json.loads(path.read_text(encoding="utf-8"))
+    yield from one.show(content)
+    about = content[0] if isinstance(content, list) else content
+    software = ", ".join(f"{name} {version}" for name, version in about.get("software", {}).items())
+    yield f"\n`benchmarks/results/{path.name}`, {about['machine']}{', ' if software else ''}{software}."
+
+
+def _table(headings: Sequence[str], rows: Sequence[Sequence[str]], *, words: int = 1) -> Iterator[str]:
+    """A table whose first ``words`` columns hold words and whose others hold figures."""
+    yield f"| {' | '.join(headings)} |"
+    yield f"| {' | '.join(['---'] * words + ['---:'] * (len(headings) - words))} |"
+    yield from (f"| {' | '.join(row)} |" for row in rows)
+
+
+def fidelity(content: Any) -> Iterator[str]:
+    """Per model, errors of the predictions over all its plans, and the choice of the search."""
+    headings = ("model", "plans", "peak error, mean", "worst", "iteration error, mean", "worst", "rank correlation")
+    yield from _table(
+        (*headings, "search's choice, above the best"),
+        [
+            (
+                one["model"],
+                str(len(one["plans"])),
+                f"{one['mean_peak_error_frac'] * 100:.2f} %",
+                f"{one['worst_peak_error_frac'] * 100:.1f} %",
+                f"{one['mean_iteration_error_frac'] * 100:.1f} %",
+                f"{one['worst_iteration_error_frac'] * 100:.1f} %",
+                f"{one['rank_correlation']:.2f}",
+                f"{one['search_regret_frac'] * 100:.1f} %",
+            )
+            for one in content
+        ],
+    )
+
+
+def peers(content: Any) -> Iterator[str]:
+    """Per contestant, its step time over the plain loop's and over protwin's: medians of bursts that took turns."""
+    by_name = {one["name"]: one for one in content["contestants"] if not one["failure"]}
+    references = [by_name["plain PyTorch loop"], by_name["protwin, fixed plan"]]
+    rows = []
+    for one in content["contestants"]:
+        if one["failure"]:
+            rows.append((one["name"], one["failure"], *[""] * 5))
+            continue
+        ratios = [f"{_median_ratio(one['burst_step_s'], reference['burst_step_s']):.2f}" for reference in references]
+        figures = (f"{one['spread_frac'] * 100:.1f} %", format_bytes(one["copied_bytes_per_step"]))
+        rows.append((one["name"], one["about"], *ratios, *figures, f"{one['largest_loss_difference']:.1g}"))
+    headings = ("contestant", "how", "plain loop = 1", "protwin = 1", "spread", "copied per step", "loss difference")
+    yield from _table(headings, rows, words=2)
+    yield (
+        f"\nThe plain loop takes {references[0]['median_step_s'] * 1000:.0f} ms a step. All contestants train "
+        f"`{content['model']}`, batch size {content['batch_size']}, {content['sequence_length']} tokens, with "
+        f"{content['threads_per_process']} thread per process, on the same data. The loss difference is the largest of "
+        "any step from the plain loop's."
+    )
+
+
+def _median_ratio(ones: Sequence[float], others: Sequence[float]) -> float:
+    return statistics.median(one / other for one, other in zip(ones, others, strict=True))
+
+
+def proof(content: Any) -> Iterator[str]:
+    """Per section, claims, cases and what was missed; every missed claim by name."""
+    sections = content["sections"]
+    rows, missed = [], []
+    for name, section in sections.items():
+        claims = section["claims"]
+        shown = sum(claim["is_shown"] for claim in claims)
+        words = "; ".join(dict.fromkeys(claim["claim"] for claim in claims))
+        cases = sum(claim["num_cases"] for claim in claims)
+        failures = sum(len(claim["failures"]) for claim in claims)
+        rows.append((name, words, f"{shown} of {len(claims)}", f"{cases:,}", str(failures)))
+        missed += [claim for claim in claims if not claim["is_shown"]]
+    yield from _table(("section", "claim", "claims shown", "cases", "failed cases"), rows, words=2)
+    if missed:
+        yield "\nMissed:\n"
+    for claim in missed:
+        yield f"- {claim['subject']}, {claim['claim']}: {'; '.join(claim['failures']) or 'not tried'}"
+
+
+def search(content: Any) -> Iterator[str]:
+    """Per search, its time beside brute force and replaying everything."""
+    yield from _table(
+        ("search", "plans", "may fit", "simulated", "seconds", "brute force", "replay of all that may fit", "gap"),
+        [
+            (
+                one["case"],
+                f"{one['num_plans']:,}",
+                f"{one['num_may_fit']:,}",
+                str(one["num_simulated"]),
+                f"{one['search_cpu_s']:.2f}",
+                f"{one['brute_force_s']:,.0f} s",
+                f"{one['all_replayed_s']:,.1f} s",
+                f"{one['gap_frac'] * 100:.2f} %",
+            )
+            for one in content["searches"]
+        ],
+    )
+    yield (
+        "\nSeconds are CPU time, the workload and the machine loaded. Brute force and replay are extrapolated from "
+        "samples. The gap is proven: no plan of the space is faster by more. From the shell:\n"
+    )
+    yield from _table(
+        ("command", "seconds"), [(f"`{one['command']}`", f"{one['clock_s']:.2f}") for one in content["commands"]]
+    )
+
+
+def overhead(content: Any) -> Iterator[str]:
+    """Every ratio and fraction that the benchmark keeps."""
+    found = {name: value for name, value in content.items() if isinstance(value, float)}
+    yield from _table(("figure", "value"), [(f"`{name}`", f"{value:.4g}") for name, value in found.items()])
+
+
+def predictors(content: Any) -> Iterator[str]:
+    """Per question, both answers."""
+    rows = []
+    for one in content["rows"]:
+        if one["ours"] is None:
+            rows.append((f"{one['peer']}: {one['question']}", one["why"], "", "", ""))
+            continue
+        worth = format_bytes if one["unit"] == "B" else (lambda value, unit=one["unit"]: f"{value:.4g} {unit}".strip())
+        answers = [worth(one["ours"]), worth(one["theirs"])]
+        rows.append(
+            (f"{one['peer']}: {one['question']}", one["account"], *answers, f"{one['difference_frac'] * 100:+.2f} %")
+        )
+    yield from _table(("question", "figure", "protwin", "other", "difference"), rows, words=2)
+
+
+def gpu(content: Any) -> Iterator[str]:
+    """Per section, its checks."""
+    rows = []
+    for section in content["sections"]:
+        met = sum(check["is_met"] for check in section["checks"])
+        state = "as claimed" if section["is_met"] else section["not_done"] or "missed"
+        rows.append((section["name"], state, f"{met} of {len(section['checks'])}"))
+    yield from _table(("section", "state", "checks met"), rows, words=2)
+
+
+BENCHMARKS: Final = (
+    Benchmark(
+        "prove",
+        "make prove ARGS=--keep",
+        "proof",
+        "Proof of the runtime",
+        "Does training by a plan equal the plain loop, keep its account of memory, and survive kills and lack of "
+        "memory? All models are tiny, so that small errors show.",
+        proof,
+    ),
+    Benchmark(
+        "bench-fidelity",
+        "python benchmarks/fidelity.py --keep",
+        "fidelity",
+        "Fidelity of predictions",
+        "How far are predicted time and peak from measured ones, over plans and models that no factor was fitted to?",
+        fidelity,
+    ),
+    Benchmark(
+        "bench-peers",
+        "python benchmarks/peers.py --keep",
+        "peers",
+        "Other systems that offload",
+        "How long does a step take with FSDP2 and DeepSpeed ZeRO-3, with CPU offload, and with protwin?",
+        peers,
+    ),
+    Benchmark(
+        "bench-search",
+        "python benchmarks/search.py --keep",
+        "search",
+        "Speed of the search",
+        "How long does a search take, beside brute force and beside a vectorised evaluation of all plans?",
+        search,
+    ),
+    Benchmark(
+        "bench-overhead",
+        "python benchmarks/overhead.py --keep",
+        "overhead",
+        "Overhead of the runtime",
+        "What does the runtime cost beside the plain loop, with fast and with throttled links?",
+        overhead,
+    ),
+    Benchmark(
+        "bench-predictors",
+        "python benchmarks/predictors.py --output FILE",
+        "predictors",
+        "Other predictors",
+        "What do other programs predict that need no hardware either?",
+        predictors,
+    ),
+    Benchmark(
+        "bench-gpu",
+        "make bench-gpu",
+        "gpu",
+        "Proof on a GPU",
+        "Do equality, memory and predictions hold on a GPU?",
+        gpu,
+    ),
+)
+
+
+if __name__ == "__main__":
+    main()

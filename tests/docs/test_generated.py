@@ -1,0 +1,119 @@
+"""Generated pages and pictures are fresh, and say what they are generated from."""
+
+from __future__ import annotations
+
+import json
+import re
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from protwin.shared.cli.root import root_command
+from tests.docs.documents import DOCUMENTS, ROOT
+
+DOCS = ROOT / "docs"
+
+
+def script(name: str) -> dict[str, Any]:
+    return runpy.run_path(str(DOCS / f"{name}.py"))
+
+
+def kept(prefix: str) -> Any:
+    (path,) = sorted((ROOT / "benchmarks" / "results").glob(f"{prefix}-*.json"))[-1:]
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module")
+def results() -> dict[str, Any]:
+    return script("results_page")
+
+
+def test_commands_are_fresh() -> None:
+    assert script("command_reference")["page"]() == (DOCS / "commands.md").read_text(), "run make docs"
+
+
+def test_every_option_of_a_command_is_on_its_page() -> None:
+    """Held against what the command prints for --help, which is another way through the same definitions."""
+    for name, command in root_command().commands.items():
+        section = (DOCS / "commands.md").read_text().split(f"\n## protwin {name}\n")[1].split("\n## ")[0]
+        printed = CliRunner().invoke(command.load(), ["--help"]).output
+        shown = set(re.findall(r"^  (?:-\w, )?(--[a-z][\w-]+)", printed, re.MULTILINE)) - {"--help"}
+        assert shown <= set(re.findall(r"`(?:-\w, )?(--[a-z][\w-]+)", section)), name
+        assert shown or "Commands:" in printed
+
+
+@pytest.mark.parametrize("face", ["shared", "sim", "runtime", "calibration"])
+def test_python_pages_are_fresh(face: str) -> None:
+    assert script("python_reference")["page"](face) == (DOCS / "python" / f"{face}.md").read_text(), "run make docs"
+
+
+def test_the_picture_is_fresh() -> None:
+    assert script("iteration_picture")["picture"]() == (DOCS / "iteration.svg").read_text(), "run make docs"
+
+
+def test_results_are_fresh(results: dict[str, Any]) -> None:
+    assert results["page"]() == (DOCS / "results.md").read_text(), "run make docs"
+    assert f"\n{results['summary']()}\n" in (ROOT / "README.md").read_text(), "run make docs"
+
+
+def test_results_say_what_was_missed(results: dict[str, Any]) -> None:
+    missed = [
+        claim for section in kept("proof")["sections"].values() for claim in section["claims"] if not claim["is_shown"]
+    ]
+    for claim in missed:
+        assert f"- {claim['subject']}, {claim['claim']}: {claim['failures'][0]}" in results["page"]()
+        assert claim["subject"] in results["summary"]()
+    assert ("**missed**" in results["summary"]()) == bool(missed)
+
+
+def test_results_hold_the_kept_figures(results: dict[str, Any]) -> None:
+    page = results["page"]()
+    for model in kept("fidelity"):
+        assert f"| {model['worst_iteration_error_frac'] * 100:.1f} % |" in page
+    for row in kept("search")["searches"]:
+        assert f"| {row['case']} | {row['num_plans']:,} |" in page
+
+
+def test_a_benchmark_without_a_kept_result_is_named_so(results: dict[str, Any], tmp_path: Path) -> None:
+    """Every benchmark of the Makefile has its place, kept or not."""
+    page = results["page"](tmp_path)
+    targets = re.findall(r"^(bench-\w+|prove):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert {one.target for one in results["BENCHMARKS"]} == set(targets)
+    assert page.count("**No result is kept.**") == page.count("| no result kept |") == len(targets)
+
+
+def test_the_newest_result_counts(results: dict[str, Any], tmp_path: Path) -> None:
+    for name in ("gpu-2026-09-30-b.json", "gpu-2026-10-01-a.json", "proof-2026-12-01.json"):
+        (tmp_path / name).touch()
+    assert results["newest"](tmp_path, "gpu").name == "gpu-2026-10-01-a.json"
+    assert results["newest"](tmp_path, "search") is None
+
+
+def test_every_benchmark_can_be_shown(results: dict[str, Any]) -> None:
+    """Results that nobody has kept yet, in the form in which their benchmarks write them."""
+    row = {"peer": "P", "question": "q", "account": "peak", "unit": "B", "ours": 2**30, "theirs": 2**29, "why": ""}
+    rows = [row | {"difference_frac": 1.0}, row | {"ours": None, "theirs": None, "why": "it cannot", "unit": "s"}]
+    shown = "\n".join(results["predictors"]({"rows": rows}))
+    assert "| P: q | peak | 1 GiB | 512 MiB | +100.00 % |" in shown
+    assert "| P: q | it cannot |" in shown
+    assert "| `noting_frac` | 0.004 |" in list(results["overhead"]({"noting_frac": 0.004, "rounds": 20}))
+    section = {"name": "proof", "is_met": False, "not_done": "", "checks": [{"is_met": True}, {"is_met": False}]}
+    assert "| proof | missed | 1 of 2 |" in list(results["gpu"]({"sections": [section]}))
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_files_that_documents_name_exist(document: Path) -> None:
+    if document.name in ("CHANGELOG.md", "exceptions.md"):
+        return
+    named = re.findall(
+        r"`((?:shared|sim|runtime|calibration|benchmarks|docs|examples|tests)/[\w./-]+\.\w+)`", document.read_text()
+    )
+    assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+def test_the_index_lists_every_decision() -> None:
+    pages = {path.name for path in (DOCS / "decisions").glob("0*.md")}
+    assert set(re.findall(r"\]\((0[\w-]+\.md)\)", (DOCS / "decisions" / "README.md").read_text())) == pages
