@@ -73,9 +73,10 @@ class DeviceChunk:
         if is_persistent and device.ledger is not None:
             device.ledger.allocate(chunk.size_bytes, f"chunk {chunk.id}", Content.PARAMETERS)
         self._flat = device.empty(chunk.size_bytes, f"chunk {chunk.id}")
-        if device.ledger is not None:
-            device.ledger.ignore([self._flat])
         self._home = None if is_persistent else device.host_buffer(chunk.size_bytes)
+        if device.ledger is not None:
+            # Evaluation gathers on the compute thread, whose operations the ledger watches: the home is the host's.
+            device.ledger.ignore([self._flat, *([] if self._home is None else [self._home])])
         is_staged = not is_persistent and chunk.is_trainable
         self._staging = device.host_buffer(chunk.staging_bytes) if is_staged else None
         self._arrivals = device.host_buffer(chunk.staging_bytes) if is_staged and has_arrivals else None

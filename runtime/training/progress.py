@@ -57,52 +57,16 @@ class Call(Enum):
 
 
 _P, _C = TrainingPhase, Call
+_ENDS: Final = {_C.FAIL: _P.FAILED, _C.CLOSE: _P.CLOSED}
+_GIVEN_UP: Final = {_C.SKIP_STEP: _P.IDLE, **_ENDS}
 TRANSITIONS: Final[Mapping[TrainingPhase, Mapping[Call, TrainingPhase]]] = {
-    _P.IDLE: {
-        _C.FORWARD: _P.FORWARD,
-        _C.BETWEEN_STEPS: _P.IDLE,
-        _C.EVALUATE: _P.EVALUATING,
-        _C.SKIP_STEP: _P.IDLE,
-        _C.FAIL: _P.FAILED,
-        _C.CLOSE: _P.CLOSED,
-    },
-    _P.FORWARD: {
-        _C.BACKWARD: _P.BACKWARD,
-        _C.SKIP_STEP: _P.IDLE,
-        _C.FAIL: _P.FAILED,
-        _C.CLOSE: _P.CLOSED,
-    },
-    _P.BACKWARD: {
-        _C.END_MICRO_BATCH: _P.BETWEEN_MICRO_BATCHES,
-        _C.END_BACKWARD: _P.STEP,
-        _C.SKIP_STEP: _P.IDLE,
-        _C.FAIL: _P.FAILED,
-        _C.CLOSE: _P.CLOSED,
-    },
-    _P.BETWEEN_MICRO_BATCHES: {
-        _C.FORWARD: _P.FORWARD,
-        _C.SKIP_STEP: _P.IDLE,
-        _C.FAIL: _P.FAILED,
-        _C.CLOSE: _P.CLOSED,
-    },
-    _P.STEP: {
-        _C.STEP: _P.IDLE,
-        _C.SKIP_STEP: _P.IDLE,
-        _C.FAIL: _P.FAILED,
-        _C.CLOSE: _P.CLOSED,
-    },
-    _P.EVALUATING: {
-        _C.BETWEEN_STEPS: _P.EVALUATING,
-        _C.END_EVALUATION: _P.IDLE,
-        _C.SKIP_STEP: _P.EVALUATING,
-        _C.FAIL: _P.FAILED,
-        _C.CLOSE: _P.CLOSED,
-    },
-    _P.FAILED: {
-        _C.SKIP_STEP: _P.IDLE,
-        _C.FAIL: _P.FAILED,
-        _C.CLOSE: _P.CLOSED,
-    },
+    _P.IDLE: {_C.FORWARD: _P.FORWARD, _C.BETWEEN_STEPS: _P.IDLE, _C.EVALUATE: _P.EVALUATING, **_GIVEN_UP},
+    _P.FORWARD: {_C.BACKWARD: _P.BACKWARD, **_GIVEN_UP},
+    _P.BACKWARD: {_C.END_MICRO_BATCH: _P.BETWEEN_MICRO_BATCHES, _C.END_BACKWARD: _P.STEP, **_GIVEN_UP},
+    _P.BETWEEN_MICRO_BATCHES: {_C.FORWARD: _P.FORWARD, **_GIVEN_UP},
+    _P.STEP: {_C.STEP: _P.IDLE, **_GIVEN_UP},
+    _P.EVALUATING: {_C.BETWEEN_STEPS: _P.EVALUATING, _C.END_EVALUATION: _P.IDLE, **_ENDS},
+    _P.FAILED: _GIVEN_UP,
     # A scheduler may set the learning rate while it is being resumed.
     _P.LOST: {_C.BETWEEN_STEPS: _P.LOST, _C.FAIL: _P.LOST, _C.CLOSE: _P.CLOSED},
     # ``with`` closes once more, and has an error told that came after the first time.
