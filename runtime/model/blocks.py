@@ -21,13 +21,14 @@ class NamedBlock:
 def find_blocks(model: nn.Module, names: str | Sequence[str] | None = None) -> tuple[NamedBlock, ...]:
     """The model's blocks in the order of its module tree.
 
-    ``names``: the path of a container (``"model.layers"``), or the paths of the blocks themselves; None finds every
-    outermost ``ModuleList`` or ``Sequential`` whose members are of one class and hold parameters; the classes of a
+    ``names``: the path of a container (``"model.layers"``), or the paths of the blocks themselves, among which a list
+    of modules stands for its members unless it is a ``Sequential`` in a list itself; None finds every outermost
+    ``ModuleList`` or ``Sequential`` whose members are of one class and hold parameters; the classes of a
     ``ModuleList`` may take turns (attention and state-space layers).  Encoder and decoder of one model are found
     together.  Raises WorkloadError if there are none, naming what the model has.
     """
     if names is not None:
-        return _named(model, [names] if isinstance(names, str) else list(names))
+        return _members(model, names) if isinstance(names, str) else _named(model, list(names))
     found: list[NamedBlock] = []
     taken: list[str] = []
     for path, module in model.named_modules():
@@ -79,24 +80,39 @@ def _size(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
+def _members(model: nn.Module, path: str) -> tuple[NamedBlock, ...]:
+    """The members of the container at ``path``; the module itself where it has no members to run."""
+    module = _module(model, path)
+    if not isinstance(module, nn.ModuleList | nn.Sequential):
+        return (NamedBlock(path, module),)
+    found = tuple(NamedBlock(f"{path}.{key}" if path else key, child) for key, child in module.named_children())
+    if not found:
+        raise WorkloadError(f"{path} holds no modules. Name a list of blocks.")
+    return found
+
+
 def _named(model: nn.Module, names: list[str]) -> tuple[NamedBlock, ...]:
-    modules = dict(model.named_modules())
     found: list[NamedBlock] = []
     for name in names:
-        if name not in modules:
-            near = [path for path, module in modules.items() if isinstance(module, nn.ModuleList | nn.Sequential)]
-            raise WorkloadError(
-                f"the model has no module {name!r}. Its lists of modules are: {', '.join(near) or 'none'}."
-            )
-        module = modules[name]
-        if isinstance(module, nn.ModuleList | nn.Sequential):
-            found += [NamedBlock(f"{name}.{key}", child) for key, child in module.named_children()]
-        else:
-            found.append(NamedBlock(name, module))
+        module = _module(model, name)
+        parent = _module(model, name.rpartition(".")[0]) if name else None
+        # A Sequential that is a member of a list runs as one block; elsewhere it is a stack of them.
+        is_block = isinstance(module, nn.Sequential) and isinstance(parent, nn.ModuleList | nn.Sequential)
+        found += [NamedBlock(name, module)] if is_block else _members(model, name)
     for first in found:
         for second in found:
             if first is not second and second.name.startswith(f"{first.name}."):
                 raise WorkloadError(f"block {second.name} lies inside block {first.name}. Name one of the two.")
     if not found:
-        raise WorkloadError(f"{', '.join(names)} holds no modules. Name a list of blocks.")
+        raise WorkloadError("the list of blocks is empty and holds no modules. Name a list of blocks.")
     return tuple(found)
+
+
+def _module(model: nn.Module, path: str) -> nn.Module:
+    try:
+        return model.get_submodule(path)
+    except AttributeError:
+        lists = [name for name, at in model.named_modules() if isinstance(at, nn.ModuleList | nn.Sequential) and name]
+        raise WorkloadError(
+            f"the model has no module {path!r}. Its lists of modules are: {', '.join(lists) or 'none'}."
+        ) from None

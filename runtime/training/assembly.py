@@ -24,6 +24,7 @@ from ..devices.device import TrainingDevice
 from ..hooks.section_walker import SectionWalker
 from ..hooks.swapping import swapped_blocks
 from ..model.blocks import find_blocks
+from ..model.kept_tensors import kept_tensors
 from ..model.ownership import TakenOver, check_model, taken_over
 from ..model.snapshot import without_cache
 from ..optimizers.chunk_optimizer import MakeOptimizer, group_options
@@ -132,7 +133,7 @@ class Assembly:
         layout = build_layout(workload.parameters, num_blocks=workload.num_blocks, chunk_bytes=plan.chunk_bytes)
         schedule = compile_schedule(plan, workload, layout)
         verify_schedule(schedule, plan, workload, layout)
-        metering = _metering(device, self.settings.meter_every)
+        metering = _metering(device, self.settings.meter_every, model)
         policy = self._policy(scaler)
         blocks = find_blocks(model, [block.name for block in workload.blocks])
         # What is entered or called back on the stack is undone in the opposite order: hooks go before lanes, lanes
@@ -223,8 +224,8 @@ class Assembly:
             return [enter, leave, *refusing_late_gradients(placed.chunks, compute.has_left)]
 
 
-def _metering(device: TrainingDevice, meter_every: int | None) -> Metering:
+def _metering(device: TrainingDevice, meter_every: int | None, model: nn.Module) -> Metering:
     """The device's ledger, or its allocator."""
     if device.ledger is not None:
-        return LedgerMetering(device.ledger, meter_every)
+        return LedgerMetering(device.ledger, meter_every, lambda: kept_tensors(model.modules()))
     return AllocatorMetering(device, meter_every)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 import torch
@@ -201,6 +202,52 @@ def test_a_model_without_blocks_is_told_how_to_name_them() -> None:
         trace(NoStack(), torch.ones(2, 4))
     workload = trace(NoStack(), torch.ones(2, 4), blocks=["first", "second"], repeats=0)
     assert [block.name for block in workload.blocks] == ["first", "second"]
+
+
+class Stacked(nn.Module):
+    """Blocks that are lists of modules themselves, in a list that is called (a) and in one that is not (b)."""
+
+    def __init__(self, in_list: bool) -> None:
+        super().__init__()
+        blocks = [nn.Sequential(nn.Linear(24, 40), nn.GELU(), nn.Linear(40, 24)) for _ in range(5)]
+        self.body: nn.ModuleList | nn.Sequential = nn.ModuleList(blocks) if in_list else nn.Sequential(*blocks)
+        self.head = nn.Linear(24, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if isinstance(self.body, nn.Sequential):
+            return self.head(self.body(x)).square().mean()
+        for block in self.body:
+            x = x + block(x)
+        return self.head(x).square().mean()
+
+
+@pytest.mark.parametrize("build", [partial(Stacked, True), partial(Stacked, False)], ids=["list", "sequential"])
+def test_blocks_may_be_sequential_themselves(build: Callable[[], Stacked]) -> None:
+    torch.manual_seed(0)
+    plain, batch = build(), torch.randn(4, 24)
+    model, names = copy.deepcopy(plain), [f"body.{block}" for block in range(5)]
+    for named in (None, "body", ["body"], names):
+        assert [block.name for block in find_blocks(model, named)] == names
+    assert [
+        block.name for block in trace(copy.deepcopy(model).to("meta"), batch.to("meta"), loss=given).blocks
+    ] == names
+    workload = trace(model, batch, loss=given, repeats=0)
+    plan = Plan(workload_id=workload.identity, chunk_bytes=2**14, n_persist=1, n_buffer=2, n_checkpoint=2)
+    optimizer = torch.optim.AdamW(plain.parameters(), fused=True)
+    with carry_out(model, plan, workload) as training:
+        for _ in range(3):
+            model(batch).backward()
+            training.step()
+            plain(batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(found, expected)
+
+
+def given(output: torch.Tensor, batch: object) -> torch.Tensor:
+    """The model gives its loss."""
+    return output
 
 
 @pytest.mark.parametrize(
