@@ -209,7 +209,7 @@ def _norm(value: torch.Tensor, of: GradientStandIns, *, num_gradients: int, is_f
 def _stand_in(parameter: nn.Parameter, of: GradientStandIns) -> StandIn:
     with torch._C.DisableTorchFunctionSubclass():
         # torch takes a gradient of the parameter's shape, dtype and device alone; memory it needs none.
-        shape = torch.empty(1, dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
+        shape = torch.empty((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
         shape.untyped_storage().resize_(0)
         made = shape.as_subclass(StandIn)
     made.of, made.parameter, made.held = of, id(parameter), None

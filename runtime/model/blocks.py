@@ -60,13 +60,16 @@ def _nothing_found(model: nn.Module) -> WorkloadError:
         for path, module in model.named_modules()
         if isinstance(module, nn.ModuleList | nn.Sequential) and path and _size(module) > 0
     ]
-    if lists:
+    if lists and not isinstance(model, nn.Sequential):
         largest, module = max(lists, key=lambda found: _size(found[1]))
         classes = sorted({type(child).__name__ for child in module.children()})
         why = (
             f"of its lists of modules, none has members that are alike and made of parts; {largest}, the largest, has "
             f"members of {', '.join(classes)}. If these run one after the other, name them: blocks='{largest}'"
         )
+    elif isinstance(model, nn.Sequential):
+        children = ", ".join(f"{name} ({type(child).__name__})" for name, child in model.named_children()) or "none"
+        why = f"its members are not alike. Name those that are: blocks=['1', '2', ...]; the members are: {children}"
     else:
         children = ", ".join(f"{name} ({type(child).__name__})" for name, child in model.named_children()) or "none"
         why = (

@@ -1,0 +1,78 @@
+"""Parameters of no dim and of one element train as any other, in every residency."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import clip_grad_norm_
+
+from protwin.runtime import carry_out, trace
+from protwin.shared.basics.errors import WorkloadError
+from protwin.shared.schema.plan import Plan
+
+
+class Gated(nn.Module):
+    """A residual block with a gate of no dim and a scale of one element."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(16, 16)
+        self.gate = nn.Parameter(torch.tensor(0.5))
+        self.scale = nn.Parameter(torch.full((1, 1), 0.9))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale + torch.tanh(self.gate) * self.inner(x)
+
+
+class Scaled(nn.Module):
+    """A stack of them, with a temperature of no dim outside the blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.ModuleList(Gated() for _ in range(4))
+        self.temperature = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.body:
+            x = block(x)
+        return (x * self.temperature.exp()).square().mean()
+
+
+@pytest.mark.parametrize("n_persist", [0, 1, 3])
+@pytest.mark.parametrize("limit", [None, 0.01])
+def test_they_equal_the_plain_loop(n_persist: int, limit: float | None) -> None:
+    torch.manual_seed(0)
+    plain, batch = Scaled(), torch.randn(4, 16)
+    model = copy.deepcopy(plain)
+    workload = trace(model, batch, loss=lambda output, _: output, repeats=0)
+    plan = Plan(
+        workload_id=workload.identity,
+        chunk_bytes=2**12,
+        n_persist=n_persist,
+        n_buffer=min(2, 3 - n_persist),
+        n_checkpoint=1,
+        max_gradient_norm=limit,
+    )
+    optimizer = torch.optim.AdamW(plain.parameters(), fused=True)
+    with carry_out(model, plan, workload) as training:
+        for _ in range(3):
+            model(batch).backward()
+            training.step()
+            plain(batch).backward()
+            if limit is not None:
+                clip_grad_norm_(plain.parameters(), limit)
+            optimizer.step()
+            optimizer.zero_grad()
+    for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_a_sequential_model_is_told_to_name_its_blocks() -> None:
+    model = nn.Sequential(nn.Linear(16, 16), *(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(3)))
+    with pytest.raises(WorkloadError, match=r"its members are not alike.*blocks=\['1', '2', ...\].*0 \(Linear\), 1"):
+        trace(model, torch.randn(2, 16), loss=lambda output, _: output.mean(), repeats=0)
+    named = trace(model, torch.randn(2, 16), loss=lambda output, _: output.mean(), blocks=["1", "2", "3"], repeats=0)
+    assert [block.name for block in named.blocks] == ["1", "2", "3"]
