@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -227,5 +228,12 @@ class Assembly:
 def _metering(device: TrainingDevice, meter_every: int | None, model: nn.Module) -> Metering:
     """The device's ledger, or its allocator."""
     if device.ledger is not None:
-        return LedgerMetering(device.ledger, meter_every, lambda: kept_tensors(model.modules()))
+        # No part of a training may keep its model alive: a training that is dropped with its model says so and ends.
+        held = weakref.ref(model)
+
+        def kept() -> Iterable[torch.Tensor]:
+            found = held()
+            return kept_tensors(found.modules()) if found is not None else ()
+
+        return LedgerMetering(device.ledger, meter_every, kept)
     return AllocatorMetering(device, meter_every)
