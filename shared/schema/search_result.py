@@ -8,6 +8,7 @@ from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveIn
 
 from ..basics.documents import Document, FrozenModel
 from .plan import ParallelMode, Plan
+from .plan_kind import PlanKind, Uncertainty
 from .record import Record
 
 
@@ -15,6 +16,7 @@ class PlanOutcome(FrozenModel):
     """What the search knows of one plan that fits."""
 
     plan: Plan
+    kind: PlanKind
     iteration_s: PositiveFloat
     is_simulated: bool
     """Whether the simulator ran it; otherwise it was replayed by the same rules, beside many others, and the two agree
@@ -24,6 +26,48 @@ class PlanOutcome(FrozenModel):
     pinned_host_bytes: NonNegativeInt
     host_bytes: NonNegativeInt
     """Host memory that is not pinned: optimizer state of offloaded chunks."""
+
+
+class Lack(FrozenModel):
+    """What a plan needs beyond a budget."""
+
+    memory: str
+    """Of what there is too little, in words."""
+    size_bytes: PositiveInt
+
+
+class Baseline(FrozenModel):
+    """A plan that nobody searched for, simulated on the same machine: plain training, or what another system does."""
+
+    name: str
+    how: str
+    """What it does, in words."""
+    plan: Plan
+    kind: PlanKind
+    num_samples: PositiveInt
+    """Per iteration, of all ranks together."""
+    num_tokens: PositiveInt
+    iteration_s: PositiveFloat
+    """As if the memory were there, where it is lacking."""
+    guaranteed_peak_device_bytes: NonNegativeInt
+    expected_segments_bytes: NonNegativeInt | None = None
+    """What PyTorch's allocator is expected to hold with its default settings; None where the plan lacks memory without
+    it, and where the CPU is the device."""
+    pinned_host_bytes: NonNegativeInt
+    host_bytes: NonNegativeInt
+    """Host memory that is not pinned."""
+    lacking: tuple[Lack, ...] = ()
+    """By how much it does not fit; nothing if it does."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether there is enough of every memory."""
+        return not self.lacking
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Throughput, of all ranks together."""
+        return self.num_tokens / self.iteration_s
 
 
 class Certificate(FrozenModel):
@@ -108,19 +152,41 @@ class SearchResult(Document):
     device_budget_bytes: PositiveInt
     host_budget_bytes: NonNegativeInt
     plan: Plan
+    """The recommended plan."""
+    kind: PlanKind
     prediction: Record
+    survives: bool
+    """Whether the segments of PyTorch's allocator are expected to fit with its default settings, and the margin with
+    them; true where the device has none."""
+    margin_frac: NonNegativeFloat
+    """Share of the device's memory that is to stay free beside these segments."""
+    uncertainty: Uncertainty
+    """A plan of a less simple kind is recommended only if it is faster by more."""
+    baselines: tuple[Baseline, ...] = ()
+    """What people do without a search, on the same machine."""
+    expandable: PlanOutcome | None = None
+    """A faster plan whose segments fit only with expandable segments."""
+    passed_over: PlanOutcome | None = None
+    """A faster plan of a less simple kind, the gain of which is within the uncertainty."""
     certificate: Certificate
     alternatives: tuple[PlanOutcome, ...]
     """The next best plans that differ in chunk size, persistent chunks or checkpointed blocks, fastest first."""
     pareto: tuple[PlanOutcome, ...]
     """The front of iteration time against guaranteed device peak, of the plans that the search looked at closely.
 
-    Fastest first; each is slower than those before it, and needs at least one percent less memory.
+    Fastest first; each is slower than those before it, and needs at least one percent less memory.  Plans of a less
+    simple kind than the recommended one count from its time on: a gain below the uncertainty is none.
     """
     what_if: tuple[WhatIf, ...] = ()
     """What other machines would change, if that was asked."""
     modes: tuple[ModeChoice, ...] = ()
     """Of several ranks: every parallel mode that was allowed, over all sizes of the micro-batch where several were."""
+
+    @property
+    def best_baseline(self) -> Baseline | None:
+        """The fastest baseline that fits; None if none does."""
+        fitting = [baseline for baseline in self.baselines if baseline.fits]
+        return max(fitting, key=lambda baseline: baseline.tokens_per_s, default=None)
 
     @property
     def gap_frac(self) -> float:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 from ..basics.units import format_bytes
 from ..schema.memory_accounts import DeviceReserved, HostMemory, PinnedRule
 from ..schema.record import Record
+
+DEFAULT_SETTINGS: Final = "the allocator's default settings"
+EXPANDABLE_SETTING: Final = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +82,7 @@ def _advice(reserved: DeviceReserved) -> str:
     enough = f"{format_bytes(reserved.expandable_bytes)} are expected"
     if reserved.expandable_retries:
         enough = "free pages go back in time"
-    setting = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
-    return f"Set {setting}, as protwin run does, with which {enough}, or lower --device-budget."
+    return f"Set {EXPANDABLE_SETTING}, as protwin run does, with which {enough}, or lower --device-budget."
 
 
 def host_warning(record: Record, memory_bytes: int) -> str | None:

@@ -7,6 +7,7 @@ from typing import Final
 
 from ..basics.units import format_bytes, format_seconds
 from ..schema.search_result import BatchSearchResult, Certificate, PlanOutcome, SearchResult, WhatIf
+from .answer import baseline_table, recommendation
 from .labels import NO_VALUE, format_error, format_share, how_much_faster, knobs
 from .record import record_tables
 from .table import Parts, Table, breakable
@@ -16,8 +17,10 @@ _MOST_ROWS: Final = 10
 
 
 def search_tables(result: SearchResult) -> Parts:
-    """Everything that a search answers, the plan first."""
-    parts = [*record_tables(result.prediction), f"{budget_sentence(result)}\n{certificate_sentence(result)}"]
+    """Everything that a search answers: the baselines and the recommendation first, then its plan and the proof."""
+    title, *parts = record_tables(result.prediction)
+    first = [title, *([baseline_table(result)] if result.baselines else []), recommendation(result)]
+    parts = [*first, *parts, f"{budget_sentence(result)}\n{certificate_sentence(result)}"]
     if result.modes:
         parts.append(mode_table(result))
     if result.alternatives:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import zip_longest
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -16,6 +17,7 @@ from ...shared.cli.options import changes_of, warn
 from ...shared.schema.hardware import Hardware
 from ...shared.schema.plan import ParallelMode, Plan
 from ...shared.schema.record import Record
+from ..searching.confidence import DEFAULT_MARGIN_FRAC
 from ..space.space import LARGEST_KNOB
 from ..space.step_spec import MOST_MICRO_BATCHES, MOST_RANKS, check_ranks
 
@@ -57,6 +59,21 @@ WhatIfQuestions = Annotated[
         help="Search again with another part (rtx-4090, pcie5-x16), with changes as --set takes them, or, with nothing "
         "named, with more, less or faster parts (repeatable).",
     ),
+]
+Margin = Annotated[
+    float | None,
+    typer.Option(
+        "--margin",
+        metavar="PERCENT",
+        min=0,
+        max=99,
+        help=f"Share of the device's memory that stays free beside the allocator's segments; "
+        f"{DEFAULT_MARGIN_FRAC * 100:g} unless given.",
+    ),
+]
+BaselinePlans = Annotated[
+    list[Path] | None,
+    typer.Option("--baseline", metavar="FILE", help="Lay this plan beside the recommended one (repeatable)."),
 ]
 NumRanks = Annotated[
     int | None,

@@ -41,10 +41,12 @@ from ...shared.cli.report_options import ReportPath, write_report
 from ...shared.compile.compile import compile_schedule
 from ...shared.schema.calibration import Calibration
 from ...shared.schema.hardware import Hardware
+from ...shared.schema.plan import Plan
 from ...shared.schema.search_result import BatchSearchResult, SearchResult
 from ...shared.schema.workload import Workload
 from ...shared.workloads.source import resolve_workload, saved_sizes
 from ..memory.libraries import rank_host_bytes
+from ..searching.confidence import DEFAULT_MARGIN_FRAC
 from ..searching.request import GlobalBatch, SearchRequest, Step
 from ..searching.search import search_batches
 from ..space.space import LARGEST_KNOB, SearchSpace
@@ -53,7 +55,9 @@ from .options import (
     AllowedModes,
     AllowedShards,
     AllowedSwaps,
+    BaselinePlans,
     GlobalBatchSize,
+    Margin,
     MaxGradientNorm,
     MicroBatches,
     NumRanks,
@@ -143,6 +147,8 @@ def search_command(
     num_ranks: NumRanks = None,
     parallel: AllowedModes = None,
     questions: WhatIfQuestions = None,
+    margin: Margin = None,
+    baseline: BaselinePlans = None,
     output: OutputPath = None,
     report: ReportPath = None,
     as_json: JsonFlag = False,
@@ -156,7 +162,12 @@ def search_command(
     check_batch(global_batch, batch_size, micro_batches)
     keep_apart(
         {"--output": output, "--report": report},
-        {"--model": model, "--hardware": hardware, "--calibration": calibration},
+        {
+            "--model": model,
+            "--hardware": hardware,
+            "--calibration": calibration,
+            **{f"--baseline {path}": path for path in baseline or ()},
+        },
     )
     machine = machine_of(hardware, changes)
     check_budget(device_budget_bytes, machine)
@@ -196,6 +207,8 @@ def search_command(
             hardware=machine,
             calibration=factors,
             device_budget_bytes=device_budget_bytes,
+            margin_frac=DEFAULT_MARGIN_FRAC if margin is None else margin / 100,
+            baselines=tuple((str(path), Plan.load(path)) for path in baseline or ()),
             space=space,
             step=Step(
                 micro_batches=micro_batches or 1,

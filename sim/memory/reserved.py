@@ -53,7 +53,7 @@ def device_reserved(
         RequestLog(program, static, workspaces=workspaces, inside=inside)
         for inside in (Inside.LATEST_FIRST, Inside.AT_ONCE)
     )
-    limit_bytes = max(1, device.memory_bytes - outside_allocator_bytes(device) - beside_bytes)
+    limit_bytes = _limit_bytes(device, beside_bytes)
     expected = replay(log, CachingAllocator())
     coarse = replay(coarse_log, CachingAllocator(), max_iterations=_COARSE_ITERATIONS)
     num_retries: int | None = 0
@@ -79,6 +79,39 @@ def device_reserved(
         num_iterations=expected.num_iterations,
         is_settled=expected.is_settled,
     )
+
+
+def segment_limit_bytes(device: Device, *, beside_bytes: int = 0, margin_frac: float = 0.0) -> int | None:
+    """The most that segments may take if ``margin_frac`` of the device's memory is to stay free besides.
+
+    None where the CPU is the device, which has no segments.  ``beside_bytes``: as of ``device_reserved``.
+    """
+    if device.kind is DeviceKind.CPU:
+        return None
+    return _limit_bytes(device, beside_bytes) - round(margin_frac * device.memory_bytes)
+
+
+def expected_segments_bytes(
+    schedule: Schedule,
+    workload: Workload,
+    layout: Layout,
+    device: Device,
+    *,
+    order: HappensBefore | None = None,
+    expandable_segments: bool = False,
+) -> int:
+    """``DeviceReserved.expected_bytes`` alone, or ``expandable_bytes``: one replay, without a limit."""
+    log = RequestLog(
+        allocation_program(schedule, order),
+        static_tensors(schedule, workload.parameters, layout),
+        workspaces=matrix_workspaces(device),
+        inside=Inside.LATEST_FIRST,
+    )
+    return replay(log, CachingAllocator(expandable_segments=expandable_segments)).peak_reserved_bytes
+
+
+def _limit_bytes(device: Device, beside_bytes: int) -> int:
+    return max(1, device.memory_bytes - outside_allocator_bytes(device) - beside_bytes)
 
 
 def _retries(log: RequestLog, allocator: CachingAllocator) -> int | None:

@@ -53,17 +53,21 @@ def ask(
         change: The difference, in words.
         hardware: The machine as it might be.
         num_ranks: Ranks then; as many as now if None.
-        more_device_bytes: Added to the device budget.
+        more_device_bytes: Added to the device's memory and to the device budget.
         host_bytes: Takes the place of the host budget.
 
     Raises HardwareError if the ranks do not fit the machine.
     """
     step = request.step if num_ranks is None else replace(request.step, num_ranks=num_ranks)
+    if more_device_bytes:
+        memory_bytes = max(1, hardware.device.memory_bytes + more_device_bytes)
+        device = hardware.device.model_copy(update={"memory_bytes": memory_bytes})
+        hardware = hardware.model_copy(update={"device": device})
     changed = replace(request, hardware=hardware, step=step)
     device_bytes, own_host_bytes = changed.budgets_bytes()
     changed = replace(
         changed,
-        device_budget_bytes=device_bytes + more_device_bytes,
+        device_budget_bytes=device_bytes + (more_device_bytes if request.device_budget_bytes is not None else 0),
         host_budget_bytes=own_host_bytes if host_bytes is None else host_bytes,
     )
     return Question(change, changed)

@@ -11,8 +11,9 @@ import numpy as np
 
 from ...shared.compile.compile import compile_schedule
 from ...shared.schema.plan import Plan
+from ...shared.schema.plan_kind import PlanKind
 from ...shared.schema.schedule import Schedule
-from ..bounds.replay import REPLAY_FRAC, Replayer, ReplayPlan
+from ..bounds.replay import REPLAY_FRAC, ReplayPlan
 from ..engine.simulator import simulate_timing
 from ..engine.timing import Timing
 from .candidates import Candidate, Candidates
@@ -62,34 +63,40 @@ class Replayed:
 
 
 class BranchAndBound:
-    """One search under way.
+    """One search under way, over the plans of one kind.
 
     ``incumbent_s``: the best time known from elsewhere; plans that cannot beat it are not looked at.
     """
 
-    def __init__(
-        self,
-        problem: SearchProblem,
-        *,
-        tolerance_frac: float,
-    ) -> None:
+    def __init__(self, problem: SearchProblem, kind: PlanKind | None = None, *, tolerance_frac: float) -> None:
         self.problem = problem
+        self.kind = kind
         self.tolerance_frac = tolerance_frac
         self.max_replays: int | None = None
         """Ends the search after this many plans were replayed, once one fits."""
-        self.candidates = Candidates(problem)
-        self.replayer = Replayer(problem.compute, problem.contention)
+        self.candidates = Candidates(problem, kind)
         self.replayed: list[Replayed] = []
         """In their order."""
         self.num_replays = 0
         self.simulated: list[Simulated] = []
         self.incumbent_s = np.inf
         self.best: Simulated | None = None
+        """The fastest simulated plan within the limit of memory."""
+
+    @property
+    def num_candidates(self) -> int:
+        """Distinct plans."""
+        return self.candidates.num_candidates
+
+    @property
+    def own_best_s(self) -> float:
+        """The time of ``best``; infinite if there is none."""
+        return np.inf if self.best is None else self.best.timing.iteration_s
 
     @property
     def best_s(self) -> float:
         """The best time known, from here or from elsewhere."""
-        return self.incumbent_s if self.best is None else min(self.incumbent_s, self.best.timing.iteration_s)
+        return min(self.incumbent_s, self.own_best_s)
 
     @property
     def limit_s(self) -> float:
@@ -106,13 +113,27 @@ class BranchAndBound:
         """No plan that was not simulated takes less; infinite where all were, or do not fit."""
         return min([self.candidates.next_bound_s, *(found.bound_s for found in self.replayed[:1])])
 
+    @property
+    def fitting(self) -> list[Simulated]:
+        """The simulated plans within the limit of memory."""
+        limit_bytes = self.candidates.device_limit_bytes
+        return [found for found in self.simulated if found.candidate.peak_bytes <= limit_bytes]
+
+    def lower_limit(self, device_limit_bytes: int) -> None:
+        """Leave out every plan with a higher guaranteed peak, from here on and of those that are known."""
+        self.candidates.device_limit_bytes = min(self.candidates.device_limit_bytes, device_limit_bytes)
+        left = [found for found in self.replayed if found.candidate.peak_bytes <= device_limit_bytes]
+        self.candidates.num_bounded_by_memory += len(self.replayed) - len(left)
+        self.replayed = left
+        self.best = min(self.fitting, key=lambda found: found.order, default=None)
+
     def step(self) -> bool:
         """Replay one more batch of plans, and simulate those that may win; false if none is left that may."""
         if batch := self._batch(self.num_replays):
             self._replay(batch)
             self.num_replays += len(batch)
         while self.replayed and self.replayed[0].bound_s < self.limit_s:
-            self._simulate(self.replayed.pop(0).candidate)
+            self.simulate(self.replayed.pop(0).candidate)
         return bool(batch)
 
     def break_ties(self) -> None:
@@ -125,11 +146,11 @@ class BranchAndBound:
             if chosen is not None and found.candidate.simplicity >= chosen.candidate.simplicity:
                 return
             self.replayed.remove(found)
-            self._simulate(found.candidate)
+            self.simulate(found.candidate)
 
     def simplest_near(self) -> Simulated | None:
         """The simplest of the simulated plans within the tolerance of the best, if there is any."""
-        near = [found for found in self.simulated if found.timing.iteration_s <= self.near_s]
+        near = [found for found in self.fitting if found.timing.iteration_s <= self.near_s]
         return min(near, key=lambda found: found.candidate.simplicity, default=None)
 
     @property
@@ -156,14 +177,15 @@ class BranchAndBound:
             for candidate in batch
             for _, depth, mode in (candidate.index,)
         ]
-        periods_s = self.replayer.periods_s(plans)
+        periods_s = self.problem.replayer.periods_s(plans)
         found = []
         for candidate, period_s in zip(batch, periods_s.tolist(), strict=True):
             bound_s = candidate.bound_s if np.isnan(period_s) else max(candidate.bound_s, period_s * REPLAY_FRAC)
             found.append(Replayed(candidate, period_s, bound_s))
         self.replayed = sorted([*self.replayed, *found], key=lambda one: one.order)
 
-    def _simulate(self, candidate: Candidate) -> None:
+    def simulate(self, candidate: Candidate) -> Simulated:
+        """Compile and simulate a plan that was replayed."""
         problem = self.problem
         plan = problem.plan(candidate.layout, *candidate.index)
         schedule = compile_schedule(plan, problem.workload, problem.layouts[candidate.layout].grid.layout)
@@ -173,6 +195,7 @@ class BranchAndBound:
         self.simulated.append(found)
         if self.best is None or found.order < self.best.order:
             self.best = found
+        return found
 
 
 def was_interrupted(branches: Collection[BranchAndBound], work: Callable[[], None], *, keep: bool) -> bool:
@@ -187,17 +210,26 @@ def was_interrupted(branches: Collection[BranchAndBound], work: Callable[[], Non
 
 
 def run_in_turns(
-    branches: Sequence[BranchAndBound], on_progress: OnProgress, *, max_replays: int | None = None
+    branches: Sequence[BranchAndBound],
+    on_progress: OnProgress,
+    *,
+    incumbent_s: float = np.inf,
+    max_replays: int | None = None,
 ) -> None:
     """Search several spaces that share the best time: each step is taken where the lowest bound is.
 
-    A space is left out as a whole as soon as none of its plans can win.  ``max_replays`` ends the search after this
-    many plans of all spaces together, once one fits.  Of equal bounds the first space counts.
+    A space is left out as a whole as soon as none of its plans can win.  Of equal bounds the first space counts.
+
+    Args:
+        branches: The spaces.
+        on_progress: Told how many plans of how many are decided.
+        incumbent_s: A time from elsewhere that plans must beat.
+        max_replays: Ends the search after this many plans of all spaces together, once one fits.
     """
-    total = sum(branch.problem.num_candidates for branch in branches)
+    total = sum(branch.num_candidates for branch in branches)
     spent: set[int] = set()
     while True:
-        best_s = min(branch.best_s for branch in branches)
+        best_s = min(incumbent_s, *(branch.own_best_s for branch in branches))
         num_replays = sum(branch.num_replays for branch in branches)
         for branch in branches:
             branch.incumbent_s = best_s
@@ -214,6 +246,4 @@ def run_in_turns(
         if not branches[place].step():
             spent.add(place)
         on_progress(sum(branch.num_decided for branch in branches), total)
-    for branch in branches:
-        branch.break_ties()
     on_progress(total, total)

@@ -19,9 +19,9 @@ from typing import Final
 
 import numpy as np
 
+from ...shared.schema.plan_kind import PlanKind
 from ..bounds.exact_peaks import guaranteed_peaks
 from ..space.compute_table import FloatArray
-from ..space.gather_plan import GatherPlan, residency
 from ..space.rank_side_lanes import side_lanes_of
 from ..space.side_lanes import SideLanes
 from ..space.space import BoolArray, IntArray
@@ -104,14 +104,21 @@ _Entry = _Group | _Family | _Residency | _Plans
 
 
 class Candidates:
-    """The space as a queue; see [Note: Levels of a bound].  Deterministic: ties come out in the order of simplicity."""
+    """The plans of one kind as a queue; see [Note: Levels of a bound].  Ties come out in the order of simplicity.
 
-    def __init__(self, problem: SearchProblem) -> None:
+    ``kind``: None for the plans of all kinds.
+    """
+
+    def __init__(self, problem: SearchProblem, kind: PlanKind | None = None) -> None:
         self._problem = problem
+        self._kind = kind
+        self.num_candidates = 0
+        """Distinct plans of the kind."""
         self.num_bounded_by_memory = 0
+        self.device_limit_bytes = problem.device_budget_bytes
+        """Guaranteed peaks above it do not fit; may be lowered at any time."""
         self._ticket = count()
         self._heap: list[tuple[float, int, tuple[int, ...], int, _Entry]] = []
-        self._residencies: dict[tuple[int, int], GatherPlan] = {}
         for layout in range(len(problem.layouts)):
             self._add_groups(layout)
         heapify(self._heap)
@@ -126,7 +133,11 @@ class Candidates:
         while self._heap and self._heap[0][0] < limit_s:
             entry = heappop(self._heap)[-1]
             if isinstance(entry, _Plans):
-                yield self._take(entry)
+                candidate = self._take(entry)
+                if candidate.peak_bytes <= self.device_limit_bytes:
+                    yield candidate
+                else:
+                    self.num_bounded_by_memory += 1
             elif isinstance(entry, _Residency):
                 self._add_plans(entry)
             elif isinstance(entry, _Family):
@@ -144,7 +155,7 @@ class Candidates:
             (self._problem.layouts[plans.layout].grid.simplicity(plans.row, plan[1], plan[2]), number, plan)
             for number, plans in enumerate(opened)
             for plan in plans.left
-            if plan[0] < limit_s
+            if plan[0] < limit_s and plan[3] <= self.device_limit_bytes
         ]
         chosen = sorted(near)[:most]
         if chosen:
@@ -163,17 +174,27 @@ class Candidates:
     def _add_groups(self, index: int) -> None:
         """Bound every group by its most generous plan, and leave out families that no budget holds."""
         problem, layout = self._problem, self._problem.layouts[index]
-        prefixes, most_buffers = layout.prefixes, np.full(len(layout.prefixes), len(layout.table.size_bytes))
-        deepest = np.full(len(prefixes), layout.grid.prefetch_depth[-1])
-        static_bytes = layout.table.static_device_bytes(prefixes, problem.workload.resident_bytes)
         for number, (n_swap, modes) in enumerate(layout.grid.modes.groups):
-            bounds_s = layout.time.whole_s(prefixes, most_buffers, deepest, modes)
+            is_open = np.ones((len(layout.prefixes), len(modes)), dtype=np.bool_)
+            if self._kind is not None:
+                is_open = layout.grid.is_of_kind(self._kind, layout.prefixes, modes)
+            rows = np.flatnonzero(is_open.any(axis=1))
+            if not len(rows):
+                continue
+            prefixes = layout.prefixes[rows]
+            static_bytes = layout.table.static_device_bytes(prefixes, problem.workload.resident_bytes)
             levels = layout.memory.activation_bytes[modes]
-            may_fit = static_bytes[:, None] + levels <= problem.device_budget_bytes
-            may_fit &= (problem.host_bytes(index, prefixes, n_swap) <= problem.host_budget_bytes)[:, None]
-            self.num_bounded_by_memory += int((layout.num_residencies(n_swap)[:, None] * ~may_fit).sum())
+            may_fit = np.zeros_like(is_open)
+            may_fit[rows] = is_open[rows] & (static_bytes[:, None] + levels <= problem.device_budget_bytes)
+            may_fit[rows] &= (problem.host_bytes(index, prefixes, n_swap) <= problem.host_budget_bytes)[:, None]
+            num_residencies = layout.num_residencies(n_swap)[:, None]
+            self.num_candidates += int((num_residencies * is_open).sum())
+            self.num_bounded_by_memory += int((num_residencies * (is_open & ~may_fit)).sum())
             if may_fit.any():
-                bound_s = float(np.where(may_fit, bounds_s, np.inf).min())
+                most_buffers = np.full(len(prefixes), len(layout.table.size_bytes))
+                deepest = np.full(len(prefixes), layout.grid.prefetch_depth[-1])
+                bounds_s = layout.time.whole_s(prefixes, most_buffers, deepest, modes)
+                bound_s = float(np.where(may_fit[rows], bounds_s, np.inf).min())
                 self._push(bound_s, _GROUP, (n_swap, index), _Group(index, number, may_fit))
 
     def _add_families(self, group: _Group) -> None:
@@ -189,13 +210,13 @@ class Candidates:
             self._push(bound_s, _FAMILY, (n_swap, group.layout, prefix), family)
 
     def _add_residencies(self, family: _Family) -> None:
-        problem, layout = self._problem, self._problem.layouts[family.layout]
+        layout = self._problem.layouts[family.layout]
         grid, modes = layout.grid, family.modes
         n_swap = int(grid.modes.n_swap[modes[0]])
         rows = np.flatnonzero(grid.prefix == family.prefix)
         peaks = layout.memory.peak_bytes(family.prefix, grid.n_buffer[rows], grid.prefetch_depth, modes)
         is_open = grid.is_distinct(n_swap)[rows][:, :, None]
-        fits = is_open & (peaks <= problem.device_budget_bytes)
+        fits = is_open & (peaks <= self.device_limit_bytes)
         self.num_bounded_by_memory += int(np.count_nonzero(is_open & ~fits))
         may_fit = fits.any(axis=(0, 1))
         modes, fits = modes[may_fit], fits[:, :, may_fit]
@@ -215,25 +236,16 @@ class Candidates:
     def _add_plans(self, found: _Residency) -> None:
         problem, layout = self._problem, self._problem.layouts[found.layout]
         side_lanes = side_lanes_of(
-            self._residency(found.layout, found.row),
+            problem.gather_plan(found.layout, found.row),
             problem.compute,
             int(layout.grid.modes.n_swap[found.modes[0]]),
         )
         peaks = guaranteed_peaks(side_lanes, layout.grid.prefetch_depth, found.modes, problem.workload.resident_bytes)
         is_open = np.isfinite(found.bound_s)
-        fits = is_open & (peaks <= problem.device_budget_bytes)
+        fits = is_open & (peaks <= self.device_limit_bytes)
         self.num_bounded_by_memory += int(np.count_nonzero(is_open & ~fits))
         sharper_s = layout.time.side_lanes_s(side_lanes, layout.grid.prefetch_depth, found.modes)
         self._queue(_Plans(found, np.maximum(found.bound_s, sharper_s), side_lanes, fits, peaks))
-
-    def _residency(self, index: int, row: int) -> GatherPlan:
-        """Groups share their residencies."""
-        known = self._residencies.get((index, row))
-        if known is None:
-            layout = self._problem.layouts[index]
-            known = residency(layout.table, int(layout.grid.prefix[row]), int(layout.grid.n_buffer[row]))
-            self._residencies[index, row] = known
-        return known
 
     def _queue(self, plans: _Plans) -> None:
         if plans.left:

@@ -10,27 +10,32 @@ import numpy as np
 
 from ...shared.basics.errors import PlanError, ProtwinError
 from ...shared.catalogue.rank_share import price_of_ranks
+from ...shared.layout.kinds import kind_of
+from ...shared.schema.hardware import DeviceKind
 from ...shared.schema.plan import ParallelMode
 from ...shared.schema.search_result import BatchChoice, Certificate, ModeChoice, PlanOutcome, SearchResult
 from ..engine.prediction import RankMachine, predicted_record
 from ..memory.libraries import collective_bytes
-from .branch_and_bound import BranchAndBound, Simulated
+from .branch_and_bound import BranchAndBound
 from .candidates import Candidate
+from .choice import Choice, Chosen
 from .infeasible import explain_infeasible
 from .problem import SearchProblem
+from .request import SearchRequest
 
 _NUM_ALTERNATIVES: Final = 4
 _PARETO_SAVING_FRAC: Final = 0.01
 
 
 def search_result(
-    branch: BranchAndBound, chosen: Simulated, *, branches: Sequence[BranchAndBound] = (), is_interrupted: bool = False
+    request: SearchRequest, choice: Choice, branches: Sequence[BranchAndBound], *, is_interrupted: bool = False
 ) -> SearchResult:
-    """The document of a search that settled on ``chosen``; its certificate covers all ``branches`` together.
+    """The document of a search that settled on ``choice``; its certificate covers all ``branches`` together.
 
     Raises WorkloadError if nothing takes time.
     """
-    problem = branch.problem
+    found = choice.chosen
+    chosen, problem = found.plan, found.branch.problem
     prediction = predicted_record(
         chosen.plan,
         problem.workload,
@@ -46,41 +51,47 @@ def search_result(
     )
     peak_bytes = prediction.guaranteed_peak_device_bytes
     assert peak_bytes == chosen.candidate.peak_bytes <= problem.device_budget_bytes, "the compiled plan fits"
-    known = [_Known(s.candidate, s.timing.iteration_s, is_simulated=True) for s in branch.simulated]
-    known += [_Known(r.candidate, r.period_s, is_simulated=False) for r in branch.replayed if not np.isnan(r.period_s)]
-    known.sort(key=lambda one: (one.iteration_s, one.candidate.peak_bytes, one.candidate.simplicity))
+    known = _known(one for one in branches if one.problem is problem)
     return SearchResult(
         model_name=problem.workload.model_name,
         hardware_name=problem.hardware.name,
         device_budget_bytes=problem.device_budget_bytes,
         host_budget_bytes=problem.host_budget_bytes,
         plan=chosen.plan,
+        kind=found.where[2],
         prediction=prediction,
-        certificate=certify(branches or (branch,), is_interrupted=is_interrupted),
-        alternatives=tuple(_outcome(branch, one) for one in _alternatives(chosen.candidate, known)),
-        pareto=tuple(_outcome(branch, one) for one in _pareto_front(known)),
+        survives=choice.survives,
+        margin_frac=0.0 if problem.hardware.device.kind is DeviceKind.CPU else request.margin_frac,
+        uncertainty=request.uncertainty,
+        expandable=_outcome_of(choice.expandable),
+        passed_over=_outcome_of(choice.passed_over),
+        certificate=certify(branches, is_interrupted=is_interrupted),
+        alternatives=tuple(_outcome(one) for one in _alternatives(chosen.candidate, known)),
+        pareto=tuple(_outcome(one) for one in _pareto_front(known, found)),
     )
 
 
 def certify(branches: Sequence[BranchAndBound], *, is_interrupted: bool = False) -> Certificate:
     """What the searches, which share a best plan, prove together."""
-    best_s = min(branch.best_s for branch in branches)
+    best_s = min(branch.own_best_s for branch in branches)
+    tolerance_frac = branches[0].tolerance_frac
+    limit_s = best_s * (1 - tolerance_frac)
     num_bounded_by_time = num_undecided = 0
     bounds_s: list[float] = []
     for branch in branches:
-        num_left = branch.problem.num_candidates - branch.num_decided
+        num_left = branch.num_candidates - branch.num_decided
         # Those that may still win were left where the search ended early.
-        closed_s = [found.bound_s for found in branch.replayed if found.bound_s >= branch.limit_s]
+        closed_s = [found.bound_s for found in branch.replayed if found.bound_s >= limit_s]
         num_open = len(branch.replayed) - len(closed_s)
         bounds_s += closed_s
         next_bound_s = branch.candidates.next_bound_s
-        is_complete = not is_interrupted and next_bound_s >= branch.limit_s
+        is_complete = not is_interrupted and next_bound_s >= limit_s
         num_bounded_by_time += len(closed_s) + (num_left if is_complete else 0)
         num_undecided += num_open + (0 if is_complete else num_left)
         if is_complete and np.isfinite(next_bound_s):
             bounds_s.append(next_bound_s)
     return Certificate(
-        num_candidates=sum(branch.problem.num_candidates for branch in branches),
+        num_candidates=sum(branch.num_candidates for branch in branches),
         num_bounded_by_memory=sum(branch.candidates.num_bounded_by_memory for branch in branches),
         num_bounded_by_time=num_bounded_by_time,
         num_simulated=sum(len(branch.simulated) for branch in branches),
@@ -88,7 +99,7 @@ def certify(branches: Sequence[BranchAndBound], *, is_interrupted: bool = False)
         is_interrupted=is_interrupted,
         best_iteration_s=best_s,
         best_unsimulated_bound_s=min(bounds_s, default=None),
-        tolerance_frac=branches[0].tolerance_frac,
+        tolerance_frac=tolerance_frac,
     )
 
 
@@ -108,7 +119,7 @@ def mode_choice(
         reason = _why_nothing_fits(branches[0].problem)
     return ModeChoice(
         parallel=mode,
-        num_candidates=sum(branch.problem.num_candidates for branch in branches),
+        num_candidates=sum(branch.num_candidates for branch in branches),
         num_simulated=sum(len(branch.simulated) for branch in branches),
         best_iteration_s=min(best_s, default=None),
         shortest_possible_s=None if is_interrupted else min(best_s + bounds_s, default=None),
@@ -132,7 +143,7 @@ def batch_choice(size: int, branches: Sequence[BranchAndBound], *, is_interrupte
     return BatchChoice(
         micro_batch_size=size,
         micro_batches=branches[0].problem.step.micro_batches,
-        num_candidates=sum(branch.problem.num_candidates for branch in branches),
+        num_candidates=sum(branch.num_candidates for branch in branches),
         num_simulated=sum(len(branch.simulated) for branch in branches),
         best_iteration_s=None if best is None else best.timing.iteration_s,
         shortest_possible_s=None if is_interrupted else min(bounds_s, default=None),
@@ -140,25 +151,11 @@ def batch_choice(size: int, branches: Sequence[BranchAndBound], *, is_interrupte
     )
 
 
-def _outcome(branch: BranchAndBound, known: _Known) -> PlanOutcome:
-    problem, candidate = branch.problem, known.candidate
-    plan = problem.plan(candidate.layout, *candidate.index)
-    prefix = problem.layouts[candidate.layout].grid.prefix[[candidate.index[0]]]
-    pinned_bytes = int(problem.pinned_host_bytes(candidate.layout, prefix, plan.n_swap)[0])
-    return PlanOutcome(
-        plan=plan,
-        iteration_s=known.iteration_s,
-        is_simulated=known.is_simulated,
-        guaranteed_peak_device_bytes=candidate.peak_bytes,
-        pinned_host_bytes=pinned_bytes,
-        host_bytes=int(problem.host_bytes(candidate.layout, prefix, plan.n_swap)[0]) - pinned_bytes,
-    )
-
-
 @dataclass(frozen=True, eq=False)
 class _Known:
     """A plan whose time is known."""
 
+    branch: BranchAndBound
     candidate: Candidate
     iteration_s: float
     is_simulated: bool
@@ -168,6 +165,47 @@ class _Known:
         """What makes plans more than variants of one another: layout, where chunks lie, modes."""
         n_swap, n_checkpoint, _, num_offloaded, num_sharded, *_ = self.candidate.simplicity
         return self.candidate.layout, num_offloaded, num_sharded, n_checkpoint, n_swap
+
+    @property
+    def order(self) -> tuple[float, int, tuple[int, ...]]:
+        """Fastest first, then by the least memory, then the simplest."""
+        return self.iteration_s, self.candidate.peak_bytes, self.candidate.simplicity
+
+
+def _known(branches: Iterable[BranchAndBound]) -> list[_Known]:
+    """The plans within the limits of memory that were simulated or replayed, fastest first."""
+    known: list[_Known] = []
+    for branch in branches:
+        known += [_Known(branch, s.candidate, s.timing.iteration_s, is_simulated=True) for s in branch.fitting]
+        known += [
+            _Known(branch, r.candidate, r.period_s, is_simulated=False)
+            for r in branch.replayed
+            if not np.isnan(r.period_s)
+        ]
+    return sorted(known, key=lambda one: one.order)
+
+
+def _outcome_of(chosen: Chosen | None) -> PlanOutcome | None:
+    if chosen is None:
+        return None
+    return _outcome(_Known(chosen.branch, chosen.plan.candidate, chosen.iteration_s, is_simulated=True))
+
+
+def _outcome(known: _Known) -> PlanOutcome:
+    problem, candidate = known.branch.problem, known.candidate
+    plan = problem.plan(candidate.layout, *candidate.index)
+    grid = problem.layouts[candidate.layout].grid
+    prefix = grid.prefix[[candidate.index[0]]]
+    pinned_bytes = int(problem.pinned_host_bytes(candidate.layout, prefix, plan.n_swap)[0])
+    return PlanOutcome(
+        plan=plan,
+        kind=kind_of(plan, grid.layout),
+        iteration_s=known.iteration_s,
+        is_simulated=known.is_simulated,
+        guaranteed_peak_device_bytes=candidate.peak_bytes,
+        pinned_host_bytes=pinned_bytes,
+        host_bytes=int(problem.host_bytes(candidate.layout, prefix, plan.n_swap)[0]) - pinned_bytes,
+    )
 
 
 def _alternatives(chosen: Candidate, known: list[_Known]) -> list[_Known]:
@@ -179,10 +217,23 @@ def _alternatives(chosen: Candidate, known: list[_Known]) -> list[_Known]:
     return list(found.values())[:_NUM_ALTERNATIVES]
 
 
-def _pareto_front(known: Iterable[_Known]) -> list[_Known]:
-    """The front of ``known``, which comes fastest first: each of its plans saves a share of the peak before it."""
+def _pareto_front(known: Iterable[_Known], chosen: Chosen) -> list[_Known]:
+    """The front of ``known``, which comes fastest first: each of its plans saves a share of the peak before it.
+
+    The chosen plan is on it: no plan of its kind is as fast with less memory, and those of less simple kinds count from
+    its time on.
+    """
     front: list[_Known] = []
+    kind, time_s = chosen.where[2], chosen.iteration_s
     for one in known:
+        if one.candidate is chosen.plan.candidate:
+            front.append(one)
+            continue
+        is_less_simple = one.branch.kind is not None and one.branch.kind.complexity > kind.complexity
+        if is_less_simple and one.iteration_s < time_s:
+            continue
+        if one.iteration_s == time_s and one.candidate.peak_bytes < chosen.plan.candidate.peak_bytes:
+            continue  # of a less simple kind: one of its own kind would have been chosen
         if not front or one.candidate.peak_bytes <= front[-1].candidate.peak_bytes * (1 - _PARETO_SAVING_FRAC):
             front.append(one)
     return front

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -16,6 +16,7 @@ from ...shared.schema.workload import Workload
 from ...shared.workloads.check import check_magnitude
 from ..bounds.peak_bounds import MemoryBounds
 from ..bounds.rank_bounds import RankBounds
+from ..bounds.replay import Replayer
 from ..bounds.throughput import Throughput
 from ..bounds.time_bounds import TimeBounds
 from ..costs.contention import ContentionModel
@@ -24,6 +25,7 @@ from ..memory.host import default_host_budget_bytes, shares_of_one_memory
 from ..space.chunk_table import ChunkTable, chunk_table
 from ..space.compute_table import ComputeTable, compute_table
 from ..space.enumerate import enumerate_space
+from ..space.gather_plan import GatherPlan, residency
 from ..space.space import IntArray, LayoutGrid, SearchSpace
 from ..space.step_spec import StepSpec
 from .request import SearchRequest
@@ -76,11 +78,26 @@ class SearchProblem:
     layouts: tuple[LayoutProblem, ...]
     is_shared: bool = False
     """Whether both budgets are shares of one memory, which nobody asked for."""
+    _gather_plans: dict[tuple[int, int], GatherPlan] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def num_candidates(self) -> int:
         """Distinct plans."""
         return sum(layout.grid.num_candidates for layout in self.layouts)
+
+    @cached_property
+    def replayer(self) -> Replayer:
+        """Replays plans of all kinds: they share what is known of their copies."""
+        return Replayer(self.compute, self.contention)
+
+    def gather_plan(self, layout: int, row: int) -> GatherPlan:
+        """What is gathered, and into which buffers, under one residency of a layout; kinds and groups share it."""
+        known = self._gather_plans.get((layout, row))
+        if known is None:
+            found = self.layouts[layout]
+            known = residency(found.table, int(found.grid.prefix[row]), int(found.grid.n_buffer[row]))
+            self._gather_plans[layout, row] = known
+        return known
 
     def plan(self, layout: int, residency: int, depth: int, mode: int) -> Plan:
         """The plan at these indices."""

@@ -9,12 +9,15 @@ from ...shared.basics.errors import PlanError
 from ...shared.catalogue.rank_share import machine_of_rank
 from ...shared.schema.calibration import Calibration
 from ...shared.schema.hardware import Hardware
-from ...shared.schema.plan import ParallelMode
+from ...shared.schema.plan import ParallelMode, Plan
+from ...shared.schema.plan_kind import Uncertainty
 from ...shared.schema.workload import Workload
 from ..memory.host import default_host_budget_bytes
-from ..memory.libraries import rank_device_bytes
+from ..memory.libraries import collective_bytes, rank_device_bytes
+from ..memory.reserved import segment_limit_bytes
 from ..space.space import SearchSpace
 from ..space.step_spec import MOST_MICRO_BATCHES, SEVERAL, StepSpec, check_shares
+from .confidence import DEFAULT_MARGIN_FRAC, uncertainty_of
 
 WorkloadAt = Callable[[int], Workload]
 """The workload of one micro-batch with this number of samples."""
@@ -96,6 +99,9 @@ class Effort:
     """
     max_replays: int | None = None
     """Plans to replay at most, over all modes and sizes, once one fits; None for no limit."""
+    uncertainty: Uncertainty | None = None
+    """A plan must be faster than one of a simpler kind by more; None for what the prediction is worth
+    (``sim/searching/confidence.py``)."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.tolerance_frac < 1:
@@ -118,12 +124,27 @@ class SearchRequest:
     """Device memory that one rank's plan may fill; None for all that the device has for training."""
     host_budget_bytes: int | None = None
     """Pinned and pageable host memory that one rank's plan may fill; None for its share of the host, less a reserve."""
+    margin_frac: float = DEFAULT_MARGIN_FRAC
+    """Share of the device's memory that is to stay free beside all segments that PyTorch's allocator is expected to
+    hold with its default settings, from 0 to below 1.  The CPU as a device has no segments, and no margin."""
     space: SearchSpace = field(default_factory=SearchSpace)
     """Plans to search."""
     step: Step = field(default_factory=Step)
     """The optimizer step and its ranks."""
     effort: Effort = field(default_factory=Effort)
     """What is proven, and at what price."""
+    baselines: tuple[tuple[str, Plan], ...] | None = None
+    """The user's own plans, with names, to lay beside the recommended one together with what other systems would do;
+    None for no baselines at all."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.margin_frac < 1:
+            raise PlanError(f"margin_frac is {self.margin_frac}; it must be at least 0 and below 1.")
+
+    @property
+    def uncertainty(self) -> Uncertainty:
+        """By how much a plan must be faster than one of a simpler kind."""
+        return self.effort.uncertainty or uncertainty_of(self.calibration)
 
     def micro_batches(self) -> Iterator[tuple[int, Workload, int]]:
         """Every micro-batch to search, smallest first: samples, workload, number per step and rank.
@@ -144,11 +165,19 @@ class SearchRequest:
     def budgets_bytes(self) -> tuple[int, int]:
         """Device and host memory of one rank: the request's budgets, else the rank's share of the machine.
 
-        Raises HardwareError if the machine has too few devices for the ranks.
+        Of a device that has segments, no more is a budget than the margin leaves them.  Raises HardwareError if the
+        machine has too few devices for the ranks.
         """
         device_bytes, host_bytes, num_ranks = self.device_budget_bytes, self.host_budget_bytes, self.step.num_ranks
         if device_bytes is None:
             device_bytes = rank_device_bytes(self.hardware, num_ranks)
+            limit_bytes = segment_limit_bytes(
+                self.hardware.device,
+                beside_bytes=collective_bytes(self.hardware, num_ranks),
+                margin_frac=self.margin_frac,
+            )
+            if limit_bytes is not None:
+                device_bytes = max(1, min(device_bytes, limit_bytes))
         if host_bytes is None:
             of_rank = self.hardware if num_ranks == 1 else machine_of_rank(self.hardware, num_ranks)
             host_bytes = default_host_budget_bytes(of_rank, device_bytes)

@@ -1,9 +1,9 @@
-"""The search: the fastest plan that fits, with a proof that no plan of its spaces is faster by more than a tolerance.
+"""The search: the plan to train by, with a proof of how much faster than it any plan of its spaces could be.
 
 [Note: Branch and bound]
-Plans come from a queue in the order of a lower bound of their time (``sim/searching/candidates.py``).  A batch of them
-is replayed at once (``sim/bounds/replay.py``), which sharpens their bounds to what the simulator would say; then the
-best are compiled and simulated, until no bound is left below the best simulated time less the tolerance
+Plans of one kind come from a queue in the order of a lower bound of their time (``sim/searching/candidates.py``).  A
+batch of them is replayed at once (``sim/bounds/replay.py``), which sharpens their bounds to what the simulator would
+say; then the best are compiled and simulated, until no bound is left below the best simulated time less the tolerance
 (``sim/searching/branch_and_bound.py``).  Every plan that was not simulated then either fails a memory bound or has a
 time bound above that.
 
@@ -11,10 +11,11 @@ Bounds sort, and never decide: the plan that is returned was compiled, verified 
 checked.
 
 [Note: One search over several spaces]
-Every size of the micro-batch in every parallel mode has a workload and a space of its own; one rank and one size are
-the case of one space.  All spaces are bounded first, then searched in turns, wherever the lowest bound is.  They share
-the best time found so far: a space whose best bound lies above it is left out as a whole.  One certificate covers all
-of them.
+Every size of the micro-batch in every parallel mode has a workload and plans of its own, and so has every kind of plan;
+one rank and one size are the case of one problem with a space for each kind.  All spaces are bounded first, then
+searched in turns, wherever the lowest bound is.  They share the best time found so far: a space whose best bound lies
+above it is left out as a whole.  One certificate covers all of them.  Which of the plans is recommended says
+[Note: The recommended plan] in ``sim/searching/choice.py``.
 
 Modes of several ranks divide the plans among them: DDP has those that keep every chunk, REPLICATED those that offload
 some, SHARDED those that offload some or shard some over the devices.  A mode that is asked for alone has them all.
@@ -24,29 +25,28 @@ from __future__ import annotations
 
 from ...shared.basics.errors import InfeasibleError, PlanError
 from ...shared.schema.plan import ParallelMode
+from ...shared.schema.plan_kind import PlanKind
 from ...shared.schema.search_result import BatchSearchResult
 from ...shared.schema.search_result import SearchResult as SearchResult
-from ..space.step_spec import SEVERAL
-from .branch_and_bound import BranchAndBound, OnProgress, run_in_turns, was_interrupted
+from .baselines import baselines
+from .branch_and_bound import BranchAndBound, OnProgress, was_interrupted
+from .choice import Chooser, Where
 from .infeasible import nothing_fits
 from .outcomes import batch_choice, mode_choice, search_result
 from .problem import search_problem
 from .request import GlobalBatch, SearchRequest
-
-Where = tuple[int, ParallelMode]
-"""Which space: samples of a micro-batch, and the mode."""
+from .survival import SegmentRoom
 
 
 def search(
     request: SearchRequest, *, on_progress: OnProgress | None = None, keep_interrupted: bool = False
 ) -> SearchResult:
-    """The fastest plan that fits, over all spaces of ``request``; see [Note: One search over several spaces].
+    """The plan to train by, over all spaces of ``request``; see [Note: One search over several spaces].
 
-    A plan fits if its guaranteed device peak and its pinned and other host memory are within the request's budgets.
-    Of plans within the tolerance of the fastest one, the simplest mode counts, then the fewest micro-batches, then the
-    simplest plan (``LayoutGrid.simplicity``).  The schedule of the plan is verified.  ``on_progress`` is told, now and
-    then, how many plans of how many are decided.  ``keep_interrupted``: Ctrl-C ends the search with the best plan so
-    far, if there is one, and the certificate says so.
+    A plan fits if its guaranteed device peak and its pinned and other host memory are within the request's budgets.  Of
+    these, [Note: The recommended plan] in ``sim/searching/choice.py`` chooses.  The schedule of the plan is verified.
+    ``on_progress`` is told, now and then, how many plans of how many are decided.  ``keep_interrupted``: Ctrl-C ends
+    the search with the best plan so far, if there is one, and the certificate says so.
 
     Raises InfeasibleError if no plan fits, PlanError if there is no plan at all, and what ``simulate`` raises.
     """
@@ -58,18 +58,18 @@ def search_batches(
 ) -> BatchSearchResult:
     """What ``search`` finds, and besides what became of every size of the micro-batch.  Errors as of ``search``."""
     branches, refusals = _branches(request)
-    ordered = [branches[where] for where in sorted(branches, key=_simplest)]
     report = on_progress or (lambda done, total: None)
-    interrupted = was_interrupted(
-        ordered,
-        lambda: run_in_turns(ordered, report, max_replays=request.effort.max_replays),
-        keep=keep_interrupted,
-    )
-    near = {where: plan for where, branch in branches.items() if (plan := branch.simplest_near()) is not None}
-    if not near:
+    chooser = Chooser(request, branches, report)
+    interrupted = was_interrupted(branches.values(), chooser.search, keep=keep_interrupted)
+    choice = chooser.choice()
+    if choice is None:
         raise _nothing_fits(request, branches)
-    where = min(near, key=_simplest)
-    result = search_result(branches[where], near[where], branches=tuple(branches.values()), is_interrupted=interrupted)
+    size, mode, _ = choice.chosen.where
+    result = search_result(request, choice, tuple(branches.values()), is_interrupted=interrupted)
+    if request.baselines is not None:
+        problems = {where[0]: branch.problem for where, branch in branches.items() if where[1] is mode}
+        found = baselines(problems, SegmentRoom.of(request), result.plan, own=request.baselines)
+        result = result.model_copy(update={"baselines": found})
     if request.step.num_ranks > 1:
         modes = tuple(
             mode_choice(
@@ -81,14 +81,13 @@ def search_batches(
             for mode in request.step.allowed_modes
         )
         result = result.model_copy(update={"modes": modes})
-    size = where[0]
     return BatchSearchResult(
         global_batch_size=size * result.plan.micro_batches * result.plan.num_ranks,
         micro_batch_size=size,
         result=result,
         choices=tuple(
             batch_choice(size, [branch for at, branch in branches.items() if at[0] == size], is_interrupted=interrupted)
-            for size in sorted({size for size, _ in branches})
+            for size in sorted({at[0] for at in branches})
         ),
     )
 
@@ -112,7 +111,10 @@ def _branches(request: SearchRequest) -> tuple[dict[Where, BranchAndBound], dict
             except PlanError as error:
                 refusals[mode] = error
                 continue
-            branches[size, mode] = BranchAndBound(problem, tolerance_frac=request.effort.tolerance_frac)
+            for kind in PlanKind:
+                branch = BranchAndBound(problem, kind, tolerance_frac=request.effort.tolerance_frac)
+                if branch.num_candidates:
+                    branches[size, mode, kind] = branch
         if len(refusals) == len(modes):
             raise refusals[modes[0]]
     return branches, refusals
@@ -125,16 +127,11 @@ def _is_offloading(mode: ParallelMode, modes: tuple[ParallelMode, ...]) -> bool 
     return None if len(modes) == 1 else True
 
 
-def _simplest(where: Where) -> tuple[int, int]:
-    """Orders by mode, then by fewer micro-batches."""
-    size, mode = where
-    return (SEVERAL.index(mode) if mode in SEVERAL else 0), -size
-
-
 def _nothing_fits(request: SearchRequest, branches: dict[Where, BranchAndBound]) -> InfeasibleError:
     """Why not even the smallest micro-batches fit."""
-    sizes = {size for size, _ in branches}
-    reason = nothing_fits([branch.problem for (size, _), branch in branches.items() if size == min(sizes)])
+    sizes = {where[0] for where in branches}
+    smallest = {where[1]: branch.problem for where, branch in branches.items() if where[0] == min(sizes)}
+    reason = nothing_fits(list(smallest.values()))
     if not isinstance(request.workload, GlobalBatch):
         return reason
     others = f" and with it none of {len(sizes)} sizes of the micro-batch" if len(sizes) > 1 else ""

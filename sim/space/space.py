@@ -13,6 +13,7 @@ from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt
 from ...shared.basics.documents import FrozenModel
 from ...shared.layout.layout import Layout
 from ...shared.schema.plan import Plan
+from ...shared.schema.plan_kind import PlanKind
 from ...shared.schema.workload import Workload
 from .placements import Placements
 from .step_spec import StepSpec
@@ -142,6 +143,16 @@ class LayoutGrid:
         travels = (self.num_offloaded + self.num_sharded > 0) | (n_swap > 0)
         is_distinct: BoolArray = travels[:, None] | (np.arange(len(self.prefetch_depth)) == 0)
         return is_distinct
+
+    def is_of_kind(self, kind: PlanKind, prefixes: IntArray, modes: IntArray) -> BoolArray:
+        """(F, M) whether the plans with these of the layout's ``prefixes`` and rows of ``ModeRows`` are of ``kind``."""
+        ones = np.ones_like(self.places.is_owned, dtype=np.int64)
+        is_offloaded = self.places.offloaded_sum(ones)[prefixes] > 0
+        is_sharded = self.places.sharded_sum(ones)[prefixes] > 0
+        place = np.where(is_offloaded, 3, np.where(is_sharded, 2, 0))[:, None]
+        activations = np.where(self.modes.n_swap[modes] > 0, 4, np.where(self.modes.n_checkpoint[modes] > 0, 1, 0))
+        is_of_kind: BoolArray = np.maximum(place, activations) == kind.complexity
+        return is_of_kind
 
     @cached_property
     def num_candidates(self) -> int:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from protwin.shared.schema.plan_kind import PlanKind
 from protwin.shared.schema.search_result import Certificate, PlanOutcome, SearchResult
+from protwin.sim.searching.confidence import DATA_SHEETS
 from tests.shared.laid_out import MIB, LaidOut
 
 
@@ -10,6 +12,7 @@ def outcome(example: LaidOut, *, slower_frac: float, less_bytes: int, is_simulat
     record = example.predicted
     return PlanOutcome(
         plan=record.plan,
+        kind=PlanKind.OFFLOADED,
         iteration_s=record.iteration_s * (1 + slower_frac),
         is_simulated=is_simulated,
         guaranteed_peak_device_bytes=record.guaranteed_peak_device_bytes - less_bytes,
@@ -28,7 +31,11 @@ def result_of(example: LaidOut, *, num_front: int = 4, num_undecided: int = 0) -
         device_budget_bytes=record.guaranteed_peak_device_bytes + MIB,
         host_budget_bytes=2**30,
         plan=record.plan,
+        kind=PlanKind.OFFLOADED,
         prediction=record,
+        survives=True,
+        margin_frac=0.05,
+        uncertainty=DATA_SHEETS,
         certificate=Certificate(
             num_candidates=50_000 + num_undecided,
             num_bounded_by_memory=40_000,

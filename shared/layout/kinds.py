@@ -1,0 +1,19 @@
+"""Which kind of plan a plan is, for the chunks of a layout."""
+
+from __future__ import annotations
+
+from ..schema.plan import Plan
+from ..schema.plan_kind import PlanKind, kind_by_counts
+from .layout import Layout
+
+
+def kind_of(plan: Plan, layout: Layout) -> PlanKind:
+    """The kind of ``plan``.  Chunks that no block owns stay on the device in every plan, and count for none."""
+    first_offloaded = plan.n_persist + plan.n_shard
+    owned = [chunk.id for chunk in layout.chunks if chunk.blocks]
+    return kind_by_counts(
+        num_offloaded=sum(chunk >= first_offloaded for chunk in owned),
+        num_sharded=sum(plan.n_persist <= chunk < first_offloaded for chunk in owned),
+        n_swap=plan.n_swap,
+        n_checkpoint=plan.n_checkpoint,
+    )

@@ -1,0 +1,74 @@
+"""Kinds of plans, simplest first: the order by which a recommendation prefers one plan over another."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Final
+
+from pydantic import Field
+
+from ..basics.documents import FrozenModel
+
+
+class PlanKind(StrEnum):
+    """The most that a plan asks of a machine and its user, simplest first.
+
+    A plan is of the last kind whose means it uses: an offloaded plan may checkpoint blocks too.
+    """
+
+    RESIDENT = "resident"
+    """Everything stays on the device: plain training, and on several ranks data parallel (DDP)."""
+    CHECKPOINTED = "checkpointed"
+    """Every chunk stays on the device; blocks are recomputed in backward."""
+    SHARDED = "sharded"
+    """Chunks lie in parts on the devices of all ranks; none is on a host."""
+    OFFLOADED = "offloaded"
+    """Chunks lie on the host, which steps them."""
+    SWAPPED = "swapped"
+    """Activations travel to the host and back."""
+
+    @property
+    def complexity(self) -> int:
+        """Place in the order; 0 is the simplest."""
+        return tuple(PlanKind).index(self)
+
+    @property
+    def words(self) -> str:
+        """For a table."""
+        return _WORDS[self]
+
+
+_WORDS: Final = {
+    PlanKind.RESIDENT: "everything on the device",
+    PlanKind.CHECKPOINTED: "everything on the device, blocks checkpointed",
+    PlanKind.SHARDED: "sharded over the devices",
+    PlanKind.OFFLOADED: "chunks offloaded to the host",
+    PlanKind.SWAPPED: "activations swapped to the host",
+}
+
+
+def kind_by_counts(*, num_offloaded: int, num_sharded: int, n_swap: int, n_checkpoint: int) -> PlanKind:
+    """The kind of a plan with these numbers of chunks on hosts and in shards, and of blocks that swap or recompute."""
+    if n_swap:
+        return PlanKind.SWAPPED
+    if num_offloaded:
+        return PlanKind.OFFLOADED
+    if num_sharded:
+        return PlanKind.SHARDED
+    return PlanKind.CHECKPOINTED if n_checkpoint else PlanKind.RESIDENT
+
+
+class Uncertainty(FrozenModel):
+    """How far apart two plans' predicted times must be for one to count as faster, as fractions of the longer one."""
+
+    activations_frac: float = Field(ge=0, lt=1)
+    """Of plans that differ in what they keep and recompute alone: both use the device."""
+    placement_frac: float = Field(ge=0, lt=1)
+    """Of plans of which one has chunks or activations elsewhere: links, hosts and devices err by themselves."""
+    source: str
+    """The kind of prediction, in words."""
+
+    def between(self, one: PlanKind, other: PlanKind) -> float:
+        """The figure for two kinds; of plans of one kind it is that of activations."""
+        moves = max(one.complexity, other.complexity) > PlanKind.CHECKPOINTED.complexity
+        return self.placement_frac if moves and one is not other else self.activations_frac

@@ -1,0 +1,155 @@
+"""What a search answers first: what people would do without it, the recommendation, and what was passed over for it."""
+
+from __future__ import annotations
+
+from ..basics.units import format_bytes, format_number, format_seconds
+from ..schema.plan_kind import PlanKind
+from ..schema.search_result import Baseline, PlanOutcome, SearchResult
+from .labels import NO_VALUE, format_share
+from .memory import DEFAULT_SETTINGS, EXPANDABLE_SETTING
+from .table import Table
+
+
+def baseline_table(result: SearchResult) -> Table:
+    """Every baseline beside the recommended plan: time, throughput, memory, and by how much it does not fit."""
+    record = result.prediction
+    rows = [_baseline_row(baseline) for baseline in result.baselines]
+    segments_bytes = None if record.device_reserved is None else record.device_reserved.expected_bytes
+    host = record.host_memory
+    rows.append(
+        (
+            "◀ recommended",
+            format_seconds(record.iteration_s),
+            format_number(record.tokens_per_s),
+            format_bytes(record.guaranteed_peak_device_bytes),
+            _bytes(segments_bytes),
+            _bytes(None if host is None else host.pinned_requested_bytes + host.state_bytes),
+            "fits" if result.survives else "fits with expandable segments",
+        )
+    )
+    return Table(
+        title="Without a search, and with it",
+        columns=("", ">iteration", ">tokens\nper second", ">device\npeak", ">in\nsegments", ">host", "fits?"),
+        rows=rows,
+        styles={
+            **{place: "dim" for place, baseline in enumerate(result.baselines) if not baseline.fits},
+            len(rows) - 1: "bold",
+        },
+        ruled=frozenset({len(rows) - 1}),
+        always=7,
+        expendable=(">in\nsegments",),
+        notes=_notes(result),
+    )
+
+
+def _baseline_row(baseline: Baseline) -> tuple[str, ...]:
+    host_bytes = baseline.pinned_host_bytes + baseline.host_bytes
+    return (
+        baseline.name,
+        format_seconds(baseline.iteration_s),
+        format_number(baseline.tokens_per_s),
+        format_bytes(baseline.guaranteed_peak_device_bytes),
+        _bytes(baseline.expected_segments_bytes),
+        _bytes(host_bytes),
+        lacking_words(baseline),
+    )
+
+
+def lacking_words(baseline: Baseline) -> str:
+    """``"fits"``, or what it lacks: ``"98.1 GiB short of device memory"``."""
+    if baseline.fits:
+        return "fits"
+    return ", ".join(f"{format_bytes(lack.size_bytes)} short of {lack.memory}" for lack in baseline.lacking)
+
+
+def _bytes(size_bytes: int | None) -> str:
+    return format_bytes(size_bytes) if size_bytes else NO_VALUE
+
+
+def _notes(result: SearchResult) -> list[str]:
+    if not any(baseline.kind is PlanKind.OFFLOADED for baseline in result.baselines):
+        return []
+    return [
+        "Times of FSDP2 and DeepSpeed are those of their plans carried out without costs of their own. DeepSpeed "
+        "ZeRO-2 with offload keeps parameters on the device and steps them on the host: no plan says that yet."
+    ]
+
+
+# -- sentences -------------------------------------------------------------------------------------------------------
+
+
+def recommendation(result: SearchResult) -> str:
+    """What to do, what it gains, whether it survives, and what was passed over."""
+    sentences = [_gain(result), _survival(result), _expandable(result), _passed_over(result)]
+    return " ".join(sentence for sentence in sentences if sentence)
+
+
+def _gain(result: SearchResult) -> str:
+    head = f"Recommended: {result.kind.words}"
+    best = result.best_baseline
+    if not result.baselines:
+        return f"{head}."
+    if best is None:
+        return f"{head}. None of the others fits."
+    ratio = result.prediction.tokens_per_s / best.tokens_per_s
+    gain = f"{ratio:.2f} times as fast as {best.name}, the best of the others that fit"
+    if abs(ratio - 1) < result.uncertainty.between(result.kind, best.kind):
+        gain = f"as fast as {best.name} within the uncertainty of a comparison ({_percent(ratio - 1)})"
+    return f"{head}; {gain}."
+
+
+def _percent(frac: float) -> str:
+    return f"{frac * 100:+.1f} %".replace("-", "−")
+
+
+def _survival(result: SearchResult) -> str:
+    reserved = result.prediction.device_reserved
+    if reserved is None:
+        return ""
+    held = f"{format_bytes(reserved.expected_bytes)} of {format_bytes(reserved.limit_bytes)}"
+    if result.survives:
+        return (
+            f"With {DEFAULT_SETTINGS} its segments are expected to take {held}; the margin of "
+            f"{format_share(result.margin_frac)} of the device stays free."
+        )
+    return (
+        f"No plan leaves the margin of {format_share(result.margin_frac)} with {DEFAULT_SETTINGS}: this one's segments "
+        f"are expected to take {held}."
+    )
+
+
+def _expandable(result: SearchResult) -> str:
+    other = result.expandable
+    if other is None:
+        return ""
+    return (
+        f"With {EXPANDABLE_SETTING} a plan fits that is {_faster(other, result)} faster: {short_plan(other)}, "
+        f"{format_bytes(other.guaranteed_peak_device_bytes)}."
+    )
+
+
+def _passed_over(result: SearchResult) -> str:
+    other = result.passed_over
+    if other is None:
+        return ""
+    return (
+        f"Less simple plans ({other.kind.words}) would be {_faster(other, result)} faster: within the uncertainty of "
+        f"such a comparison, {format_share(result.uncertainty.between(result.kind, other.kind))} "
+        f"({result.uncertainty.source})."
+    )
+
+
+def _faster(other: PlanOutcome, result: SearchResult) -> str:
+    return format_share(1 - other.iteration_s / result.prediction.iteration_s)
+
+
+def short_plan(outcome: PlanOutcome) -> str:
+    """The knobs that matter most, on one line."""
+    plan = outcome.plan
+    shown = [f"chunk_bytes {format_bytes(plan.chunk_bytes)}", f"n_persist {plan.n_persist}"]
+    if plan.n_shard:
+        shown.append(f"n_shard {plan.n_shard}")
+    shown += [f"n_buffer {plan.n_buffer}", f"prefetch_depth {plan.prefetch_depth}", f"n_checkpoint {plan.n_checkpoint}"]
+    if plan.n_swap:
+        shown.append(f"n_swap {plan.n_swap}")
+    return ", ".join(shown)

@@ -1,0 +1,210 @@
+"""What people do without a search, as plans: plain training, FSDP2 and DeepSpeed, simulated on the same machine.
+
+[Note: Other systems as plans]
+A unit of FSDP2 is a block: every block a chunk, the next one gathered while one runs, so that two have buffers.  ZeRO-3
+has windows in parameters: 10**9 that live at a time, and 5 * 10**7 that are fetched ahead (DeepSpeed, zero/config.py:
+stage3_max_live_parameters, stage3_prefetch_bucket_size).  Both step after backward has ended: a limit of the gradients'
+norm has CPU Adam wait for it here too, and where the request has none, theirs is 1.0.  Parameters outside all blocks
+stay on every device here, where both shard them too; and both have costs of their own (allocations, synchronisation,
+Python) that no plan has.  So these baselines are what the systems would reach if they carried out their plans as this
+project does: at least as fast as they are.  ZeRO-2 with offload keeps parameters on the device and steps them on the
+host, for which there is no plan yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from ...shared.basics.errors import PlanError
+from ...shared.compile.compile import compile_schedule
+from ...shared.layout.kinds import kind_of
+from ...shared.layout.layout import aligned, build_layout
+from ...shared.schema.plan import ParallelMode, Plan
+from ...shared.schema.schedule import Memory
+from ...shared.schema.search_result import Baseline, Lack
+from ...shared.verify.guaranteed_peak import guaranteed_device_peak
+from ...shared.verify.happens_before import HappensBefore
+from ..engine.simulator import simulate_timing
+from ..memory.reserved import expected_segments_bytes
+from .problem import SearchProblem
+from .survival import SegmentRoom
+
+NORM_LIMIT: Final = 1.0
+"""DeepSpeed's gradient_clipping, and what recipes give to torch.nn.utils.clip_grad_norm_."""
+MAX_LIVE_PARAMETERS: Final = 10**9
+PREFETCH_PARAMETERS: Final = 5 * 10**7
+
+
+@dataclass(frozen=True)
+class System:
+    """One way to train that needs no search."""
+
+    name: str
+    how: str
+    is_offloaded: bool = False
+    is_sharded: bool = False
+    has_windows: bool = False
+    """Whether it fetches by numbers of parameters, as ZeRO-3 does, and not a block ahead."""
+    n_checkpoint: tuple[bool, ...] = (False, True)
+    """Whether blocks are checkpointed: the first that fits counts."""
+
+
+def systems(num_ranks: int) -> tuple[System, ...]:
+    """What one device, or several ranks, would be used with."""
+    step = "stepped after backward"
+    zero = System(
+        "DeepSpeed ZeRO-3, offloaded",
+        f"every block a chunk on the hosts, a window of 1e9 parameters, {step}",
+        is_offloaded=True,
+        has_windows=True,
+    )
+    fsdp = System(
+        "FSDP2, offloaded", f"every block a chunk on the hosts, the next one gathered, {step}", is_offloaded=True
+    )
+    if num_ranks == 1:
+        plain = "everything on the device"
+        return (
+            System("plain training", plain, n_checkpoint=(False,)),
+            System("plain, checkpointed", f"{plain}, every block recomputed", n_checkpoint=(True,)),
+            fsdp,
+            zero,
+        )
+    return (
+        System("DDP", "everything on every device", n_checkpoint=(False,)),
+        System("DDP, checkpointed", "everything on every device, every block recomputed", n_checkpoint=(True,)),
+        System("FSDP2", "every block a chunk in parts on all devices, the next one gathered", is_sharded=True),
+        fsdp,
+        zero,
+    )
+
+
+def system_name(system: System, *, is_checkpointed: bool) -> str:
+    """The system's name, with what was chosen for it."""
+    return f"{system.name}, checkpointed" if is_checkpointed and len(system.n_checkpoint) > 1 else system.name
+
+
+def system_plan(system: System, problem: SearchProblem, like: Plan, *, is_checkpointed: bool) -> Plan:
+    """The plan of ``system`` for the micro-batches of ``problem`` and the ranks of ``like``."""
+    workload = problem.workload
+    block_bytes = [0] * workload.num_blocks
+    num_parameters = [0] * workload.num_blocks
+    for parameter in workload.parameters:
+        if parameter.block is not None:
+            block_bytes[parameter.block] += aligned(parameter.size_bytes)
+            num_parameters[parameter.block] += parameter.num_elements
+    layout = build_layout(workload.parameters, num_blocks=workload.num_blocks, chunk_bytes=max(block_bytes))
+    moves = system.is_offloaded or system.is_sharded
+    n_buffer, prefetch_depth = 0, 1
+    if moves:
+        fewest, num_owned = layout.min_buffers(0), len(layout.chunks) - len(layout.unowned)
+        n_buffer = min(2 * fewest, num_owned)
+        if system.has_windows:
+            largest = max(1, *num_parameters)
+            n_buffer = min(max(fewest, MAX_LIVE_PARAMETERS // largest), num_owned)
+            prefetch_depth = min(max(1, -(-PREFETCH_PARAMETERS // largest)), workload.num_blocks)
+    parallel = ParallelMode.SINGLE
+    if like.num_ranks > 1:
+        parallel = ParallelMode.SHARDED if moves else ParallelMode.DDP
+    return Plan(
+        workload_id=workload.identity,
+        chunk_bytes=layout.chunk_bytes,
+        n_persist=0 if moves else len(layout.chunks),
+        n_shard=len(layout.chunks) if system.is_sharded else 0,
+        n_buffer=n_buffer,
+        prefetch_depth=prefetch_depth,
+        n_checkpoint=workload.num_blocks if is_checkpointed else 0,
+        micro_batches=problem.step.micro_batches,
+        max_gradient_norm=(like.max_gradient_norm or NORM_LIMIT) if moves else like.max_gradient_norm,
+        parallel=parallel,
+        num_ranks=like.num_ranks,
+    )
+
+
+def baselines(
+    problems: Mapping[int, SearchProblem],
+    room: SegmentRoom | None,
+    like: Plan,
+    *,
+    own: Sequence[tuple[str, Plan]] = (),
+) -> tuple[Baseline, ...]:
+    """The outcome of every system and of the user's own plans, on the machine of ``problems``.
+
+    Args:
+        problems: By the samples of a micro-batch.  Of each system the largest micro-batch that fits counts, and the
+            smallest where none does.
+        room: What segments may take; None where the device has none.
+        like: The recommended plan: its ranks, and its limit of the gradients' norm.
+        own: Plans with their names, for the machine's ranks and the smallest of the micro-batches.
+
+    Raises PlanError if one of ``own`` is no plan for the workload, or for other ranks.
+    """
+    sizes = sorted(problems, reverse=True)
+    found = []
+    for system in systems(like.num_ranks):
+        tries = (
+            _evaluated(system_name(system, is_checkpointed=ticked), system.how, plan, problems[size], room)
+            for size in sizes
+            for ticked in system.n_checkpoint
+            for plan in [system_plan(system, problems[size], like, is_checkpointed=ticked)]
+        )
+        found.append(_first_that_fits(tries))
+    for name, plan in own:
+        problem = problems[sizes[-1]]
+        if plan.num_ranks != like.num_ranks:
+            raise PlanError(
+                f"the baseline {name} is for {plan.num_ranks} ranks but the search is about {like.num_ranks}. "
+                f"Ask with --ranks {plan.num_ranks}."
+            )
+        found.append(_evaluated(name, "a plan of your own", plan, problem, room))
+    return tuple(found)
+
+
+def _first_that_fits(tries: Iterable[Baseline]) -> Baseline:
+    """The first of ``tries`` that fits, and the last of them if none does."""
+    last: Baseline | None = None
+    for last in tries:
+        if last.fits:
+            return last
+    assert last is not None, "every system has a plan"
+    return last
+
+
+def _evaluated(name: str, how: str, plan: Plan, problem: SearchProblem, room: SegmentRoom | None) -> Baseline:
+    """``plan``, simulated, with what it needs and lacks."""
+    workload = problem.workload
+    layout = build_layout(workload.parameters, num_blocks=workload.num_blocks, chunk_bytes=plan.chunk_bytes)
+    schedule = compile_schedule(plan, workload, layout)
+    timing = simulate_timing(schedule, problem.costs.durations_s(schedule), problem.contention)
+    order = HappensBefore(schedule, _ITERATIONS)
+    peak_bytes = guaranteed_device_peak(schedule, order).size_bytes
+    pinned_bytes, state_bytes = (schedule.static_bytes(memory) for memory in (Memory.PINNED_HOST, Memory.HOST))
+    segments_bytes: int | None = None
+    lacking_segments_bytes = 0
+    if room is not None and peak_bytes <= problem.device_budget_bytes:
+        segments_bytes = expected_segments_bytes(schedule, workload, layout, room.device, order=order)
+        lacking_segments_bytes = segments_bytes - room.limit_bytes
+    lacking = [
+        ("device memory", peak_bytes - problem.device_budget_bytes),
+        ("host memory", pinned_bytes + state_bytes - problem.host_budget_bytes),
+        ("device memory for the allocator's segments", lacking_segments_bytes),
+    ]
+    return Baseline(
+        name=name,
+        how=how,
+        plan=plan,
+        kind=kind_of(plan, layout),
+        num_samples=workload.num_samples * plan.micro_batches * plan.num_ranks,
+        num_tokens=workload.num_tokens * plan.micro_batches * plan.num_ranks,
+        iteration_s=timing.iteration_s,
+        guaranteed_peak_device_bytes=peak_bytes,
+        expected_segments_bytes=segments_bytes,
+        pinned_host_bytes=pinned_bytes,
+        host_bytes=state_bytes,
+        lacking=tuple(Lack(memory=memory, size_bytes=size) for memory, size in lacking if size > 0),
+    )
+
+
+_ITERATIONS: Final = 3
+"""Over which the happens-before relation is known: what memory accounts need."""

@@ -1,0 +1,205 @@
+"""Which of the plans that fit is recommended: the simplest that is worth it, that survives, and that none outdoes.
+
+[Note: The recommended plan]
+The fastest plan is found first, of all kinds.  Then the kinds are asked in the order of their simplicity
+(``PlanKind``): the first whose best plan is slower by no more than the uncertainty of the comparison is chosen ([Note:
+Uncertainty of a comparison] in ``sim/searching/confidence.py``).  Of its plans within the tolerance of its best, the
+simplest mode counts, then the fewest micro-batches, then the simplest plan; if a known plan of the same kind is as fast
+and needs less memory, that one takes its place.  A plan that does not survive ([Note: Plans that survive] in
+``sim/searching/survival.py``) makes room for the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from ...shared.schema.plan import ParallelMode
+from ...shared.schema.plan_kind import PlanKind
+from ..space.step_spec import SEVERAL
+from .branch_and_bound import BranchAndBound, OnProgress, Replayed, Simulated, run_in_turns
+from .request import SearchRequest
+from .survival import SegmentRoom
+
+Where = tuple[int, ParallelMode, PlanKind]
+"""Which space: samples of a micro-batch, the mode, and the kind of its plans."""
+
+
+@dataclass(frozen=True, eq=False)
+class Chosen:
+    """A plan with the space that it comes from."""
+
+    where: Where
+    branch: BranchAndBound
+    plan: Simulated
+
+    @property
+    def iteration_s(self) -> float:
+        """Simulated."""
+        return self.plan.timing.iteration_s
+
+
+@dataclass(frozen=True, eq=False)
+class Choice:
+    """The recommendation, and what was passed over for it."""
+
+    chosen: Chosen
+    survives: bool
+    """Whether its segments are expected to fit with the allocator's default settings."""
+    expandable: Chosen | None = None
+    """A faster plan whose segments are expected to fit with expandable segments alone."""
+    passed_over: Chosen | None = None
+    """A faster plan of a less simple kind, the gain of which is within the uncertainty."""
+
+
+class Chooser:
+    """Searches all spaces and settles on one plan; see [Note: The recommended plan]."""
+
+    def __init__(
+        self, request: SearchRequest, branches: Mapping[Where, BranchAndBound], on_progress: OnProgress
+    ) -> None:
+        self._request = request
+        self._branches = {where: branches[where] for where in sorted(branches, key=_simplest)}
+        self._on_progress = on_progress
+        self._room = SegmentRoom.of(request)
+        self._expandable: Chosen | None = None
+        self._fallback: Chosen | None = None
+        self._survivors: set[Simulated] = set()
+
+    def search(self) -> None:
+        """Search until the recommendation is known; an interruption leaves what was found so far."""
+        while True:
+            self._run(self._branches.values())
+            found = self._simplest_worth_it()
+            if found is None or self._keeps(found):
+                return
+
+    def choice(self) -> Choice | None:
+        """The recommendation as things stand; None if nothing fits.  No search goes on for it."""
+        found = self._simplest_worth_it(explores=False)
+        while found is not None and not self._keeps(found):
+            found = self._simplest_worth_it(explores=False)
+        if found is None:
+            return None if self._fallback is None else Choice(self._fallback, survives=False)
+        fastest = self._fastest() or found
+        tolerance_frac = self._request.effort.tolerance_frac
+        limit_s = found.iteration_s * (1 - tolerance_frac)
+        expandable = self._expandable
+        return Choice(
+            found,
+            survives=True,
+            expandable=expandable if expandable is not None and expandable.iteration_s < limit_s else None,
+            passed_over=fastest if fastest.where[2] is not found.where[2] and fastest.iteration_s < limit_s else None,
+        )
+
+    # -- kinds -------------------------------------------------------------------------------------------------------
+
+    def _fastest(self) -> Chosen | None:
+        found = [
+            Chosen(where, branch, branch.best) for where, branch in self._branches.items() if branch.best is not None
+        ]
+        return min(found, key=lambda one: one.iteration_s, default=None)
+
+    def _simplest_worth_it(self, *, explores: bool = True) -> Chosen | None:
+        """The best plan of the simplest kind that is slower than the fastest by no more than the uncertainty."""
+        fastest = self._fastest()
+        if fastest is None:
+            return None
+        for kind in PlanKind:
+            branches = {where: branch for where, branch in self._branches.items() if where[2] is kind}
+            if not branches:
+                continue
+            limit_s = fastest.iteration_s
+            if kind is not fastest.where[2]:
+                limit_s /= 1 - self._request.uncertainty.between(kind, fastest.where[2])
+            if explores:
+                # What ties with the limit is worth it.
+                self._run(branches.values(), np.nextafter(limit_s, np.inf) / (1 - self._tolerance_frac))
+            own_best_s = min(branch.own_best_s for branch in branches.values())
+            if own_best_s <= limit_s:
+                return self._undominated(self._simplest_near(branches, own_best_s, explores=explores))
+        raise AssertionError("the fastest plan is of some kind")
+
+    @property
+    def _tolerance_frac(self) -> float:
+        return self._request.effort.tolerance_frac
+
+    def _run(self, branches: Iterable[BranchAndBound], incumbent_s: float = np.inf) -> None:
+        run_in_turns(
+            list(branches),
+            self._on_progress,
+            incumbent_s=incumbent_s,
+            max_replays=self._request.effort.max_replays,
+        )
+
+    def _simplest_near(self, branches: Mapping[Where, BranchAndBound], best_s: float, *, explores: bool) -> Chosen:
+        """Of the plans of one kind within the tolerance of the best one, the simplest."""
+        near: dict[Where, Simulated] = {}
+        for where, branch in branches.items():
+            branch.incumbent_s = best_s
+            if explores:
+                branch.break_ties()
+            plan = branch.simplest_near()
+            if plan is not None:
+                near[where] = plan
+        where = min(near, key=_simplest)
+        return Chosen(where, branches[where], near[where])
+
+    def _undominated(self, chosen: Chosen) -> Chosen:
+        """A plan of the same space that is no slower, needs less memory and stays undominated, if one is known."""
+        branch, plan = chosen.branch, chosen.plan
+        while True:
+            better: list[Simulated | Replayed] = [one for one in branch.fitting if _dominates(one, plan)]
+            better += [one for one in branch.replayed if _dominates(one, plan)]
+            if not better:
+                return Chosen(chosen.where, branch, plan)
+            best = min(better, key=lambda one: (_time_s(one), one.candidate.peak_bytes, one.candidate.simplicity))
+            if isinstance(best, Replayed):
+                branch.replayed.remove(best)
+                best = branch.simulate(best.candidate)
+                if not _dominates(best, plan):
+                    continue
+            plan = best
+
+    # -- survival ----------------------------------------------------------------------------------------------------
+
+    def _keeps(self, found: Chosen) -> bool:
+        """Whether ``found`` survives.  Otherwise its like are left out, and it may be named as a faster alternative."""
+        room, problem = self._room, found.branch.problem
+        if room is None or found.plan in self._survivors:
+            return True
+        wanted_bytes = room.wanted_bytes(found.plan, problem)
+        if wanted_bytes <= room.limit_bytes:
+            self._survivors.add(found.plan)
+            return True
+        if self._fallback is None:
+            self._fallback = found
+        is_fastest = self._expandable is None or found.iteration_s < self._expandable.iteration_s
+        if is_fastest and room.wanted_bytes(found.plan, problem, expandable_segments=True) <= room.limit_bytes:
+            self._expandable = found
+        limit_bytes = room.lowered_peak_bytes(found.plan, wanted_bytes)
+        for where, branch in self._branches.items():
+            if where[2] is found.where[2]:
+                branch.lower_limit(limit_bytes)
+        return False
+
+
+def _simplest(where: Where) -> tuple[int, int, int]:
+    """Orders by kind, then by mode, then by fewer micro-batches."""
+    size, mode, kind = where
+    return kind.complexity, (SEVERAL.index(mode) if mode in SEVERAL else 0), -size
+
+
+def _time_s(one: Simulated | Replayed) -> float:
+    return one.period_s if isinstance(one, Replayed) else one.timing.iteration_s
+
+
+def _dominates(one: Simulated | Replayed, other: Simulated) -> bool:
+    """Whether ``one`` is no slower and needs no more device memory, and is better in one of the two."""
+    pairs = (
+        (_time_s(one), other.timing.iteration_s),
+        (one.candidate.peak_bytes, other.candidate.peak_bytes),
+    )
+    return all(mine <= its for mine, its in pairs) and any(mine < its for mine, its in pairs)

@@ -1,0 +1,63 @@
+"""Whether a plan that fits by what it allocates also fits by the segments that PyTorch's allocator holds.
+
+[Note: Plans that survive]
+The allocator holds more than is allocated: it rounds, and cached segments do not always fit what is asked for next.  A
+plan *survives* if the segments that it is expected to hold with the allocator's default settings leave the margin free
+(``DeviceReserved.expected_bytes``).  No bound of them is known that would be sharp for a plan that was not compiled, so
+the search first finds the fastest plan that fits by what it allocates.  If that does not survive, every plan of its
+kind is left out whose guaranteed peak, times the same overhead, exceeds what segments may take, and the search goes on.
+What is left out that way is an estimate; what is recommended was replayed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ...shared.schema.hardware import Device
+from ..memory.libraries import collective_bytes
+from ..memory.reserved import expected_segments_bytes, segment_limit_bytes
+from .branch_and_bound import Simulated
+from .problem import SearchProblem
+from .request import SearchRequest
+
+
+@dataclass(frozen=True)
+class SegmentRoom:
+    """What segments may take of one rank's device."""
+
+    device: Device
+    limit_bytes: int
+
+    @classmethod
+    def of(cls, request: SearchRequest) -> SegmentRoom | None:
+        """The room on the request's device, less its margin; None where the device has no segments.
+
+        A device budget above what the device has asks about a larger device, which it then stands for.
+        """
+        device = request.hardware.device
+        limit_bytes = segment_limit_bytes(
+            device,
+            beside_bytes=collective_bytes(request.hardware, request.step.num_ranks),
+            margin_frac=request.margin_frac,
+        )
+        if limit_bytes is None:
+            return None
+        budget_bytes = request.device_budget_bytes
+        if budget_bytes is not None and budget_bytes > device.usable_bytes:
+            limit_bytes = max(limit_bytes, budget_bytes)
+        return cls(device, max(1, limit_bytes))
+
+    def wanted_bytes(self, found: Simulated, problem: SearchProblem, *, expandable_segments: bool = False) -> int:
+        """Segments that the plan is expected to hold."""
+        return expected_segments_bytes(
+            found.schedule,
+            problem.workload,
+            problem.layouts[found.candidate.layout].grid.layout,
+            self.device,
+            expandable_segments=expandable_segments,
+        )
+
+    def lowered_peak_bytes(self, found: Simulated, wanted_bytes: int) -> int:
+        """The guaranteed peak from which on plans with the overhead of ``found`` survive; below its own."""
+        peak_bytes = found.candidate.peak_bytes
+        return min(peak_bytes - 1, peak_bytes * self.limit_bytes // wanted_bytes)
