@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from .schema.plan import ActivationMode as ActivationMode
     from .schema.plan import ParallelMode as ParallelMode
     from .schema.plan import Plan as Plan
+    from .schema.question import Question as Question
     from .schema.record import Record as Record
     from .schema.schedule import Lane as Lane
     from .schema.schedule import Schedule as Schedule
@@ -60,6 +61,7 @@ _HOMES = {
     "Plan": "schema.plan",
     "PlanError": "basics.errors",
     "ProtwinError": "basics.errors",
+    "Question": "schema.question",
     "Record": "schema.record",
     "Schedule": "schema.schedule",
     "ScheduleError": "basics.errors",

@@ -18,6 +18,7 @@ import numpy as np
 
 from ...shared.basics.errors import ProtwinError
 from ...shared.records.phase_times import phase_times_s
+from ...shared.records.question import question_of
 from ...shared.schema.plan import Plan
 from ...shared.schema.record import Holding, LaneUse, MemoryCurve, Origin, Record, TaskTiming
 from ...shared.schema.schedule import Content, Lane, Memory, Schedule, Task, TaskId, TaskKind
@@ -131,6 +132,7 @@ class Recorder:
             guaranteed_peak_device_bytes=guaranteed_device_peak(self._schedule).size_bytes,
             num_gathers=sum(task.kind is TaskKind.GATHER for task in self._schedule.tasks),
             num_cpu_adam_steps=sum(task.kind is TaskKind.CPU_ADAM for task in self._schedule.tasks),
+            question=question_of(self._workload, self._plan),
         )
 
     def _timings(self, logs: Sequence[IterationLog]) -> tuple[TaskTiming, ...]:

@@ -103,6 +103,7 @@ def override_hardware(hardware: Hardware, overrides: Mapping[str, str]) -> Hardw
         _set(content, field, value)
         _note(content, field, value)
     origin = "the machine with " + ", ".join(f"{name}={value}" for name, value in overrides.items())
+    content["overrides"] = (*content["overrides"], *(f"{name}={overrides[name]}" for name in sorted(overrides)))
     try:
         changed = Hardware.model_validate(content)
     except ValidationError as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 from itertools import accumulate
-from typing import Annotated, ClassVar, Self
+from typing import Annotated, ClassVar, Final, Self
 
 from pydantic import BeforeValidator, Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
@@ -49,6 +49,16 @@ class DeviceKind(StrEnum):
     CPU = "cpu"
 
 
+_WIDER: Final[dict[DType, tuple[DType, ...]]] = {
+    DType.FLOAT8_E4M3FN: (DType.BFLOAT16, DType.FLOAT16, DType.FLOAT32),
+    DType.FLOAT8_E5M2: (DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32),
+    DType.FLOAT16: (DType.FLOAT32,),
+    DType.BFLOAT16: (DType.FLOAT32,),
+    DType.FLOAT32: (),
+}
+"""Element types that hold every value of another: where a device has no matrix units for a type, it computes there."""
+
+
 class Device(FrozenModel):
     """The accelerator, or the CPU in its place."""
 
@@ -79,6 +89,20 @@ class Device(FrozenModel):
         if not self.peak_flop_per_s:
             raise ValueError("peak_flop_per_s names no element type")
         return self
+
+    def rate_dtype(self, dtype: DType) -> DType | None:
+        """The element type whose ``peak_flop_per_s`` products of ``dtype`` reach: itself, or the nearest wider one.
+
+        None where the device states none of them: float32 and narrower types then end at its vector units.
+        """
+        return next((known for known in (dtype, *_WIDER.get(dtype, ())) if known in self.peak_flop_per_s), None)
+
+    def matrix_flop_per_s(self, dtype: DType) -> float | None:
+        """Peak of matrix products of ``dtype``, at the rate of ``rate_dtype``; None where the device has none."""
+        known = self.rate_dtype(dtype)
+        if known is not None:
+            return self.peak_flop_per_s[known]
+        return self.vector_flop_per_s if dtype in _WIDER else None
 
     @property
     def usable_bytes(self) -> int:
@@ -221,6 +245,8 @@ class Hardware(Document):
     """None: one machine."""
     price_usd_per_hour: PositiveFloat | None = None
     """Rent of one machine with all of its devices, in US dollars."""
+    overrides: tuple[str, ...] = ()
+    """What was changed of it, as ``--set`` takes it: ``device.memory_bytes=40GiB``."""
 
     @property
     def devices_per_node(self) -> int:

@@ -10,6 +10,7 @@ from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveIn
 from ..basics.documents import Document, FrozenModel
 from .memory_accounts import DeviceReserved, HostMemory
 from .plan import Plan
+from .question import Question
 from .schedule import LANES_ALONE, Content, Lane, Memory, TaskKind
 
 _SECONDS_PER_HOUR: Final = 3600
@@ -119,6 +120,8 @@ class Record(Document):
     """What the device's allocator holds beyond what is allocated; None where it is not predicted."""
     host_memory: HostMemory | None = None
     """What the process holds of the host's memory; None where it is not predicted."""
+    question: Question | None = None
+    """What was asked; None in records that do not say."""
 
     @model_validator(mode="after")
     def _tasks_agree(self) -> Self:

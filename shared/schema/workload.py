@@ -69,6 +69,17 @@ _ITEM_BYTES: Final[dict[DType, int]] = {
 }
 
 
+class DTypeOrigin(StrEnum):
+    """Who chose the element type of the weights."""
+
+    ASKED = "asked"
+    """The user, by ``--dtype``."""
+    PUBLISHED = "published"
+    """Whoever published the model."""
+    DEVICE = "device"
+    """The device: another one than published, which its matrix units compute in."""
+
+
 class OperationClass(StrEnum):
     """Operations whose cost follows the same law."""
 
@@ -263,6 +274,10 @@ class Workload(Document):
     num_tokens: PositiveInt
     """Tokens (or positions) per iteration."""
     compute_dtype: DType
+    published_dtype: DType | None = None
+    """Element type that the weights were published in; None where nobody says."""
+    dtype_origin: DTypeOrigin | None = None
+    """Who chose the element type of the parameters; None where nobody says."""
     parameters: tuple[Parameter, ...]
     """In execution order."""
     blocks: tuple[Block, ...]

@@ -23,7 +23,7 @@ from ...shared.catalogue.rank_share import machine_of_rank
 from ...shared.schema.calibration import Calibration
 from ...shared.schema.hardware import Device, DeviceKind, Hardware, Host, Link
 from ...shared.schema.schedule import Schedule, Task, TaskKind
-from ...shared.schema.workload import DType, Operation, OperationClass, Phase, Workload
+from ...shared.schema.workload import Operation, OperationClass, Phase, Workload
 from ...shared.workloads.check import check_kernels
 from .collectives import Collective
 from .efficiency import CORE_BYTES_PER_S, CPU_ADAM_FRAC, DISPATCHES_PER_LAUNCH, KERNEL_FIXED_S, efficiency_frac
@@ -31,14 +31,6 @@ from .fabrics import machine_collective
 from .kernels import kernel_s
 
 _MATRIX_CLASSES: Final = frozenset({OperationClass.MATMUL, OperationClass.ATTENTION})
-_WIDER: Final[dict[DType, tuple[DType, ...]]] = {
-    DType.FLOAT8_E4M3FN: (DType.BFLOAT16, DType.FLOAT16, DType.FLOAT32),
-    DType.FLOAT8_E5M2: (DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32),
-    DType.FLOAT16: (DType.FLOAT32,),
-    DType.BFLOAT16: (DType.FLOAT32,),
-    DType.FLOAT32: (),
-}
-"""Element types that hold every value of another: where a device has no matrix units for a type, it computes there."""
 
 
 @dataclass(frozen=True)
@@ -227,11 +219,9 @@ def matrix_flop_per_s(device: Device, operation: Operation) -> float:
 
     Float32 and narrower end at the vector units, which every device has.  Raises HardwareError for other types.
     """
-    for dtype in (operation.dtype, *_WIDER.get(operation.dtype, ())):
-        if dtype in device.peak_flop_per_s:
-            return device.peak_flop_per_s[dtype]
-    if operation.dtype in _WIDER:
-        return device.vector_flop_per_s
+    peak = device.matrix_flop_per_s(operation.dtype)
+    if peak is not None:
+        return peak
     stated: Sequence[str] = sorted(device.peak_flop_per_s)
     raise HardwareError(
         f"{operation.name} multiplies matrices of {operation.dtype} but {device.name} states peak_flop_per_s for "

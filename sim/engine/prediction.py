@@ -8,6 +8,7 @@ from typing import Final
 from ...shared.basics.errors import WorkloadError
 from ...shared.layout.layout import Layout, build_layout
 from ...shared.records.phase_times import phase_times_s
+from ...shared.records.question import question_of
 from ...shared.schema.calibration import Calibration
 from ...shared.schema.hardware import Hardware
 from ...shared.schema.plan import Plan
@@ -100,6 +101,7 @@ def predicted_record(
         price_usd_per_hour=machine.price_usd_per_hour,
         num_gathers=_num_gathers(schedule),
         num_cpu_adam_steps=sum(task.kind is TaskKind.CPU_ADAM for task in schedule.tasks),
+        question=question_of(workload, plan, hardware, calibration),
     )
 
 

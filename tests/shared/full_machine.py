@@ -65,6 +65,7 @@ def full_hardware() -> Hardware:
             source="y",
         ),
         price_usd_per_hour=1 / 3,
+        overrides=("device.memory_bytes=40GiB", 'a"b=c'),
     )
 
 

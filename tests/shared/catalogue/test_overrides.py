@@ -94,7 +94,8 @@ def test_a_field_changes_itself_alone_and_says_so(field: str) -> None:
     assert {name: new[name] for name in names} == dict.fromkeys(names, value)
     notes = {f"{target}.source" for target in parts} if rest not in ("", "name", "source") else set()
     follows = {"host.memory_bandwidth_bytes_per_s"} if field == "host.num_memory_channels" else set()
-    assert found.keys() == names - {"node.num_devices"} | notes | follows
+    assert found.keys() == names - {"node.num_devices"} | notes | follows | {"overrides"}
+    assert after.overrides == (f"{field}={text}",)
     for note in notes:
         assert found[note].endswith(f"set by hand: {rest} = {text}")
 
@@ -157,7 +158,9 @@ def test_nothing_overridden_changes_nothing(hardware: Hardware) -> None:
 
 def test_parts_come_from_the_catalogue() -> None:
     before = machine("rtx-3090")
-    assert override_hardware(before, {"host": "epyc-64"}) == before.model_copy(update={"host": host_part("epyc-64")})
+    assert override_hardware(before, {"host": "epyc-64"}) == before.model_copy(
+        update={"host": host_part("epyc-64"), "overrides": ("host=epyc-64",)}
+    )
     fast = override_hardware(before, {"link": "pcie5-x16"})
     assert (fast.host_to_device, fast.device_to_host) == (
         link_part("pcie5-x16").host_to_device,
@@ -339,7 +342,7 @@ def test_nodes_and_networks_come_from_the_catalogue() -> None:
     alone = machine("h100-80gb")
     eight = override_hardware(alone, {"node": "hgx-h100-8"})
     assert eight.node == node_part("hgx-h100-8")
-    assert eight.model_copy(update={"node": None}) == alone
+    assert eight.model_copy(update={"node": None, "overrides": ()}) == alone
     joined = override_hardware(eight, {"network": "roce-400g", "network.num_nodes": "16"})
     assert joined.network is not None
     assert joined.network.link == network_part("roce-400g").link

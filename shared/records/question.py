@@ -1,0 +1,141 @@
+"""The question that a plan for a workload on a machine answers, read off these three."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Final
+
+from ..layout.layout import master_bytes, moment_bytes
+from ..schema.calibration import Calibration
+from ..schema.hardware import Hardware
+from ..schema.plan import Plan
+from ..schema.question import Question
+from ..schema.workload import DType, OperationClass, Parameter, Workload
+
+_LORA: Final = re.compile(r"(?:^|\.)lora_(?:embedding_)?[abAB](?:\.|$)")
+"""What protwin and PEFT call low-rank matrices."""
+_FIRST_LORA: Final = re.compile(r"(?:^|\.)lora_(?:embedding_)?[aA](?:\.|$)")
+_MATRIX_CLASSES: Final = frozenset({OperationClass.MATMUL, OperationClass.ATTENTION})
+
+
+def question_of(
+    workload: Workload,
+    plan: Plan,
+    hardware: Hardware | None = None,
+    calibration: Calibration | None = None,
+    *,
+    device_budget_bytes: int | None = None,
+    host_budget_bytes: int | None = None,
+    margin_frac: float | None = None,
+) -> Question:
+    """What ``plan`` was asked for: its model, element types, batch and machine.
+
+    Args:
+        workload: One rank's micro-batch.
+        plan: Its micro-batches and ranks count; the rest is the answer.
+        hardware: The machine; None where it is not known.
+        calibration: Factors measured on it; None for its data sheet.
+        device_budget_bytes: Device memory of one rank that the plan may fill.
+        host_budget_bytes: Host memory of one rank that the plan may fill.
+        margin_frac: Share of the device budget that is left free on purpose.
+    """
+    trained = [parameter for parameter in workload.parameters if parameter.trainable]
+    lora = [parameter for parameter in trained if _LORA.search(parameter.name)]
+    weight_dtype, trained_dtype = _most_common(workload.parameters), _most_common(trained)
+    compute_dtype = matrix_dtype(workload)
+    return Question(
+        model_name=workload.model_name,
+        num_parameters=workload.num_parameters,
+        num_trained=sum(parameter.num_elements for parameter in trained),
+        lora_rank=max((p.shape[0] for p in lora if _FIRST_LORA.search(p.name) and p.shape), default=None),
+        lora_targets=tuple(dict.fromkeys(_target(parameter.name) for parameter in lora)),
+        frozen=() if lora else frozen_modules(workload.parameters),
+        weight_dtype=weight_dtype,
+        published_dtype=workload.published_dtype,
+        dtype_origin=workload.dtype_origin,
+        compute_dtype=compute_dtype,
+        rate_dtype=None if hardware is None else hardware.device.rate_dtype(compute_dtype),
+        gradient_dtype=trained_dtype,
+        state_dtype=DType.FLOAT64 if moment_bytes(trained_dtype) == 2 * DType.FLOAT64.item_bytes else DType.FLOAT32,
+        master_dtype=DType.FLOAT32 if master_bytes(trained_dtype) else None,
+        samples_per_micro_batch=workload.num_samples,
+        sequence_length=sequence_length_of(workload),
+        micro_batches=plan.micro_batches,
+        num_ranks=plan.num_ranks,
+        hardware_name="" if hardware is None else hardware.name,
+        overrides=() if hardware is None else hardware.overrides,
+        device_budget_bytes=device_budget_bytes,
+        host_budget_bytes=host_budget_bytes,
+        margin_frac=margin_frac,
+        calibrated_on=None if calibration is None else calibration.machine or calibration.hardware_name,
+    )
+
+
+def sequence_length_of(workload: Workload) -> int | None:
+    """Tokens of one sample; None for models without sequences.  Several choices of one sample count as one."""
+    length = workload.num_tokens // workload.num_samples
+    is_sequence = "input_ids" in workload.batch_shapes or workload.num_tokens != workload.num_samples
+    return length if is_sequence else None
+
+
+def matrix_dtype(workload: Workload) -> DType:
+    """The element type of most FLOPs of the blocks' matrix products; that of the weights where none are listed."""
+    flops: dict[DType, int] = {}
+    for index in {block.profile for block in workload.blocks}:
+        for operation in workload.profiles[index].forward.operations:
+            if operation.operation_class in _MATRIX_CLASSES:
+                flops[operation.dtype] = flops.get(operation.dtype, 0) + operation.flops * operation.count
+    return max(flops, key=lambda dtype: flops[dtype]) if flops else workload.compute_dtype
+
+
+def frozen_modules(parameters: Sequence[Parameter]) -> tuple[str, ...]:
+    """The outermost modules none of whose parameters is trained, in order; layers in a row as ``layers.0-9``.
+
+    A parameter that is frozen beside trained ones of its module is named itself.  Empty if all are trained.
+    """
+    trained_within = {prefix for p in parameters if p.trainable for prefix in _prefixes(p.name)}
+    found = (
+        next((prefix for prefix in _prefixes(p.name) if prefix not in trained_within), p.name)
+        for p in parameters
+        if not p.trainable
+    )
+    return _in_rows(tuple(dict.fromkeys(found)))
+
+
+def _prefixes(name: str) -> list[str]:
+    """``["model", "model.norm", "model.norm.weight"]``."""
+    steps = name.split(".")
+    return [".".join(steps[: place + 1]) for place in range(len(steps))]
+
+
+def _in_rows(names: Sequence[str]) -> tuple[str, ...]:
+    """Names that count up at their end, joined: ``layers.0``, ``layers.1`` to ``layers.0-1``."""
+    rows: list[tuple[str, int, int] | str] = []
+    for name in names:
+        stem, dot, last = name.rpartition(".")
+        if not dot or not last.isdecimal():
+            rows.append(name)
+            continue
+        before = rows[-1] if rows else ""
+        if isinstance(before, tuple) and before[0] == stem and before[2] + 1 == int(last):
+            rows[-1] = (stem, before[1], int(last))
+        else:
+            rows.append((stem, int(last), int(last)))
+    return tuple(
+        row if isinstance(row, str) else f"{row[0]}.{row[1]}" + (f"-{row[2]}" if row[2] > row[1] else "")
+        for row in rows
+    )
+
+
+def _target(name: str) -> str:
+    """The linear map beside which the low-rank matrix ``name`` stands, without its path."""
+    return _LORA.split(name)[0].rpartition(".")[2]
+
+
+def _most_common(parameters: Sequence[Parameter]) -> DType:
+    """The element type of most scalars; float32 where there are none."""
+    sizes: dict[DType, int] = {}
+    for parameter in parameters:
+        sizes[parameter.dtype] = sizes.get(parameter.dtype, 0) + parameter.num_elements
+    return max(sizes, key=lambda dtype: sizes[dtype]) if sizes else DType.FLOAT32
