@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import stat
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
@@ -203,7 +202,7 @@ def _is_stream(path: Path) -> bool:
 def _replace(path: Path, content: bytes) -> None:
     """Write a copy beside ``path`` and let it take its place; leaves nothing if it raises OSError."""
     made = [folder for folder in path.parents if not folder.exists()]
-    unfinished = path.with_name(f".{path.name[:_LONGEST_STEM]}.{secrets.token_hex(8)}.part")
+    unfinished = path.with_name(f".{path.name[:_LONGEST_STEM]}.{os.urandom(8).hex()}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with unfinished.open("xb") as stream:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import io
+import os
 import sys
 from typing import TYPE_CHECKING, Final
 
@@ -25,6 +26,11 @@ def main() -> None:
     """Run ``protwin`` with the arguments of this process; never returns normally."""
     sys.unraisablehook = _interrupt_again
     _write_all_of_it()
+    # Start-up only builds up; the root lets collections go on once a command has been loaded.
+    was_collecting = gc.isenabled()
+    gc.disable()
+    # pydantic looks through all installed packages for plugins of its own, none of which has business here.
+    os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
     try:
         from .root import root_command
 
@@ -36,6 +42,8 @@ def main() -> None:
     finally:
         # At its end Python looks for cycles among all objects that were made, a tenth of a search: none need to go.
         gc.freeze()
+        if was_collecting:
+            gc.enable()
 
 
 def _write_all_of_it() -> None:

@@ -174,7 +174,7 @@ NoCacheFlag = Annotated[bool, typer.Option("--no-cache", help="Trace the model a
 
 
 def command_app() -> typer.Typer:
-    """An app for one entry of the group ``protwin.commands``; give it one command, or several as subcommands."""
+    """An app for one command of the root; give it one command, or several as subcommands."""
     return typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None)
 
 

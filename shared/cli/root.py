@@ -1,14 +1,18 @@
 """The root of the command line: the list of commands, each imported when it is called and not before.
 
-The folders name their commands in the entry-point group ``protwin.commands``, so this one imports none of them.
-``protwin --help`` shows every command without importing its module; a command whose extra is not installed is listed
-as well, and says when called what to install.
+A command is known by the place of its app, so this folder imports none of the others.  ``protwin --help`` shows every
+command without importing its module; a command whose extra is not installed is listed as well, and says when called
+what to install.  Other packages add theirs in the entry-point group ``protwin.commands``, which is read when a name is
+not one of ours: looking through all installed packages takes longer than many an answer.
 """
 
 from __future__ import annotations
 
+import gc
 import sys
-from importlib.metadata import EntryPoint, entry_points, version
+from collections.abc import Callable
+from contextlib import nullcontext
+from importlib import import_module
 from typing import Annotated, Any, Final, cast
 
 import typer
@@ -17,6 +21,7 @@ from typer.core import TyperCommand, TyperGroup
 from ..basics.disk_space import is_full
 from ..basics.errors import ProtwinError, shortened
 from ..basics.gc_pause import gc_paused
+from .blas import one_blas_thread
 from .exits import discard_output, report_interruption, report_mistake
 
 COMMANDS: Final[dict[str, str]] = {
@@ -31,6 +36,19 @@ COMMANDS: Final[dict[str, str]] = {
     "compare": "Lay two records side by side, a prediction and a measurement above all.",
 }
 """What each command does, in the order of a user's work; shown by ``protwin --help`` without importing anything."""
+
+APPS: Final[dict[str, str]] = {
+    "hardware": "protwin.sim.commands.hardware:hardware",
+    "models": "protwin.sim.commands.hardware:models",
+    "trace": "protwin.runtime.commands.trace:trace",
+    "calibrate": "protwin.calibration.commands.calibrate:calibrate",
+    "search": "protwin.sim.commands.search:search",
+    "advise": "protwin.sim.commands.advise:advise",
+    "simulate": "protwin.sim.commands.simulate:simulate",
+    "run": "protwin.runtime.commands.run:run",
+    "compare": "protwin.calibration.commands.compare:compare",
+}
+"""Where the app of each command stands, as module:attribute."""
 
 RUNTIME_MODULES: Final = frozenset({"psutil", "torch", "transformers"})
 """Top-level modules that the extra ``runtime`` brings."""
@@ -63,6 +81,8 @@ def _root_options(
 
 def _print_version(wanted: bool) -> None:
     if wanted:
+        from importlib.metadata import version
+
         typer.echo(f"protwin {version('protwin')}")
         raise typer.Exit
 
@@ -80,13 +100,28 @@ _UsageError: Final = cast(type[Exception], typer.BadParameter.__base__)
 
 
 class _RootGroup(TyperGroup):
-    """Holds the commands of the entry-point group and turns errors into messages."""
+    """Holds the commands and turns errors into messages."""
 
     def __init__(self, **attrs: Any) -> None:
         super().__init__(**attrs)
-        found = {entry.name: entry for entry in entry_points(group="protwin.commands")}
-        names = [name for name in COMMANDS if name in found] + sorted(found.keys() - COMMANDS.keys())
-        self.commands = {name: _LazyCommand(found[name]) for name in names}
+        self.commands = {name: _LazyCommand(name, _loader(place)) for name, place in APPS.items()}
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Ours in the order of work, then those of other packages."""
+        self._add_those_of_other_packages()
+        return super().list_commands(ctx)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """The command of that name; None if there is none."""
+        if cmd_name not in self.commands:
+            self._add_those_of_other_packages()
+        return super().get_command(ctx, cmd_name)
+
+    def _add_those_of_other_packages(self) -> None:
+        from importlib.metadata import entry_points
+
+        for entry in sorted(entry_points(group="protwin.commands"), key=lambda entry: entry.name):
+            self.commands.setdefault(entry.name, _LazyCommand(entry.name, entry.load))
 
     def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
         try:
@@ -146,21 +181,37 @@ def _as_mistake(error: ValueError) -> str:
     return f"{error.title} is inconsistent: {describe(error)}"
 
 
+def _loader(place: str) -> Callable[[], Any]:
+    """What imports the app at ``place``, module:attribute."""
+    module, _, attribute = place.partition(":")
+
+    def load() -> Any:
+        # The simulator multiplies no large matrices.
+        with one_blas_thread() if module.startswith("protwin.sim.") else nullcontext():
+            return getattr(import_module(module), attribute)
+
+    return load
+
+
 class _LazyCommand(TyperCommand):
     """Stands for a command in the list; becomes the command itself when it is called."""
 
-    def __init__(self, entry: EntryPoint) -> None:
-        summary = COMMANDS.get(entry.name, "")
-        super().__init__(entry.name, help=summary, short_help=summary, rich_markup_mode=None)
-        self._entry = entry
+    def __init__(self, name: str, load: Callable[[], Any]) -> None:
+        summary = COMMANDS.get(name, "")
+        super().__init__(name, help=summary, short_help=summary, rich_markup_mode=None)
+        self._load = load
 
     def load(self) -> typer.Typer:
         """Import the command's module; gives its app."""
         with gc_paused():
-            app = self._entry.load()
-        assert isinstance(app, typer.Typer), f"{self._entry.value} is no typer app"
+            app = self._load()
+        assert isinstance(app, typer.Typer), f"{self.name} is no typer app"
         return app
 
     def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
         command = typer.main.get_command(self.load())
-        return command.make_context(info_name, args, parent=parent, **extra)
+        context = command.make_context(info_name, args, parent=parent, **extra)
+        # What start-up made stays: later collections need not look through it (main switched them off).
+        gc.freeze()
+        gc.enable()
+        return context

@@ -8,12 +8,12 @@ import signal
 import subprocess
 import sys
 import textwrap
-from importlib.metadata import EntryPoint, entry_points, version
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
-from protwin.shared.cli.root import COMMANDS
+from protwin.shared.cli.root import APPS, COMMANDS
 from tests.cli.conftest import Protwin
 
 HEAVY = ("numpy", "psutil", "pydantic", "rich", "scipy", "simpy", "torch", "transformers")
@@ -34,15 +34,11 @@ def python(code: str, environment: dict[str, str], *arguments: str) -> subproces
 
 
 RUN_ROOT = """
-    import sys, types
+    import importlib.metadata, sys, types
     from importlib.metadata import EntryPoint
 
     import protwin.shared.cli.root as cli_root
     from protwin.shared.cli.main import main
-
-    def entry_points(group):
-        assert group == "protwin.commands"
-        return [EntryPoint("search", "planted:search", group)]
 
     planted = sys.modules["planted"] = types.ModuleType("planted")
     planted.search = cli_root.typer.Typer(rich_markup_mode=None)
@@ -51,7 +47,7 @@ RUN_ROOT = """
     def command() -> None:
         {body}
 
-    cli_root.entry_points = entry_points
+    cli_root.APPS["search"] = "planted:search"
     sys.argv = ["protwin", "search"]
     main()
 """
@@ -68,7 +64,6 @@ def test_help_lists_every_command_in_the_order_of_work(protwin: Protwin) -> None
     assert result.returncode == 0
     places = [result.stdout.index(f"\n  {name} ") for name in COMMANDS]
     assert places == sorted(places)
-    assert {entry.name for entry in entry_points(group="protwin.commands")} == set(COMMANDS)
 
 
 def test_no_arguments_show_the_help(protwin: Protwin) -> None:
@@ -207,8 +202,8 @@ def test_a_missing_extra_says_what_to_install(environment: dict[str, str], modul
         result = planted(blocked, environment)
     else:
         code = textwrap.dedent(RUN_ROOT.format(body="pass")).replace(
-            "cli_root.entry_points = entry_points",
-            f"def load(self):\n    {blocked}\nEntryPoint.load = load\ncli_root.entry_points = entry_points",
+            'cli_root.APPS["search"] =',
+            f"def load(name):\n    {blocked}\ncli_root.import_module = load\ncli_root.APPS['search'] =",
         )
         result = python(code, environment)
     assert result.returncode == 2
@@ -233,7 +228,9 @@ def test_commands_without_their_extra_are_still_listed(environment: dict[str, st
 
 def test_a_command_of_another_package_appears_last(environment: dict[str, str]) -> None:
     code = textwrap.dedent(RUN_ROOT.format(body="pass")).replace(
-        'return [EntryPoint("search"', 'return [EntryPoint("another", "planted:search", group), EntryPoint("search"'
+        'cli_root.APPS["search"] = "planted:search"',
+        "others = [EntryPoint('another', 'planted:search', 'protwin.commands')]\n"
+        "importlib.metadata.entry_points = lambda group: others",
     )
     result = python(code.replace('["protwin", "search"]', '["protwin", "--help"]'), environment)
     assert result.stdout.index("  search ") < result.stdout.index("  another")
@@ -259,12 +256,12 @@ def test_errors_are_red_on_a_terminal_alone(environment: dict[str, str]) -> None
     assert errors_on_a_terminal(environment) == b"error: no.\r\n"
 
 
-def test_every_entry_point_names_a_module_of_its_folder() -> None:
-    found: dict[str, EntryPoint] = {entry.name: entry for entry in entry_points(group="protwin.commands")}
-    for entry in found.values():
-        module, _, attribute = entry.value.partition(":")
+def test_every_command_is_named_after_its_app() -> None:
+    assert list(APPS) == list(COMMANDS)
+    for name, place in APPS.items():
+        module, _, attribute = place.partition(":")
         assert module.startswith("protwin.")
-        assert attribute == entry.name
+        assert attribute == name
         assert (Path(__file__).parents[2] / module.split(".")[1]).is_dir()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import textwrap
@@ -63,6 +64,48 @@ def test_a_search_for_programs_draws_no_tables(arguments: list[str]) -> None:
 @pytest.mark.parametrize("name", ["numpy.ma", "protwin.shared.records.comparison", "rich"])
 def test_the_watch_sees_imports(arguments: list[str], name: str) -> None:
     assert imported([*arguments, "--json"], NEVER + FOR_TABLES, extra=f"import {name}") == [name]
+
+
+def test_a_command_of_ours_looks_through_no_installed_packages(arguments: list[str]) -> None:
+    """Each look reads the metadata of all packages: pydantic's for plugins, and ours for other packages' commands."""
+    planted = (
+        "import importlib.metadata as metadata, pydantic\n"
+        "metadata.entry_points = lambda **_: sys.modules.setdefault('looked', sys) and []"
+    )
+    told = imported([*arguments, "--json"], ("looked",), extra=planted.replace("\n", "; "))
+    assert told == []
+    assert imported(["--help"], ("looked",), extra=planted.replace("\n", "; ")) == ["looked"], "the watch sees looks"
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="this system does not list threads")
+def test_a_search_starts_no_threads_and_leaves_the_setting_alone(arguments: list[str]) -> None:
+    code = (
+        "import gc, os, sys\n"
+        "import protwin.shared.cli.root as root\n"
+        "root.root_command().get_command(None, 'search').load()\n"
+        "assert 'numpy' in sys.modules\n"
+        "assert len(os.listdir('/proc/self/task')) == 1\n"
+        "assert os.environ.get('OPENBLAS_NUM_THREADS') == {left!r}\n"
+    )
+    for variables, left in (({}, None), ({"OPENBLAS_NUM_THREADS": "1"}, "1")):
+        settings = {key: value for key, value in os.environ.items() if "NUM_THREADS" not in key} | variables
+        subprocess.run([sys.executable, "-c", code.format(left=left)], env=settings, timeout=120, check=True)
+
+
+def test_collections_go_on_once_a_command_is_loaded() -> None:
+    """What start-up made is left out of them."""
+    code = (
+        "import gc, sys\n"
+        "import protwin.shared.cli.root as root\n"
+        "from protwin.shared.cli.main import main\n"
+        "import protwin.sim.commands.hardware as hardware\n"
+        "def seen(*_):\n    print(gc.isenabled(), gc.get_freeze_count() > 10_000)\n"
+        "hardware.show = seen\n"
+        "sys.argv = ['protwin', 'hardware', 'show', 'rtx-3090']\n"
+        "main()\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert result.stdout == "True True\n"
 
 
 def test_collections_go_on_after_work_without_them() -> None:
