@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import ClassVar, Self
 
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
@@ -10,6 +11,19 @@ from ..basics.documents import Document, FrozenModel
 from .plan import ParallelMode, Plan
 from .plan_kind import PlanKind, Uncertainty
 from .record import Record
+
+
+class Goal(StrEnum):
+    """What a search is for."""
+
+    FASTEST = "fastest"
+    """The least time, as far as it is worth the means."""
+    CHEAPEST = "cheapest"
+    """The least money per token, over numbers of the machine's devices."""
+    LONGEST_SEQUENCE = "longest-sequence"
+    LARGEST_BATCH = "largest-batch"
+    LEAST_MEMORY = "least-memory"
+    """The smallest guaranteed device peak."""
 
 
 class PlanOutcome(FrozenModel):
@@ -151,6 +165,9 @@ class SearchResult(Document):
     hardware_name: str
     device_budget_bytes: PositiveInt
     host_budget_bytes: NonNegativeInt
+    goal: Goal = Goal.FASTEST
+    goal_words: str = ""
+    """What was reached, in words, and what lies beyond it."""
     plan: Plan
     """The recommended plan."""
     kind: PlanKind

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from ..basics.units import format_bytes, format_number, format_seconds
 from ..schema.plan_kind import PlanKind
-from ..schema.search_result import Baseline, PlanOutcome, SearchResult
+from ..schema.search_result import Baseline, Goal, PlanOutcome, SearchResult
 from .labels import NO_VALUE, format_share
 from .memory import DEFAULT_SETTINGS, EXPANDABLE_SETTING
 from .table import Table
+
+_GOALS: Final = {
+    Goal.FASTEST: "Fastest",
+    Goal.CHEAPEST: "Cheapest",
+    Goal.LONGEST_SEQUENCE: "Longest sequence",
+    Goal.LARGEST_BATCH: "Largest batch",
+    Goal.LEAST_MEMORY: "Least memory",
+}
 
 
 def baseline_table(result: SearchResult) -> Table:
@@ -80,7 +90,8 @@ def _notes(result: SearchResult) -> list[str]:
 
 def recommendation(result: SearchResult) -> str:
     """What to do, what it gains, whether it survives, and what was passed over."""
-    sentences = [_gain(result), _survival(result), _expandable(result), _passed_over(result)]
+    goal = f"{_GOALS[result.goal]}: {result.goal_words}." if result.goal_words else ""
+    sentences = [goal, _gain(result), _survival(result), _expandable(result), _passed_over(result)]
     return " ".join(sentence for sentence in sentences if sentence)
 
 

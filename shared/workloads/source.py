@@ -120,6 +120,11 @@ def resolve_family(model: str, *, dtype: str | None = None) -> WorkloadFamily | 
     return shipped_family(known, DType(dtype) if dtype is not None else published)
 
 
+def is_saved_workload(model: str) -> bool:
+    """Whether ``model`` names the file of a workload, which has one shape."""
+    return _saved_workload(model) is not None
+
+
 def saved_sizes(model: str, global_batch: int, num_ranks: int = 1) -> tuple[int, ...] | None:
     """The one size that a saved workload's micro-batches have; None for models that have a workload at any size.
 

@@ -17,6 +17,7 @@ from ...shared.cli.options import changes_of, warn
 from ...shared.schema.hardware import Hardware
 from ...shared.schema.plan import ParallelMode, Plan
 from ...shared.schema.record import Record
+from ...shared.schema.search_result import Goal
 from ..searching.confidence import DEFAULT_MARGIN_FRAC
 from ..space.space import LARGEST_KNOB
 from ..space.step_spec import MOST_MICRO_BATCHES, MOST_RANKS, check_ranks
@@ -69,6 +70,14 @@ Margin = Annotated[
         max=99,
         help=f"Share of the device's memory that stays free beside the allocator's segments; "
         f"{DEFAULT_MARGIN_FRAC * 100:g} unless given.",
+    ),
+]
+GoalName = Annotated[
+    Goal,
+    typer.Option(
+        "--goal",
+        help="What the search is for. longest-sequence and largest-batch choose --sequence-length and --batch-size; "
+        "cheapest chooses how many of the machine's devices.",
     ),
 ]
 BaselinePlans = Annotated[
@@ -127,6 +136,17 @@ class WhatIfCommand(TyperCommand):
 
                 filled.append(USUAL)
         return super().parse_args(ctx, filled)
+
+
+def check_goal(goal: Goal, *, batch_size: int | None, sequence_length: int | None, global_batch: int | None) -> None:
+    """Raise PlanError if a shape is given that the goal chooses."""
+    chosen = {
+        Goal.LONGEST_SEQUENCE: {"--sequence-length": sequence_length, "--global-batch": global_batch},
+        Goal.LARGEST_BATCH: {"--batch-size": batch_size, "--global-batch": global_batch},
+    }
+    for option, value in chosen.get(goal, {}).items():
+        if value is not None:
+            raise PlanError(f"--goal {goal} chooses the shape, but {option} {value} fixes it. Leave {option} out.")
 
 
 def check_batch(global_batch: int | None, batch_size: int | None, micro_batches: int | None) -> None:

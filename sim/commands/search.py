@@ -42,13 +42,13 @@ from ...shared.compile.compile import compile_schedule
 from ...shared.schema.calibration import Calibration
 from ...shared.schema.hardware import Hardware
 from ...shared.schema.plan import Plan
-from ...shared.schema.search_result import BatchSearchResult, SearchResult
+from ...shared.schema.search_result import BatchSearchResult, Goal, SearchResult
 from ...shared.schema.workload import Workload
-from ...shared.workloads.source import resolve_workload, saved_sizes
+from ...shared.workloads.source import is_saved_workload, resolve_workload, saved_sizes
 from ..memory.libraries import rank_host_bytes
+from ..questions.goals import SEQUENCE_STEP, Shapes, search_goal
 from ..searching.confidence import DEFAULT_MARGIN_FRAC
 from ..searching.request import GlobalBatch, SearchRequest, Step
-from ..searching.search import search_batches
 from ..space.space import LARGEST_KNOB, SearchSpace
 from ..space.step_spec import SEVERAL, check_shares
 from .options import (
@@ -57,6 +57,7 @@ from .options import (
     AllowedSwaps,
     BaselinePlans,
     GlobalBatchSize,
+    GoalName,
     Margin,
     MaxGradientNorm,
     MicroBatches,
@@ -65,6 +66,7 @@ from .options import (
     WhatIfQuestions,
     check_batch,
     check_budget,
+    check_goal,
     machine_of,
     ranks_to_search,
     unused_devices,
@@ -147,6 +149,7 @@ def search_command(
     num_ranks: NumRanks = None,
     parallel: AllowedModes = None,
     questions: WhatIfQuestions = None,
+    goal: GoalName = Goal.FASTEST,
     margin: Margin = None,
     baseline: BaselinePlans = None,
     output: OutputPath = None,
@@ -160,6 +163,7 @@ def search_command(
     proven about every other plan.  --output writes the plan.  Ctrl-C ends the search with the best plan so far.
     """
     check_batch(global_batch, batch_size, micro_batches)
+    check_goal(goal, batch_size=batch_size, sequence_length=sequence_length, global_batch=global_batch)
     keep_apart(
         {"--output": output, "--report": report},
         {
@@ -187,11 +191,11 @@ def search_command(
     }
     space = SearchSpace.model_validate({knob: tuple(values) for knob, values in allowed.items() if values})
 
-    def workload_at(size: int | None) -> Workload:
+    def workload_of(size: int | None, length: int | None) -> Workload:
         return resolve_workload(
             model,
             batch_size=size,
-            sequence_length=sequence_length,
+            sequence_length=length,
             dtype=dtype,
             cache=None if no_cache else cache_folder(),
             warn=warn,
@@ -199,9 +203,14 @@ def search_command(
             device_kind=machine.device.kind,
         )
 
+    def workload_at(size: int | None) -> Workload:
+        return workload_of(size, sequence_length)
+
+    has_shapes = not is_saved_workload(model)
+    shapes = Shapes(workload_at, lambda length: workload_of(batch_size or 1, length)) if has_shapes else None
     with progress_bar("searching") as on_progress:
         request = SearchRequest(
-            workload=workload_at(batch_size)
+            workload=_first_workload(goal if has_shapes else Goal.FASTEST, workload_of, batch_size, sequence_length)
             if global_batch is None
             else _global_batch(model, global_batch, num_ranks, workload_at),
             hardware=machine,
@@ -219,11 +228,11 @@ def search_command(
         )
         asked = what_ifs(request)  # a question that cannot be answered is told at once
         try:
-            found = search_batches(request, on_progress=on_progress, keep_interrupted=True)
+            found = search_goal(goal, request, shapes, on_progress=on_progress, keep_interrupted=True)
         except InfeasibleError as error:
             if global_batch is not None:
                 raise
-            sized = workload_at if model in model_names() else None
+            sized = workload_at if model in model_names() and goal is Goal.FASTEST else None
             raise InfeasibleError(f"{error}{_what_fits_instead(request, sized)}") from error
         is_interrupted = found.result.certificate.is_interrupted
         if asked and not is_interrupted:
@@ -236,9 +245,7 @@ def search_command(
     if not is_interrupted:
         if output is not None:
             result.plan.save(output)
-        workload = request.workload
-        best = workload if isinstance(workload, Workload) else workload.workload_at(found.micro_batch_size)
-        write_report(report, lambda: _report(document, best))
+        write_report(report, lambda: _report(document, _workload_of(request, found, workload_of)))
     if as_json:
         typer.echo(document.to_json(), nl=False)
     else:
@@ -247,6 +254,28 @@ def search_command(
         show(search_tables(document) if isinstance(document, SearchResult) else batch_tables(document))
     if is_interrupted:
         raise typer.Exit(report_interruption())
+
+
+def _first_workload(
+    goal: Goal, workload_of: Callable[[int | None, int | None], Workload], batch_size: int | None, length: int | None
+) -> Workload:
+    """The workload that is asked about, or the smallest where the goal chooses the shape."""
+    if goal is Goal.LONGEST_SEQUENCE:
+        return workload_of(batch_size or 1, SEQUENCE_STEP)
+    return workload_of(1 if goal is Goal.LARGEST_BATCH else batch_size, length)
+
+
+def _workload_of(
+    request: SearchRequest, found: BatchSearchResult, workload_of: Callable[[int | None, int | None], Workload]
+) -> Workload:
+    """The workload of the recommended plan."""
+    if isinstance(request.workload, GlobalBatch):
+        return request.workload.workload_at(found.micro_batch_size)
+    if found.result.plan.workload_id == request.workload.identity:
+        return request.workload
+    question = found.result.prediction.question
+    assert question is not None, "a prediction says what was asked"
+    return workload_of(question.samples_per_micro_batch, question.sequence_length)
 
 
 def _global_batch(model: str, num_samples: int, num_ranks: int, workload_at: Callable[[int], Workload]) -> GlobalBatch:

@@ -144,66 +144,75 @@ def baselines(
     found = []
     for system in systems(like.num_ranks):
         tries = (
-            _evaluated(system_name(system, is_checkpointed=ticked), system.how, plan, problems[size], room)
+            _Need(system_name(system, is_checkpointed=ticked), system.how, plan, problems[size], room)
             for size in sizes
             for ticked in system.n_checkpoint
             for plan in [system_plan(system, problems[size], like, is_checkpointed=ticked)]
         )
-        found.append(_first_that_fits(tries))
+        found.append(_first_that_fits(tries).baseline())
     for name, plan in own:
-        problem = problems[sizes[-1]]
         if plan.num_ranks != like.num_ranks:
             raise PlanError(
                 f"the baseline {name} is for {plan.num_ranks} ranks but the search is about {like.num_ranks}. "
                 f"Ask with --ranks {plan.num_ranks}."
             )
-        found.append(_evaluated(name, "a plan of your own", plan, problem, room))
+        found.append(_Need(name, "a plan of your own", plan, problems[sizes[-1]], room).baseline())
     return tuple(found)
 
 
-def _first_that_fits(tries: Iterable[Baseline]) -> Baseline:
+def _first_that_fits(tries: Iterable[_Need]) -> _Need:
     """The first of ``tries`` that fits, and the last of them if none does."""
-    last: Baseline | None = None
+    last: _Need | None = None
     for last in tries:
-        if last.fits:
+        if not last.lacking:
             return last
     assert last is not None, "every system has a plan"
     return last
 
 
-def _evaluated(name: str, how: str, plan: Plan, problem: SearchProblem, room: SegmentRoom | None) -> Baseline:
-    """``plan``, simulated, with what it needs and lacks."""
-    workload = problem.workload
-    layout = build_layout(workload.parameters, num_blocks=workload.num_blocks, chunk_bytes=plan.chunk_bytes)
-    schedule = compile_schedule(plan, workload, layout)
-    timing = simulate_timing(schedule, problem.costs.durations_s(schedule), problem.contention)
-    order = HappensBefore(schedule, _ITERATIONS)
-    peak_bytes = guaranteed_device_peak(schedule, order).size_bytes
-    pinned_bytes, state_bytes = (schedule.static_bytes(memory) for memory in (Memory.PINNED_HOST, Memory.HOST))
-    segments_bytes: int | None = None
-    lacking_segments_bytes = 0
-    if room is not None and peak_bytes <= problem.device_budget_bytes:
-        segments_bytes = expected_segments_bytes(schedule, workload, layout, room.device, order=order)
-        lacking_segments_bytes = segments_bytes - room.limit_bytes
-    lacking = [
-        ("device memory", peak_bytes - problem.device_budget_bytes),
-        ("host memory", pinned_bytes + state_bytes - problem.host_budget_bytes),
-        ("device memory for the allocator's segments", lacking_segments_bytes),
-    ]
-    return Baseline(
-        name=name,
-        how=how,
-        plan=plan,
-        kind=kind_of(plan, layout),
-        num_samples=workload.num_samples * plan.micro_batches * plan.num_ranks,
-        num_tokens=workload.num_tokens * plan.micro_batches * plan.num_ranks,
-        iteration_s=timing.iteration_s,
-        guaranteed_peak_device_bytes=peak_bytes,
-        expected_segments_bytes=segments_bytes,
-        pinned_host_bytes=pinned_bytes,
-        host_bytes=state_bytes,
-        lacking=tuple(Lack(memory=memory, size_bytes=size) for memory, size in lacking if size > 0),
-    )
+class _Need:
+    """What a plan needs of every memory."""
+
+    def __init__(self, name: str, how: str, plan: Plan, problem: SearchProblem, room: SegmentRoom | None) -> None:
+        self._name, self._how, self._plan, self._problem = name, how, plan, problem
+        workload = problem.workload
+        self._layout = build_layout(workload.parameters, num_blocks=workload.num_blocks, chunk_bytes=plan.chunk_bytes)
+        self._schedule = compile_schedule(plan, workload, self._layout)
+        order = HappensBefore(self._schedule, _ITERATIONS)
+        self._peak_bytes = guaranteed_device_peak(self._schedule, order).size_bytes
+        self._pinned_bytes, self._state_bytes = (
+            self._schedule.static_bytes(memory) for memory in (Memory.PINNED_HOST, Memory.HOST)
+        )
+        lacking = [
+            ("device memory", self._peak_bytes - problem.device_budget_bytes),
+            ("host memory", self._pinned_bytes + self._state_bytes - problem.host_budget_bytes),
+        ]
+        self._segments_bytes: int | None = None
+        if room is not None and not any(size > 0 for _, size in lacking):
+            self._segments_bytes = expected_segments_bytes(
+                self._schedule, workload, self._layout, room.device, order=order
+            )
+            lacking.append(("device memory for the allocator's segments", self._segments_bytes - room.limit_bytes))
+        self.lacking = tuple(Lack(memory=memory, size_bytes=size) for memory, size in lacking if size > 0)
+
+    def baseline(self) -> Baseline:
+        """The plan, simulated."""
+        problem, plan, workload = self._problem, self._plan, self._problem.workload
+        timing = simulate_timing(self._schedule, problem.costs.durations_s(self._schedule), problem.contention)
+        return Baseline(
+            name=self._name,
+            how=self._how,
+            plan=plan,
+            kind=kind_of(plan, self._layout),
+            num_samples=workload.num_samples * plan.micro_batches * plan.num_ranks,
+            num_tokens=workload.num_tokens * plan.micro_batches * plan.num_ranks,
+            iteration_s=timing.iteration_s,
+            guaranteed_peak_device_bytes=self._peak_bytes,
+            expected_segments_bytes=self._segments_bytes,
+            pinned_host_bytes=self._pinned_bytes,
+            host_bytes=self._state_bytes,
+            lacking=self.lacking,
+        )
 
 
 _ITERATIONS: Final = 3

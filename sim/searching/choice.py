@@ -65,7 +65,8 @@ class Chooser:
         self._on_progress = on_progress
         self._room = SegmentRoom.of(request)
         self._expandable: Chosen | None = None
-        self._fallback: Chosen | None = None
+        self._last_fragile: Chosen | None = None
+        """The one that came closest to surviving, if none does."""
         self._survivors: set[Simulated] = set()
 
     def search(self) -> None:
@@ -82,7 +83,8 @@ class Chooser:
         while found is not None and not self._keeps(found):
             found = self._simplest_worth_it(explores=False)
         if found is None:
-            return None if self._fallback is None else Choice(self._fallback, survives=False)
+            fallback = self._expandable or self._last_fragile
+            return None if fallback is None else Choice(fallback, survives=False)
         fastest = self._fastest() or found
         tolerance_frac = self._request.effort.tolerance_frac
         limit_s = found.iteration_s * (1 - tolerance_frac)
@@ -174,8 +176,7 @@ class Chooser:
         if wanted_bytes <= room.limit_bytes:
             self._survivors.add(found.plan)
             return True
-        if self._fallback is None:
-            self._fallback = found
+        self._last_fragile = found
         is_fastest = self._expandable is None or found.iteration_s < self._expandable.iteration_s
         if is_fastest and room.wanted_bytes(found.plan, problem, expandable_segments=True) <= room.limit_bytes:
             self._expandable = found

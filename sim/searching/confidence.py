@@ -19,7 +19,7 @@ from ...shared.schema.plan_kind import Uncertainty
 
 DATA_SHEETS: Final = Uncertainty(activations_frac=0.10, placement_frac=0.35, source="data sheets")
 """Kept against checkpointed: 80 % of 25 published pairs stay within 11.3 % (4.9 % of the 10 at equal micro-batches).
-Offloaded against not: 5 of 7 pairs stay within 33 %; the other two are DeepSpeed's, whose step overlaps with nothing."""
+Offloaded against not: 5 of 7 pairs stay within 33 %; two are DeepSpeed's, whose step overlaps with nothing."""
 CALIBRATED: Final = Uncertainty(activations_frac=0.10, placement_frac=0.10, source="calibrated")
 """80 % of 118 pairs of the bench of fidelity stay within 9.9 %, those of offloaded and resident plans within 10.5 %."""
 DEFAULT_MARGIN_FRAC: Final = 0.05

@@ -49,9 +49,17 @@ def search_result(
         chosen.timing,
         layout=problem.layouts[chosen.candidate.layout].grid.layout,
     )
+    margin_frac = 0.0 if problem.hardware.device.kind is DeviceKind.CPU else request.margin_frac
+    if prediction.question is not None:
+        within = {
+            "device_budget_bytes": problem.device_budget_bytes,
+            "host_budget_bytes": problem.host_budget_bytes,
+            "margin_frac": margin_frac or None,
+        }
+        prediction = prediction.model_copy(update={"question": prediction.question.model_copy(update=within)})
     peak_bytes = prediction.guaranteed_peak_device_bytes
     assert peak_bytes == chosen.candidate.peak_bytes <= problem.device_budget_bytes, "the compiled plan fits"
-    known = _known(one for one in branches if one.problem is problem)
+    known = _known([one for one in branches if one.problem is problem], found)
     return SearchResult(
         model_name=problem.workload.model_name,
         hardware_name=problem.hardware.name,
@@ -61,19 +69,22 @@ def search_result(
         kind=found.where[2],
         prediction=prediction,
         survives=choice.survives,
-        margin_frac=0.0 if problem.hardware.device.kind is DeviceKind.CPU else request.margin_frac,
+        margin_frac=margin_frac,
         uncertainty=request.uncertainty,
         expandable=_outcome_of(choice.expandable),
         passed_over=_outcome_of(choice.passed_over),
-        certificate=certify(branches, is_interrupted=is_interrupted),
+        certificate=certify(branches, found.iteration_s, is_interrupted=is_interrupted),
         alternatives=tuple(_outcome(one) for one in _alternatives(chosen.candidate, known)),
         pareto=tuple(_outcome(one) for one in _pareto_front(known, found)),
     )
 
 
-def certify(branches: Sequence[BranchAndBound], *, is_interrupted: bool = False) -> Certificate:
-    """What the searches, which share a best plan, prove together."""
-    best_s = min(branch.own_best_s for branch in branches)
+def certify(branches: Sequence[BranchAndBound], chosen_s: float, *, is_interrupted: bool = False) -> Certificate:
+    """What the searches prove together about the plans within their limits of memory.
+
+    ``chosen_s``: the time of the recommended plan, which is within none of them if no plan survives.
+    """
+    best_s = min(chosen_s, *(branch.own_best_s for branch in branches))
     tolerance_frac = branches[0].tolerance_frac
     limit_s = best_s * (1 - tolerance_frac)
     num_bounded_by_time = num_undecided = 0
@@ -172,11 +183,15 @@ class _Known:
         return self.iteration_s, self.candidate.peak_bytes, self.candidate.simplicity
 
 
-def _known(branches: Iterable[BranchAndBound]) -> list[_Known]:
-    """The plans within the limits of memory that were simulated or replayed, fastest first."""
-    known: list[_Known] = []
+def _known(branches: Iterable[BranchAndBound], chosen: Chosen) -> list[_Known]:
+    """The chosen plan, and those within the limits of memory that were simulated or replayed, fastest first."""
+    known = [_Known(chosen.branch, chosen.plan.candidate, chosen.iteration_s, is_simulated=True)]
     for branch in branches:
-        known += [_Known(branch, s.candidate, s.timing.iteration_s, is_simulated=True) for s in branch.fitting]
+        known += [
+            _Known(branch, s.candidate, s.timing.iteration_s, is_simulated=True)
+            for s in branch.fitting
+            if s is not chosen.plan
+        ]
         known += [
             _Known(branch, r.candidate, r.period_s, is_simulated=False)
             for r in branch.replayed

@@ -1,0 +1,188 @@
+"""What a search is for: the fastest plan, or the cheapest, the longest sequence, the largest batch, the least memory.
+
+Every goal is answered by ordinary searches, each with its own certificate: the goal says which of them is the answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Final
+
+from ...shared.basics.errors import HardwareError, InfeasibleError, PlanError, ProtwinError
+from ...shared.basics.units import format_bytes
+from ...shared.catalogue.rank_share import price_of_ranks
+from ...shared.schema.search_result import BatchSearchResult, Goal
+from ...shared.schema.workload import Workload
+from ..searching.branch_and_bound import OnProgress
+from ..searching.least_memory import least_device
+from ..searching.problem import search_problem
+from ..searching.request import GlobalBatch, SearchRequest
+from ..searching.search import search_batches
+from ..space.step_spec import SEVERAL
+
+SEQUENCE_STEP: Final = 128
+"""Tokens by which sequences grow beyond their first 128: what kernels are tuned for."""
+MOST_TOKENS: Final = 2**24
+"""Longer sequences, and larger batches, are not looked at."""
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """The workloads of one model at other shapes; raises ProtwinError where the model has none."""
+
+    at_batch: Callable[[int], Workload]
+    at_length: Callable[[int], Workload]
+
+
+def search_goal(
+    goal: Goal,
+    request: SearchRequest,
+    shapes: Shapes | None = None,
+    *,
+    on_progress: OnProgress | None = None,
+    keep_interrupted: bool = False,
+) -> BatchSearchResult:
+    """The answer of ``request`` to ``goal``; errors as of ``search``.
+
+    ``shapes``: for the longest sequence and the largest batch, in the place of the request's workload.  Raises
+    PlanError if a goal lacks what it needs, HardwareError if there is no price to be cheapest by.
+    """
+    if goal is Goal.FASTEST:
+        return search_batches(request, on_progress=on_progress, keep_interrupted=keep_interrupted)
+    if goal is Goal.CHEAPEST:
+        return _cheapest(request, on_progress)
+    if goal is Goal.LEAST_MEMORY:
+        return _least_memory(request, on_progress)
+    if shapes is None:
+        raise PlanError(f"the goal {goal} asks about other shapes than that of a saved workload. Name a model instead.")
+    if isinstance(request.workload, GlobalBatch):
+        raise PlanError(f"the goal {goal} does not go with a global batch. Leave one of the two out.")
+    if goal is Goal.LARGEST_BATCH:
+        return _largest(goal, request, shapes.at_batch, 1, "samples per micro-batch", on_progress)
+    return _largest(goal, request, shapes.at_length, SEQUENCE_STEP, "tokens per sample", on_progress)
+
+
+def _said(found: BatchSearchResult, goal: Goal, words: str) -> BatchSearchResult:
+    result = found.result.model_copy(update={"goal": goal, "goal_words": words})
+    return found.model_copy(update={"result": result})
+
+
+def _cheapest(request: SearchRequest, on_progress: OnProgress | None) -> BatchSearchResult:
+    """Over numbers of ranks: all of the machine's, halved as often as possible; and one alone."""
+    hardware = request.hardware
+    if price_of_ranks(hardware, 1) is None:
+        raise HardwareError(
+            f"{hardware.name} has no price, so nothing is cheapest. Give one in US dollars an hour: "
+            f"--price {hardware.name}=2.50."
+        )
+    wanted = request.step.num_ranks
+    numbers = {1, hardware.num_devices, wanted}
+    half = hardware.num_devices
+    while half % 2 == 0:
+        half //= 2
+        numbers.add(half)
+    found: dict[float, tuple[int, BatchSearchResult]] = {}
+    reasons: list[ProtwinError] = []
+    for num_ranks in sorted(numbers):
+        asked = replace(request, step=replace(request.step, num_ranks=num_ranks, modes=SEVERAL))
+        try:
+            answer = search_batches(asked, on_progress=on_progress)
+        except (PlanError, HardwareError) as error:
+            reasons.append(error)
+            continue
+        price = price_of_ranks(hardware, num_ranks)
+        assert price is not None, "a share of a machine with a price has one"
+        found.setdefault(price / answer.result.prediction.tokens_per_s, (num_ranks, answer))
+    if not found:
+        raise reasons[-1]
+    num_ranks, answer = found[min(found)]
+    others = ", ".join(f"{number:,}" for number, _ in (found[cost] for cost in sorted(found)[1:]))
+    words = f"tokens cost least on {num_ranks:,} of {hardware.num_devices:,} devices"
+    return _said(answer, Goal.CHEAPEST, f"{words}; {others} cost more" if others else words)
+
+
+def _least_memory(request: SearchRequest, on_progress: OnProgress | None) -> BatchSearchResult:
+    """The fastest of the plans with the smallest guaranteed peak of all."""
+    least: int | None = None
+    for _, workload, micro_batches in request.micro_batches():
+        for mode in request.step.allowed_modes:
+            try:
+                problem = search_problem(request, workload, request.step.spec(mode, micro_batches))
+            except PlanError:
+                continue
+            need = least_device(problem, problem.host_budget_bytes)
+            if need is not None and (least is None or need.device_bytes < least):
+                least = need.device_bytes
+    if least is None or least > request.budgets_bytes()[0]:
+        return search_batches(request, on_progress=on_progress)  # which says why nothing fits
+    answer = search_batches(replace(request, device_budget_bytes=least), on_progress=on_progress)
+    return _said(answer, Goal.LEAST_MEMORY, f"no plan has a guaranteed device peak below {format_bytes(least)}")
+
+
+def _largest(
+    goal: Goal,
+    request: SearchRequest,
+    workload_at: Callable[[int], Workload],
+    step: int,
+    unit: str,
+    on_progress: OnProgress | None,
+) -> BatchSearchResult:
+    """The largest multiple of ``step`` at which a plan fits and survives: doubled until none does, then halved."""
+    reasons: dict[int, str] = {}
+
+    def fits(size: int) -> bool:
+        if size * step > MOST_TOKENS:
+            reasons[size] = f"{MOST_TOKENS:,} are the most that are looked at"
+            return False
+        try:
+            asked = replace(request, workload=workload_at(size * step))
+            for mode in asked.step.allowed_modes:
+                problem = search_problem(asked, step=asked.step.spec(mode))
+                need = least_device(problem, problem.host_budget_bytes)
+                if need is not None and need.device_bytes <= problem.device_budget_bytes:
+                    return True
+            reasons[size] = "no plan fits"
+        except ProtwinError as error:
+            reasons[size] = str(error)
+        return False
+
+    def answer_at(size: int) -> BatchSearchResult:
+        return search_batches(replace(request, workload=workload_at(size * step)), on_progress=on_progress)
+
+    if not fits(1):
+        return answer_at(1)  # which says why
+    largest = _last(fits, 1)
+    answer = answer_at(largest)
+    if not answer.result.survives:
+        found: dict[int, BatchSearchResult] = {}
+
+        def survives(size: int) -> bool:
+            found[size] = answer_at(size)
+            return found[size].result.survives
+
+        low, high = 0, largest
+        while high - low > max(1, largest // 64):
+            middle = (low + high) // 2
+            low, high = (middle, high) if survives(middle) else (low, middle)
+        if low == 0:
+            raise InfeasibleError(
+                f"no plan for {step} {unit} survives the allocator's default settings. Lower --margin."
+            )
+        reasons[high], largest, answer = "none survives the allocator's default settings", low, found[low]
+    following = min((size for size in reasons if size > largest), default=None)
+    words = f"{largest * step:,} {unit}"
+    if following is not None:
+        words += f"; at {following * step:,}: {reasons[following]}"
+    return _said(answer, goal, words)
+
+
+def _last(fits: Callable[[int], bool], first: int) -> int:
+    """The largest number for which ``fits`` holds, which it does for ``first``: at the next one it does not."""
+    low, high = first, 2 * first
+    while fits(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
