@@ -172,11 +172,11 @@ class SearchResult(Document):
     """The recommended plan."""
     kind: PlanKind
     prediction: Record
-    survives: bool
+    survives: bool | None
     """Whether the segments of PyTorch's allocator are expected to fit with its default settings, and the margin with
-    them; true where the device has none."""
-    margin_frac: NonNegativeFloat
-    """Share of the device's memory that is to stay free beside these segments."""
+    them; None where the device has no segments, and where nobody asked."""
+    margin_frac: NonNegativeFloat | None
+    """Share of the device's memory that is to stay free beside these segments; None where they do not count."""
     uncertainty: Uncertainty
     """A plan of a less simple kind is recommended only if it is faster by more."""
     baselines: tuple[Baseline, ...] = ()

@@ -34,7 +34,7 @@ def baseline_table(result: SearchResult) -> Table:
             format_bytes(record.guaranteed_peak_device_bytes),
             _bytes(segments_bytes),
             _bytes(None if host is None else host.pinned_requested_bytes + host.state_bytes),
-            "fits" if result.survives else "fits with expandable segments",
+            "may run out of memory" if result.survives is False else "fits",
         )
     )
     return Table(
@@ -115,7 +115,7 @@ def _percent(frac: float) -> str:
 
 def _survival(result: SearchResult) -> str:
     reserved = result.prediction.device_reserved
-    if reserved is None:
+    if reserved is None or result.margin_frac is None:
         return ""
     held = f"{format_bytes(reserved.expected_bytes)} of {format_bytes(reserved.limit_bytes)}"
     if result.survives:

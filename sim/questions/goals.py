@@ -154,12 +154,12 @@ def _largest(
         return answer_at(1)  # which says why
     largest = _last(fits, 1)
     answer = answer_at(largest)
-    if not answer.result.survives:
+    if answer.result.survives is False:
         found: dict[int, BatchSearchResult] = {}
 
         def survives(size: int) -> bool:
             found[size] = answer_at(size)
-            return found[size].result.survives
+            return found[size].result.survives is not False
 
         low, high = 0, largest
         while high - low > max(1, largest // 64):

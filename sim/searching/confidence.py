@@ -22,6 +22,8 @@ DATA_SHEETS: Final = Uncertainty(activations_frac=0.10, placement_frac=0.35, sou
 Offloaded against not: 5 of 7 pairs stay within 33 %; two are DeepSpeed's, whose step overlaps with nothing."""
 CALIBRATED: Final = Uncertainty(activations_frac=0.10, placement_frac=0.10, source="calibrated")
 """80 % of 118 pairs of the bench of fidelity stay within 9.9 %, those of offloaded and resident plans within 10.5 %."""
+NO_UNCERTAINTY: Final = Uncertainty(activations_frac=0.0, placement_frac=0.0, source="taken for exact")
+"""With it the fastest plan is recommended, whatever it takes."""
 DEFAULT_MARGIN_FRAC: Final = 0.05
 """Covers 9 of the 11 published peaks without a known difference by their ratio to the prediction, and all of them by
 the share of the device that they exceed it by; of 112 runs that ran, it refuses 4 more than no margin does."""

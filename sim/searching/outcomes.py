@@ -49,12 +49,12 @@ def search_result(
         chosen.timing,
         layout=problem.layouts[chosen.candidate.layout].grid.layout,
     )
-    margin_frac = 0.0 if problem.hardware.device.kind is DeviceKind.CPU else request.margin_frac
+    margin_frac = None if problem.hardware.device.kind is DeviceKind.CPU else request.margin_frac
     if prediction.question is not None:
         within = {
             "device_budget_bytes": problem.device_budget_bytes,
             "host_budget_bytes": problem.host_budget_bytes,
-            "margin_frac": margin_frac or None,
+            "margin_frac": margin_frac,
         }
         prediction = prediction.model_copy(update={"question": prediction.question.model_copy(update=within)})
     peak_bytes = prediction.guaranteed_peak_device_bytes
@@ -68,7 +68,7 @@ def search_result(
         plan=chosen.plan,
         kind=found.where[2],
         prediction=prediction,
-        survives=choice.survives,
+        survives=None if margin_frac is None else choice.survives,
         margin_frac=margin_frac,
         uncertainty=request.uncertainty,
         expandable=_outcome_of(choice.expandable),

@@ -124,9 +124,10 @@ class SearchRequest:
     """Device memory that one rank's plan may fill; None for all that the device has for training."""
     host_budget_bytes: int | None = None
     """Pinned and pageable host memory that one rank's plan may fill; None for its share of the host, less a reserve."""
-    margin_frac: float = DEFAULT_MARGIN_FRAC
+    margin_frac: float | None = DEFAULT_MARGIN_FRAC
     """Share of the device's memory that is to stay free beside all segments that PyTorch's allocator is expected to
-    hold with its default settings, from 0 to below 1.  The CPU as a device has no segments, and no margin."""
+    hold with its default settings, from 0 to below 1.  None: plans fit by what they allocate, whatever the segments.
+    The CPU as a device has no segments, and no margin."""
     space: SearchSpace = field(default_factory=SearchSpace)
     """Plans to search."""
     step: Step = field(default_factory=Step)
@@ -138,13 +139,24 @@ class SearchRequest:
     None for no baselines at all."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.margin_frac < 1:
+        if self.margin_frac is not None and not 0 <= self.margin_frac < 1:
             raise PlanError(f"margin_frac is {self.margin_frac}; it must be at least 0 and below 1.")
 
     @property
     def uncertainty(self) -> Uncertainty:
         """By how much a plan must be faster than one of a simpler kind."""
         return self.effort.uncertainty or uncertainty_of(self.calibration)
+
+    @property
+    def segment_limit_bytes(self) -> int | None:
+        """What the segments on one device may take; None where the device has none, or nobody asks."""
+        if self.margin_frac is None:
+            return None
+        return segment_limit_bytes(
+            self.hardware.device,
+            beside_bytes=collective_bytes(self.hardware, self.step.num_ranks),
+            margin_frac=self.margin_frac,
+        )
 
     def micro_batches(self) -> Iterator[tuple[int, Workload, int]]:
         """Every micro-batch to search, smallest first: samples, workload, number per step and rank.
@@ -171,11 +183,7 @@ class SearchRequest:
         device_bytes, host_bytes, num_ranks = self.device_budget_bytes, self.host_budget_bytes, self.step.num_ranks
         if device_bytes is None:
             device_bytes = rank_device_bytes(self.hardware, num_ranks)
-            limit_bytes = segment_limit_bytes(
-                self.hardware.device,
-                beside_bytes=collective_bytes(self.hardware, num_ranks),
-                margin_frac=self.margin_frac,
-            )
+            limit_bytes = self.segment_limit_bytes
             if limit_bytes is not None:
                 device_bytes = max(1, min(device_bytes, limit_bytes))
         if host_bytes is None:

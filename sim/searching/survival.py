@@ -14,8 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ...shared.schema.hardware import Device
-from ..memory.libraries import collective_bytes
-from ..memory.reserved import expected_segments_bytes, segment_limit_bytes
+from ..memory.reserved import expected_segments_bytes
 from .branch_and_bound import Simulated
 from .problem import SearchProblem
 from .request import SearchRequest
@@ -30,16 +29,12 @@ class SegmentRoom:
 
     @classmethod
     def of(cls, request: SearchRequest) -> SegmentRoom | None:
-        """The room on the request's device, less its margin; None where the device has no segments.
+        """The room on the request's device, less its margin; None where segments do not count.
 
         A device budget above what the device has asks about a larger device, which it then stands for.
         """
         device = request.hardware.device
-        limit_bytes = segment_limit_bytes(
-            device,
-            beside_bytes=collective_bytes(request.hardware, request.step.num_ranks),
-            margin_frac=request.margin_frac,
-        )
+        limit_bytes = request.segment_limit_bytes
         if limit_bytes is None:
             return None
         budget_bytes = request.device_budget_bytes

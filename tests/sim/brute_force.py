@@ -20,10 +20,11 @@ from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
 from protwin.sim.costs.contention import ContentionModel
 from protwin.sim.costs.task_costs import CostModel
 from protwin.sim.engine.simulator import simulate_timing
-from protwin.sim.searching.request import Effort, SearchRequest, Step
+from protwin.sim.searching.request import Effort, Step
 from protwin.sim.searching.search import search
 from protwin.sim.space.space import SearchSpace
 from protwin.sim.space.step_spec import StepSpec
+from tests.sim.fastest import fastest_request
 from tests.strategies import calibrations, hardware, workloads
 
 
@@ -50,7 +51,7 @@ class Case:
 
     def search(self, device_budget_bytes: int, tolerance_frac: float = 0.0) -> SearchResult:
         return search(
-            SearchRequest(
+            fastest_request(
                 workload=self.workload,
                 hardware=self.hardware,
                 calibration=self.calibration,

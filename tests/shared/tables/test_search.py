@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from protwin.shared.schema.plan_kind import PlanKind
 from protwin.shared.schema.search_result import Certificate, PlanOutcome, SearchResult
 from protwin.shared.tables.search import certificate_sentence, search_tables
 from protwin.shared.tables.terminal import as_text
+from protwin.sim.searching.confidence import DATA_SHEETS
 from tests.shared.laid_out import laid_out
 
 
@@ -15,6 +17,7 @@ def result(*, bound_over_best: float | None, num_alternatives: int = 2, num_unde
     prediction = laid_out().predicted
     outcome = PlanOutcome(
         plan=prediction.plan,
+        kind=PlanKind.OFFLOADED,
         iteration_s=prediction.iteration_s * 1.25,
         is_simulated=True,
         guaranteed_peak_device_bytes=prediction.guaranteed_peak_device_bytes,
@@ -27,7 +30,11 @@ def result(*, bound_over_best: float | None, num_alternatives: int = 2, num_unde
         device_budget_bytes=2 * prediction.guaranteed_peak_device_bytes,
         host_budget_bytes=2**36,
         plan=prediction.plan,
+        kind=PlanKind.OFFLOADED,
         prediction=prediction,
+        survives=True,
+        margin_frac=0.05,
+        uncertainty=DATA_SHEETS,
         certificate=Certificate(
             num_candidates=12_000 + num_undecided,
             num_undecided=num_undecided,

@@ -22,9 +22,10 @@ from protwin.sim.memory.libraries import matrix_workspaces, nccl_bytes, outside_
 from protwin.sim.memory.request_replay import Inside, RequestLog, replay
 from protwin.sim.memory.requests_of_schedule import Act, Step, allocation_program, static_tensors
 from protwin.sim.memory.reserved import device_reserved
-from protwin.sim.searching.request import Effort, SearchRequest
+from protwin.sim.searching.request import Effort
 from protwin.sim.searching.search import search
 from tests.proof_size import examples
+from tests.sim.fastest import fastest_request
 from tests.sim.hand_made import machine, phase, plan, workload
 from tests.strategies import PlannedWorkload, planned_workloads
 
@@ -274,7 +275,7 @@ def test_a_plan_that_fills_its_device_needs_expandable_segments() -> None:
     family = resolve_family("llama-3-8b")
     assert family is not None
     found = search(
-        SearchRequest(
+        fastest_request(
             workload=family.at(batch_size=1, sequence_length=2048),
             hardware=catalogue_machine("rtx-4090"),
             effort=Effort(max_replays=400),

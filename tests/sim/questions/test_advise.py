@@ -17,9 +17,10 @@ from protwin.shared.schema.hardware import Hardware
 from protwin.shared.tables.advice import advice_tables
 from protwin.shared.tables.terminal import as_text
 from protwin.sim.questions.advise import AdviceRequest, Offer, advise, machines_with, search_machine, whole_machines
-from protwin.sim.searching.request import GlobalBatch, SearchRequest, Step
+from protwin.sim.searching.request import GlobalBatch, Step
 from protwin.sim.searching.search import search_batches
 from tests.cli.saved import decoder
+from tests.sim.fastest import fastest_request
 from tests.sim.hand_made import machine, workload
 
 REQUEST = AdviceRequest("model", 8, None, 4, None, "fingerprint")
@@ -185,14 +186,14 @@ def test_advice_about_a_machine_is_that_of_a_search_asked_directly(tmp_path: Pat
     sizes = (model.num_samples,)
     directly = {
         8: search_batches(
-            SearchRequest(
+            fastest_request(
                 workload=GlobalBatch(num_samples=32, workload_at=lambda size: model, micro_batch_sizes=sizes),
                 hardware=box,
                 step=Step(num_ranks=8),
             )
         ).result,
         1: search_batches(
-            SearchRequest(
+            fastest_request(
                 workload=GlobalBatch(num_samples=32, workload_at=lambda size: model, micro_batch_sizes=sizes),
                 hardware=box,
             )

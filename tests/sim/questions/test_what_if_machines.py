@@ -12,10 +12,10 @@ from protwin.shared.catalogue.parts import device_part, host_part, link_part
 from protwin.shared.schema.calibration import Calibration
 from protwin.sim.questions.what_if import USUAL, what_if
 from protwin.sim.questions.what_if_machines import changed_machines, part_questions
-from protwin.sim.searching.request import SearchRequest
 from protwin.sim.searching.search import search
 from protwin.sim.space.space import SearchSpace
 from tests.cli.saved import decoder
+from tests.sim.fastest import fastest_request
 
 HERE = machine("rtx-3090")
 GIB = 2**30
@@ -75,7 +75,7 @@ def test_what_is_refused_says_why(question: str, words: str) -> None:
 
 def test_budgets_follow_the_changed_machine_unless_they_are_set() -> None:
     (larger,) = changed_machines(["device.memory_bytes=48GiB"], HERE)
-    request = SearchRequest(workload=decoder(), hardware=HERE)
+    request = fastest_request(workload=decoder(), hardware=HERE)
     (asked,) = part_questions(request, [larger])
     assert asked.request.device_budget_bytes == larger.hardware.device.usable_bytes > HERE.device.usable_bytes
     (roomier,) = changed_machines(["host.memory_bytes=2TiB"], HERE)
@@ -90,13 +90,13 @@ def test_answers_are_those_of_searches_on_the_changed_machines() -> None:
     model, space = decoder(), SearchSpace(prefetch_depth=(1,), chunk_bytes=(2**26,))
     budget_bytes = 600 * 2**20
     asked = changed_machines(["pcie5-x16", "rtx-4090", "device.memory_bytes=4GiB"], HERE)
-    request = SearchRequest(workload=model, hardware=HERE, device_budget_bytes=budget_bytes, space=space)
+    request = fastest_request(workload=model, hardware=HERE, device_budget_bytes=budget_bytes, space=space)
     now_s = search(request).prediction.iteration_s
     answers = what_if(request, now_s, part_questions(request, asked))
     assert [answer.change for answer in answers] == [one.change for one in asked]
     for answer, one in zip(answers, asked, strict=True):
         expected_s = search(
-            SearchRequest(workload=model, hardware=one.hardware, device_budget_bytes=budget_bytes, space=space)
+            fastest_request(workload=model, hardware=one.hardware, device_budget_bytes=budget_bytes, space=space)
         ).prediction.iteration_s
         assert answer.iteration_s == expected_s
         assert answer.speedup == now_s / expected_s
@@ -120,7 +120,7 @@ def test_a_calibration_says_nothing_of_another_device() -> None:
     ],
 )
 def test_measured_seconds_say_nothing_of_a_faster_device(question: str, is_answered: bool) -> None:
-    request = SearchRequest(workload=decoder().model_copy(update={"measured_on": HERE.name}), hardware=HERE)
+    request = fastest_request(workload=decoder().model_copy(update={"measured_on": HERE.name}), hardware=HERE)
     asked = changed_machines([question], HERE)
     if is_answered:
         assert part_questions(request, asked)

@@ -13,9 +13,10 @@ from protwin.shared.basics.errors import InfeasibleError, PlanError
 from protwin.shared.schema.search_result import BatchSearchResult
 from protwin.shared.schema.workload import BlockProfile, Phase, Workload
 from protwin.sim.questions.what_if import largest_batch, what_if
-from protwin.sim.searching.request import Effort, GlobalBatch, SearchRequest, Step, divisors
+from protwin.sim.searching.request import Effort, GlobalBatch, Step, divisors
 from protwin.sim.searching.search import search, search_batches
 from protwin.sim.space.space import SearchSpace
+from tests.sim.fastest import fastest_request
 from tests.sim.hand_made import machine, workload
 
 SPACE = SearchSpace(chunk_bytes=(256, 512), prefetch_depth=(1, 2))
@@ -49,7 +50,7 @@ def at_size(model: Workload, size: int, fixed_s: float) -> Workload:
 
 def run(global_batch: int, fixed_s: float, budget_bytes: int, tolerance_frac: float = 0.0) -> BatchSearchResult:
     return search_batches(
-        SearchRequest(
+        fastest_request(
             workload=GlobalBatch(
                 num_samples=global_batch, workload_at=lambda size: at_size(workload(3), size, fixed_s)
             ),
@@ -68,7 +69,7 @@ def test_it_finds_what_a_search_of_every_size_finds(global_batch: int, fixed_s: 
     for size in divisors(global_batch):
         try:
             times_s[size] = search(
-                SearchRequest(
+                fastest_request(
                     workload=at_size(workload(3), size, fixed_s),
                     hardware=machine(cpu_adam_s=0.5),
                     device_budget_bytes=budget_bytes,
@@ -128,14 +129,14 @@ def test_the_largest_batch_fits_and_the_next_larger_one_does_not() -> None:
     def fits(model: Workload, device_bytes: int, host_bytes: int) -> bool:
         budgets = {"device_budget_bytes": device_bytes, "host_budget_bytes": host_bytes}
         try:
-            search(SearchRequest(workload=model, hardware=box, space=SPACE, **budgets, effort=Effort(max_replays=1)))
+            search(fastest_request(workload=model, hardware=box, space=SPACE, **budgets, effort=Effort(max_replays=1)))
         except InfeasibleError:
             return False
         return True
 
     device_bytes, host_bytes = 6000, 3000
     assert not fits(model, device_bytes, host_bytes)
-    request = SearchRequest(
+    request = fastest_request(
         workload=model, hardware=box, device_budget_bytes=device_bytes, host_budget_bytes=host_bytes, space=SPACE
     )
     batch_size = largest_batch(request, lambda size: at_size(workload(3), size, 0.0))
@@ -146,7 +147,7 @@ def test_the_largest_batch_fits_and_the_next_larger_one_does_not() -> None:
 
 def test_what_if_answers_are_those_of_searches() -> None:
     model, box = workload(4).model_copy(update={"measured_on": "slow machine"}), machine(gather_s=2.0)
-    request = SearchRequest(workload=model, hardware=box, space=SPACE, effort=Effort(tolerance_frac=0.0))
+    request = fastest_request(workload=model, hardware=box, space=SPACE, effort=Effort(tolerance_frac=0.0))
     now_s = search(request).prediction.iteration_s
     answers = {answer.change: answer for answer in what_if(request, now_s)}
     assert "a device twice as fast" not in answers, "measured seconds say nothing of it"
@@ -163,7 +164,9 @@ def test_what_if_answers_at_a_global_batch_are_over_all_sizes() -> None:
     box, budget_bytes = machine(cpu_adam_s=0.5), 5000
     batch = GlobalBatch(num_samples=4, workload_at=lambda size: at_size(workload(3), size, 1.0))
     effort = Effort(tolerance_frac=0.0)
-    request = SearchRequest(workload=batch, hardware=box, device_budget_bytes=budget_bytes, space=SPACE, effort=effort)
+    request = fastest_request(
+        workload=batch, hardware=box, device_budget_bytes=budget_bytes, space=SPACE, effort=effort
+    )
     now = search_batches(request)
     answers = what_if(request, now.result.prediction.iteration_s)
     more = next(answer for answer in answers if answer.change == "2 GiB more device memory")

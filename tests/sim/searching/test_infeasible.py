@@ -20,11 +20,12 @@ from protwin.sim.searching import infeasible
 from protwin.sim.searching.infeasible import Changes, smallest_changes
 from protwin.sim.searching.least_memory import least_device, least_host
 from protwin.sim.searching.problem import SearchProblem, search_problem
-from protwin.sim.searching.request import Effort, SearchRequest, Step
+from protwin.sim.searching.request import Effort, Step
 from protwin.sim.searching.search import search
 from protwin.sim.space.space import SearchSpace
 from protwin.sim.space.step_spec import StepSpec
 from tests.sim.brute_force import Case, brute_force, cases
+from tests.sim.fastest import fastest_request
 from tests.sim.hand_made import machine, workload
 
 SPACE = SearchSpace(chunk_bytes=256)
@@ -32,7 +33,7 @@ SPACE = SearchSpace(chunk_bytes=256)
 
 def problem_of(found: Case, device_bytes: int, host_bytes: int) -> SearchProblem:
     return search_problem(
-        SearchRequest(
+        fastest_request(
             workload=found.workload,
             hardware=found.hardware,
             calibration=found.calibration,
@@ -51,7 +52,7 @@ def fits(found: Case, device_bytes: int, host_bytes: int) -> bool:
 def is_found(found: Case, device_bytes: int, host_bytes: int) -> bool:
     try:
         search(
-            SearchRequest(
+            fastest_request(
                 workload=found.workload,
                 hardware=found.hardware,
                 calibration=found.calibration,
@@ -164,7 +165,7 @@ def every_plan(model: Workload, box: Hardware) -> Case:
 def message_of(device_bytes: int | None, host_bytes: int | None, box: Hardware | None = None, **space: int) -> str:
     with pytest.raises(InfeasibleError) as raised:
         search(
-            SearchRequest(
+            fastest_request(
                 workload=workload(num_blocks=4),
                 hardware=box or machine(),
                 device_budget_bytes=device_bytes,
@@ -178,7 +179,7 @@ def message_of(device_bytes: int | None, host_bytes: int | None, box: Hardware |
 def smallest_peak(host_bytes: int = 10**9) -> int:
     need = least_device(
         search_problem(
-            SearchRequest(
+            fastest_request(
                 workload=workload(num_blocks=4), hardware=machine(), space=SPACE, host_budget_bytes=host_bytes
             )
         )
@@ -237,7 +238,7 @@ def test_a_host_of_the_memory_named_is_enough(kind: DeviceKind, share: float, da
     def attempt(memory_bytes: int, device_bytes: int | None) -> Plan | None:
         try:
             found = search(
-                SearchRequest(
+                fastest_request(
                     workload=model,
                     hardware=with_memory(box, memory_bytes),
                     device_budget_bytes=device_bytes,
@@ -250,7 +251,9 @@ def test_a_host_of_the_memory_named_is_enough(kind: DeviceKind, share: float, da
         return found.plan
 
     assume(attempt(memory_bytes, device_bytes) is None)
-    problem = search_problem(SearchRequest(workload=model, hardware=box, space=SPACE, device_budget_bytes=device_bytes))
+    problem = search_problem(
+        fastest_request(workload=model, hardware=box, space=SPACE, device_budget_bytes=device_bytes)
+    )
     changes, message = smallest_changes(problem), str(infeasible.explain_infeasible(problem))
     if changes.device_bytes is not None:
         assert attempt(memory_bytes, changes.device_bytes) is not None
@@ -274,7 +277,7 @@ def with_memory(box: Hardware, memory_bytes: int) -> Hardware:
 
 
 def test_the_least_host_memory_is_that_of_the_smallest_peak() -> None:
-    problem = search_problem(SearchRequest(workload=workload(num_blocks=4), hardware=machine(), space=SPACE))
+    problem = search_problem(fastest_request(workload=workload(num_blocks=4), hardware=machine(), space=SPACE))
     free = least_host(problem)
     assert free is not None
     assert free.host_bytes == 0, "everything persistent"

@@ -18,10 +18,11 @@ from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
 from protwin.sim.costs.contention import ContentionModel
 from protwin.sim.costs.task_costs import CostModel
 from protwin.sim.engine.simulator import simulate_timing
-from protwin.sim.searching.request import Effort, GlobalBatch, SearchRequest, Step, divisors
+from protwin.sim.searching.request import Effort, GlobalBatch, Step, divisors
 from protwin.sim.searching.search import search_batches
 from protwin.sim.space.space import SearchSpace
 from protwin.sim.space.step_spec import SEVERAL
+from tests.sim.fastest import fastest_request
 from tests.sim.hand_made import machine, workload
 from tests.sim.searching.test_batch_search import at_size
 
@@ -95,7 +96,7 @@ def run(
     effort: Effort = EXACT,
 ) -> BatchSearchResult:
     return search_batches(
-        SearchRequest(
+        fastest_request(
             workload=GlobalBatch(
                 num_samples=global_batch, workload_at=lambda size: at_size(workload(3), size, fixed_s)
             ),

@@ -28,13 +28,14 @@ from protwin.sim.bounds.throughput import Throughput
 from protwin.sim.costs.contention import ContentionModel
 from protwin.sim.costs.task_costs import CostModel
 from protwin.sim.engine.simulator import simulate, simulate_timing
-from protwin.sim.searching.request import Effort, SearchRequest, Step
+from protwin.sim.searching.request import Effort, Step
 from protwin.sim.searching.search import search
 from protwin.sim.space.space import SearchSpace
 from protwin.sim.space.step_spec import SEVERAL
 from tests.cli.saved import decoder
 from tests.proof_size import examples
 from tests.sim.bound_cases import Case
+from tests.sim.fastest import fastest_request
 from tests.sim.ranked_cases import RANKS, nodes, ranked_cases
 from tests.strategies import workloads
 
@@ -99,7 +100,7 @@ class Small:
 
     def search(self, device_budget_bytes: int) -> SearchResult:
         return search(
-            SearchRequest(
+            fastest_request(
                 workload=self.workload,
                 hardware=self.hardware,
                 device_budget_bytes=device_budget_bytes,
@@ -211,13 +212,13 @@ def test_the_search_finds_what_brute_force_finds(found: Small, share: float) -> 
 
 def test_the_answer_says_what_became_of_every_mode() -> None:
     model, box = decoder(), known_machine("a100-80gb-x8")
-    roomy = search(SearchRequest(workload=model, hardware=box, step=Step(num_ranks=8)))
+    roomy = search(fastest_request(workload=model, hardware=box, step=Step(num_ranks=8)))
     assert tuple(choice.parallel for choice in roomy.modes) == SEVERAL
     best_s = {choice.parallel: choice.best_iteration_s for choice in roomy.modes}
     known_s = [seconds for seconds in best_s.values() if seconds is not None]
     assert roomy.prediction.iteration_s <= min(known_s) * 1.005
     assert roomy.plan.parallel in best_s
-    tight = search(SearchRequest(workload=model, hardware=box, device_budget_bytes=2**30, step=Step(num_ranks=8)))
+    tight = search(fastest_request(workload=model, hardware=box, device_budget_bytes=2**30, step=Step(num_ranks=8)))
     assert tight.plan.parallel is ParallelMode.SHARDED
     ddp = tight.modes[0]
     assert (ddp.parallel, ddp.best_iteration_s, ddp.shortest_possible_s) == (ParallelMode.DDP, None, None)
@@ -232,7 +233,7 @@ def test_the_answer_says_what_became_of_every_mode() -> None:
 def test_a_search_that_ends_early_says_so() -> None:
     model, box = decoder(), known_machine("a100-80gb-x8")
     step = Step(num_ranks=8, modes=(ParallelMode.SHARDED,))
-    request = SearchRequest(workload=model, hardware=box, device_budget_bytes=2**30, step=step)
+    request = fastest_request(workload=model, hardware=box, device_budget_bytes=2**30, step=step)
     quick, thorough = (search(replace(request, effort=Effort(max_replays=most))) for most in (3, None))
     assert thorough.certificate.is_certified
     assert quick.certificate.num_undecided > 0
@@ -243,7 +244,7 @@ def test_a_search_that_ends_early_says_so() -> None:
 def test_one_mode_alone_has_the_plans_that_offload_nothing_too() -> None:
     model, box = decoder(), known_machine("a100-80gb-x8")
     result = search(
-        SearchRequest(workload=model, hardware=box, step=Step(num_ranks=8, modes=(ParallelMode.REPLICATED,)))
+        fastest_request(workload=model, hardware=box, step=Step(num_ranks=8, modes=(ParallelMode.REPLICATED,)))
     )
     assert result.plan.parallel is ParallelMode.REPLICATED
     assert result.prediction.num_gathers == 0
@@ -252,10 +253,10 @@ def test_one_mode_alone_has_the_plans_that_offload_nothing_too() -> None:
 def test_what_fits_nowhere_is_told() -> None:
     model, box = decoder(), known_machine("a100-80gb-x8")
     with pytest.raises(InfeasibleError, match=r"in mode sharded on each of 8 ranks, nor in ddp or replicated: no"):
-        search(SearchRequest(workload=model, hardware=box, device_budget_bytes=2**20, step=Step(num_ranks=8)))
+        search(fastest_request(workload=model, hardware=box, device_budget_bytes=2**20, step=Step(num_ranks=8)))
     with pytest.raises(PlanError, match="no plan of this mode"):
         search(
-            SearchRequest(
+            fastest_request(
                 workload=model,
                 hardware=box,
                 space=SearchSpace(n_persist=(0,), chunk_bytes=2**25),
@@ -275,14 +276,14 @@ def test_ctrl_c_gives_the_best_plan_so_far_and_says_that_it_is_not_certified() -
             raise KeyboardInterrupt
 
     result = search(
-        SearchRequest(workload=model, hardware=box, step=Step(num_ranks=8)), keep_interrupted=True, on_progress=stop
+        fastest_request(workload=model, hardware=box, step=Step(num_ranks=8)), keep_interrupted=True, on_progress=stop
     )
     assert result.certificate.is_interrupted
     assert not result.certificate.is_certified
     assert result.certificate.num_undecided > 0
     calls = 0
     with pytest.raises(KeyboardInterrupt):
-        search(SearchRequest(workload=model, hardware=box, step=Step(num_ranks=8)), on_progress=stop)
+        search(fastest_request(workload=model, hardware=box, step=Step(num_ranks=8)), on_progress=stop)
 
 
 # -- what would fit --------------------------------------------------------------------------------------------------
@@ -292,7 +293,7 @@ def fits(box: Hardware, **budgets: int) -> str:
     """Empty if a plan of four ranks fits, else why none does."""
     try:
         search(
-            SearchRequest(
+            fastest_request(
                 workload=decoder(), hardware=box, **budgets, step=Step(num_ranks=RANKS), effort=Effort(max_replays=1)
             )
         )

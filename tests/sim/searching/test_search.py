@@ -25,7 +25,7 @@ from protwin.shared.verify.verify import verify_schedule
 from protwin.sim.memory.host import default_host_budget_bytes
 from protwin.sim.searching import branch_and_bound
 from protwin.sim.searching import problem as search_problem
-from protwin.sim.searching.request import Effort, SearchRequest
+from protwin.sim.searching.request import Effort
 from protwin.sim.searching.search import search
 from protwin.sim.space.enumerate import enumerate_space
 from protwin.sim.space.space import LayoutGrid, SearchSpace
@@ -33,6 +33,7 @@ from protwin.sim.space.step_spec import StepSpec
 from tests.proof_size import examples
 from tests.shared.faults import with_task
 from tests.sim.brute_force import Case, cases
+from tests.sim.fastest import fastest_request
 from tests.sim.hand_made import MACHINE, Seconds, machine, workload
 from tests.strategies import hardware, workloads
 
@@ -129,9 +130,9 @@ def _copy(result: SearchResult) -> SearchResult:
 
 def test_the_result_is_a_document_and_the_same_each_time() -> None:
     model, box = workload(num_blocks=4), machine(cpu_adam_s=3.0)
-    result = search(SearchRequest(workload=model, hardware=box))
+    result = search(fastest_request(workload=model, hardware=box))
     assert _copy(result) == result
-    assert search(SearchRequest(workload=model, hardware=box)).to_json() == result.to_json()
+    assert search(fastest_request(workload=model, hardware=box)).to_json() == result.to_json()
 
 
 @given(workloads(max_blocks=4), hardware(), st.floats(0.3, 1))
@@ -139,7 +140,7 @@ def test_the_result_is_a_document_and_the_same_each_time() -> None:
 def test_the_plan_is_safe_within_the_budget(model: Workload, box: Hardware, share: float) -> None:
     budget_bytes = max(1, int(box.device.usable_bytes * share))
     try:
-        result = search(SearchRequest(workload=model, hardware=box, device_budget_bytes=budget_bytes))
+        result = search(fastest_request(workload=model, hardware=box, device_budget_bytes=budget_bytes))
     except (InfeasibleError, WorkloadError):
         return
     layout = build_layout(model.parameters, num_blocks=model.num_blocks, chunk_bytes=result.plan.chunk_bytes)
@@ -159,7 +160,7 @@ def test_the_schedule_that_is_returned_was_verified(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(branch_and_bound, "compile_schedule", hasty)
     space = SearchSpace(chunk_bytes=256, n_persist=0)
     with pytest.raises(ScheduleError):
-        search(SearchRequest(workload=workload(num_blocks=4), hardware=machine(), space=space))
+        search(fastest_request(workload=workload(num_blocks=4), hardware=machine(), space=space))
 
 
 def _shuffled(grid: LayoutGrid, random: np.random.Generator) -> LayoutGrid:
@@ -177,7 +178,7 @@ def _orders(
 
     def run() -> SearchResult:
         return search(
-            SearchRequest(
+            fastest_request(
                 workload=model,
                 hardware=box,
                 space=space,
@@ -228,7 +229,7 @@ def test_of_equally_fast_plans_the_simplest_counts() -> None:
     model = workload(num_blocks=4, seconds=Seconds(recompute=0.0))
     box = machine(gather_s=1e-9, offload_s=1e-9, cpu_adam_s=1e-9)
     result = search(
-        SearchRequest(
+        fastest_request(
             workload=model,
             hardware=box,
             space=SearchSpace(chunk_bytes=256, n_persist=0),
@@ -244,8 +245,8 @@ def test_within_the_tolerance_the_simpler_plan_counts() -> None:
     model = workload(num_blocks=6)
     box = machine(gather_s=0.05, offload_s=0.01, cpu_adam_s=0.01)
     space = SearchSpace(chunk_bytes=256, n_persist=0, n_checkpoint=0)
-    fastest = search(SearchRequest(workload=model, hardware=box, space=space, effort=Effort(tolerance_frac=0.0)))
-    simple = search(SearchRequest(workload=model, hardware=box, space=space, effort=Effort(tolerance_frac=0.05)))
+    fastest = search(fastest_request(workload=model, hardware=box, space=space, effort=Effort(tolerance_frac=0.0)))
+    simple = search(fastest_request(workload=model, hardware=box, space=space, effort=Effort(tolerance_frac=0.05)))
     assert simple.prediction.iteration_s <= fastest.prediction.iteration_s * 1.05
     assert (simple.plan.prefetch_depth, simple.plan.n_buffer) < (fastest.plan.prefetch_depth, fastest.plan.n_buffer)
 
@@ -257,29 +258,29 @@ def test_too_little_host_memory_is_named_and_the_named_budget_is_enough() -> Non
     model, box = workload(num_blocks=4), machine()
     space = SearchSpace(n_persist=0, chunk_bytes=256)
     with pytest.raises(InfeasibleError, match="of host memory for offloaded parameters") as raised:
-        search(SearchRequest(workload=model, hardware=box, host_budget_bytes=100, space=space))
+        search(fastest_request(workload=model, hardware=box, host_budget_bytes=100, space=space))
     named = re.search(r"Raise the host budget to .* \((\d+) bytes\)", str(raised.value))
     assert named is not None
     needed = int(named[1])
     # Parameters, their gradients, two moments and the count of steps, of four chunks.
     assert needed == 4 * (256 + 256 + 64 * 8 + 4)
-    search(SearchRequest(workload=model, hardware=box, host_budget_bytes=needed, space=space))
+    search(fastest_request(workload=model, hardware=box, host_budget_bytes=needed, space=space))
     with pytest.raises(InfeasibleError):
-        search(SearchRequest(workload=model, hardware=box, host_budget_bytes=needed - 1, space=space))
+        search(fastest_request(workload=model, hardware=box, host_budget_bytes=needed - 1, space=space))
 
 
 def test_two_limits_that_bind_together_are_both_named() -> None:
     model, box = workload(num_blocks=4), machine()
     space = SearchSpace(chunk_bytes=256)
     roomy = search(
-        SearchRequest(
+        fastest_request(
             workload=model, hardware=box, space=SearchSpace(chunk_bytes=256, n_persist=0, n_buffer=1, n_checkpoint=4)
         )
     )
     device_bytes = roomy.prediction.guaranteed_peak_device_bytes
     with pytest.raises(InfeasibleError, match="together") as raised:
         search(
-            SearchRequest(
+            fastest_request(
                 workload=model, hardware=box, device_budget_bytes=device_bytes, host_budget_bytes=600, space=space
             )
         )
@@ -289,12 +290,12 @@ def test_two_limits_that_bind_together_are_both_named() -> None:
     assert named is not None
     host_needed, device_needed = int(named[1]), int(named[2])
     search(
-        SearchRequest(
+        fastest_request(
             workload=model, hardware=box, device_budget_bytes=device_bytes, host_budget_bytes=host_needed, space=space
         )
     )
     search(
-        SearchRequest(
+        fastest_request(
             workload=model, hardware=box, device_budget_bytes=device_needed, host_budget_bytes=600, space=space
         )
     )
@@ -316,7 +317,7 @@ def test_impossible_arguments_are_refused(
 ) -> None:
     with pytest.raises(PlanError, match="must be at least"):
         search(
-            SearchRequest(
+            fastest_request(
                 workload=workload(),
                 hardware=machine(),
                 device_budget_bytes=device_budget_bytes,
@@ -342,21 +343,21 @@ def test_a_capped_search_says_that_it_proves_nothing() -> None:
     model = workload(8, seconds)
     box = machine(gather_s=0.9, offload_s=0.9, cpu_adam_s=0.9)
     capped = search(
-        SearchRequest(
+        fastest_request(
             workload=model, hardware=box, calibration=calibration, effort=Effort(tolerance_frac=0.0, max_replays=1)
         )
     )
     assert not capped.certificate.is_certified
     assert capped.certificate.num_undecided > 0
     assert search(
-        SearchRequest(workload=model, hardware=box, calibration=calibration, effort=Effort(tolerance_frac=0.0))
+        fastest_request(workload=model, hardware=box, calibration=calibration, effort=Effort(tolerance_frac=0.0))
     ).certificate.is_certified
 
 
 def test_progress_ends_with_every_plan_decided() -> None:
     told: list[tuple[int, int]] = []
     result = search(
-        SearchRequest(workload=workload(num_blocks=4), hardware=machine()),
+        fastest_request(workload=workload(num_blocks=4), hardware=machine()),
         on_progress=lambda done, total: told.append((done, total)),
     )
     num_candidates = result.certificate.num_candidates

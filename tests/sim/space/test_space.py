@@ -13,11 +13,11 @@ from protwin.shared.compile.compile import compile_schedule
 from protwin.shared.layout.layout import Layout, build_layout
 from protwin.shared.schema.plan import ActivationMode, ParallelMode, Plan
 from protwin.shared.schema.workload import DType, Parameter, Workload
-from protwin.sim.searching.request import SearchRequest
 from protwin.sim.searching.search import search
 from protwin.sim.space.enumerate import chunk_sizes, enumerate_space
 from protwin.sim.space.space import LayoutGrid, SearchSpace
 from protwin.sim.space.step_spec import StepSpec
+from tests.sim.fastest import fastest_request
 from tests.sim.hand_made import machine, workload
 from tests.strategies import workloads
 
@@ -153,7 +153,7 @@ def test_only_ranks_in_mode_sharded_can_be_asked_to_shard() -> None:
 
 def test_knobs_can_be_fixed() -> None:
     space = SearchSpace(chunk_bytes=256, n_persist=1, n_buffer=2, prefetch_depth=2, n_checkpoint=3)
-    result = search(SearchRequest(workload=workload(num_blocks=4), hardware=machine(), space=space))
+    result = search(fastest_request(workload=workload(num_blocks=4), hardware=machine(), space=space))
     assert result.certificate.num_candidates == 1
     fixed = {"chunk_bytes": 256, "n_persist": 1, "n_buffer": 2, "prefetch_depth": 2, "n_checkpoint": 3}
     assert result.plan.model_dump(include=set(fixed)) == fixed
@@ -169,12 +169,12 @@ def test_knobs_can_be_fixed() -> None:
 )
 def test_an_empty_space_says_which_knob_empties_it(space: SearchSpace, message: str) -> None:
     with pytest.raises(PlanError, match=message):
-        search(SearchRequest(workload=workload(num_blocks=4), hardware=machine(), space=space))
+        search(fastest_request(workload=workload(num_blocks=4), hardware=machine(), space=space))
 
 
 def test_a_model_without_parameters_in_its_blocks_has_plans_too() -> None:
     model = workload(num_blocks=2)
     bare = model.model_copy(update={"parameters": (Parameter(name="w", shape=(64,), dtype=DType.FLOAT32),)})
-    result = search(SearchRequest(workload=bare, hardware=machine()))
+    result = search(fastest_request(workload=bare, hardware=machine()))
     assert result.certificate.num_candidates == 3
     assert result.plan.n_buffer == 0
