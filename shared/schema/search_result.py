@@ -30,7 +30,7 @@ class PlanOutcome(FrozenModel):
     """What the search knows of one plan that fits."""
 
     plan: Plan
-    kind: PlanKind
+    plan_kind: PlanKind
     iteration_s: PositiveFloat
     is_simulated: bool
     """Whether the simulator ran it; otherwise it was replayed by the same rules, beside many others, and the two agree
@@ -57,7 +57,7 @@ class Baseline(FrozenModel):
     how: str
     """What it does, in words."""
     plan: Plan
-    kind: PlanKind
+    plan_kind: PlanKind
     num_samples: PositiveInt
     """Per iteration, of all ranks together."""
     num_tokens: PositiveInt
@@ -170,7 +170,7 @@ class SearchResult(Document):
     """What was reached, in words, and what lies beyond it."""
     plan: Plan
     """The recommended plan."""
-    kind: PlanKind
+    plan_kind: PlanKind
     prediction: Record
     survives: bool | None
     """Whether the segments of PyTorch's allocator are expected to fit with its default settings, and the margin with

@@ -77,7 +77,7 @@ def _bytes(size_bytes: int | None) -> str:
 
 
 def _notes(result: SearchResult) -> list[str]:
-    if not any(baseline.kind is PlanKind.OFFLOADED for baseline in result.baselines):
+    if not any(baseline.plan_kind is PlanKind.OFFLOADED for baseline in result.baselines):
         return []
     return [
         "Times of FSDP2 and DeepSpeed are those of their plans carried out without costs of their own. DeepSpeed "
@@ -96,7 +96,7 @@ def recommendation(result: SearchResult) -> str:
 
 
 def _gain(result: SearchResult) -> str:
-    head = f"Recommended: {result.kind.words}"
+    head = f"Recommended: {result.plan_kind.words}"
     best = result.best_baseline
     if not result.baselines:
         return f"{head}."
@@ -104,7 +104,7 @@ def _gain(result: SearchResult) -> str:
         return f"{head}. None of the others fits."
     ratio = result.prediction.tokens_per_s / best.tokens_per_s
     gain = f"{ratio:.2f} times as fast as {best.name}, the best of the others that fit"
-    if abs(ratio - 1) < result.uncertainty.between(result.kind, best.kind):
+    if abs(ratio - 1) < result.uncertainty.between(result.plan_kind, best.plan_kind):
         gain = f"as fast as {best.name} within the uncertainty of a comparison ({_percent(ratio - 1)})"
     return f"{head}; {gain}."
 
@@ -144,8 +144,8 @@ def _passed_over(result: SearchResult) -> str:
     if other is None:
         return ""
     return (
-        f"Less simple plans ({other.kind.words}) would be {_faster(other, result)} faster: within the uncertainty of "
-        f"such a comparison, {format_share(result.uncertainty.between(result.kind, other.kind))} "
+        f"Less simple plans ({other.plan_kind.words}) would be {_faster(other, result)} faster: within the uncertainty "
+        f"of such a comparison, {format_share(result.uncertainty.between(result.plan_kind, other.plan_kind))} "
         f"({result.uncertainty.source})."
     )
 

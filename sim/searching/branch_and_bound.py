@@ -211,7 +211,7 @@ def was_interrupted(branches: Collection[BranchAndBound], work: Callable[[], Non
 
 def run_in_turns(
     branches: Sequence[BranchAndBound],
-    on_progress: OnProgress,
+    on_step: Callable[[], None],
     *,
     incumbent_s: float = np.inf,
     max_replays: int | None = None,
@@ -222,11 +222,10 @@ def run_in_turns(
 
     Args:
         branches: The spaces.
-        on_progress: Told how many plans of how many are decided.
+        on_step: Called after every step.
         incumbent_s: A time from elsewhere that plans must beat.
         max_replays: Ends the search after this many plans of all spaces together, once one fits.
     """
-    total = sum(branch.num_candidates for branch in branches)
     spent: set[int] = set()
     while True:
         best_s = min(incumbent_s, *(branch.own_best_s for branch in branches))
@@ -245,5 +244,4 @@ def run_in_turns(
         place = min(left, key=lambda place: branches[place].open_bound_s)
         if not branches[place].step():
             spent.add(place)
-        on_progress(sum(branch.num_decided for branch in branches), total)
-    on_progress(total, total)
+        on_step()

@@ -75,7 +75,15 @@ class Chooser:
             self._run(self._branches.values())
             found = self._simplest_worth_it()
             if found is None or self._keeps(found):
-                return
+                break
+        self._on_progress(self._num_candidates, self._num_candidates)
+
+    @property
+    def _num_candidates(self) -> int:
+        return sum(branch.num_candidates for branch in self._branches.values())
+
+    def _tell(self) -> None:
+        self._on_progress(sum(branch.num_decided for branch in self._branches.values()), self._num_candidates)
 
     def choice(self) -> Choice | None:
         """The recommendation as things stand; None if nothing fits.  No search goes on for it."""
@@ -131,7 +139,7 @@ class Chooser:
     def _run(self, branches: Iterable[BranchAndBound], incumbent_s: float = np.inf) -> None:
         run_in_turns(
             list(branches),
-            self._on_progress,
+            self._tell,
             incumbent_s=incumbent_s,
             max_replays=self._request.effort.max_replays,
         )

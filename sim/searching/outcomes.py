@@ -66,7 +66,7 @@ def search_result(
         device_budget_bytes=problem.device_budget_bytes,
         host_budget_bytes=problem.host_budget_bytes,
         plan=chosen.plan,
-        kind=found.where[2],
+        plan_kind=found.where[2],
         prediction=prediction,
         survives=None if margin_frac is None else choice.survives,
         margin_frac=margin_frac,
@@ -214,7 +214,7 @@ def _outcome(known: _Known) -> PlanOutcome:
     pinned_bytes = int(problem.pinned_host_bytes(candidate.layout, prefix, plan.n_swap)[0])
     return PlanOutcome(
         plan=plan,
-        kind=kind_of(plan, grid.layout),
+        plan_kind=kind_of(plan, grid.layout),
         iteration_s=known.iteration_s,
         is_simulated=known.is_simulated,
         guaranteed_peak_device_bytes=candidate.peak_bytes,

@@ -12,7 +12,7 @@ def outcome(example: LaidOut, *, slower_frac: float, less_bytes: int, is_simulat
     record = example.predicted
     return PlanOutcome(
         plan=record.plan,
-        kind=PlanKind.OFFLOADED,
+        plan_kind=PlanKind.OFFLOADED,
         iteration_s=record.iteration_s * (1 + slower_frac),
         is_simulated=is_simulated,
         guaranteed_peak_device_bytes=record.guaranteed_peak_device_bytes - less_bytes,
@@ -31,7 +31,7 @@ def result_of(example: LaidOut, *, num_front: int = 4, num_undecided: int = 0) -
         device_budget_bytes=record.guaranteed_peak_device_bytes + MIB,
         host_budget_bytes=2**30,
         plan=record.plan,
-        kind=PlanKind.OFFLOADED,
+        plan_kind=PlanKind.OFFLOADED,
         prediction=record,
         survives=True,
         margin_frac=0.05,
