@@ -74,6 +74,10 @@ bench-predictors: $(STAMP) ## Memory and time that other predictors give for the
 	-$(PIP) --quiet --no-deps llm-analysis==0.2.2 fire termcolor
 	$(BIN)/python benchmarks/predictors.py
 
+.PHONY: recommendations
+recommendations: $(STAMP) ## Thirty questions answered: which machine for which model (docs/fine-tune.md)
+	$(BIN)/python -m benchmarks.recommendations
+
 .PHONY: published
 published: $(STAMP) ## Published training runs: prediction, measurement, signed error
 	$(BIN)/python -m protwin.calibration.published.report
