@@ -18,7 +18,7 @@ from protwin.shared.basics.errors import PlanError
 from protwin.shared.basics.units import format_bytes, format_number
 from protwin.shared.catalogue.machines import load_hardware
 from protwin.shared.schema.search_result import SearchResult
-from protwin.shared.schema.training_options import TrainingOptions
+from protwin.shared.schema.training_options import LoraOptions, TrainingOptions
 from protwin.shared.schema.workload import Workload
 from protwin.shared.tables.answer import lacking_words
 from protwin.shared.workloads.source import resolve_workload
@@ -54,7 +54,7 @@ class Asked:
             dtype="bfloat16",
             cache=None,
             warn=lambda message: None,
-            options=TrainingOptions(lora_rank=LORA_RANK) if self.is_lora else TrainingOptions(),
+            options=TrainingOptions(lora=LoraOptions(rank=LORA_RANK)) if self.is_lora else TrainingOptions(),
         )
 
     def request(self) -> SearchRequest:

@@ -8,6 +8,7 @@ from typing import Final
 
 from ..basics.units import format_seconds
 from ..schema.search_result import BatchSearchResult, Certificate, ModeChoice, SearchResult, WhatIf
+from ..tables.answer import baseline_table, recommendation
 from ..tables.search import (
     alternatives_table,
     batch_table,
@@ -26,15 +27,16 @@ _PERCENT: Final = Unit(0.01, "%")
 
 
 def search_sections(search: SearchResult | BatchSearchResult) -> tuple[Section, ...]:
-    """What the search proves, the front of time against memory, and what other machines would change.
+    """What to do, beside what people do without a search; what is proven; the front of time against memory.
 
     Of several batch sizes and of several ranks' modes also what became of each.
     """
     result = plain_result(search)
+    answer: list[Part] = [recommendation(result), *([PageTable(baseline_table(result))] if result.baselines else [])]
     parts: list[Part] = [certificate_sentence(result), budget_sentence(result), funnel_chart(result.certificate)]
     if isinstance(search, BatchSearchResult):
         parts.append(PageTable(batch_table(search)))
-    sections = [Section("Search", tuple(parts))]
+    sections = [Section("What to do", tuple(answer)), Section("Search", tuple(parts))]
     if modes := modes_chart(result):
         sections.append(Section("Parallel modes", (modes, PageTable(mode_table(result)))))
     if front := front_chart(result):

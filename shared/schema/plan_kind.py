@@ -33,6 +33,11 @@ class PlanKind(StrEnum):
         return tuple(PlanKind).index(self)
 
     @property
+    def uses_host(self) -> bool:
+        """Whether anything that the device needs lies on the host."""
+        return self in (PlanKind.OFFLOADED, PlanKind.SWAPPED)
+
+    @property
     def words(self) -> str:
         """For a table."""
         return _WORDS[self]
@@ -61,14 +66,13 @@ def kind_by_counts(*, num_offloaded: int, num_sharded: int, n_swap: int, n_check
 class Uncertainty(FrozenModel):
     """How far apart two plans' predicted times must be for one to count as faster, as fractions of the longer one."""
 
-    activations_frac: float = Field(ge=0, lt=1)
-    """Of plans that differ in what they keep and recompute alone: both use the device."""
-    placement_frac: float = Field(ge=0, lt=1)
-    """Of plans of which one has chunks or activations elsewhere: links, hosts and devices err by themselves."""
+    device_frac: float = Field(ge=0, lt=1)
+    """Of two plans that both stay on devices, or both use the host: what differs is computed or gathered there."""
+    host_frac: float = Field(ge=0, lt=1)
+    """Of plans of which one has chunks or activations on the host: links, hosts and devices err by themselves."""
     source: str
     """The kind of prediction, in words."""
 
     def between(self, one: PlanKind, other: PlanKind) -> float:
-        """The figure for two kinds; of plans of one kind it is that of activations."""
-        moves = max(one.complexity, other.complexity) > PlanKind.CHECKPOINTED.complexity
-        return self.placement_frac if moves and one is not other else self.activations_frac
+        """The figure for two kinds."""
+        return self.device_frac if one.uses_host is other.uses_host else self.host_frac

@@ -96,8 +96,8 @@ class Certificate(FrozenModel):
     """Left out since a lower bound of their device peak, or their host memory, exceeds its budget."""
     num_bounded_by_time: NonNegativeInt
     """Left out since a lower bound of their iteration time is too high to win."""
-    num_simulated: PositiveInt
-    """Run by the simulator."""
+    num_simulated: NonNegativeInt
+    """Run by the simulator, of the plans whose segments may fit."""
     num_undecided: NonNegativeInt = 0
     """Left over where a cap or Ctrl-C ended the search early; then nothing is proven about them."""
     is_interrupted: bool = False

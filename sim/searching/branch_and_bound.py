@@ -127,6 +127,12 @@ class BranchAndBound:
         self.replayed = left
         self.best = min(self.fitting, key=lambda found: found.order, default=None)
 
+    def restart(self, device_limit_bytes: int) -> None:
+        """Forget what was found, and search again below another limit of memory."""
+        self.candidates = Candidates(self.problem, self.kind)
+        self.candidates.device_limit_bytes = device_limit_bytes
+        self.replayed, self.simulated, self.best = [], [], None
+
     def step(self) -> bool:
         """Replay one more batch of plans, and simulate those that may win; false if none is left that may."""
         if batch := self._batch(self.num_replays):

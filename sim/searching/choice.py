@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 
@@ -23,6 +24,8 @@ from .branch_and_bound import BranchAndBound, OnProgress, Replayed, Simulated, r
 from .request import SearchRequest
 from .survival import SegmentRoom
 
+_SMALLEST_STEP_FRAC: Final = 0.01
+"""Limits are not looked for more closely."""
 Where = tuple[int, ParallelMode, PlanKind]
 """Which space: samples of a micro-batch, the mode, and the kind of its plans."""
 
@@ -68,14 +71,23 @@ class Chooser:
         self._last_fragile: Chosen | None = None
         """The one that came closest to surviving, if none does."""
         self._survivors: set[Simulated] = set()
+        self._lowered: dict[PlanKind, tuple[int, int]] = {}
+        """By kind: the limit of its guaranteed peaks, and the least peak that is known not to survive."""
 
     def search(self) -> None:
         """Search until the recommendation is known; an interruption leaves what was found so far."""
         while True:
             self._run(self._branches.values())
-            found = self._simplest_worth_it()
-            if found is None or self._keeps(found):
+            kind = self._kind_worth_it()
+            if kind is not None and self._has_stepped_back(kind):
+                continue
+            if kind is None:
                 break
+            fastest = self._fastest(kind)
+            if fastest is not None and self._keeps(fastest):
+                found = self._settled(kind)
+                if found.plan is fastest.plan or self._keeps(found):
+                    break
         self._on_progress(self._num_candidates, self._num_candidates)
 
     @property
@@ -87,12 +99,15 @@ class Chooser:
 
     def choice(self) -> Choice | None:
         """The recommendation as things stand; None if nothing fits.  No search goes on for it."""
-        found = self._simplest_worth_it(explores=False)
-        while found is not None and not self._keeps(found):
-            found = self._simplest_worth_it(explores=False)
-        if found is None:
-            fallback = self._expandable or self._last_fragile
-            return None if fallback is None else Choice(fallback, survives=False)
+        found: Chosen | None = None
+        while found is None:
+            kind = self._kind_worth_it(explores=False)
+            if kind is None:
+                fallback = self._expandable or self._last_fragile
+                return None if fallback is None else Choice(fallback, survives=False)
+            found = self._settled(kind, explores=False)
+            if not self._keeps(found):
+                found = None
         fastest = self._fastest() or found
         tolerance_frac = self._request.effort.tolerance_frac
         limit_s = found.iteration_s * (1 - tolerance_frac)
@@ -106,31 +121,45 @@ class Chooser:
 
     # -- kinds -------------------------------------------------------------------------------------------------------
 
-    def _fastest(self) -> Chosen | None:
+    def _of(self, kind: PlanKind | None) -> dict[Where, BranchAndBound]:
+        """The spaces of one kind, or all."""
+        return {where: branch for where, branch in self._branches.items() if kind is None or where[2] is kind}
+
+    def _fastest(self, kind: PlanKind | None = None) -> Chosen | None:
         found = [
-            Chosen(where, branch, branch.best) for where, branch in self._branches.items() if branch.best is not None
+            Chosen(where, branch, branch.best) for where, branch in self._of(kind).items() if branch.best is not None
         ]
         return min(found, key=lambda one: one.iteration_s, default=None)
 
-    def _simplest_worth_it(self, *, explores: bool = True) -> Chosen | None:
-        """The best plan of the simplest kind that is slower than the fastest by no more than the uncertainty."""
+    def _kind_worth_it(self, *, explores: bool = True) -> PlanKind | None:
+        """The simplest kind whose best plan is slower than the fastest by no more than the uncertainty.
+
+        Where it ``explores``, also a simpler kind that was left out too far.  None if nothing fits.
+        """
         fastest = self._fastest()
-        if fastest is None:
-            return None
         for kind in PlanKind:
-            branches = {where: branch for where, branch in self._branches.items() if where[2] is kind}
-            if not branches:
+            if not self._of(kind):
                 continue
-            limit_s = fastest.iteration_s
-            if kind is not fastest.where[2]:
-                limit_s /= 1 - self._request.uncertainty.between(kind, fastest.where[2])
+            limit_s = np.inf
+            if fastest is not None:
+                limit_s = fastest.iteration_s
+                if kind is not fastest.where[2]:
+                    limit_s /= 1 - self._request.uncertainty.between(kind, fastest.where[2])
             if explores:
                 # What ties with the limit is worth it.
-                self._run(branches.values(), np.nextafter(limit_s, np.inf) / (1 - self._tolerance_frac))
-            own_best_s = min(branch.own_best_s for branch in branches.values())
-            if own_best_s <= limit_s:
-                return self._undominated(self._simplest_near(branches, own_best_s, explores=explores))
-        raise AssertionError("the fastest plan is of some kind")
+                self._run(self._of(kind).values(), np.nextafter(limit_s, np.inf) / (1 - self._tolerance_frac))
+                if self._left_out_too_far(kind):
+                    return kind
+            own = self._fastest(kind)
+            if own is not None and own.iteration_s <= limit_s:
+                return kind
+        return None
+
+    def _settled(self, kind: PlanKind, *, explores: bool = True) -> Chosen:
+        """Of the plans of one kind, the simplest within the tolerance that none outdoes."""
+        fastest = self._fastest(kind)
+        assert fastest is not None, "a kind that is worth it has a plan"
+        return self._undominated(self._simplest_near(self._of(kind), fastest.iteration_s, explores=explores))
 
     @property
     def _tolerance_frac(self) -> float:
@@ -188,11 +217,29 @@ class Chooser:
         is_fastest = self._expandable is None or found.iteration_s < self._expandable.iteration_s
         if is_fastest and room.wanted_bytes(found.plan, problem, expandable_segments=True) <= room.limit_bytes:
             self._expandable = found
+        kind, peak_bytes = found.where[2], found.plan.candidate.peak_bytes
         limit_bytes = room.lowered_peak_bytes(found.plan, wanted_bytes)
-        for where, branch in self._branches.items():
-            if where[2] is found.where[2]:
-                branch.lower_limit(limit_bytes)
+        self._lowered[kind] = (limit_bytes, peak_bytes)
+        for branch in self._of(kind).values():
+            branch.lower_limit(limit_bytes)
         return False
+
+    def _left_out_too_far(self, kind: PlanKind) -> bool:
+        """Whether nothing is left of a kind between a plan that does not survive and a limit far below its peak."""
+        low_bytes, high_bytes = self._lowered.get(kind, (0, 0))
+        is_empty = all(branch.best is None and np.isinf(branch.open_bound_s) for branch in self._of(kind).values())
+        return is_empty and high_bytes - low_bytes > _SMALLEST_STEP_FRAC * high_bytes
+
+    def _has_stepped_back(self, kind: PlanKind) -> bool:
+        """Search a kind again, with a limit half way back, if it was left out too far."""
+        if not self._left_out_too_far(kind):
+            return False
+        low_bytes, high_bytes = self._lowered[kind]
+        middle_bytes = (low_bytes + high_bytes) // 2
+        self._lowered[kind] = (middle_bytes, high_bytes)
+        for branch in self._of(kind).values():
+            branch.restart(middle_bytes)
+        return True
 
 
 def _simplest(where: Where) -> tuple[int, int, int]:

@@ -6,7 +6,8 @@ plan *survives* if the segments that it is expected to hold with the allocator's
 (``DeviceReserved.expected_bytes``).  No bound of them is known that would be sharp for a plan that was not compiled, so
 the search first finds the fastest plan that fits by what it allocates.  If that does not survive, every plan of its
 kind is left out whose guaranteed peak, times the same overhead, exceeds what segments may take, and the search goes on.
-What is left out that way is an estimate; what is recommended was replayed.
+If nothing is left of the kind, it comes back half way.  What is left out is an estimate; what is recommended was
+replayed.
 """
 
 from __future__ import annotations
