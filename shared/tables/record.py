@@ -22,12 +22,15 @@ from .labels import (
     title_of,
 )
 from .memory import beyond_the_schedule
+from .question import question_table
 from .table import Heading, Parts, Table
 
 
 def record_tables(record: Record) -> Parts:
     """Everything that a record says: plan, iteration time, throughput, peaks with what was alive, and lanes."""
     parts: list[Table | str] = [Heading(title_of(record))]
+    if record.question is not None:
+        parts.append(question_table(record.question))
     if record.emulated:
         parts.append(f"emulated: {', '.join(record.emulated)}")
     parts += [plan_table(record.plan, num_blocks=num_blocks(record)), iteration_table(record), memory_table(record)]

@@ -200,7 +200,7 @@ def search_command(
             cache=None if no_cache else cache_folder(),
             warn=warn,
             options=options_of(lora_rank, lora_targets, frozen, autocast),
-            device_kind=machine.device.kind,
+            device=machine.device,
         )
 
     def workload_at(size: int | None) -> Workload:

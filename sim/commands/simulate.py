@@ -116,7 +116,7 @@ def simulate_command(
         cache=None if no_cache else cache_folder(),
         warn=warn,
         options=options_of(lora_rank, lora_targets, frozen, autocast),
-        device_kind=machine.device.kind,
+        device=machine.device,
     )
     with progress_bar("simulating") as on_progress:
         schedule = compile_schedule(chosen, workload)
