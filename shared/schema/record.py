@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import ClassVar, Final, Self
+from typing import Any, ClassVar, Final, Self
 
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
@@ -133,6 +133,12 @@ class Record(Document):
             if timing.end_s < timing.start_s:
                 raise ValueError(f"{timing.name} ends at {timing.end_s} s, before its start at {timing.start_s} s")
         return self
+
+    def asking(self, **changes: Any) -> Self:
+        """The record with some fields of its question changed: what its maker could not know.  Itself without one."""
+        if self.question is None:
+            return self
+        return self.model_copy(update={"question": self.question.model_copy(update=changes)})
 
     def curve(self, memory: Memory) -> MemoryCurve | None:
         """The curve of one memory, if the record holds it."""

@@ -22,7 +22,7 @@ def question_table(question: Question) -> Table:
     """Model, element types, step, machine and budgets, one line each."""
     rows = [
         ("model", _model(question)),
-        ("weights", _weights(question)),
+        ("weights", weights_words(question.weight_dtype, question.published_dtype, question.dtype_origin)),
         ("training", _training(question)),
         ("step", _step(question)),
     ]
@@ -50,10 +50,10 @@ def _model(question: Question) -> str:
     return f"{size}, {trained}; frozen: {', '.join(question.frozen)}"
 
 
-def _weights(question: Question) -> str:
-    chosen, published = question.weight_dtype, question.published_dtype
-    as_published = "" if published is None else f"; published as {published}"
-    match question.dtype_origin:
+def weights_words(chosen: DType, published: DType | None, origin: DTypeOrigin | None) -> str:
+    """The element type of the weights, who chose it, and the one that they were published in if that is another."""
+    as_published = "" if published in (None, chosen) else f"; published as {published}"
+    match origin:
         case None:
             return f"{chosen}{as_published}"
         case DTypeOrigin.PUBLISHED:

@@ -18,6 +18,7 @@ from ...shared.schema.hardware import Hardware
 from ...shared.schema.plan import ParallelMode, Plan
 from ...shared.schema.record import Record
 from ...shared.schema.search_result import Goal
+from ...shared.workloads.dtypes import TRAINABLE
 from ..searching.confidence import DEFAULT_MARGIN_FRAC
 from ..space.space import LARGEST_KNOB
 from ..space.step_spec import MOST_MICRO_BATCHES, MOST_RANKS, check_ranks
@@ -219,6 +220,25 @@ def check_budget(budget_bytes: int | None, machine: Hardware) -> None:
             f"the device budget is {format_bytes(budget_bytes)} but {machine.device.name} has "
             f"{format_bytes(usable_bytes)} for training. For a larger device, use --set device.memory_bytes=SIZE."
         )
+
+
+def warn_of_dtype(record: Record, hardware: Hardware) -> None:
+    """Warn of an element type that the device has no matrix units for."""
+    assert record.question is not None, "a prediction says what was asked"
+    device, dtype = hardware.device, record.question.compute_dtype
+    rate = device.matrix_flop_per_s(dtype)
+    if dtype in device.peak_flop_per_s or rate is None:
+        return
+    faster = [known for known in TRAINABLE if device.peak_flop_per_s.get(known, 0) > rate]
+    remedy = (
+        f"; use --dtype {faster[0]}, which reaches {device.peak_flop_per_s[faster[0]] / 1e12:.4g} TFLOP/s"
+        if faster
+        else ""
+    )
+    warn(
+        f"{device.name} has no matrix units for {dtype}: its products are predicted at {rate / 1e12:.4g} TFLOP/s, the "
+        f"rate of {device.rate_dtype(dtype) or 'its vector units'}, at most{remedy}."
+    )
 
 
 def warn_of_memory(record: Record, host_bytes: int) -> None:

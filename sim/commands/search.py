@@ -70,6 +70,7 @@ from .options import (
     machine_of,
     ranks_to_search,
     unused_devices,
+    warn_of_dtype,
     warn_of_memory,
 )
 
@@ -241,6 +242,7 @@ def search_command(
             answers = what_if(request, found.result.prediction.iteration_s, asked, on_progress=on_progress)
             found = found.model_copy(update={"result": found.result.model_copy(update={"what_if": answers})})
     result, document = found.result, found.result if global_batch is None else found
+    warn_of_dtype(result.prediction, machine)
     warn_of_memory(result.prediction, rank_host_bytes(machine, result.plan.num_ranks))
     if not is_interrupted:
         if output is not None:

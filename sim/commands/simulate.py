@@ -52,6 +52,7 @@ from .options import (
     check_budget,
     machine_of,
     unused_devices,
+    warn_of_dtype,
     warn_of_memory,
     with_ranks,
 )
@@ -121,6 +122,7 @@ def simulate_command(
     with progress_bar("simulating") as on_progress:
         schedule = compile_schedule(chosen, workload)
         record = simulate_plan(chosen, workload, machine, factors, schedule=schedule, on_progress=on_progress)
+    record = record.asking(device_budget_bytes=device_budget_bytes)
     budget_bytes = device_budget_bytes or rank_device_bytes(machine, chosen.num_ranks)
     if (unused := unused_devices(machine, chosen.num_ranks)) is not None:
         warn(unused)
@@ -129,6 +131,7 @@ def simulate_command(
             f"this plan may need {format_bytes(record.guaranteed_peak_device_bytes)} of device memory but the budget "
             f"is {format_bytes(budget_bytes)}."
         )
+    warn_of_dtype(record, machine)
     warn_of_memory(record, rank_host_bytes(machine, chosen.num_ranks))
     if output is not None:
         record.save(output)

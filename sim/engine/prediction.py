@@ -37,6 +37,10 @@ class RankMachine:
     """Device memory that carries collectives."""
     price_usd_per_hour: float | None = None
     """Rent of the devices of all ranks; None if unknown."""
+    device_budget_bytes: int | None = None
+    """Device memory that the plan was to fill at most; None where none was set."""
+    host_budget_bytes: int | None = None
+    """Host memory that the plan was to fill at most; None where none was set."""
 
 
 def predicted_record(
@@ -101,7 +105,14 @@ def predicted_record(
         price_usd_per_hour=machine.price_usd_per_hour,
         num_gathers=_num_gathers(schedule),
         num_cpu_adam_steps=sum(task.kind is TaskKind.CPU_ADAM for task in schedule.tasks),
-        question=question_of(workload, plan, hardware, calibration),
+        question=question_of(
+            workload,
+            plan,
+            hardware,
+            calibration,
+            device_budget_bytes=machine.device_budget_bytes,
+            host_budget_bytes=machine.host_budget_bytes,
+        ),
     )
 
 

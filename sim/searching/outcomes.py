@@ -43,6 +43,8 @@ def search_result(
             hardware=problem.hardware,
             collective_bytes=collective_bytes(problem.together, problem.step.num_ranks),
             price_usd_per_hour=price_of_ranks(problem.together, problem.step.num_ranks),
+            device_budget_bytes=problem.device_budget_bytes,
+            host_budget_bytes=problem.host_budget_bytes,
         ),
         problem.calibration,
         chosen.schedule,
