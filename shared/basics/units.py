@@ -148,6 +148,14 @@ def format_rate(bytes_per_s: float) -> str:
     return f"{_digits(bytes_per_s)} B/s"
 
 
+def format_flop_per_s(flop_per_s: float) -> str:
+    """``"71 TFLOP/s"``; the decimal unit that leaves a number of at least one."""
+    for unit, scale in (("PFLOP/s", 1e15), ("TFLOP/s", 1e12), ("GFLOP/s", 1e9)):
+        if flop_per_s >= scale:
+            return f"{flop_per_s / scale:.4g} {unit}"
+    return f"{flop_per_s:.4g} FLOP/s"
+
+
 def format_number(value: float) -> str:
     """``"17,360"`` or ``"267.2"``: whole and with commas from a thousand on, else four significant digits."""
     return f"{value:.4g}" if abs(value) < 999.95 else f"{value:,.0f}"

@@ -11,7 +11,7 @@ from typing import Annotated, Final
 import typer
 
 from ..basics.errors import FileError, ProtwinError, shortened
-from ..basics.units import parse_bytes, parse_bytes_per_s
+from ..basics.units import parse_bytes, parse_bytes_per_s, parse_count
 from ..schema.training_options import LoraOptions, TrainingOptions
 from ..schema.workload import DType
 
@@ -78,6 +78,14 @@ def rate_option(text: str) -> float:
     """The bytes per second of an option's value; raises typer.BadParameter, which names the option."""
     try:
         return parse_bytes_per_s(text)
+    except ProtwinError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+def count_option(text: str) -> int:
+    """The number of an option's value (1B, 300M, 2e9); raises typer.BadParameter, which names the option."""
+    try:
+        return parse_count(text)
     except ProtwinError as error:
         raise typer.BadParameter(str(error)) from error
 
@@ -169,6 +177,23 @@ FrozenParts = Annotated[
 AutocastName = Annotated[
     str | None,
     typer.Option("--autocast", metavar="NAME", help="Compute in this element type, by autocast (bfloat16, float16)."),
+]
+Tokens = Annotated[
+    int | None,
+    typer.Option(
+        "--tokens",
+        parser=count_option,
+        metavar="N",
+        help="Say what training on so many tokens takes (1B, 300M, 2e9): time, energy, cost.",
+    ),
+]
+PriceEntries = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--price",
+        metavar="NAME=USD|FILE",
+        help="US dollars per hour of the whole machine (h100-80gb-x8=24), or a .toml file of such lines (repeatable).",
+    ),
 ]
 NoCacheFlag = Annotated[bool, typer.Option("--no-cache", help="Trace the model anew and keep nothing of it.")]
 

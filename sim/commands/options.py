@@ -17,7 +17,7 @@ from ...shared.cli.options import changes_of, warn
 from ...shared.schema.hardware import Hardware
 from ...shared.schema.plan import ParallelMode, Plan
 from ...shared.schema.record import Record
-from ...shared.schema.search_result import Goal
+from ...shared.schema.search_result import BatchSearchResult, Goal
 from ...shared.workloads.dtypes import TRAINABLE
 from ..searching.confidence import DEFAULT_MARGIN_FRAC
 from ..space.space import LARGEST_KNOB
@@ -205,11 +205,33 @@ def unused_devices(hardware: Hardware, num_ranks: int) -> str | None:
     return f"{hardware.name} has {hardware.num_devices} devices and {number}. Without --ranks, --parallel takes all."
 
 
-def machine_of(name: str, changes: list[str] | None) -> Hardware:
-    """The machine that ``--hardware`` names, with the changes of ``--set``."""
+def machine_of(name: str, changes: list[str] | None, prices: list[str] | None = None) -> Hardware:
+    """The machine that ``--hardware`` names, with the changes of ``--set`` and the rent of ``--price``."""
     machine = load_hardware(name)
     wanted = changes_of(changes)
-    return override_hardware(machine, wanted) if wanted else machine
+    if wanted:
+        machine = override_hardware(machine, wanted)
+    if prices:
+        from ...shared.catalogue.prices import parse_prices, with_prices
+
+        (machine,) = with_prices([machine], parse_prices(prices))
+    return machine
+
+
+def price_files(prices: list[str] | None) -> dict[str, str | Path | None]:
+    """Files among the values of ``--price``, by what a message calls them."""
+    return {f"--price {entry}": Path(entry) for entry in prices or () if entry.endswith((".toml", ".json"))}
+
+
+def with_run(found: BatchSearchResult, num_tokens: int | None) -> BatchSearchResult:
+    """``found``, whose prediction says what training on ``num_tokens`` takes, if that is asked.
+
+    Raises PlanError if the model's samples have no tokens.
+    """
+    if num_tokens is None:
+        return found
+    prediction = found.result.prediction.for_tokens(num_tokens)
+    return found.model_copy(update={"result": found.result.model_copy(update={"prediction": prediction})})
 
 
 def check_budget(budget_bytes: int | None, machine: Hardware) -> None:

@@ -9,7 +9,7 @@ from typing import Final
 import numpy as np
 
 from ...shared.basics.errors import PlanError, ProtwinError
-from ...shared.catalogue.rank_share import price_of_ranks
+from ...shared.catalogue.rank_share import rent_of_ranks
 from ...shared.layout.kinds import kind_of
 from ...shared.schema.hardware import DeviceKind
 from ...shared.schema.plan import ParallelMode
@@ -42,7 +42,7 @@ def search_result(
         RankMachine(
             hardware=problem.hardware,
             collective_bytes=collective_bytes(problem.together, problem.step.num_ranks),
-            price_usd_per_hour=price_of_ranks(problem.together, problem.step.num_ranks),
+            price_usd_per_hour=rent_of_ranks(problem.together, problem.step.num_ranks),
             device_budget_bytes=problem.device_budget_bytes,
             host_budget_bytes=problem.host_budget_bytes,
         ),
