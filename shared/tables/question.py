@@ -103,7 +103,7 @@ def _budgets(question: Question) -> str:
     if question.device_budget_bytes is not None:
         parts.append(f"device {format_bytes(question.device_budget_bytes)}")
     if question.margin_frac:
-        parts.append(f"{format_share(question.margin_frac)} of it left free")
+        parts.append(f"{format_share(question.margin_frac)} of the device left free by segments")
     if question.host_budget_bytes is not None:
         parts.append(f"host {format_bytes(question.host_budget_bytes)}")
     return ", ".join(parts) + (" per rank" if parts and question.num_ranks > 1 else "")

@@ -39,10 +39,6 @@ class RankMachine:
     """Device memory that carries collectives."""
     price_usd_per_hour: float | None = None
     """Rent of the machines that the devices of all ranks are in; None if unknown."""
-    device_budget_bytes: int | None = None
-    """Device memory that the plan was to fill at most; None where none was set."""
-    host_budget_bytes: int | None = None
-    """Host memory that the plan was to fill at most; None where none was set."""
 
 
 def predicted_record(
@@ -111,14 +107,7 @@ def predicted_record(
         power_w=_times(plan.num_ranks, hardware.device.power_w),
         num_gathers=_num_gathers(schedule),
         num_cpu_adam_steps=sum(task.kind is TaskKind.CPU_ADAM for task in schedule.tasks),
-        question=question_of(
-            workload,
-            plan,
-            hardware,
-            calibration,
-            device_budget_bytes=machine.device_budget_bytes,
-            host_budget_bytes=machine.host_budget_bytes,
-        ),
+        question=question_of(workload, plan, hardware, calibration),
     )
 
 
