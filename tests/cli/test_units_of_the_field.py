@@ -45,8 +45,8 @@ def test_tokens_have_their_time_energy_and_price(protwin_here: Protwin, folder: 
 
 
 def test_utilisation_is_that_of_the_stated_figures(protwin_here: Protwin, folder: Path) -> None:
-    usual, faster = simulated(protwin_here), simulated(protwin_here, "--set=device.peak_flop_per_s.float32=71.2e12")
-    for found, rate in ((usual, 35.6e12), (faster, 71.2e12)):
+    usual, faster = simulated(protwin_here), simulated(protwin_here, "--set=device.peak_flop_per_s.bfloat16=142e12")
+    for found, rate in ((usual, 71e12), (faster, 142e12)):
         assert found.model_flops == usual.model_flops is not None
         assert found.peak_flop_per_s == rate
         assert found.mfu_frac == pytest.approx(found.model_flops / rate / found.iteration_s)
