@@ -129,7 +129,11 @@ RequiredSequenceLength = Annotated[
 SequenceLength = Annotated[int | None, typer.Option("--sequence-length", metavar="N", min=1, help="Tokens per sample.")]
 DTypeName = Annotated[
     str | None,
-    typer.Option("--dtype", metavar="NAME", help="Element type of parameters, instead of the configuration's."),
+    typer.Option(
+        "--dtype",
+        metavar="NAME",
+        help="Element type of parameters, instead of a published one of 16 bits, or one that the device computes in.",
+    ),
 ]
 HardwareChanges = Annotated[
     list[str] | None,
