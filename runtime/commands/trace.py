@@ -9,7 +9,7 @@ import typer
 from ...shared.basics.errors import ProtwinError
 from ...shared.basics.progress import progress_bar
 from ...shared.catalogue.machines import load_hardware
-from ...shared.catalogue.models import ModelConfiguration, load_model_configuration
+from ...shared.catalogue.models import ModelConfiguration, load_model_configuration, published_dtype
 from ...shared.cli.options import (
     AutocastName,
     ConfigurationName,
@@ -75,7 +75,7 @@ def trace_command(
     keep_apart({"--output": output}, {"--model": model, "--hardware": hardware})
     device = None if hardware is None else load_hardware(hardware).device
     described = load_model_configuration(model)
-    chosen = choose_dtype(described.dtype, dtype, device)
+    chosen = choose_dtype(published_dtype(described.config), dtype, device)
     options = options_of(lora_rank, lora_targets, frozen, autocast)
     if is_real and options.autocast is not None:
         raise ProtwinError("--real computes in the dtype of the parameters. Leave out --autocast, or trace without it.")

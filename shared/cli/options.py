@@ -132,7 +132,7 @@ DTypeName = Annotated[
     typer.Option(
         "--dtype",
         metavar="NAME",
-        help="Element type of parameters, instead of a published one of 16 bits, or one that the device computes in.",
+        help="Element type of parameters, instead of the published one or one that the device computes in.",
     ),
 ]
 HardwareChanges = Annotated[

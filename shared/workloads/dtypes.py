@@ -20,36 +20,34 @@ class ChosenDType:
 
     dtype: DType
     origin: DTypeOrigin
-    published: DType
-    """The configuration's own, float32 where it names none."""
+    published: DType | None
+    """The configuration's own, float32 where it names none; None for one that no file of ours can name."""
 
     def note_in(self, workload: Workload) -> Workload:
         """``workload``, which says where its element type comes from."""
         return workload.model_copy(update={"published_dtype": self.published, "dtype_origin": self.origin})
 
 
-def choose_dtype(published: DType | None, asked: str | None, device: Device | None) -> ChosenDType:
+def choose_dtype(published: str | None, asked: str | None, device: Device | None) -> ChosenDType:
     """The element type to train in.
 
     That which is asked for; else the published one if it has 16 bits and the device computes in it; else the first of
     bfloat16 and float16 that the device computes in, with float32 masters; else float32.  Without a device it is the
     published one.  A configuration that names none counts as float32, as transformers has it.
 
-    Raises WorkloadError if nothing can be trained in ``asked``, or in the published type without a device.
+    Raises WorkloadError if nothing can be trained in ``asked``, or, without it, in the published type.
     """
-    own = published or DType.FLOAT32
+    own = DType.FLOAT32 if published is None else next((dtype for dtype in DType if dtype == published), None)
     if asked is not None:
         if asked not in TRAINABLE:
             raise WorkloadError(f"dtype {asked!r} cannot be trained; use {', '.join(TRAINABLE)}.")
         return ChosenDType(DType(asked), DTypeOrigin.ASKED, own)
+    if own not in TRAINABLE:
+        raise WorkloadError(f"dtype {published!r} cannot be trained; use {', '.join(TRAINABLE)}.")
     if device is None or (own in _NARROW and computes_in(device, own)):
         chosen = own
     else:
         chosen = next((dtype for dtype in _NARROW if computes_in(device, dtype)), DType.FLOAT32)
-    if chosen not in TRAINABLE:
-        raise WorkloadError(
-            f"the model was published in {own}, which cannot be trained. State --dtype, one of {', '.join(TRAINABLE)}."
-        )
     return ChosenDType(chosen, DTypeOrigin.PUBLISHED if chosen is own else DTypeOrigin.DEVICE, own)
 
 

@@ -16,7 +16,7 @@ from ..basics.documents import read_mapping
 from ..basics.errors import FileError, WorkloadError
 from ..basics.plugins import plugin
 from ..basics.progress import progress_bar
-from ..catalogue.models import ModelConfiguration, known_model, load_model_configuration
+from ..catalogue.models import ModelConfiguration, known_model, load_model_configuration, published_dtype
 from ..schema.hardware import Device, DeviceKind, Hardware
 from ..schema.training_options import FULL_TRAINING, TrainingOptions
 from ..schema.workload import DType, DTypeOrigin, Workload
@@ -96,7 +96,7 @@ def resolve_workload(
     if dtype is not None:
         choose_dtype(None, dtype, device)  # refused before any file is read
     described = load_model_configuration(model)
-    chosen = choose_dtype(described.dtype, dtype, device)
+    chosen = choose_dtype(published_dtype(described.config), dtype, device)
     if batch_size is None or (sequence_length is None and _has_sequence(described)):
         raise WorkloadError(
             f"{model} is a configuration, which fixes no batch. Say its shape, for example "
@@ -173,7 +173,7 @@ def _shipped(described: ModelConfiguration, request: TraceRequest, warn: Warn) -
 
     family = resolve_family(described.name, dtype=request.dtype) if request.options.is_full else None
     if family is None:
-        dtype = request.dtype or described.dtype or DType.FLOAT32
+        dtype = request.dtype or published_dtype(described.config) or DType.FLOAT32
         way = "full training" if request.options.is_full else "training with LoRA, frozen parts or autocast"
         warn(f"no workload of {way} of {described.name} in {dtype} comes with protwin, so it is traced, with torch.")
         return None

@@ -68,8 +68,11 @@ def test_the_device_decides_where_nobody_does(
 def test_what_cannot_be_trained_is_refused() -> None:
     with pytest.raises(WorkloadError, match="'int8' cannot be trained; use float32"):
         choose_dtype(F32, "int8", AMPERE)
-    with pytest.raises(WorkloadError, match="published in float64"):
-        choose_dtype(DType.FLOAT64, None, None)
+    for published in ("float64", "float8"):
+        with pytest.raises(WorkloadError, match=f"dtype '{published}' cannot be trained; use float32"):
+            choose_dtype(published, None, AMPERE)
+        assert choose_dtype(published, "bfloat16", AMPERE).dtype is BF16
+    assert choose_dtype("float8", "bfloat16", AMPERE).published is None
 
 
 @pytest.mark.parametrize(
