@@ -23,11 +23,13 @@ from ...runtime.optimizers.chunk_optimizer import MakeOptimizer, default_optimiz
 from ...runtime.tracing.tracing import trace
 from ...runtime.training.carry_out import carry_out
 from ...shared.basics.errors import CalibrationError
+from ...shared.catalogue.models import published_dtype
 from ...shared.schema.calibration import Calibration
 from ...shared.schema.hardware import DeviceKind, Hardware
 from ...shared.schema.plan import Plan
 from ...shared.schema.record import Record
 from ...shared.schema.workload import Workload
+from ...shared.workloads.dtypes import choose_dtype
 from .fit import Pair, fit_calibration
 from .measurement_plans import bootstrap_plans
 from .slowdowns import measure_slowdowns
@@ -135,11 +137,13 @@ def calibrate_configuration(
     if not device.runs_behind:
         leave_a_core_for_lanes()
     torch.manual_seed(seed)
-    model = build_model(configuration, name, training_dtype(configuration, dtype), device="cpu").to(device.torch_device)
+    chosen = choose_dtype(published_dtype(configuration), dtype, hardware.device)
+    model = build_model(configuration, name, training_dtype(configuration, chosen.dtype), device="cpu")
+    model = model.to(device.torch_device)
     batches = head_batches(
         model, python_reference(), batch_size=batch_size, sequence_length=sequence_length, num_batches=1, seed=seed
     )
     batch = {key: tensor.to(device.torch_device) for key, tensor in next(batches).items()}
-    workload = trace(model, batch, name=name)
+    workload = chosen.note_in(trace(model, batch, name=name))
     subject = Subject(model, batch, workload, hardware, make_device)
     return workload, calibrate(subject, steps=steps, on_progress=on_progress)

@@ -8,7 +8,8 @@ import typer
 
 from ...shared.basics.errors import ProtwinError
 from ...shared.basics.progress import progress_bar
-from ...shared.catalogue.models import ModelConfiguration, load_model_configuration
+from ...shared.catalogue.machines import load_hardware
+from ...shared.catalogue.models import ModelConfiguration, load_model_configuration, published_dtype
 from ...shared.cli.options import (
     AutocastName,
     ConfigurationName,
@@ -27,8 +28,10 @@ from ...shared.cli.options import (
     options_of,
 )
 from ...shared.cli.output import give
+from ...shared.schema.hardware import DeviceKind
 from ...shared.schema.training_options import TrainingOptions
 from ...shared.schema.workload import Workload
+from ...shared.workloads.dtypes import choose_dtype
 
 __all__ = ["trace"]
 
@@ -46,6 +49,14 @@ def trace_command(
     batch_size: RequiredBatchSize,
     sequence_length: SequenceLength = None,
     dtype: DTypeName = None,
+    hardware: Annotated[
+        str | None,
+        typer.Option(
+            "--hardware",
+            metavar="NAME|FILE",
+            help="The machine to train on: it decides the element type, as in a search, and which kernels run.",
+        ),
+    ] = None,
     lora_rank: LoraRank = None,
     lora_targets: LoraTargets = None,
     frozen: FrozenParts = None,
@@ -57,16 +68,23 @@ def trace_command(
     output: OutputPath = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Write down what a model does in one iteration: its workload, from which everything else is answered."""
-    keep_apart({"--output": output}, {"--model": model})
+    """Write down what a model does in one iteration: its workload, from which everything else is answered.
+
+    Without --dtype and --hardware, parameters have the element type that the model was published in.
+    """
+    keep_apart({"--output": output}, {"--model": model, "--hardware": hardware})
+    device = None if hardware is None else load_hardware(hardware).device
     described = load_model_configuration(model)
+    chosen = choose_dtype(published_dtype(described.config), dtype, device)
     options = options_of(lora_rank, lora_targets, frozen, autocast)
     if is_real and options.autocast is not None:
         raise ProtwinError("--real computes in the dtype of the parameters. Leave out --autocast, or trace without it.")
     if is_real:
         if sequence_length is None:
             raise ProtwinError("--sequence-length is missing, and --real runs on text. State it.")
-        workload = _timed_workload(described, batch_size, sequence_length, dtype=dtype, seed=seed, options=options)
+        workload = _timed_workload(
+            described, batch_size, sequence_length, dtype=chosen.dtype, seed=seed, options=options
+        )
     else:
         from ..tracing.configurations import workload_of_configuration
 
@@ -76,12 +94,14 @@ def trace_command(
                 name=described.name,
                 batch_size=batch_size,
                 sequence_length=sequence_length,
-                dtype=dtype,
+                dtype=chosen.dtype,
                 options=options,
+                device_kind=DeviceKind.CUDA if device is None else device.kind,
                 on_progress=on_progress,
             )
     from ...shared.tables.workloads import workload_tables
 
+    workload = chosen.note_in(workload)
     give(workload, output, as_json=as_json, tables=lambda: workload_tables(workload))
 
 

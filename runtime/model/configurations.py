@@ -15,6 +15,7 @@ import torch
 
 from ...shared.basics.errors import WorkloadError
 from ...shared.basics.suggestions import did_you_mean
+from ...shared.catalogue.model_check import quantization_complaint
 from ...shared.schema.workload import DType
 from .heads import published_class
 
@@ -43,6 +44,9 @@ def build_model(configuration: Mapping[str, Any], name: str, dtype: torch.dtype,
     model_type = fields.pop("model_type", None)
     if not isinstance(model_type, str):
         raise WorkloadError(f"the configuration of {name} has no model_type.")
+    quantization = quantization_complaint(fields)
+    if quantization is not None:
+        raise WorkloadError(f"the configuration of {name} {quantization}")
     if model_type not in CONFIG_MAPPING:
         families = did_you_mean(model_type, [family for family in CONFIG_MAPPING if isinstance(family, str)])
         raise WorkloadError(f"transformers knows no model_type {model_type!r}, which {name} names. {families:.300}")

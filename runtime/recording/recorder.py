@@ -17,6 +17,7 @@ from typing import Any, Final
 import numpy as np
 
 from ...shared.basics.errors import ProtwinError
+from ...shared.records.flops import hardware_flops, model_flops
 from ...shared.records.phase_times import phase_times_s
 from ...shared.records.question import question_of
 from ...shared.schema.plan import Plan
@@ -109,6 +110,7 @@ class Recorder:
         logs = [timed[place][0] for place in typical]
         timings = self._timings(logs)
         forward_s, backward_s = phase_times_s(self._schedule, [timing.end_s for timing in timings])
+        needed = model_flops(self._workload)
         return Record(
             origin=Origin.MEASURED,
             plan=self._plan,
@@ -130,6 +132,8 @@ class Recorder:
             lanes=self._lanes(timings),
             memory=self._memory(logs, timings),
             guaranteed_peak_device_bytes=guaranteed_device_peak(self._schedule).size_bytes,
+            model_flops=None if needed is None else needed * self._plan.micro_batches,
+            hardware_flops=hardware_flops(self._schedule),
             num_gathers=sum(task.kind is TaskKind.GATHER for task in self._schedule.tasks),
             num_cpu_adam_steps=sum(task.kind is TaskKind.CPU_ADAM for task in self._schedule.tasks),
             question=question_of(self._workload, self._plan),

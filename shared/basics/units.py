@@ -22,6 +22,9 @@ _BYTE_UNITS: Final[dict[str, int]] = {
     "TiB": 2**40,
 }
 _QUANTITY: Final = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?)([eE][+-]?[0-9]+)?\s*([A-Za-z]*)\s*(/\s*s)?\s*")
+_COUNT: Final = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?)([eE][+-]?[0-9]{1,3})?\s*([kKmMbBgGtT]?)\s*")
+_COUNT_UNITS: Final = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
+_MOST_COUNTED: Final = 10**18
 _EXACT: Final = Context(prec=40, traps=[])
 """Numbers of up to 40 digits are exact, and those that are far too large are infinite: neither takes time."""
 _END_BYTES: Final = 2**62
@@ -38,6 +41,21 @@ def parse_bytes(text: str | int | float, *, least_bytes: int = 1) -> int:
     if not least_bytes <= size < _END_BYTES - Decimal("0.5"):
         raise ProtwinError(f"size {_shown(text)} is outside {least_bytes} B to 4 EiB. Write a size such as 80GiB.")
     return round(size)
+
+
+def parse_count(text: str) -> int:
+    """A number of things from ``"1B"``, ``"300M"``, ``"2e9"`` or ``"1_000"``; k, M, B (or G) and T are powers of 1000.
+
+    Fractions are rounded.  Raises ProtwinError if the text is no number from 1 to a quintillion (1e18).
+    """
+    match = _COUNT.fullmatch(text.replace("_", "").replace(",", ""))
+    if match is None:
+        raise ProtwinError(f"{_shown(text)} is no number. Write one such as 300M, 1B or 2e9.")
+    scale = _COUNT_UNITS[match[3].upper()]
+    count = _EXACT.multiply(_EXACT.create_decimal(match[1] + (match[2] or "")), scale)
+    if not Decimal("0.5") <= count <= _MOST_COUNTED:
+        raise ProtwinError(f"{_shown(text)} is outside 1 to 1e18. Write a number such as 300M, 1B or 2e9.")
+    return max(1, round(count))
 
 
 def parse_bytes_per_s(text: str | int | float) -> float:
@@ -105,12 +123,37 @@ def format_seconds(seconds: float) -> str:
     return f"{_digits(seconds * 1e6)} µs"
 
 
+def format_duration(seconds: float) -> str:
+    """``"3.2 h"`` or ``"12.5 days"``; as ``format_seconds`` below a minute."""
+    for unit, scale in (("days", 2 * 86_400), ("h", 3600), ("min", 60)):
+        if seconds >= scale:
+            return f"{format_number(seconds / (86_400 if unit == 'days' else scale))} {unit}"
+    return format_seconds(seconds)
+
+
+def format_count(count: int) -> str:
+    """``"8.03B"`` or ``"124M"``, as models are named: three digits and a power of 1000; whole below a thousand."""
+    for unit, scale in (("T", 10**12), ("B", 10**9), ("M", 10**6), ("k", 10**3)):
+        # What would be rounded up to a thousand of a unit is one of the next.
+        if count >= scale * 0.9995:
+            return f"{count / scale:.3g}{unit}"
+    return str(count)
+
+
 def format_rate(bytes_per_s: float) -> str:
     """``"25.2 GB/s"``; decimal units, as data sheets state links."""
     for unit, scale in (("TB/s", 1e12), ("GB/s", 1e9), ("MB/s", 1e6), ("kB/s", 1e3)):
         if bytes_per_s >= scale:
             return f"{_digits(bytes_per_s / scale)} {unit}"
     return f"{_digits(bytes_per_s)} B/s"
+
+
+def format_flop_per_s(flop_per_s: float) -> str:
+    """``"71 TFLOP/s"``; the decimal unit that leaves a number of at least one."""
+    for unit, scale in (("PFLOP/s", 1e15), ("TFLOP/s", 1e12), ("GFLOP/s", 1e9)):
+        if flop_per_s >= scale:
+            return f"{flop_per_s / scale:.4g} {unit}"
+    return f"{flop_per_s:.4g} FLOP/s"
 
 
 def format_number(value: float) -> str:

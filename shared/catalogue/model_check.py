@@ -40,6 +40,8 @@ _DERIVED: Final = (
     "num_channels",
 )
 _SIZES: Final = tuple(dict.fromkeys((*(field for sizes in REQUIRED_SIZES.values() for field in sizes), *_DERIVED)))
+_QUANTIZATION_FIELDS: Final = ("quantization_config", "compression_config")
+"""The second is what compressed-tensors called it before."""
 _MAX_COUNT: Final = 100_000
 _MAX_SIZE: Final = 2**31 - 1
 
@@ -58,8 +60,41 @@ def check_model_configuration(config: Mapping[str, Any], *, origin: str) -> None
             f"{origin} {found}, so it is no model configuration. Pass the config.json that lies beside a model's "
             f"weights on the Hugging Face hub."
         )
+    quantization = quantization_complaint(config)
+    if quantization is not None:
+        raise FileError(f"{origin} {quantization}")
     for complaint in _complaints(config, prefix=""):
         raise FileError(f"{origin} describes no {model_type} model: {complaint}")
+
+
+def quantization_complaint(config: Mapping[str, Any], *, prefix: str = "") -> str | None:
+    """What to say of a configuration of quantized weights, which transformers would build as if they were not.
+
+    None if it names none, or null.  Fields within ``text_config`` and the like count as well.
+    """
+    for field in _QUANTIZATION_FIELDS:
+        stated = config.get(field)
+        if stated is None:
+            continue
+        kind = _quantization(stated) if isinstance(stated, Mapping) else f"{stated!r:.40}"
+        return (
+            f"has a {prefix}{field} ({kind}): its weights are quantized, and protwin neither predicts nor trains such. "
+            f"Take the configuration of the model that they were quantized from, or remove the field to ask about its "
+            f"weights in 16 bits (--dtype bfloat16)."
+        )
+    parts = ((name, part) for name, part in config.items() if name.endswith("_config") and isinstance(part, Mapping))
+    found = (quantization_complaint(part, prefix=f"{prefix}{name}.") for name, part in parts)
+    return next((complaint for complaint in found if complaint is not None), None)
+
+
+def _quantization(stated: Mapping[str, Any]) -> str:
+    """The method, and what older files of bitsandbytes say in its place."""
+    method = stated.get("quant_method")
+    bits = next((f"{width} bits" for width in (4, 8) if stated.get(f"load_in_{width}bit")), None)
+    if bits is None and isinstance(stated.get("bits"), int):
+        bits = f"{stated['bits']} bits"
+    named = method if isinstance(method, str) else "bitsandbytes" if bits is not None else "of no known method"
+    return f"{named:.40}, {bits}" if bits is not None else f"{named:.40}"
 
 
 def _complaints(config: Mapping[str, Any], *, prefix: str) -> Iterator[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Final, Self
 
@@ -35,9 +36,15 @@ class ModelConfiguration(Document):
     @property
     def dtype(self) -> DType | None:
         """Element type in which the weights were published; None where the configuration names none."""
-        stated = self.config.get("dtype", self.config.get("torch_dtype"))
-        name = stated.removeprefix("torch.") if isinstance(stated, str) else None
-        return DType(name) if name is not None and name != "auto" else None
+        name = published_dtype(self.config)
+        return DType(name) if name is not None else None
+
+
+def published_dtype(config: Mapping[str, Any]) -> str | None:
+    """The element type that a ``config.json`` names for its weights, known or not; None where it names none."""
+    stated = config.get("dtype", config.get("torch_dtype"))
+    name = stated.removeprefix("torch.") if isinstance(stated, str) else None
+    return name if name != "auto" else None
 
 
 class ListedModel(FrozenModel):

@@ -40,9 +40,16 @@ _RANGES: Final[Mapping[str, _Range]] = {
     "num_devices": _DEVICES,
     "adapters_per_node": _DEVICES,
     "num_nodes": _Range(1, 2**20, "", "4"),
+    "power_w": _Range(0.1, 1e5, " W", "700 for 700 W"),
     "price_usd_per_hour": _Range(1e-4, 1e7, " USD/h", "2.5 for 2.50 US dollars an hour"),
 }
 """By the name of a field, in whichever part of a machine it stands."""
+
+
+def price_range() -> tuple[float, float]:
+    """The lowest and the highest rent of a machine, in US dollars per hour."""
+    found = _RANGES["price_usd_per_hour"]
+    return found.low, found.high
 
 
 def check_plausible(hardware: Hardware, *, origin: str) -> None:

@@ -51,6 +51,15 @@ def price_of_ranks(hardware: Hardware, num_ranks: int) -> float | None:
     return None if price is None else price / hardware.devices_per_node * num_ranks
 
 
+def rent_of_ranks(hardware: Hardware, num_ranks: int) -> float | None:
+    """US dollars per hour for the machines that ``num_ranks`` devices are in; None where no price is known.
+
+    Machines are rented whole: devices that nobody uses are paid for as well.
+    """
+    price = hardware.price_usd_per_hour
+    return None if price is None else price * -(-num_ranks // hardware.devices_per_node)
+
+
 def _most(groups: tuple[int, ...], num_ranks: int) -> int:
     """Ranks in the fullest group, when they fill the groups in order."""
     places = (group for group, size in enumerate(groups) for _ in range(size))

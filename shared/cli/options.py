@@ -11,7 +11,7 @@ from typing import Annotated, Final
 import typer
 
 from ..basics.errors import FileError, ProtwinError, shortened
-from ..basics.units import parse_bytes, parse_bytes_per_s
+from ..basics.units import parse_bytes, parse_bytes_per_s, parse_count
 from ..schema.training_options import LoraOptions, TrainingOptions
 from ..schema.workload import DType
 
@@ -82,6 +82,14 @@ def rate_option(text: str) -> float:
         raise typer.BadParameter(str(error)) from error
 
 
+def count_option(text: str) -> int:
+    """The number of an option's value (1B, 300M, 2e9); raises typer.BadParameter, which names the option."""
+    try:
+        return parse_count(text)
+    except ProtwinError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
 _AUTOCAST: Final = (DType.BFLOAT16, DType.FLOAT16)
 
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON for programs instead of tables.")]
@@ -121,7 +129,11 @@ RequiredSequenceLength = Annotated[
 SequenceLength = Annotated[int | None, typer.Option("--sequence-length", metavar="N", min=1, help="Tokens per sample.")]
 DTypeName = Annotated[
     str | None,
-    typer.Option("--dtype", metavar="NAME", help="Element type of parameters, instead of the configuration's."),
+    typer.Option(
+        "--dtype",
+        metavar="NAME",
+        help="Element type of parameters, instead of the published one or one that the device computes in.",
+    ),
 ]
 HardwareChanges = Annotated[
     list[str] | None,
@@ -169,6 +181,23 @@ FrozenParts = Annotated[
 AutocastName = Annotated[
     str | None,
     typer.Option("--autocast", metavar="NAME", help="Compute in this element type, by autocast (bfloat16, float16)."),
+]
+Tokens = Annotated[
+    int | None,
+    typer.Option(
+        "--tokens",
+        parser=count_option,
+        metavar="N",
+        help="Say what training on so many tokens takes (1B, 300M, 2e9): time, energy, cost.",
+    ),
+]
+PriceEntries = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--price",
+        metavar="NAME=USD|FILE",
+        help="US dollars per hour of the whole machine (h100-80gb-x8=24), or a .toml file of such lines (repeatable).",
+    ),
 ]
 NoCacheFlag = Annotated[bool, typer.Option("--no-cache", help="Trace the model anew and keep nothing of it.")]
 

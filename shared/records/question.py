@@ -38,7 +38,7 @@ def question_of(
         calibration: Factors measured on it; None for its data sheet.
         device_budget_bytes: Device memory of one rank that the plan may fill.
         host_budget_bytes: Host memory of one rank that the plan may fill.
-        margin_frac: Share of the device budget that is left free on purpose.
+        margin_frac: Share of the device that segments of its allocator are to leave free.
     """
     trained = [parameter for parameter in workload.parameters if parameter.trainable]
     lora = [parameter for parameter in trained if _LORA.search(parameter.name)]

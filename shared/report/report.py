@@ -26,6 +26,7 @@ from ..tables.labels import (
     how_much_faster,
     num_blocks,
 )
+from ..tables.question import question_table
 from ..tables.record import alive_table, beyond_table, plan_table, traffic_table
 from .alive import alive_chart
 from .losses import agreement, losses_chart
@@ -97,6 +98,8 @@ def report(title: str, facts: Facts) -> Report:
         place = 0 if facts.measured is None else len(sections)
         sections[place:place] = search_sections(facts.search)
     sections.append(Section("Notes", _notes(facts)))
+    if (asked := facts.predicted.question) is not None:
+        sections.insert(0, Section("Asked", (PageTable(replace(question_table(asked), title="")),)))
     return Report(
         title=title,
         subtitle=_subtitle(records),

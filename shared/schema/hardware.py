@@ -80,6 +80,8 @@ class Device(FrozenModel):
     efficiency: dict[OperationClass, Annotated[float, Field(gt=0, le=1)]] = {}
     """Share of the roofline that operations of a class reach; ``sim/costs/task_costs.py`` has the defaults and their
     sources."""
+    power_w: PositiveFloat | None = None
+    """Watts that the board draws at most; None where they are not known."""
     source: str = ""
 
     @model_validator(mode="after")

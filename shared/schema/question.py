@@ -59,7 +59,7 @@ class Question(FrozenModel):
     host_budget_bytes: NonNegativeInt | None = None
     """Host memory of one rank that the plan may fill; None where none was set."""
     margin_frac: NonNegativeFloat | None = None
-    """Share of the device budget that is left free on purpose; None where none is."""
+    """Share of the device that segments of its allocator are to leave free; None where nobody says."""
     calibrated_on: str | None = None
     """The machine that the calibration was measured on; None: figures of data sheets."""
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import ClassVar, Final, Self
+from typing import Any, ClassVar, Final, Self
 
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from ..basics.documents import Document, FrozenModel
+from ..basics.errors import PlanError
 from .memory_accounts import DeviceReserved, HostMemory
 from .plan import Plan
 from .question import Question
 from .schedule import LANES_ALONE, Content, Lane, Memory, TaskKind
+from .training_run import TrainingRun
 
 _SECONDS_PER_HOUR: Final = 3600
 
@@ -113,7 +115,18 @@ class Record(Document):
     guaranteed_peak_device_bytes: NonNegativeInt
     """What no timing of this schedule can exceed."""
     price_usd_per_hour: PositiveFloat | None = None
-    """Rent of the devices of all ranks with their shares of the machine; None where no price is known."""
+    """Rent of the machines that the devices of all ranks are in; None where no price is known."""
+    model_flops: PositiveInt | None = None
+    """FLOPs that one iteration of all ranks needs in matrix products and attention, nothing twice; None where they are
+    not known (``shared/records/flops.py``)."""
+    hardware_flops: PositiveInt | None = None
+    """FLOPs that all ranks carry out for it, recomputation among them; None where they are not known."""
+    peak_flop_per_s: PositiveFloat | None = None
+    """Peak of the devices of all ranks in the element type of the products; None where it is not known."""
+    power_w: PositiveFloat | None = None
+    """What the devices of all ranks draw at most, in watts; None where it is not known."""
+    run: TrainingRun | None = None
+    """What training on the tokens that were asked about takes; None where nobody asked."""
     num_gathers: NonNegativeInt
     num_cpu_adam_steps: NonNegativeInt
     device_reserved: DeviceReserved | None = None
@@ -133,6 +146,12 @@ class Record(Document):
             if timing.end_s < timing.start_s:
                 raise ValueError(f"{timing.name} ends at {timing.end_s} s, before its start at {timing.start_s} s")
         return self
+
+    def asking(self, **changes: Any) -> Self:
+        """The record with some fields of its question changed: what its maker could not know.  Itself without one."""
+        if self.question is None:
+            return self
+        return self.model_copy(update={"question": self.question.model_copy(update=changes)})
 
     def curve(self, memory: Memory) -> MemoryCurve | None:
         """The curve of one memory, if the record holds it."""
@@ -154,6 +173,50 @@ class Record(Document):
     def tokens_per_s(self) -> float:
         """Throughput in steady state, of all ranks together."""
         return self.num_tokens / self.iteration_s
+
+    @property
+    def samples_per_s(self) -> float:
+        """Samples per second in steady state, of all ranks together."""
+        return self.num_samples / self.iteration_s
+
+    @property
+    def tokens_per_s_per_device(self) -> float:
+        """Throughput of one rank."""
+        return self.tokens_per_s / self.plan.num_ranks
+
+    @property
+    def mfu_frac(self) -> float | None:
+        """Model FLOPs utilisation: ``model_flops`` over what the devices' peak would do in an iteration's time."""
+        return self._utilisation_frac(self.model_flops)
+
+    @property
+    def hfu_frac(self) -> float | None:
+        """Hardware FLOPs utilisation: as ``mfu_frac``, with what is recomputed."""
+        return self._utilisation_frac(self.hardware_flops)
+
+    def _utilisation_frac(self, flops: int | None) -> float | None:
+        if flops is None or self.peak_flop_per_s is None:
+            return None
+        return flops / (self.iteration_s * self.peak_flop_per_s)
+
+    def for_tokens(self, num_tokens: int) -> Self:
+        """The record with what training on ``num_tokens`` takes.  Raises PlanError if its samples have no tokens."""
+        if self.question is not None and self.question.num_tokens is None:
+            raise PlanError(
+                f"{self.model_name} is trained on samples without tokens, {self.num_samples:,} in a step. Leave out "
+                f"the number of tokens."
+            )
+        num_steps = -(-num_tokens // self.num_tokens)
+        time_s = num_steps * self.iteration_s
+        hours = time_s / _SECONDS_PER_HOUR
+        run = TrainingRun(
+            num_tokens=num_tokens,
+            num_steps=num_steps,
+            time_s=time_s,
+            energy_kwh=None if self.power_w is None else self.power_w / 1000 * hours,
+            cost_usd=None if self.price_usd_per_hour is None else self.price_usd_per_hour * hours,
+        )
+        return self.model_copy(update={"run": run})
 
     @property
     def usd_per_million_tokens(self) -> float | None:

@@ -356,5 +356,6 @@ def check_plan(plan: Plan, workload: Workload) -> None:
         shapes = ", ".join(f"{name} {list(shape)}" for name, shape in workload.batch_shapes.items())
         raise PlanError(
             f"the plan belongs to workload {plan.workload_id}, not to {workload.identity} "
-            f"({workload.model_name}, {shapes}). Search a plan for this one."
+            f"({workload.model_name}, {shapes}, {workload.compute_dtype}). Search a plan for this one, or name the "
+            f"element type that the plan was made for (--dtype)."
         )

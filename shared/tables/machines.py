@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
-from ..basics.units import format_bytes, format_rate, format_seconds
+from ..basics.units import format_bytes, format_flop_per_s, format_rate, format_seconds
 from ..catalogue.machines import cluster_names, machine, machine_names
 from ..catalogue.parts import (
     host_names,
@@ -165,14 +165,6 @@ def _part(title: str, name: str, rows: Mapping[str, str], source: str) -> Table:
     return Table(title=f"{title}: {name}", columns=("", ""), rows=[*rows.items(), told], styles={len(rows): "dim"})
 
 
-def format_flop_per_s(flop_per_s: float) -> str:
-    """``"71 TFLOP/s"``; the decimal unit that leaves a number of at least one."""
-    for unit, scale in (("PFLOP/s", 1e15), ("TFLOP/s", 1e12), ("GFLOP/s", 1e9)):
-        if flop_per_s >= scale:
-            return f"{flop_per_s / scale:.4g} {unit}"
-    return f"{flop_per_s:.4g} FLOP/s"
-
-
 def _device_rows(device: Device) -> dict[str, str]:
     peaks = {f"peak {dtype}": format_flop_per_s(rate) for dtype, rate in device.peak_flop_per_s.items()}
     efficiency = {f"efficiency {kind}": f"{share:.0%}" for kind, share in device.efficiency.items()}
@@ -185,6 +177,7 @@ def _device_rows(device: Device) -> dict[str, str]:
         **peaks,
         "outside matrix units": format_flop_per_s(device.vector_flop_per_s),
         **({} if device.num_multiprocessors is None else {"multiprocessors": str(device.num_multiprocessors)}),
+        **({} if device.power_w is None else {"power at most": f"{device.power_w:g} W"}),
         "launch overhead": format_seconds(device.launch_overhead_s),
         **efficiency,
     }

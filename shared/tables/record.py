@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from ..basics.units import format_bytes, format_number, format_seconds
+from ..basics.units import format_bytes, format_count, format_duration, format_flop_per_s, format_number, format_seconds
 from ..schema.plan import Plan
 from ..schema.record import MemoryCurve, Record
 from ..schema.schedule import Lane, Memory
+from ..schema.training_run import TrainingRun
 from .labels import (
     LANE_NAMES,
     MEMORY_NAMES,
@@ -22,15 +23,21 @@ from .labels import (
     title_of,
 )
 from .memory import beyond_the_schedule
+from .question import question_table
 from .table import Heading, Parts, Table
 
 
 def record_tables(record: Record) -> Parts:
     """Everything that a record says: plan, iteration time, throughput, peaks with what was alive, and lanes."""
     parts: list[Table | str] = [Heading(title_of(record))]
+    if record.question is not None:
+        parts.append(question_table(record.question))
     if record.emulated:
         parts.append(f"emulated: {', '.join(record.emulated)}")
-    parts += [plan_table(record.plan, num_blocks=num_blocks(record)), iteration_table(record), memory_table(record)]
+    parts += [plan_table(record.plan, num_blocks=num_blocks(record)), iteration_table(record)]
+    if record.run is not None:
+        parts.append(run_table(record.run))
+    parts.append(memory_table(record))
     device = record.curve(Memory.DEVICE)
     if device is not None and device.alive_at_peak:
         title = f"Alive at the {MEMORY_NAMES[device.memory]} peak ({device.peak_at})"
@@ -52,11 +59,14 @@ def iteration_table(record: Record) -> Table:
     rows.append(("iteration", format_seconds(record.iteration_s), spread))
     num_ranks = record.plan.num_ranks
     of_all = f"{num_ranks:,} ranks" if num_ranks > 1 else ""
-    rows.append(("tokens per second", format_number(record.tokens_per_s), of_all))
-    if num_ranks > 1:
-        rows.append(("tokens per second and rank", format_number(record.tokens_per_s / num_ranks), ""))
-    if (cost := record.usd_per_million_tokens) is not None:
-        rows.append(("US dollars a million tokens", f"{cost:.3f}", ""))
+    if has_tokens(record):
+        rows.append(("tokens per second", format_number(record.tokens_per_s), of_all))
+        if num_ranks > 1:
+            rows.append(("tokens per second and device", format_number(record.tokens_per_s_per_device), ""))
+    rows.append(("samples per second", format_number(record.samples_per_s), of_all))
+    rows += _utilisation_rows(record)
+    if (cost := record.usd_per_million_tokens) is not None and has_tokens(record):
+        rows.append(("US dollars a million tokens", f"{cost:.3f}" if cost >= 0.1 else f"{cost:.3g}", ""))
     return Table(
         title="Iteration",
         columns=("phase", ">time", ">share"),
@@ -64,6 +74,40 @@ def iteration_table(record: Record) -> Table:
         styles={len(phases): "bold"},
         ruled=frozenset({len(phases)}),
     )
+
+
+def has_tokens(record: Record) -> bool:
+    """Whether the record's samples are sequences of tokens; so taken where it does not say."""
+    return record.question is None or record.question.num_tokens is not None
+
+
+def _utilisation_rows(record: Record) -> list[tuple[str, str, str]]:
+    """MFU and HFU, and the peak that they are shares of, of one device."""
+    if record.mfu_frac is None or record.hfu_frac is None or record.peak_flop_per_s is None:
+        return []
+    peak = format_flop_per_s(record.peak_flop_per_s / record.plan.num_ranks)
+    dtype = f" in {record.question.compute_dtype}" if record.question is not None else ""
+    return [
+        ("MFU (model FLOPs)", format_share(record.mfu_frac), f"of {peak}{dtype}"),
+        ("HFU (with recomputation)", format_share(record.hfu_frac), ""),
+    ]
+
+
+def run_table(run: TrainingRun) -> Table:
+    """Time, energy and cost of training on the tokens that were asked about."""
+    rows = [
+        ("time", format_duration(run.time_s), f"{_counted(run.num_steps, 'step')}"),
+    ]
+    if run.energy_kwh is not None:
+        rows.append(("energy", f"{format_number(run.energy_kwh)} kWh", "at most, of the devices alone"))
+    if run.cost_usd is not None:
+        rows.append(("cost", f"{format_number(run.cost_usd)} US dollars", "rent of whole machines"))
+    title = f"Training on {format_count(run.num_tokens)} tokens"
+    return Table(title=title, columns=("", "", ""), rows=rows)
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number:,} {what}" + ("" if number == 1 else "s")
 
 
 def memory_table(record: Record) -> Table:

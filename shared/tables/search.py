@@ -19,7 +19,8 @@ _MOST_ROWS: Final = 10
 def search_tables(result: SearchResult) -> Parts:
     """Everything that a search answers: the baselines and the recommendation first, then its plan and the proof."""
     title, *parts = record_tables(result.prediction)
-    first = [title, *([baseline_table(result)] if result.baselines else []), recommendation(result)]
+    asked = [parts.pop(0)] if result.prediction.question is not None else []
+    first = [title, *asked, *([baseline_table(result)] if result.baselines else []), recommendation(result)]
     parts = [*first, *parts, f"{budget_sentence(result)}\n{certificate_sentence(result)}"]
     if result.modes:
         parts.append(mode_table(result))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from ..basics.units import format_bytes, format_seconds
 from ..catalogue.models import ModelList
 from ..schema.workload import Phase, Workload
+from .question import weights_words
 from .table import Parts, Table
 
 
@@ -29,7 +30,8 @@ def _facts(workload: Workload) -> Table:
     shapes = ", ".join(f"{name} {list(shape)}" for name, shape in workload.batch_shapes.items())
     rows = [
         ("identity", workload.identity),
-        ("parameters", f"{workload.num_parameters:,} ({trainable:,} trainable), {workload.compute_dtype}"),
+        ("parameters", f"{workload.num_parameters:,} ({trainable:,} trainable)"),
+        ("weights", weights_words(workload.compute_dtype, workload.published_dtype, workload.dtype_origin)),
         ("blocks", f"{workload.num_blocks} of {len(workload.profiles)} kinds"),
         ("batch", f"{shapes}: {workload.num_tokens:,} tokens"),
         ("traced with", f"{workload.traced_with} tensors"),

@@ -10,24 +10,24 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from ..basics.documents import read_mapping
 from ..basics.errors import FileError, WorkloadError
 from ..basics.plugins import plugin
 from ..basics.progress import progress_bar
-from ..catalogue.models import ModelConfiguration, known_model, load_model_configuration
-from ..schema.hardware import DeviceKind
+from ..catalogue.models import ModelConfiguration, known_model, load_model_configuration, published_dtype
+from ..schema.hardware import Device, DeviceKind, Hardware
 from ..schema.training_options import FULL_TRAINING, TrainingOptions
-from ..schema.workload import DType, Workload
+from ..schema.workload import DType, DTypeOrigin, Workload
 from .cache import TraceRequest, cache_key, load_cached, store_cached
 from .check import check_magnitude, has_fused_dropout
+from .dtypes import choose_dtype
 
 if TYPE_CHECKING:
     from .family import WorkloadFamily
 
 Warn = Callable[[str], None]
-_TRAINABLE: Final = (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16)
 
 
 def load_workload(
@@ -36,13 +36,15 @@ def load_workload(
     batch_size: int | None = None,
     sequence_length: int | None = None,
     dtype: str | None = None,
+    hardware: Hardware | None = None,
     options: TrainingOptions = FULL_TRAINING,
 ) -> Workload:
     """What training does with one batch: of a model of the catalogue, of a ``config.json``, or from a saved file.
 
     A saved workload has its shape; a model needs ``batch_size`` (samples) and, unless it takes images alone,
-    ``sequence_length`` (tokens of one sample).  ``dtype`` replaces the element type that the model was published in.
-    Models of the catalogue in full training need no torch; others are traced, which does.
+    ``sequence_length`` (tokens of one sample).  ``dtype`` replaces the element type that the model was published in;
+    without it, a model that was published in float32 is trained in bfloat16, or float16, if ``hardware`` computes in
+    it (``choose_dtype``).  Models of the catalogue in full training need no torch; others are traced, which does.
     Raises CatalogueError, FileError or WorkloadError.
     """
     return resolve_workload(
@@ -53,6 +55,7 @@ def load_workload(
         cache=None,
         warn=_ignore,
         options=options,
+        device=None if hardware is None else hardware.device,
     )
 
 
@@ -69,14 +72,16 @@ def resolve_workload(
     cache: Path | None,
     warn: Warn,
     options: TrainingOptions = FULL_TRAINING,
-    device_kind: DeviceKind = DeviceKind.CUDA,
+    device: Device | None = None,
 ) -> Workload:
     """The workload that ``model`` names: a saved workload's path, a configuration's path, or a catalogue name.
 
     ``cache`` is the folder of traced workloads; None: trace anew and keep nothing.  ``options`` say what of the model
-    is trained, ``device_kind`` on what, where that decides which kernels run.  ``warn`` gets a message if that folder
-    cannot be written, and if a model of the catalogue has to be traced.  Raises ProtwinError if the model is unknown,
-    its file is damaged, or the shape is missing (configurations) or another one (saved workloads).
+    is trained, ``device`` on what, where that decides which kernels run and, without ``dtype``, in which element type.
+    ``warn`` gets a message if that folder cannot be written, and if a model of the catalogue has to be traced.
+
+    Raises ProtwinError if the model is unknown, its file is damaged, or the shape is missing (configurations) or
+    another one (saved workloads).
     """
     saved = _saved_workload(model)
     if saved is not None:
@@ -88,36 +93,40 @@ def resolve_workload(
                 f"--freeze and --autocast, or name the model that it was traced from."
             )
         return saved
-    if dtype is not None and dtype not in _TRAINABLE:
-        raise WorkloadError(f"dtype {dtype!r} cannot be trained; use {', '.join(_TRAINABLE)}.")
+    if dtype is not None:
+        choose_dtype(None, dtype, device)  # refused before any file is read
     described = load_model_configuration(model)
+    chosen = choose_dtype(published_dtype(described.config), dtype, device)
     if batch_size is None or (sequence_length is None and _has_sequence(described)):
         raise WorkloadError(
             f"{model} is a configuration, which fixes no batch. Say its shape, for example "
             f"--batch-size {batch_size or 1} --sequence-length {sequence_length or 2048}."
         )
-    request = TraceRequest(described.config, described.name, batch_size, sequence_length, dtype, options, device_kind)
-    if known_model(model) is not None:
-        found = _shipped(described, request, warn)
-        if found is not None:
-            return found
-    return _traced(request, cache, warn)
+    request = TraceRequest(
+        described.config,
+        described.name,
+        batch_size,
+        sequence_length,
+        None if dtype is None and chosen.origin is DTypeOrigin.PUBLISHED else chosen.dtype,
+        options,
+        DeviceKind.CUDA if device is None else device.kind,
+    )
+    found = _shipped(described, request, warn) if known_model(model) is not None else None
+    return chosen.note_in(found if found is not None else _traced(request, cache, warn))
 
 
 def resolve_family(model: str, *, dtype: str | None = None) -> WorkloadFamily | None:
     """The shipped family of full training of the catalogue's model ``model``, for any shape; None if there is none.
 
-    Raises WorkloadError if ``dtype`` cannot be trained.
+    It is in ``dtype``, or as the model was published.  Raises WorkloadError if ``dtype`` cannot be trained.
     """
     from .shipped import shipped_family
 
-    if dtype is not None and dtype not in _TRAINABLE:
-        raise WorkloadError(f"dtype {dtype!r} cannot be trained; use {', '.join(_TRAINABLE)}.")
+    asked = choose_dtype(None, dtype, None).dtype if dtype is not None else None
     known = known_model(model)
     if known is None:
         return None
-    published = load_model_configuration(known).dtype or DType.FLOAT32
-    return shipped_family(known, DType(dtype) if dtype is not None else published)
+    return shipped_family(known, asked or load_model_configuration(known).dtype or DType.FLOAT32)
 
 
 def is_saved_workload(model: str) -> bool:
@@ -164,7 +173,7 @@ def _shipped(described: ModelConfiguration, request: TraceRequest, warn: Warn) -
 
     family = resolve_family(described.name, dtype=request.dtype) if request.options.is_full else None
     if family is None:
-        dtype = request.dtype or described.dtype or DType.FLOAT32
+        dtype = request.dtype or published_dtype(described.config) or DType.FLOAT32
         way = "full training" if request.options.is_full else "training with LoRA, frozen parts or autocast"
         warn(f"no workload of {way} of {described.name} in {dtype} comes with protwin, so it is traced, with torch.")
         return None

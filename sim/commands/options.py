@@ -17,7 +17,8 @@ from ...shared.cli.options import changes_of, warn
 from ...shared.schema.hardware import Hardware
 from ...shared.schema.plan import ParallelMode, Plan
 from ...shared.schema.record import Record
-from ...shared.schema.search_result import Goal
+from ...shared.schema.search_result import BatchSearchResult, Goal
+from ...shared.workloads.dtypes import TRAINABLE
 from ..searching.confidence import DEFAULT_MARGIN_FRAC
 from ..space.space import LARGEST_KNOB
 from ..space.step_spec import MOST_MICRO_BATCHES, MOST_RANKS, check_ranks
@@ -204,11 +205,33 @@ def unused_devices(hardware: Hardware, num_ranks: int) -> str | None:
     return f"{hardware.name} has {hardware.num_devices} devices and {number}. Without --ranks, --parallel takes all."
 
 
-def machine_of(name: str, changes: list[str] | None) -> Hardware:
-    """The machine that ``--hardware`` names, with the changes of ``--set``."""
+def machine_of(name: str, changes: list[str] | None, prices: list[str] | None = None) -> Hardware:
+    """The machine that ``--hardware`` names, with the changes of ``--set`` and the rent of ``--price``."""
     machine = load_hardware(name)
     wanted = changes_of(changes)
-    return override_hardware(machine, wanted) if wanted else machine
+    if wanted:
+        machine = override_hardware(machine, wanted)
+    if prices:
+        from ...shared.catalogue.prices import parse_prices, with_prices
+
+        (machine,) = with_prices([machine], parse_prices(prices))
+    return machine
+
+
+def price_files(prices: list[str] | None) -> dict[str, str | Path | None]:
+    """Files among the values of ``--price``, by what a message calls them."""
+    return {f"--price {entry}": Path(entry) for entry in prices or () if entry.endswith((".toml", ".json"))}
+
+
+def with_run(found: BatchSearchResult, num_tokens: int | None) -> BatchSearchResult:
+    """``found``, whose prediction says what training on ``num_tokens`` takes, if that is asked.
+
+    Raises PlanError if the model's samples have no tokens.
+    """
+    if num_tokens is None:
+        return found
+    prediction = found.result.prediction.for_tokens(num_tokens)
+    return found.model_copy(update={"result": found.result.model_copy(update={"prediction": prediction})})
 
 
 def check_budget(budget_bytes: int | None, machine: Hardware) -> None:
@@ -219,6 +242,25 @@ def check_budget(budget_bytes: int | None, machine: Hardware) -> None:
             f"the device budget is {format_bytes(budget_bytes)} but {machine.device.name} has "
             f"{format_bytes(usable_bytes)} for training. For a larger device, use --set device.memory_bytes=SIZE."
         )
+
+
+def warn_of_dtype(record: Record, hardware: Hardware) -> None:
+    """Warn of an element type that the device has no matrix units for."""
+    assert record.question is not None, "a prediction says what was asked"
+    device, dtype = hardware.device, record.question.compute_dtype
+    rate = device.matrix_flop_per_s(dtype)
+    if dtype in device.peak_flop_per_s or rate is None:
+        return
+    faster = [known for known in TRAINABLE if device.peak_flop_per_s.get(known, 0) > rate]
+    remedy = (
+        f"; use --dtype {faster[0]}, which reaches {device.peak_flop_per_s[faster[0]] / 1e12:.4g} TFLOP/s"
+        if faster
+        else ""
+    )
+    warn(
+        f"{device.name} has no matrix units for {dtype}: its products are predicted at {rate / 1e12:.4g} TFLOP/s, the "
+        f"rate of {device.rate_dtype(dtype) or 'its vector units'}, at most{remedy}."
+    )
 
 
 def warn_of_memory(record: Record, host_bytes: int) -> None:

@@ -27,7 +27,9 @@ from ...shared.cli.options import (
     ModelName,
     NoCacheFlag,
     OutputPath,
+    PriceEntries,
     SequenceLength,
+    Tokens,
     cache_folder,
     command_app,
     examples,
@@ -68,9 +70,12 @@ from .options import (
     check_budget,
     check_goal,
     machine_of,
+    price_files,
     ranks_to_search,
     unused_devices,
+    warn_of_dtype,
     warn_of_memory,
+    with_run,
 )
 
 if TYPE_CHECKING:
@@ -152,6 +157,8 @@ def search_command(
     goal: GoalName = Goal.FASTEST,
     margin: Margin = None,
     baseline: BaselinePlans = None,
+    tokens: Tokens = None,
+    prices: PriceEntries = None,
     output: OutputPath = None,
     report: ReportPath = None,
     as_json: JsonFlag = False,
@@ -171,9 +178,10 @@ def search_command(
             "--hardware": hardware,
             "--calibration": calibration,
             **{f"--baseline {path}": path for path in baseline or ()},
+            **price_files(prices),
         },
     )
-    machine = machine_of(hardware, changes)
+    machine = machine_of(hardware, changes, prices)
     check_budget(device_budget_bytes, machine)
     factors = Calibration.load(calibration) if calibration is not None else None
     num_ranks = ranks_to_search(machine, num_ranks, parallel or ())
@@ -200,7 +208,7 @@ def search_command(
             cache=None if no_cache else cache_folder(),
             warn=warn,
             options=options_of(lora_rank, lora_targets, frozen, autocast),
-            device_kind=machine.device.kind,
+            device=machine.device,
         )
 
     def workload_at(size: int | None) -> Workload:
@@ -234,6 +242,7 @@ def search_command(
                 raise
             sized = workload_at if model in model_names() and goal is Goal.FASTEST else None
             raise InfeasibleError(f"{error}{_what_fits_instead(request, sized)}") from error
+        found = with_run(found, tokens)
         is_interrupted = found.result.certificate.is_interrupted
         if asked and not is_interrupted:
             from ..questions.what_if import what_if
@@ -241,6 +250,7 @@ def search_command(
             answers = what_if(request, found.result.prediction.iteration_s, asked, on_progress=on_progress)
             found = found.model_copy(update={"result": found.result.model_copy(update={"what_if": answers})})
     result, document = found.result, found.result if global_batch is None else found
+    warn_of_dtype(result.prediction, machine)
     warn_of_memory(result.prediction, rank_host_bytes(machine, result.plan.num_ranks))
     if not is_interrupted:
         if output is not None:

@@ -26,8 +26,10 @@ from ...shared.cli.options import (
     ModelName,
     NoCacheFlag,
     OutputPath,
+    PriceEntries,
     SequenceLength,
     TimelinePath,
+    Tokens,
     cache_folder,
     command_app,
     examples,
@@ -51,7 +53,9 @@ from .options import (
     Shards,
     check_budget,
     machine_of,
+    price_files,
     unused_devices,
+    warn_of_dtype,
     warn_of_memory,
     with_ranks,
 )
@@ -89,6 +93,8 @@ def simulate_command(
     num_ranks: NumRanks = None,
     parallel: Parallel = None,
     n_shard: Shards = None,
+    tokens: Tokens = None,
+    prices: PriceEntries = None,
     timeline: TimelinePath = None,
     output: OutputPath = None,
     report: ReportPath = None,
@@ -102,9 +108,15 @@ def simulate_command(
     """
     keep_apart(
         {"--output": output, "--timeline": timeline, "--report": report},
-        {"--plan": plan, "--model": model, "--hardware": hardware, "--calibration": calibration},
+        {
+            "--plan": plan,
+            "--model": model,
+            "--hardware": hardware,
+            "--calibration": calibration,
+            **price_files(prices),
+        },
     )
-    machine = machine_of(hardware, changes)
+    machine = machine_of(hardware, changes, prices)
     chosen = with_ranks(Plan.load(plan), machine, num_ranks, parallel, n_shard)
     check_budget(device_budget_bytes, machine)
     factors = Calibration.load(calibration) if calibration is not None else None
@@ -116,11 +128,14 @@ def simulate_command(
         cache=None if no_cache else cache_folder(),
         warn=warn,
         options=options_of(lora_rank, lora_targets, frozen, autocast),
-        device_kind=machine.device.kind,
+        device=machine.device,
     )
     with progress_bar("simulating") as on_progress:
         schedule = compile_schedule(chosen, workload)
         record = simulate_plan(chosen, workload, machine, factors, schedule=schedule, on_progress=on_progress)
+    if tokens is not None:
+        record = record.for_tokens(tokens)
+    record = record.asking(device_budget_bytes=device_budget_bytes)
     budget_bytes = device_budget_bytes or rank_device_bytes(machine, chosen.num_ranks)
     if (unused := unused_devices(machine, chosen.num_ranks)) is not None:
         warn(unused)
@@ -129,6 +144,7 @@ def simulate_command(
             f"this plan may need {format_bytes(record.guaranteed_peak_device_bytes)} of device memory but the budget "
             f"is {format_bytes(budget_bytes)}."
         )
+    warn_of_dtype(record, machine)
     warn_of_memory(record, rank_host_bytes(machine, chosen.num_ranks))
     if output is not None:
         record.save(output)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeVar
 
 from ...shared.basics.errors import WorkloadError
 from ...shared.layout.layout import Layout, build_layout
+from ...shared.records.flops import hardware_flops, model_flops
 from ...shared.records.phase_times import phase_times_s
-from ...shared.records.question import question_of
+from ...shared.records.question import matrix_dtype, question_of
 from ...shared.schema.calibration import Calibration
 from ...shared.schema.hardware import Hardware
 from ...shared.schema.plan import Plan
@@ -23,6 +24,7 @@ from ..memory.reserved import device_reserved
 from .device_memory import DeviceMemory, pinned_host_curve, window_s
 from .timing import Timing
 
+Figure = TypeVar("Figure", int, float)
 _ITERATIONS: Final = 3
 """Over which the happens-before relation is known: what memory accounts need."""
 
@@ -36,7 +38,7 @@ class RankMachine:
     collective_bytes: int
     """Device memory that carries collectives."""
     price_usd_per_hour: float | None = None
-    """Rent of the devices of all ranks; None if unknown."""
+    """Rent of the machines that the devices of all ranks are in; None if unknown."""
 
 
 def predicted_record(
@@ -99,6 +101,10 @@ def predicted_record(
             schedule, workload.parameters, layout, hardware, device_peak_bytes=device_curve.peak_bytes
         ),
         price_usd_per_hour=machine.price_usd_per_hour,
+        model_flops=_times(plan.micro_batches * plan.num_ranks, model_flops(workload)),
+        hardware_flops=_times(plan.num_ranks, hardware_flops(schedule)),
+        peak_flop_per_s=_times(plan.num_ranks, hardware.device.matrix_flop_per_s(matrix_dtype(workload))),
+        power_w=_times(plan.num_ranks, hardware.device.power_w),
         num_gathers=_num_gathers(schedule),
         num_cpu_adam_steps=sum(task.kind is TaskKind.CPU_ADAM for task in schedule.tasks),
         question=question_of(workload, plan, hardware, calibration),
@@ -111,6 +117,10 @@ def _check_takes_time(workload: Workload, hardware: Hardware, timing: Timing) ->
             f"nothing in the workload {workload.model_name} takes time on {hardware.name}: its phases have neither "
             f"operations nor seconds measured there. Trace the model again."
         )
+
+
+def _times(number: int, of_one: Figure | None) -> Figure | None:
+    return None if of_one is None else number * of_one
 
 
 def _num_gathers(schedule: Schedule) -> int:

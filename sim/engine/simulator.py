@@ -8,7 +8,7 @@ from typing import Final
 import numpy as np
 
 from ...shared.basics.progress import OnProgress, no_progress
-from ...shared.catalogue.rank_share import price_of_ranks
+from ...shared.catalogue.rank_share import rent_of_ranks
 from ...shared.compile.compile import compile_schedule
 from ...shared.layout.layout import Layout
 from ...shared.schema.calibration import Calibration
@@ -70,7 +70,7 @@ def simulate(
         RankMachine(
             hardware=costs.hardware,
             collective_bytes=collective_bytes(hardware, plan.num_ranks),
-            price_usd_per_hour=price_of_ranks(hardware, plan.num_ranks),
+            price_usd_per_hour=rent_of_ranks(hardware, plan.num_ranks),
         ),
         calibration,
         schedule,

@@ -24,7 +24,7 @@ from ...shared.basics.progress import OnProgress
 from ...shared.catalogue.models import known_model
 from ...shared.catalogue.rank_share import price_of_ranks
 from ...shared.schema.advice import Advice, AdviceState, MachineAdvice
-from ...shared.schema.hardware import DeviceKind, Hardware
+from ...shared.schema.hardware import Device, Hardware
 from ...shared.schema.search_result import BatchSearchResult
 from ...shared.schema.workload import Workload
 from ...shared.workloads.source import resolve_workload, saved_sizes
@@ -55,7 +55,7 @@ class AdviceRequest:
         """Hash of all of it."""
         return hashlib.sha256(json.dumps(vars(self), sort_keys=True).encode()).hexdigest()[:32]
 
-    def workload_at(self, size: int, cache: Path | None, device_kind: DeviceKind = DeviceKind.CUDA) -> Workload:
+    def workload_at(self, size: int, cache: Path | None, device: Device | None = None) -> Workload:
         """The workload of a micro-batch of ``size`` samples, as ``resolve_workload`` gives it."""
         return resolve_workload(
             self.model,
@@ -64,7 +64,7 @@ class AdviceRequest:
             dtype=self.dtype,
             cache=cache,
             warn=lambda message: None,
-            device_kind=device_kind,
+            device=device,
         )
 
 
@@ -88,7 +88,7 @@ class Offer:
 
         Names and prices are no part of it, nor is what one device alone has no use of.
         """
-        update: dict[str, object] = {"name": "machine", "price_usd_per_hour": None}
+        update: dict[str, object] = {"name": "machine", "price_usd_per_hour": None, "overrides": ()}
         if self.num_ranks == 1:
             update |= {"node": None, "network": None}
         return f"{machine_key(self.hardware.model_copy(update=update))}-{self.num_ranks}"
@@ -309,7 +309,7 @@ def _search(request: AdviceRequest, offer: Offer, cache: Path | None) -> BatchSe
         SearchRequest(
             workload=GlobalBatch(
                 num_samples=request.global_batch,
-                workload_at=lambda size: request.workload_at(size, cache, hardware.device.kind),
+                workload_at=lambda size: request.workload_at(size, cache, hardware.device),
                 micro_batch_sizes=saved_sizes(request.model, request.global_batch, num_ranks),
             ),
             hardware=hardware,

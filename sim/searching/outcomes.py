@@ -9,7 +9,7 @@ from typing import Final
 import numpy as np
 
 from ...shared.basics.errors import PlanError, ProtwinError
-from ...shared.catalogue.rank_share import price_of_ranks
+from ...shared.catalogue.rank_share import rent_of_ranks
 from ...shared.layout.kinds import kind_of
 from ...shared.schema.hardware import DeviceKind
 from ...shared.schema.plan import ParallelMode
@@ -42,7 +42,7 @@ def search_result(
         RankMachine(
             hardware=problem.hardware,
             collective_bytes=collective_bytes(problem.together, problem.step.num_ranks),
-            price_usd_per_hour=price_of_ranks(problem.together, problem.step.num_ranks),
+            price_usd_per_hour=rent_of_ranks(problem.together, problem.step.num_ranks),
         ),
         problem.calibration,
         chosen.schedule,
@@ -50,13 +50,11 @@ def search_result(
         layout=problem.layouts[chosen.candidate.layout].grid.layout,
     )
     margin_frac = None if problem.hardware.device.kind is DeviceKind.CPU else request.margin_frac
-    if prediction.question is not None:
-        within = {
-            "device_budget_bytes": problem.device_budget_bytes,
-            "host_budget_bytes": problem.host_budget_bytes,
-            "margin_frac": margin_frac,
-        }
-        prediction = prediction.model_copy(update={"question": prediction.question.model_copy(update=within)})
+    prediction = prediction.asking(
+        device_budget_bytes=problem.device_budget_bytes,
+        host_budget_bytes=problem.host_budget_bytes,
+        margin_frac=margin_frac,
+    )
     peak_bytes = prediction.guaranteed_peak_device_bytes
     assert peak_bytes == chosen.candidate.peak_bytes <= problem.device_budget_bytes, "the compiled plan fits"
     known = _known([one for one in branches if one.problem is problem], found)

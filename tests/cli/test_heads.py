@@ -34,7 +34,7 @@ def test_another_head_goes_through_every_command(
         assert result.returncode == 0, result.stderr
         return result.stdout
 
-    call("trace", "--model=config.json", *SHAPE, "--output=workload.json")
+    call("trace", "--model=config.json", *SHAPE, "--hardware=rtx-3090", "--output=workload.json")
     workload = Workload.load(work / "workload.json")
     assert workload.batch_shapes.items() >= inputs.items()
     searched = json.loads(call("search", "--model=config.json", *SHAPE, "--hardware=rtx-3090", "--json"))

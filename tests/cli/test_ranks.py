@@ -43,7 +43,7 @@ def test_tables_timeline_and_report_show_the_ranks(protwin_here: Protwin, folder
     asked = ("--hardware", "a100-80gb-x8", "--parallel", "sharded", "--set", "price_usd_per_hour=16")
     shown = protwin_here(*SIMULATE, *asked, "--timeline", "timeline.json", "--report", "report.html")
     assert shown.returncode == 0, shown.stderr
-    for words in ("8 ranks", "tokens per second and rank", "between ranks", "sharded", "US dollars a million tokens"):
+    for words in ("8 ranks", "tokens per second and device", "between ranks", "sharded", "US dollars a million tokens"):
         assert words in shown.stdout
     threads = [
         e["args"]["name"]
@@ -56,9 +56,9 @@ def test_tables_timeline_and_report_show_the_ranks(protwin_here: Protwin, folder
     assert "all-gather" in page
 
 
-def test_the_price_is_that_of_the_devices_in_use(protwin_here: Protwin, folder: Path) -> None:
-    asked = ("--hardware", "a100-80gb-x8", "--set", "price_usd_per_hour=16")
-    assert simulated(protwin_here, *asked).price_usd_per_hour == 2
+def test_the_price_is_that_of_whole_machines(protwin_here: Protwin, folder: Path) -> None:
+    asked = ("--hardware", "a100-80gb-x8", "--price", "a100-80gb-x8=16")
+    assert simulated(protwin_here, *asked).price_usd_per_hour == 16
     assert simulated(protwin_here, *asked, "--parallel", "sharded").price_usd_per_hour == 16
     assert simulated(protwin_here, "--hardware", "a100-80gb-x8").price_usd_per_hour is None
 

@@ -28,6 +28,7 @@ def full_hardware() -> Hardware:
             peak_flop_per_s={DType.FLOAT32: 1e12, DType.FLOAT8_E5M2: 1 / 3},
             vector_flop_per_s=1e300,
             launch_overhead_s=5e-324,
+            power_w=312.5,
             num_multiprocessors=7,
             efficiency={OperationClass.MATMUL: 0.7, OperationClass.EMBEDDING: 1.0},
             source="a = 1 # no comment",

@@ -84,7 +84,9 @@ def test_devices_on_the_page(name: str) -> None:
         device.reserved_bytes / 2**30,
         device.memory_bandwidth_bytes_per_s / 1e9,
         *(device.peak_flop_per_s.get(dtype, 0) / 1e12 for dtype in dtypes),
+        device.power_w or 0,
     ]
+    assert "; power_w: " in device.source, "a figure has a source"
     assert tables()["memory"][name] == [f"{figure:.4g}" if figure else "–" for figure in figures]
     assert f"- {name}: {device.source.split('; reserved_bytes')[0]}." in TEXT
 

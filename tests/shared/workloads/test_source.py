@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from protwin.shared.basics.errors import CatalogueError, FileError, ProtwinError, WorkloadError
+from protwin.shared.catalogue.machines import machine
 from protwin.shared.schema.hardware import DeviceKind
 from protwin.shared.schema.plan import Plan
 from protwin.shared.schema.training_options import FULL_TRAINING, LoraOptions, TrainingOptions
@@ -18,6 +19,7 @@ from protwin.shared.workloads import source as workload_source
 from protwin.shared.workloads.source import resolve_family, resolve_workload
 from tests.shared.laid_out import decoder_workload
 
+CPU = machine("rtx-3090").device.model_copy(update={"kind": DeviceKind.CPU})
 CONFIGURATION = {"model_type": "gpt2", "n_layer": 2, "n_head": 2, "n_embd": 64, "vocab_size": 128, "n_positions": 64}
 Ask = Callable[..., Workload]
 
@@ -124,10 +126,10 @@ def test_a_cache_that_cannot_be_written_is_a_warning(
 def test_dropout_in_attention_is_traced_for_a_cpu(ask: Ask, tracer: Tracer, warnings: list[str]) -> None:
     on_gpu = ask("gpt2")
     assert not warnings
-    assert ask("llama-3.2-1b", device_kind=DeviceKind.CPU).num_blocks == 16
+    assert ask("llama-3.2-1b", device=CPU).num_blocks == 16
     assert tracer.asked == []
     assert not warnings
-    ask("gpt2", device_kind=DeviceKind.CPU)
+    ask("gpt2", device=CPU)
     assert tracer.asked[0]["device_kind"] is DeviceKind.CPU
     assert "dropout in attention" in warnings[0]
     assert ask("gpt2") == on_gpu, "what was traced for a CPU is not taken for a GPU's"

@@ -1,0 +1,113 @@
+"""What was asked, as the table at the head of every answer."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from ..basics.units import format_bytes, format_count
+from ..schema.question import Question
+from ..schema.workload import DType, DTypeOrigin
+from .labels import format_share
+from .table import Table
+
+_DEVICE_CHOICE: Final = {
+    DType.BFLOAT16: "since the device computes in it",
+    DType.FLOAT16: "since the device computes in it and not in bfloat16",
+    DType.FLOAT32: "since the device computes in neither bfloat16 nor float16",
+}
+"""Why a device chose an element type (``choose_dtype``)."""
+
+
+def question_table(question: Question) -> Table:
+    """Model, element types, step, machine and budgets, one line each."""
+    rows = [
+        ("model", _model(question)),
+        ("weights", weights_words(question.weight_dtype, question.published_dtype, question.dtype_origin)),
+        ("training", _training(question)),
+        ("step", _step(question)),
+    ]
+    if question.hardware_name:
+        rows.append(("machine", _machine(question)))
+    if budgets := _budgets(question):
+        rows.append(("budgets", budgets))
+    return Table(title="Asked", columns=("", ""), rows=rows)
+
+
+def question_lines(question: Question) -> tuple[str, ...]:
+    """The same as lines of text."""
+    return tuple(f"{name}: {words}" for name, words in question_table(question).rows)
+
+
+def _model(question: Question) -> str:
+    size = f"{question.model_name}, {format_count(question.num_parameters)} parameters"
+    if question.lora_rank is None and question.num_trained == question.num_parameters:
+        return f"{size}, all trained"
+    trained = f"{format_count(question.num_trained)} trained"
+    if question.num_parameters:
+        trained += f" ({format_share(question.num_trained / question.num_parameters)})"
+    if question.lora_rank is not None:
+        return f"{size}, {trained}: LoRA of rank {question.lora_rank} on {', '.join(question.lora_targets)}"
+    return f"{size}, {trained}; frozen: {', '.join(question.frozen)}"
+
+
+def weights_words(chosen: DType, published: DType | None, origin: DTypeOrigin | None) -> str:
+    """The element type of the weights, who chose it, and the one that they were published in if that is another."""
+    as_published = "" if published in (None, chosen) else f"; published as {published}"
+    match origin:
+        case None:
+            return f"{chosen}{as_published}"
+        case DTypeOrigin.PUBLISHED:
+            return f"{chosen}, as published"
+        case DTypeOrigin.ASKED:
+            return f"{chosen}, as asked{as_published}"
+        case DTypeOrigin.DEVICE:
+            return f"{chosen}, {_DEVICE_CHOICE[chosen]}{as_published}"
+
+
+def _training(question: Question) -> str:
+    compute = str(question.compute_dtype)
+    by_autocast = ", by autocast" if question.is_autocast else ""
+    if question.hardware_name and question.rate_dtype is not question.compute_dtype:
+        rate = "its vector units" if question.rate_dtype is None else question.rate_dtype
+        by_autocast += f", which the device has no matrix units for and runs at the rate of {rate}"
+    if not question.num_trained:
+        return f"computes in {compute}{by_autocast}; nothing is trained"
+    state = f"{question.optimizer} with {question.state_dtype} moments"
+    if question.master_dtype is not None:
+        masters = "masters" if question.master_dtype is question.state_dtype else f"{question.master_dtype} masters"
+        state = f"{question.optimizer} with {masters} and moments in {question.state_dtype}"
+    return f"computes in {compute}{by_autocast}; gradients in {question.gradient_dtype}; {state}"
+
+
+def _step(question: Question) -> str:
+    samples = _counted(question.samples_per_micro_batch, "sample")
+    if question.sequence_length is not None:
+        samples += f" of {question.sequence_length:,} tokens"
+    if question.micro_batches > 1:
+        samples += f", {question.micro_batches:,} micro-batches"
+    if question.num_ranks > 1:
+        samples += f", {question.num_ranks:,} ranks"
+    if question.num_tokens is not None:
+        return f"{samples}: {question.num_tokens:,} tokens"
+    return f"{samples}: {question.num_samples:,} in all" if question.num_samples > 1 else samples
+
+
+def _machine(question: Question) -> str:
+    changed = f" with {', '.join(question.overrides)}" if question.overrides else ""
+    figures = "data sheets" if question.calibrated_on is None else f"a calibration on {question.calibrated_on}"
+    return f"{question.hardware_name}{changed}, by {figures}"
+
+
+def _budgets(question: Question) -> str:
+    parts = []
+    if question.device_budget_bytes is not None:
+        parts.append(f"device {format_bytes(question.device_budget_bytes)}")
+    if question.margin_frac:
+        parts.append(f"{format_share(question.margin_frac)} of the device left free by segments")
+    if question.host_budget_bytes is not None:
+        parts.append(f"host {format_bytes(question.host_budget_bytes)}")
+    return ", ".join(parts) + (" per rank" if parts and question.num_ranks > 1 else "")
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number:,} {what}" + ("" if number == 1 else "s")

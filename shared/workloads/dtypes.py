@@ -1,0 +1,60 @@
+"""The element type that a model is trained in, where nobody names one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from ..basics.errors import WorkloadError
+from ..schema.hardware import Device
+from ..schema.workload import DType, DTypeOrigin, Workload
+
+TRAINABLE: Final = (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16)
+_NARROW: Final = (DType.BFLOAT16, DType.FLOAT16)
+"""What training of today computes in, the type with float32's range first: it needs no scaling of the loss."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenDType:
+    """The element type of the weights, and who chose it."""
+
+    dtype: DType
+    origin: DTypeOrigin
+    published: DType | None
+    """The configuration's own, float32 where it names none; None for one that no file of ours can name."""
+
+    def note_in(self, workload: Workload) -> Workload:
+        """``workload``, which says where its element type comes from."""
+        return workload.model_copy(update={"published_dtype": self.published, "dtype_origin": self.origin})
+
+
+def choose_dtype(published: str | None, asked: str | None, device: Device | None) -> ChosenDType:
+    """The element type to train in.
+
+    That which is asked for; else the published one if it has 16 bits and the device computes in it; else the first of
+    bfloat16 and float16 that the device computes in, with float32 masters; else float32.  Without a device it is the
+    published one.  A configuration that names none counts as float32, as transformers has it.
+
+    Raises WorkloadError if nothing can be trained in ``asked``, or, without it, in the published type.
+    """
+    own = DType.FLOAT32 if published is None else next((dtype for dtype in DType if dtype == published), None)
+    if asked is not None:
+        if asked not in TRAINABLE:
+            raise WorkloadError(f"dtype {asked!r} cannot be trained; use {', '.join(TRAINABLE)}.")
+        return ChosenDType(DType(asked), DTypeOrigin.ASKED, own)
+    if own not in TRAINABLE:
+        raise WorkloadError(f"dtype {published!r} cannot be trained; use {', '.join(TRAINABLE)}.")
+    if device is None or (own in _NARROW and computes_in(device, own)):
+        chosen = own
+    else:
+        chosen = next((dtype for dtype in _NARROW if computes_in(device, dtype)), DType.FLOAT32)
+    return ChosenDType(chosen, DTypeOrigin.PUBLISHED if chosen is own else DTypeOrigin.DEVICE, own)
+
+
+def computes_in(device: Device, dtype: DType) -> bool:
+    """Whether the device states a rate of its own for products of ``dtype``, no lower than for float32.
+
+    A processor may know bfloat16 and be slower in it.
+    """
+    rate = device.peak_flop_per_s.get(dtype)
+    return rate is not None and rate >= device.peak_flop_per_s.get(DType.FLOAT32, 0.0)
