@@ -16,6 +16,7 @@ the compute task before it ends.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Final
 
 from ..schema.record import TaskTiming
 from ..schema.schedule import Lane, Schedule, TaskId, TaskKind
@@ -28,7 +29,9 @@ SpanOf = Callable[[int, TaskId], Span | None]
 """The span of a task in the iteration that is looked at (0), in those before it (-1, ...) and in the next one (1); None
 for iterations that are not known."""
 _Occurrence = tuple[int, TaskId]
-_PHASES = tuple(IterationPhase)
+_PHASES: Final = tuple(IterationPhase)
+_ROUNDING_FRAC: Final = 1e-12
+"""Of the iteration: waits below are differences of rounded times."""
 
 
 def phase_waits(schedule: Schedule, span_of: SpanOf, window_s: Span) -> tuple[PhaseWait, ...]:
@@ -48,7 +51,12 @@ def phase_waits(schedule: Schedule, span_of: SpanOf, window_s: Span) -> tuple[Ph
         phase = next((phase for phase, _, end_s in phases if at_s < end_s), IterationPhase.OPTIMIZER)
         for cause, seconds in _causes(schedule, span_of, before_on_lane, gap_s, waiting):
             totals[phase, cause] = totals.get((phase, cause), 0.0) + seconds
-    waits = [PhaseWait(phase=phase, cause=cause, seconds=seconds) for (phase, cause), seconds in totals.items()]
+    rounding_s = _ROUNDING_FRAC * (window_s[1] - begin_s)
+    waits = [
+        PhaseWait(phase=phase, cause=cause, seconds=seconds)
+        for (phase, cause), seconds in totals.items()
+        if seconds > rounding_s
+    ]
     return tuple(sorted(waits, key=lambda wait: (_PHASES.index(wait.phase), -wait.seconds)))
 
 

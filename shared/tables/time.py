@@ -64,7 +64,7 @@ def cause_name(cause: TaskKind | None, origin: Origin) -> str:
 
 def remedy_sentence(record: Record) -> str:
     """``"Twice the cores and host memory bandwidth: 1.9 times the tokens; batch 4: 3.6 times."``; empty without any."""
-    told = []
+    told: list[str] = []
     for remedy in record.remedies:
         tokens = " the tokens per second" if not told else ""
         told.append(f"{_remedy_name(remedy, record.plan)}: {remedy.speedup:.2f} times{tokens}")
