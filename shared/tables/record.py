@@ -23,8 +23,8 @@ from .labels import (
     title_of,
 )
 from .memory import beyond_the_schedule
-from .time import phase_parts, remedy_sentence
 from .table import Heading, Parts, Table
+from .time import phase_parts, remedy_sentence
 
 
 def record_tables(record: Record) -> Parts:
