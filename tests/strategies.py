@@ -21,6 +21,7 @@ from protwin.shared.schema.plan import ActivationMode, ParallelMode, Plan
 from protwin.shared.schema.record import Holding, LaneUse, MemoryCurve, Origin, Record, TaskTiming
 from protwin.shared.schema.schedule import LANE_OF, Content, Lane, Memory, TaskKind
 from protwin.shared.schema.shared_inputs import SharedInput
+from protwin.shared.schema.time_accounts import IterationPhase, PhaseWait, Remedy, RemedyKind
 from protwin.shared.schema.workload import (
     Block,
     BlockProfile,
@@ -432,6 +433,20 @@ def records(draw: DrawFn) -> Record:
                 duration_s=duration_s,
             )
         )
+    waits = st.builds(
+        PhaseWait,
+        phase=st.sampled_from(IterationPhase),
+        cause=st.none() | st.sampled_from(TaskKind),
+        seconds=_TIMES,
+    )
+    remedies = st.builds(
+        Remedy,
+        kind=st.sampled_from(RemedyKind),
+        num_samples=st.integers(1, 64),
+        plan=st.just(plan),
+        iteration_s=st.floats(1e-6, 100),
+        speedup=st.floats(0.1, 10),
+    )
     lanes = draw(st.lists(st.sampled_from(Lane), unique=True))
     memories = draw(st.lists(st.sampled_from(Memory), unique=True))
     return Record(
@@ -451,6 +466,8 @@ def records(draw: DrawFn) -> Record:
         forward_s=draw(_TIMES),
         backward_s=draw(_TIMES),
         optimizer_s=draw(_TIMES),
+        waits=draw(st.none() | st.lists(waits, max_size=2).map(tuple)),
+        remedies=tuple(draw(st.lists(remedies, max_size=2))),
         tasks=tuple(tasks),
         lanes=tuple(
             LaneUse(lane=lane, num_tasks=draw(st.integers(0, 9)), busy_s=draw(_TIMES), moved_bytes=draw(_SIZES))

@@ -19,6 +19,7 @@ import numpy as np
 from ...shared.basics.errors import ProtwinError
 from ...shared.records.flops import hardware_flops, model_flops
 from ...shared.records.phase_times import phase_times_s
+from ...shared.records.phase_waits import phase_waits, repeating
 from ...shared.records.question import question_of
 from ...shared.schema.plan import Plan
 from ...shared.schema.record import Holding, LaneUse, MemoryCurve, Origin, Record, TaskTiming
@@ -128,6 +129,7 @@ class Recorder:
             forward_s=forward_s,
             backward_s=backward_s,
             optimizer_s=max(0.0, iteration_s - forward_s - backward_s),
+            waits=phase_waits(self._schedule, repeating(timings, iteration_s), (0.0, iteration_s)),
             tasks=timings,
             lanes=self._lanes(timings),
             memory=self._memory(logs, timings),

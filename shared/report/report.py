@@ -32,6 +32,7 @@ from .alive import alive_chart
 from .losses import agreement, losses_chart
 from .memory import CONTENT_COLOURS, Limit, limits, memory_chart, stack_chart
 from .page import Card, PageTable, Part, Report, Section, quiet
+from .phases import phase_chart
 from .search import plain_result, search_sections
 from .svg import Figure, tag
 from .timeline import lane_charts, time_range_s
@@ -81,6 +82,7 @@ def report(title: str, facts: Facts) -> Report:
     knobs = PageTable(replace(plan_table(predicted.plan, num_blocks=num_blocks(predicted)), title="Knobs"), "knobs")
     sections = [
         Section("Plan", ((knobs, PageTable(traffic_table(records))),)),
+        Section("Where the time goes", _phases(records)),
         Section("Timeline", (quiet(_ONE_ITERATION), *lane_charts(records, facts.schedule))),
         Section("Device memory", _memory_figures(facts, held_against)),
         Section("Alive at the peak", _alive(records, held_against)),
@@ -128,6 +130,11 @@ def _subtitle(records: Sequence[Record]) -> str:
     origins = " and ".join(ORIGIN_NAMES[record.origin] for record in records)
     machine = next((record.machine for record in records if record.machine), first.hardware_name)
     return f"{first.model_name} on {machine}: {first.num_tokens:,} tokens per iteration, {origins}"
+
+
+def _phases(records: Sequence[Record]) -> tuple[Figure, ...]:
+    """What compute does and waits for in each phase."""
+    return (chart,) if (chart := phase_chart(records)) else ()
 
 
 def _memory_figures(facts: Facts, held_against: Sequence[Limit]) -> tuple[Figure, ...]:

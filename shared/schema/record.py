@@ -13,6 +13,7 @@ from .memory_accounts import DeviceReserved, HostMemory
 from .plan import Plan
 from .question import Question
 from .schedule import LANES_ALONE, Content, Lane, Memory, TaskKind
+from .time_accounts import IterationPhase, PhaseWait, Remedy
 from .training_run import TrainingRun
 
 _SECONDS_PER_HOUR: Final = 3600
@@ -109,6 +110,10 @@ class Record(Document):
     backward_s: NonNegativeFloat
     optimizer_s: NonNegativeFloat
     """From the end of backward to the start of the next iteration."""
+    waits: tuple[PhaseWait, ...] | None = None
+    """Of these three, the time in which compute waits, by cause; None in records that do not say."""
+    remedies: tuple[Remedy, ...] = ()
+    """What would help most, if that was asked: the most helpful first."""
     tasks: tuple[TaskTiming, ...]
     lanes: tuple[LaneUse, ...]
     memory: tuple[MemoryCurve, ...]
@@ -224,6 +229,20 @@ class Record(Document):
         if self.price_usd_per_hour is None:
             return None
         return self.price_usd_per_hour / _SECONDS_PER_HOUR / self.tokens_per_s * 10**6
+
+    def phase_s(self, phase: IterationPhase) -> float:
+        """Seconds of one phase."""
+        match phase:
+            case IterationPhase.FORWARD:
+                return self.forward_s
+            case IterationPhase.BACKWARD:
+                return self.backward_s
+            case IterationPhase.OPTIMIZER:
+                return self.optimizer_s
+
+    def waits_in(self, phase: IterationPhase) -> tuple[PhaseWait, ...]:
+        """What compute waits for in one phase, the longest wait first; nothing if the record does not say."""
+        return tuple(wait for wait in self.waits or () if wait.phase is phase)
 
     @property
     def lanes_shown(self) -> tuple[Lane, ...]:

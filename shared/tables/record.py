@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from ..basics.units import format_bytes, format_count, format_duration, format_flop_per_s, format_number, format_seconds
 from ..schema.plan import Plan
 from ..schema.record import MemoryCurve, Record
 from ..schema.schedule import Lane, Memory
+from ..schema.time_accounts import IterationPhase
 from ..schema.training_run import TrainingRun
 from .labels import (
     LANE_NAMES,
@@ -25,6 +26,7 @@ from .labels import (
 from .memory import beyond_the_schedule
 from .question import question_table
 from .table import Heading, Parts, Table
+from .time import phase_parts, remedy_sentence
 
 
 def record_tables(record: Record) -> Parts:
@@ -52,9 +54,9 @@ def plan_table(plan: Plan, *, num_blocks: int | None = None) -> Table:
 
 
 def iteration_table(record: Record) -> Table:
-    """Iteration time by phase, and throughput."""
-    phases = (("forward", record.forward_s), ("backward", record.backward_s), ("optimizer", record.optimizer_s))
-    rows = [(name, format_seconds(time_s), format_share(time_s / record.iteration_s)) for name, time_s in phases]
+    """Iteration time by phase, with what compute waits for, and throughput."""
+    rows = [row for phase in IterationPhase for row in _phase_rows(record, phase)]
+    num_phase_rows = len(rows)
     spread = f"± {format_share(record.iteration_noise_frac)}" if record.iteration_noise_frac else ""
     rows.append(("iteration", format_seconds(record.iteration_s), spread))
     num_ranks = record.plan.num_ranks
@@ -71,8 +73,8 @@ def iteration_table(record: Record) -> Table:
         title="Iteration",
         columns=("phase", ">time", ">share"),
         rows=rows,
-        styles={len(phases): "bold"},
-        ruled=frozenset({len(phases)}),
+        styles={num_phase_rows: "bold"},
+        ruled=frozenset({num_phase_rows}),
     )
 
 
@@ -108,6 +110,13 @@ def run_table(run: TrainingRun) -> Table:
 
 def _counted(number: int, what: str) -> str:
     return f"{number:,} {what}" + ("" if number == 1 else "s")
+
+
+def _phase_rows(record: Record, phase: IterationPhase) -> Iterator[tuple[str, str, str]]:
+    """One phase, and where compute waits in it, what it computes and what it waits for."""
+    parts = phase_parts(record, phase)
+    for name, seconds in ((phase.value, record.phase_s(phase)), *((f"  {part.name}", part.seconds) for part in parts)):
+        yield name, format_seconds(seconds), format_share(seconds / record.iteration_s)
 
 
 def memory_table(record: Record) -> Table:
@@ -169,6 +178,7 @@ def lane_table(record: Record) -> Table:
         columns=("lane", ">tasks", ">moved", ">busy", ">of iteration", ""),
         rows=rows,
         styles={place: "bold" for place, lane in enumerate(record.lanes_shown) if lane is busiest},
+        notes=[sentence] if (sentence := remedy_sentence(record)) else [],
     )
 
 

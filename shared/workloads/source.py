@@ -115,6 +115,26 @@ def resolve_workload(
     return chosen.note_in(found if found is not None else _traced(request, cache, warn))
 
 
+def untraced_workload(
+    model: str,
+    batch_size: int,
+    *,
+    sequence_length: int | None,
+    dtype: str | None,
+    options: TrainingOptions = FULL_TRAINING,
+    device_kind: DeviceKind = DeviceKind.CUDA,
+) -> Workload | None:
+    """The workload of a model of the catalogue as ``resolve_workload`` has it, where that takes no trace; else None.
+
+    For batches that nobody has asked for.  Raises WorkloadError if the model has none of this shape.
+    """
+    if known_model(model) is None:
+        return None
+    described = load_model_configuration(model)
+    request = TraceRequest(described.config, described.name, batch_size, sequence_length, dtype, options, device_kind)
+    return _shipped(described, request, _ignore)
+
+
 def resolve_family(model: str, *, dtype: str | None = None) -> WorkloadFamily | None:
     """The shipped family of full training of the catalogue's model ``model``, for any shape; None if there is none.
 

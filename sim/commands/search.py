@@ -46,9 +46,10 @@ from ...shared.schema.hardware import Hardware
 from ...shared.schema.plan import Plan
 from ...shared.schema.search_result import BatchSearchResult, Goal, SearchResult
 from ...shared.schema.workload import Workload
-from ...shared.workloads.source import is_saved_workload, resolve_workload, saved_sizes
+from ...shared.workloads.source import is_saved_workload, resolve_workload, saved_sizes, untraced_workload
 from ..memory.libraries import rank_host_bytes
 from ..questions.goals import SEQUENCE_STEP, Shapes, search_goal
+from ..questions.remedies import with_remedies
 from ..searching.confidence import DEFAULT_MARGIN_FRAC
 from ..searching.request import GlobalBatch, SearchRequest, Step
 from ..space.space import LARGEST_KNOB, SearchSpace
@@ -214,6 +215,12 @@ def search_command(
     def workload_at(size: int | None) -> Workload:
         return workload_of(size, sequence_length)
 
+    def untraced(size: int, length: int | None) -> Workload | None:
+        options = options_of(lora_rank, lora_targets, frozen, autocast)
+        return untraced_workload(
+            model, size, sequence_length=length, dtype=dtype, options=options, device_kind=machine.device.kind
+        )
+
     has_shapes = not is_saved_workload(model)
     shapes = Shapes(workload_at, lambda length: workload_of(batch_size or 1, length)) if has_shapes else None
     with progress_bar("searching") as on_progress:
@@ -249,6 +256,8 @@ def search_command(
 
             answers = what_if(request, found.result.prediction.iteration_s, asked, on_progress=on_progress)
             found = found.model_copy(update={"result": found.result.model_copy(update={"what_if": answers})})
+    if not is_interrupted:
+        found = with_remedies(found, request, untraced)
     result, document = found.result, found.result if global_batch is None else found
     warn_of_dtype(result.prediction, machine)
     warn_of_memory(result.prediction, rank_host_bytes(machine, result.plan.num_ranks))

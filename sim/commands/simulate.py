@@ -11,6 +11,7 @@ from ...shared.basics.documents import write_atomically
 from ...shared.basics.gc_pause import gc_paused
 from ...shared.basics.progress import progress_bar
 from ...shared.basics.units import format_bytes
+from ...shared.catalogue.rank_share import machine_of_rank
 from ...shared.cli.options import (
     AutocastName,
     BatchSize,
@@ -41,12 +42,16 @@ from ...shared.cli.output import show
 from ...shared.cli.report_options import ReportPath, write_report
 from ...shared.compile.compile import compile_schedule
 from ...shared.schema.calibration import Calibration
+from ...shared.schema.hardware import Hardware
 from ...shared.schema.plan import Plan
 from ...shared.schema.record import Record
 from ...shared.schema.schedule import Schedule
-from ...shared.workloads.source import resolve_workload
+from ...shared.workloads.source import resolve_workload, untraced_workload
 from ..engine.simulator import simulate as simulate_plan
+from ..memory.host import default_host_budget_bytes
 from ..memory.libraries import rank_device_bytes, rank_host_bytes
+from ..questions.leaner_plans import Room
+from ..questions.remedies import remedies
 from .options import (
     NumRanks,
     Parallel,
@@ -137,6 +142,23 @@ def simulate_command(
         record = record.for_tokens(tokens)
     record = record.asking(device_budget_bytes=device_budget_bytes)
     budget_bytes = device_budget_bytes or rank_device_bytes(machine, chosen.num_ranks)
+    told = remedies(
+        record,
+        workload,
+        machine,
+        factors,
+        schedule=schedule,
+        room=_room(record, machine, budget_bytes),
+        workload_at=lambda size: untraced_workload(
+            model,
+            size,
+            sequence_length=sequence_length,
+            dtype=dtype,
+            options=options_of(lora_rank, lora_targets, frozen, autocast),
+            device_kind=machine.device.kind,
+        ),
+    )
+    record = record.model_copy(update={"remedies": told})
     if (unused := unused_devices(machine, chosen.num_ranks)) is not None:
         warn(unused)
     if record.guaranteed_peak_device_bytes > budget_bytes:
@@ -159,6 +181,15 @@ def simulate_command(
         from ...shared.tables.record import record_tables
 
         show(record_tables(record))
+
+
+def _room(record: Record, machine: Hardware, budget_bytes: int) -> Room:
+    """What one rank may fill, by what the allocator can have with its own settings."""
+    num_ranks = record.plan.num_ranks
+    own = machine_of_rank(machine, num_ranks) if num_ranks > 1 else machine
+    reserved = record.device_reserved
+    host_bytes = default_host_budget_bytes(own, budget_bytes)
+    return Room(budget_bytes, host_bytes, None if reserved is None else reserved.limit_bytes)
 
 
 def _report(record: Record, schedule: Schedule, budget_bytes: int) -> Report:

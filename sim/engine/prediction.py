@@ -9,12 +9,13 @@ from ...shared.basics.errors import WorkloadError
 from ...shared.layout.layout import Layout, build_layout
 from ...shared.records.flops import hardware_flops, model_flops
 from ...shared.records.phase_times import phase_times_s
+from ...shared.records.phase_waits import Span, SpanOf, phase_waits
 from ...shared.records.question import matrix_dtype, question_of
 from ...shared.schema.calibration import Calibration
 from ...shared.schema.hardware import Hardware
 from ...shared.schema.plan import Plan
 from ...shared.schema.record import LaneUse, Origin, Record, TaskTiming
-from ...shared.schema.schedule import LANES_ALONE, Schedule, TaskKind
+from ...shared.schema.schedule import LANES_ALONE, Schedule, TaskId, TaskKind
 from ...shared.schema.workload import Workload
 from ...shared.verify.guaranteed_peak import guaranteed_device_peak
 from ...shared.verify.happens_before import HappensBefore
@@ -90,6 +91,7 @@ def predicted_record(
         forward_s=forward_s,
         backward_s=backward_s,
         optimizer_s=max(0.0, end_s - begin_s - forward_s - backward_s),
+        waits=phase_waits(schedule, _spans(timing), (begin_s, end_s)),
         tasks=tasks,
         lanes=_lane_uses(schedule, tasks),
         memory=(device_curve, pinned_host_curve(schedule, timing)),
@@ -145,6 +147,17 @@ def _task_timings(schedule: Schedule, timing: Timing, begin_s: float) -> tuple[T
             for task in schedule.tasks
         ]
     )
+
+
+def _spans(timing: Timing) -> SpanOf:
+    """The spans of ``timing``, counted from its window."""
+    starts_s, ends_s = timing.starts_s.tolist(), timing.ends_s.tolist()
+
+    def span_of(iteration: int, task: TaskId) -> Span | None:
+        row = timing.window + iteration
+        return (starts_s[row][task], ends_s[row][task]) if 0 <= row < len(starts_s) else None
+
+    return span_of
 
 
 def _lane_uses(schedule: Schedule, tasks: tuple[TaskTiming, ...]) -> tuple[LaneUse, ...]:

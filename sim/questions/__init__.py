@@ -1,1 +1,1 @@
-"""Questions that take several searches: what if, which machine to rent."""
+"""Questions beyond one search: what if, what would help, which machine to rent."""

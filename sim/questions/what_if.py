@@ -12,7 +12,7 @@ from typing import Final
 
 from ...shared.basics.errors import HardwareError, PlanError
 from ...shared.basics.units import format_bytes
-from ...shared.schema.hardware import Hardware, Link
+from ...shared.schema.hardware import Hardware
 from ...shared.schema.search_result import WhatIf
 from ...shared.schema.workload import Workload
 from ..searching.branch_and_bound import OnProgress
@@ -21,6 +21,7 @@ from ..searching.problem import SearchProblem, search_problem
 from ..searching.request import GlobalBatch, SearchRequest
 from ..searching.search import search
 from ..space.step_spec import SEVERAL
+from .faster_parts import faster_device, faster_device_links, faster_host, faster_links, faster_network
 
 USUAL: Final = "usual"
 """Names the usual questions where a question is asked for by name."""
@@ -120,17 +121,16 @@ def questions(request: SearchRequest) -> Iterator[Question]:
 def _faster_parts(request: SearchRequest) -> Iterator[Question]:
     box, num_ranks = request.hardware, request.step.num_ranks
     yield ask(
-        request, "links twice as fast" if num_ranks == 1 else "links to the host twice as fast", _faster_links(box)
+        request, "links twice as fast" if num_ranks == 1 else "links to the host twice as fast", faster_links(box)
     )
     if num_ranks > 1:
         if box.node is not None and box.node.device_link is not None:
-            yield ask(request, "links between devices twice as fast", _with_node(box, device_link=box.node.device_link))
+            yield ask(request, "links between devices twice as fast", faster_device_links(box))
         if box.network is not None and num_ranks > box.devices_per_node:
-            faster_network = box.network.model_copy(update={"link": _twice_as_fast(box.network.link)})
-            yield ask(request, "a network twice as fast", box.model_copy(update={"network": faster_network}))
-    yield ask(request, "twice the cores and host memory bandwidth", _faster_host(box))
+            yield ask(request, "a network twice as fast", faster_network(box))
+    yield ask(request, "twice the cores and host memory bandwidth", faster_host(box))
     if request.smallest_workload().measured_on != box.name:
-        yield ask(request, "a device twice as fast", _faster_device(box))
+        yield ask(request, "a device twice as fast", faster_device(box))
 
 
 def _other_memory(request: SearchRequest) -> Iterator[Question]:
@@ -141,28 +141,6 @@ def _other_memory(request: SearchRequest) -> Iterator[Question]:
         yield ask(request, f"{format_bytes(size_bytes)} less device memory", box, more_device_bytes=-size_bytes)
     yield ask(request, "twice the host memory", box, host_bytes=2 * host_bytes)
     yield ask(request, "half the host memory", box, host_bytes=host_bytes // 2)
-
-
-def _faster_host(box: Hardware) -> Hardware:
-    host = box.host
-    faster = {
-        "num_cores": 2 * host.num_cores,
-        "memory_bandwidth_bytes_per_s": 2 * host.memory_bandwidth_bytes_per_s,
-        "adam_bytes_per_s": None if host.adam_bytes_per_s is None else 2 * host.adam_bytes_per_s,
-    }
-    return box.model_copy(update={"host": host.model_copy(update=faster)})
-
-
-def _faster_device(box: Hardware) -> Hardware:
-    device = box.device
-    faster_device = device.model_copy(
-        update={
-            "peak_flop_per_s": {dtype: 2 * peak for dtype, peak in device.peak_flop_per_s.items()},
-            "vector_flop_per_s": 2 * device.vector_flop_per_s,
-            "memory_bandwidth_bytes_per_s": 2 * device.memory_bandwidth_bytes_per_s,
-        }
-    )
-    return box.model_copy(update={"device": faster_device})
 
 
 def _other_ranks(request: SearchRequest) -> Iterator[Question]:
@@ -193,31 +171,6 @@ def machine_with_room(hardware: Hardware, num_ranks: int) -> Hardware:
         return hardware
     nodes = -(-num_ranks // hardware.devices_per_node)
     return hardware.model_copy(update={"network": network.model_copy(update={"num_nodes": nodes})})
-
-
-def _faster_links(box: Hardware) -> Hardware:
-    """Both ways to the host twice as fast, and what devices share of them."""
-    links = {name: _twice_as_fast(getattr(box, name)) for name in ("host_to_device", "device_to_host")}
-    faster = box.model_copy(update=links)
-    if box.node is None:
-        return faster
-    root = box.node.root_bandwidth_bytes_per_s
-    faster = faster.model_copy(
-        update={"node": box.node.model_copy(update={"root_bandwidth_bytes_per_s": None if root is None else 2 * root})}
-    )
-    return faster if box.node.host_path is None else _with_node(faster, host_path=box.node.host_path)
-
-
-def _with_node(box: Hardware, **links: Link) -> Hardware:
-    """The machine with these links of its node twice as fast."""
-    assert box.node is not None
-    faster = {name: _twice_as_fast(link) for name, link in links.items()}
-    return box.model_copy(update={"node": box.node.model_copy(update=faster)})
-
-
-def _twice_as_fast(link: Link) -> Link:
-    table = tuple(point.model_copy(update={"seconds": point.seconds / 2}) for point in link.table)
-    return link.model_copy(update={"bandwidth_bytes_per_s": 2 * link.bandwidth_bytes_per_s, "table": table})
 
 
 def largest_batch(request: SearchRequest, workload_at: Callable[[int], Workload]) -> int | None:

@@ -18,9 +18,9 @@ from ...shared.schema.calibration import Calibration
 from ...shared.schema.plan_kind import Uncertainty
 
 DATA_SHEETS: Final = Uncertainty(device_frac=0.10, host_frac=0.35, source="data sheets")
-"""Kept against checkpointed: 80 % of 25 published pairs stay within 11.3 %, 4.9 % of the 10 at equal micro-batches; none
-compares sharded plans with others at equal shape.  Offloaded against not: 5 of 7 pairs stay within 33 %; the other two
-are DeepSpeed's, whose step overlaps with nothing."""
+"""Kept against checkpointed: 80 % of 25 published pairs stay within 11.3 %, 4.9 % of the 10 at equal micro-batches.
+None compares sharded plans with others at equal shape.  Offloaded against not: 5 of 7 pairs stay within 33 %; the other
+two are DeepSpeed's, whose step overlaps with nothing."""
 CALIBRATED: Final = Uncertainty(device_frac=0.10, host_frac=0.10, source="calibrated")
 """80 % of 118 pairs of the bench of fidelity stay within 9.9 %, those of offloaded and resident plans within 10.5 %."""
 NO_UNCERTAINTY: Final = Uncertainty(device_frac=0.0, host_frac=0.0, source="taken for exact")

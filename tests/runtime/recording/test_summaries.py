@@ -39,7 +39,7 @@ def summaries_of(
 
 
 def test_a_summary_follows_every_so_many_steps_and_agrees_with_the_clock() -> None:
-    found, took_s, _ = summaries_of(3, 9)
+    found, took_s, record = summaries_of(3, 9)
     assert [(summary.step, summary.num_steps) for summary in found] == [(3, 3), (6, 3), (9, 3)]
     assert sum(summary.step_s * summary.num_steps for summary in found) == pytest.approx(took_s, rel=0.05)
     for summary in found:
@@ -48,6 +48,11 @@ def test_a_summary_follows_every_so_many_steps_and_agrees_with_the_clock() -> No
         assert set(summary.busy_frac) == {Lane.COMPUTE, Lane.H2D, Lane.D2H, Lane.CPU_OPTIM}
         assert all(0 < share <= 1.001 for share in summary.busy_frac.values())
         assert max(summary.busy_frac, key=lambda lane: summary.busy_frac[lane]) is Lane.COMPUTE
+
+    assert record.waits is not None
+    waiting_s = sum(wait.seconds for wait in record.waits)
+    assert record.lane(Lane.COMPUTE).busy_s + waiting_s == pytest.approx(record.iteration_s), "computing and waiting"
+    assert waiting_s > 0
 
 
 def test_a_summary_is_one_line_with_what_was_predicted() -> None:

@@ -7,15 +7,20 @@ import subprocess
 import sys
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from protwin.shared.records.comparison import compare_records
 from protwin.shared.schema.plan import ActivationMode, Plan
 from protwin.shared.schema.record import Holding, LaneUse, MemoryCurve, Origin, Record
-from protwin.shared.schema.schedule import Content, Lane, Memory
+from protwin.shared.schema.schedule import Content, Lane, Memory, TaskKind
+from protwin.shared.schema.time_accounts import IterationPhase, PhaseWait, Remedy, RemedyKind
 from protwin.shared.tables.comparison import comparison_tables
-from protwin.shared.tables.record import plan_table, record_tables
+from protwin.shared.tables.record import iteration_table, lane_table, plan_table, record_tables
 from protwin.shared.tables.terminal import as_text
+from protwin.shared.tables.time import phase_parts
 from tests.shared.laid_out import LaidOut, laid_out
+from tests.strategies import records
 
 MIB = 2**20
 PLAN = Plan(workload_id="w", chunk_bytes=8 * MIB, n_persist=3, n_buffer=4, prefetch_depth=2, n_checkpoint=6)
@@ -122,6 +127,65 @@ def test_the_busiest_lane_alone_is_the_bottleneck() -> None:
 
 def test_a_record_without_work_has_no_bottleneck() -> None:
     assert "bottleneck" not in as_text(record_tables(record(lanes=())))
+
+
+def waiting(*waits: tuple[IterationPhase, TaskKind | None, float], **changes: object) -> Record:
+    told = [PhaseWait(phase=phase, cause=cause, seconds=seconds) for phase, cause, seconds in waits]
+    return record(waits=tuple(told), **changes)
+
+
+def test_phases_say_what_compute_waits_for() -> None:
+    """Of 2 s: a forward of 500 ms of which 420 wait, a backward of 1.25 s of which 10 ms wait, less than a percent."""
+    forward, backward, _ = IterationPhase
+    example = waiting(
+        (forward, TaskKind.CPU_ADAM, 0.3),
+        (forward, TaskKind.GATHER, 0.1),
+        (forward, TaskKind.GRADIENT_OFFLOAD, 0.015),
+        (forward, TaskKind.GRADIENT_NORM, 0.005),
+        (backward, TaskKind.GATHER, 0.01),
+    )
+    lines = [line.strip() for line in as_text([iteration_table(example)]).splitlines()]
+    assert [re.split(r"\s{2,}", line) for line in lines[3:9]] == [
+        ["forward", "500 ms", "25.0 %"],
+        ["computing", "80 ms", "4.0 %"],
+        ["waiting for CPU Adam", "300 ms", "15.0 %"],
+        ["waiting for gather", "100 ms", "5.0 %"],
+        ["waiting for other tasks", "20 ms", "1.0 %"],
+        ["backward", "1.25 s", "62.5 %"],
+    ]
+    assert lines[9].startswith("optimizer")
+
+
+@given(record=records(), phase=st.sampled_from(IterationPhase))
+def test_the_parts_of_a_phase_are_the_phase(record: Record, phase: IterationPhase) -> None:
+    parts = phase_parts(record, phase)
+    waits_s = sum(wait.seconds for wait in record.waits_in(phase))
+    if parts and waits_s <= record.phase_s(phase):
+        assert sum(part.seconds for part in parts) == pytest.approx(record.phase_s(phase))
+    assert sum(part.seconds for part in parts if part.is_waiting) == pytest.approx(waits_s if parts else 0.0)
+
+
+def test_waits_without_a_cause_are_called_by_where_they_come_from() -> None:
+    forward = IterationPhase.FORWARD
+    predicted, measured = (
+        as_text([iteration_table(waiting((forward, None, 0.2), origin=origin))]) for origin in Origin
+    )
+    assert "waiting for slower ranks" in predicted
+    assert "waiting for tasks to be started" in measured
+
+
+def test_remedies_stand_below_the_lanes() -> None:
+    remedy = {"num_samples": 2, "plan": PLAN, "iteration_s": 1.0}
+    leaner = PLAN.model_copy(update={"n_persist": 0, "workload_id": "larger"})
+    told = (
+        Remedy.model_validate(remedy | {"kind": RemedyKind.HOST, "speedup": 1.94}),
+        Remedy.model_validate(remedy | {"kind": RemedyKind.BATCH, "speedup": 1.5, "num_samples": 4, "plan": leaner}),
+    )
+    text = as_text([lane_table(record(remedies=told))], width=200)
+    assert text.rstrip().endswith(
+        "\nTwice the cores and host memory bandwidth: 1.94 times the tokens per second; batch 4 with n_persist 0: "
+        "1.50 times."
+    )
 
 
 def test_what_was_emulated_is_said() -> None:

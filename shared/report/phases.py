@@ -1,0 +1,78 @@
+"""Where the time goes in the report: one bar per phase, in it compute at work and what it waits for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from ..basics.units import format_seconds
+from ..schema.record import Record
+from ..schema.schedule import TaskKind
+from ..schema.time_accounts import IterationPhase
+from ..tables.labels import ORIGIN_NAMES, format_share
+from ..tables.time import PhasePart, phase_parts, remedy_sentence
+from .axes import RIGHT_PX, BarRow, Scale, bar_rows, time_unit
+from .bars import KIND_COLOURS
+from .svg import Figure, area_mark, joined, tag
+
+_LEFT_PX: Final = 160.0
+_BARS_END_PX: Final = RIGHT_PX - 180
+_COMPUTING: Final[dict[IterationPhase, str]] = {
+    IterationPhase.FORWARD: KIND_COLOURS[TaskKind.FORWARD],
+    IterationPhase.BACKWARD: KIND_COLOURS[TaskKind.BACKWARD],
+    IterationPhase.OPTIMIZER: KIND_COLOURS[TaskKind.DEVICE_ADAM],
+}
+
+
+def phase_chart(records: Sequence[Record]) -> Figure | None:
+    """A bar per phase and record, compute's own time first, then its waits; None if no record tells its waits."""
+    told = [record for record in records if record.waits is not None]
+    if not told:
+        return None
+    rows, legend = [], dict[str, str]()
+    for record in told:
+        for phase in IterationPhase:
+            parts = _parts(record, phase)
+            rows.append(_row(record, phase, parts, with_origin=len(told) > 1))
+            legend |= {_legend_words(part, phase): _colour(part, phase) for part in parts if part.seconds > 0}
+    longest_s = max(record.phase_s(phase) for record in told for phase in IterationPhase)
+    across = Scale(0.0, longest_s, _LEFT_PX, _BARS_END_PX)
+    drawing, height = bar_rows(rows, across, time_unit(across.high), title="")
+    return Figure(
+        name="phases",
+        height=height,
+        drawing=drawing,
+        label="Seconds of each phase: compute at work, and what it waits for",
+        legend=tuple((area_mark(colour), words) for words, colour in legend.items()),
+        below=joined(tag("p", sentence) for record in told if (sentence := remedy_sentence(record))),
+    )
+
+
+def _parts(record: Record, phase: IterationPhase) -> list[PhasePart]:
+    return phase_parts(record, phase) or [PhasePart("computing", record.phase_s(phase), is_waiting=False)]
+
+
+def _row(record: Record, phase: IterationPhase, parts: Sequence[PhasePart], *, with_origin: bool) -> BarRow:
+    bars, end_s = [], 0.0
+    for part in parts:
+        bars.append((end_s, end_s + part.seconds, _colour(part, phase)))
+        end_s += part.seconds
+    total_s = record.phase_s(phase)
+    name = f"{phase}, {ORIGIN_NAMES[record.origin]}" if with_origin else str(phase)
+    split = "\n".join(f"{part.name}: {format_seconds(part.seconds)}" for part in parts)
+    return BarRow(
+        name=name,
+        words=f"{format_seconds(total_s)}, {format_share(total_s / record.iteration_s)}",
+        title=f"{name}: {format_seconds(total_s)}\n{split}",
+        bars=tuple(bars),
+    )
+
+
+def _colour(part: PhasePart, phase: IterationPhase) -> str:
+    if not part.is_waiting:
+        return _COMPUTING[phase]
+    return "rest" if part.cause is None else KIND_COLOURS[part.cause]
+
+
+def _legend_words(part: PhasePart, phase: IterationPhase) -> str:
+    return part.name if part.is_waiting else f"{phase}: computing"

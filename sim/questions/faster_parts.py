@@ -1,0 +1,67 @@
+"""Machines with one part twice as fast, and the rest as it is."""
+
+from __future__ import annotations
+
+from ...shared.schema.hardware import Hardware, Link
+
+
+def faster_host(box: Hardware) -> Hardware:
+    """Twice the cores and host memory bandwidth, and CPU Adam twice as fast where it is measured."""
+    host = box.host
+    faster = {
+        "num_cores": 2 * host.num_cores,
+        "memory_bandwidth_bytes_per_s": 2 * host.memory_bandwidth_bytes_per_s,
+        "adam_bytes_per_s": None if host.adam_bytes_per_s is None else 2 * host.adam_bytes_per_s,
+    }
+    return box.model_copy(update={"host": host.model_copy(update=faster)})
+
+
+def faster_device(box: Hardware) -> Hardware:
+    """A device with twice the arithmetic and memory bandwidth."""
+    device = box.device
+    faster_device = device.model_copy(
+        update={
+            "peak_flop_per_s": {dtype: 2 * peak for dtype, peak in device.peak_flop_per_s.items()},
+            "vector_flop_per_s": 2 * device.vector_flop_per_s,
+            "memory_bandwidth_bytes_per_s": 2 * device.memory_bandwidth_bytes_per_s,
+        }
+    )
+    return box.model_copy(update={"device": faster_device})
+
+
+def faster_links(box: Hardware) -> Hardware:
+    """Both ways to the host twice as fast, and what devices share of them."""
+    links = {name: _twice_as_fast(getattr(box, name)) for name in ("host_to_device", "device_to_host")}
+    faster = box.model_copy(update=links)
+    if box.node is None:
+        return faster
+    root = box.node.root_bandwidth_bytes_per_s
+    faster = faster.model_copy(
+        update={"node": box.node.model_copy(update={"root_bandwidth_bytes_per_s": None if root is None else 2 * root})}
+    )
+    return faster if box.node.host_path is None else _with_node(faster, host_path=box.node.host_path)
+
+
+def faster_device_links(box: Hardware) -> Hardware:
+    """Links between the devices of a node, of a machine that has them, twice as fast."""
+    assert box.node is not None
+    assert box.node.device_link is not None
+    return _with_node(box, device_link=box.node.device_link)
+
+
+def faster_network(box: Hardware) -> Hardware:
+    """The network between nodes, of a machine that has one, twice as fast."""
+    assert box.network is not None
+    return box.model_copy(update={"network": box.network.model_copy(update={"link": _twice_as_fast(box.network.link)})})
+
+
+def _with_node(box: Hardware, **links: Link) -> Hardware:
+    """The machine with these links of its node twice as fast."""
+    assert box.node is not None
+    faster = {name: _twice_as_fast(link) for name, link in links.items()}
+    return box.model_copy(update={"node": box.node.model_copy(update=faster)})
+
+
+def _twice_as_fast(link: Link) -> Link:
+    table = tuple(point.model_copy(update={"seconds": point.seconds / 2}) for point in link.table)
+    return link.model_copy(update={"bandwidth_bytes_per_s": 2 * link.bandwidth_bytes_per_s, "table": table})

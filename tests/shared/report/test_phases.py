@@ -1,0 +1,62 @@
+"""The chart of phases: bars that add up to each phase, what they wait for, and nothing where nothing is known."""
+
+from __future__ import annotations
+
+import pytest
+
+from protwin.shared.basics.units import format_seconds
+from protwin.shared.report.bars import KIND_COLOURS
+from protwin.shared.report.phases import phase_chart
+from protwin.shared.schema.record import Record
+from protwin.shared.schema.schedule import TaskKind
+from protwin.shared.schema.time_accounts import IterationPhase, PhaseWait, Remedy, RemedyKind
+from tests.shared.laid_out import laid_out
+from tests.shared.report_pages import html_report, parse
+
+
+def with_waits(record: Record) -> Record:
+    """The record, in the forward of which compute waits for CPU Adam and for gathers."""
+    waits = tuple(
+        PhaseWait(phase=IterationPhase.FORWARD, cause=cause, seconds=share * record.forward_s)
+        for cause, share in ((TaskKind.CPU_ADAM, 0.4), (TaskKind.GATHER, 0.2))
+    )
+    remedy = Remedy(kind=RemedyKind.HOST, num_samples=4, plan=record.plan, iteration_s=0.1, speedup=1.5)
+    return record.model_copy(update={"waits": waits, "remedies": (remedy,)})
+
+
+def test_each_phase_is_a_bar_with_its_waits() -> None:
+    told = with_waits(laid_out(8).predicted)
+    chart = phase_chart([told])
+    assert chart is not None
+    page = parse(chart.drawing)
+    rows = [element.words.split("\n") for element in page.named("title")]
+    assert [row[0].partition(":")[0] for row in rows] == [str(phase) for phase in IterationPhase]
+    assert f"waiting for CPU Adam: {format_seconds(0.4 * told.forward_s)}" in rows[0]
+    assert f"computing: {format_seconds(0.4 * told.forward_s)}" in rows[0]
+    bars = [element.attributes for element in page.named("rect")]
+    assert [bar["class"] for bar in bars[1:3]] == [
+        f"fill-{KIND_COLOURS[kind]}" for kind in (TaskKind.CPU_ADAM, TaskKind.GATHER)
+    ]
+    # The bars of a phase stand end to end, on one scale for all phases.
+    forward = [bar for bar in bars if bar["y"] == bars[0]["y"]]
+    backward = [bar for bar in bars if bar["y"] == bars[len(forward)]["y"]]
+    assert len(forward) == 3
+    ends = [(float(bar["x"] or 0), float(bar["x"] or 0) + float(bar["width"] or 0)) for bar in forward]
+    assert [end for _, end in ends[:-1]] == pytest.approx([start for start, _ in ends[1:]], abs=0.02)
+    forward_px, backward_px = (sum(float(bar["width"] or 0) for bar in row) for row in (forward, backward))
+    assert forward_px / backward_px == pytest.approx(told.forward_s / told.backward_s, rel=0.02)
+    assert "1.50 times the tokens per second" in chart.below
+
+
+def test_both_records_of_a_pair_are_shown() -> None:
+    example = laid_out(8)
+    pair = [with_waits(record) for record in (example.predicted, example.measured)]
+    page = parse(html_report(title="t", predicted=pair[0], measured=pair[1]))
+    titles = [element.words for element in page.named("title")]
+    for name in ("forward, predicted", "forward, measured", "optimizer, measured"):
+        assert sum(title.startswith(f"{name}: ") for title in titles) == 1
+
+
+def test_records_that_do_not_say_have_no_chart() -> None:
+    example = laid_out(8)
+    assert phase_chart([example.predicted]) is None
