@@ -58,7 +58,7 @@ def trace_command(
     as_json: JsonFlag = False,
 ) -> None:
     """Write down what a model does in one iteration: its workload, from which everything else is answered."""
-    keep_apart({"--output": output}, {"--model": model})
+    keep_apart({"--output": output}, {"--model": model}, as_json=as_json)
     described = load_model_configuration(model)
     options = options_of(lora_rank, lora_targets, frozen, autocast)
     if is_real and options.autocast is not None:
