@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ...shared.basics.errors import WorkloadError
+from ...shared.basics.extras import install_command
 from ...shared.basics.suggestions import did_you_mean
 from ...shared.schema.workload import DType
 from .heads import published_class
@@ -37,7 +38,7 @@ def build_model(configuration: Mapping[str, Any], name: str, dtype: torch.dtype,
         from transformers import CONFIG_MAPPING, AutoConfig
     except ImportError as error:
         raise WorkloadError(
-            "tracing a configuration needs transformers. Install it with: pip install 'protwin[runtime]'"
+            f"tracing a configuration needs transformers. Install what training needs: {install_command('runtime')}"
         ) from error
     fields = dict(configuration)
     model_type = fields.pop("model_type", None)

@@ -91,9 +91,11 @@ def _print_version(wanted: bool) -> None:
 
 def missing_runtime(missing: str, command: str) -> ProtwinError:
     """What to tell a user who calls ``command`` without the extra that it needs."""
+    from ..basics.extras import install_command
+
     return ProtwinError(
-        f"protwin {command} needs {missing}, which is not installed. "
-        "Install the runtime: pip install 'protwin[runtime]'"
+        f"protwin {command} needs {missing}, which is not installed. Install what training needs: "
+        f"{install_command('runtime')}"
     )
 
 
