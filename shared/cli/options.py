@@ -6,6 +6,7 @@ import os
 import shlex
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -209,8 +210,7 @@ def options_of(
     lora_rank: int | None, lora_targets: str | None, frozen: list[str] | None, autocast: str | None
 ) -> TrainingOptions:
     """What the options say of how a model is trained.  Raises ProtwinError if they make no sense together."""
-    if autocast is not None and autocast not in _AUTOCAST:
-        raise ProtwinError(f"--autocast {autocast} is not known. Use {' or '.join(_AUTOCAST)}.")
+    computed = None if autocast is None else _autocast(autocast)
     targets = tuple(name.strip() for name in (lora_targets or "").split(",") if name.strip())
     if lora_targets is not None and (lora_rank is None or not targets):
         missing = "--lora-rank is missing" if lora_rank is None else "it names nothing"
@@ -218,9 +218,14 @@ def options_of(
             f"--lora-targets is {lora_targets!r}, but {missing}. Write --lora-rank 16 --lora-targets q_proj."
         )
     lora = LoraOptions(rank=lora_rank, targets=targets) if lora_rank is not None else None
-    return TrainingOptions(
-        lora=lora, frozen=tuple(frozen or ()), autocast=DType(autocast) if autocast is not None else None
-    )
+    return TrainingOptions(lora=lora, frozen=tuple(frozen or ()), autocast=computed)
+
+
+def _autocast(name: str) -> DType:
+    with suppress(ValueError):
+        if (dtype := DType(name)) in _AUTOCAST:
+            return dtype
+    raise ProtwinError(f"--autocast {name} is not known. Use {' or '.join(_AUTOCAST)}.")
 
 
 def changes_of(assignments: list[str] | None) -> dict[str, str]:

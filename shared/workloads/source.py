@@ -78,6 +78,7 @@ def resolve_workload(
     cannot be written, and if a model of the catalogue has to be traced.  Raises ProtwinError if the model is unknown,
     its file is damaged, or the shape is missing (configurations) or another one (saved workloads).
     """
+    dtype = _trained_dtype(dtype)
     saved = _saved_workload(model)
     if saved is not None:
         check_magnitude(saved)
@@ -88,8 +89,6 @@ def resolve_workload(
                 f"--freeze and --autocast, or name the model that it was traced from."
             )
         return saved
-    if dtype is not None and dtype not in _TRAINABLE:
-        raise WorkloadError(f"dtype {dtype!r} cannot be trained; use {', '.join(_TRAINABLE)}.")
     described = load_model_configuration(model)
     if batch_size is None or (sequence_length is None and _has_sequence(described)):
         raise WorkloadError(
@@ -111,13 +110,28 @@ def resolve_family(model: str, *, dtype: str | None = None) -> WorkloadFamily | 
     """
     from .shipped import shipped_family
 
-    if dtype is not None and dtype not in _TRAINABLE:
-        raise WorkloadError(f"dtype {dtype!r} cannot be trained; use {', '.join(_TRAINABLE)}.")
+    dtype = _trained_dtype(dtype)
     known = known_model(model)
     if known is None:
         return None
     published = load_model_configuration(known).dtype or DType.FLOAT32
-    return shipped_family(known, DType(dtype) if dtype is not None else published)
+    return shipped_family(known, dtype or published)
+
+
+def _trained_dtype(name: str | None) -> DType | None:
+    """The element type called ``name`` (``bf16``, ``fp32``); None if there is none.
+
+    Raises WorkloadError if it cannot be trained.
+    """
+    if name is None:
+        return None
+    try:
+        dtype = DType(name)
+    except ValueError:
+        dtype = None
+    if dtype not in _TRAINABLE:
+        raise WorkloadError(f"dtype {name!r} cannot be trained; use {', '.join(_TRAINABLE)}.")
+    return dtype
 
 
 def is_saved_workload(model: str) -> bool:

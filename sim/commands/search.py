@@ -10,7 +10,7 @@ import typer
 from ...shared.basics.errors import InfeasibleError
 from ...shared.basics.gc_pause import gc_paused
 from ...shared.basics.progress import progress_bar
-from ...shared.catalogue.models import model_names
+from ...shared.catalogue.models import known_model
 from ...shared.cli.exits import report_interruption
 from ...shared.cli.options import (
     AutocastName,
@@ -236,7 +236,7 @@ def search_command(
         except InfeasibleError as error:
             if global_batch is not None:
                 raise
-            sized = workload_at if model in model_names() and goal is Goal.FASTEST else None
+            sized = workload_at if known_model(model) is not None and goal is Goal.FASTEST else None
             raise InfeasibleError(f"{error}{_what_fits_instead(request, sized)}") from error
         is_interrupted = found.result.certificate.is_interrupted
         if asked and not is_interrupted:
