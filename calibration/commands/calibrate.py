@@ -61,7 +61,11 @@ def calibrate_command(
     Runs three short trainings with random weights.  The factors hold for this machine; a workload that is searched
     with them should be the timed one (--workload-output).
     """
-    keep_apart({"--workload-output": workload_output, "--output": output}, {"--model": model, "--hardware": hardware})
+    keep_apart(
+        {"--workload-output": workload_output, "--output": output},
+        {"--model": model, "--hardware": hardware},
+        as_json=as_json,
+    )
     machine = load_hardware(hardware)
     described = load_model_configuration(model)
 

@@ -8,15 +8,16 @@ from typing import Annotated
 import typer
 
 from ...shared.basics.documents import write_atomically
+from ...shared.basics.errors import ProtwinError
 from ...shared.cli.options import JsonFlag, OutputPath, TimelinePath, command_app, examples, keep_apart
-from ...shared.cli.output import show
+from ...shared.cli.output import save, tell
 from ...shared.cli.report_options import ReportPath, write_report
 from ...shared.compile.compile import compile_schedule
 from ...shared.records.chrome_trace import chrome_trace
 from ...shared.records.comparison import compare_records
 from ...shared.report.report import Facts
 from ...shared.report.report import report as full_report
-from ...shared.schema.record import Record
+from ...shared.schema.record import Origin, Record
 from ...shared.schema.workload import Workload
 from ...shared.tables.comparison import comparison_tables
 from ...shared.tables.labels import ORIGIN_NAMES
@@ -45,8 +46,14 @@ def compare_command(
     keep_apart(
         {"--output": output, "--timeline": timeline, "--report": report},
         {"PREDICTED": predicted, "MEASURED": measured, "--workload": workload},
+        as_json=as_json,
     )
     first, second = Record.load(predicted), Record.load(measured)
+    if first.origin is second.origin is Origin.SIMULATED:
+        raise ProtwinError(
+            f"{measured} is a prediction, in the place of the measurement. Give the record that protwin run --output "
+            f"wrote."
+        )
     comparison = compare_records(first, second)
     schedule = compile_schedule(first.plan, Workload.load(workload)) if workload is not None else None
     write_report(
@@ -56,14 +63,10 @@ def compare_command(
             Facts(predicted=first, measured=second, schedule=schedule),
         ),
     )
-    if output is not None:
-        comparison.save(output)
+    save(comparison, output)
     if timeline is not None:
         labels = (str(first.origin), str(second.origin))
         if labels[0] == labels[1]:
             labels = (f"{labels[0]}, first", f"{labels[1]}, second")
         write_atomically(timeline, chrome_trace(dict(zip(labels, (first, second), strict=True)), schedule=schedule))
-    if as_json:
-        typer.echo(comparison.to_json(), nl=False)
-    else:
-        show(comparison_tables(comparison))
+    tell(comparison, output, as_json=as_json, tables=lambda: comparison_tables(comparison))

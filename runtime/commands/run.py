@@ -26,10 +26,12 @@ from ...shared.cli.options import (
     command_app,
     examples,
     keep_apart,
+    load_plan,
     options_of,
     rate_option,
 )
-from ...shared.cli.output import show
+from ...shared.cli.output import is_standard_output, save, tell
+from ...shared.cli.streams import say
 from ...shared.compile.compile import compile_schedule
 from ...shared.schema.plan import Plan
 from ...shared.schema.record import Record
@@ -105,13 +107,13 @@ def run_command(
     record, which protwin compare lays beside the predicted one.
     """
     outputs = {"--output": output, "--timeline": timeline}
-    keep_apart(outputs, {"--plan": plan, "--workload": workload, "--model": model, "--text": text})
+    keep_apart(outputs, {"--plan": plan, "--workload": workload, "--model": model, "--text": text}, as_json=as_json)
     if not math.isfinite(learning_rate):
         raise ProtwinError(f"--learning-rate {learning_rate} is not finite. Give a rate such as 1e-4.")
     wants_record = as_json or output is not None or timeline is not None
     if wants_record:
         check_record(steps, checkpoint_every)
-    chosen, traced = Plan.load(plan), Workload.load(workload)
+    chosen, traced = load_plan(plan), Workload.load(workload)
     _check_budget(chosen, traced, device_budget_bytes)
     described = load_model_configuration(model)
     options = options_of(lora_rank, lora_targets, frozen, None)
@@ -131,7 +133,7 @@ def run_command(
     built = random_model(described.config, described.name, str(traced.compute_dtype), seed, options)
     device = device_at_hand(device_budget_bytes, host_to_device, device_to_host)
     training = TextTraining(chosen, traced, steps, learning_rate, seed, content, checkpoints, wants_record)
-    record = training.run(built, device, tell=_tell_nobody if as_json else typer.echo)
+    record = training.run(built, device, tell=_tell_nobody if as_json or is_standard_output(output) else say)
     if record is not None:
         _give(record, traced, output, timeline, as_json=as_json)
 
@@ -145,14 +147,10 @@ def _give(record: Record, workload: Workload, output: Path | None, timeline: Pat
     from ...shared.records.chrome_trace import chrome_trace
     from ...shared.tables.record import record_tables
 
-    if output is not None:
-        record.save(output)
+    save(record, output)
     if timeline is not None:
         write_atomically(timeline, chrome_trace({"measured": record}, schedule=compile_schedule(record.plan, workload)))
-    if as_json:
-        typer.echo(record.to_json(), nl=False)
-    else:
-        show(record_tables(record))
+    tell(record, output, as_json=as_json, tables=lambda: record_tables(record))
 
 
 def _check_budget(plan: Plan, workload: Workload, budget_bytes: int | None) -> None:

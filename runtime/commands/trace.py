@@ -72,7 +72,7 @@ def trace_command(
 
     Without --dtype and --hardware, parameters have the element type that the model was published in.
     """
-    keep_apart({"--output": output}, {"--model": model, "--hardware": hardware})
+    keep_apart({"--output": output}, {"--model": model, "--hardware": hardware}, as_json=as_json)
     device = None if hardware is None else load_hardware(hardware).device
     described = load_model_configuration(model)
     chosen = choose_dtype(published_dtype(described.config), dtype, device)

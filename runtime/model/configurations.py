@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ...shared.basics.errors import WorkloadError
+from ...shared.basics.extras import install_command
 from ...shared.basics.suggestions import did_you_mean
 from ...shared.catalogue.model_check import quantization_complaint
 from ...shared.schema.workload import DType
@@ -23,9 +24,13 @@ from .heads import published_class
 def training_dtype(configuration: Mapping[str, Any], override: str | None) -> torch.dtype:
     """The dtype to train in: ``override``, else the configuration's, else float32.  Raises WorkloadError."""
     wanted = override or configuration.get("dtype") or configuration.get("torch_dtype") or "float32"
-    if wanted not in (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16):
+    try:
+        dtype = DType(wanted)
+    except ValueError:
+        dtype = None
+    if dtype not in (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16):
         raise WorkloadError(f"dtype {wanted!r} cannot be trained; use float32, bfloat16 or float16.")
-    return getattr(torch, wanted)  # type: ignore[no-any-return]
+    return getattr(torch, dtype)  # type: ignore[no-any-return]
 
 
 def build_model(configuration: Mapping[str, Any], name: str, dtype: torch.dtype, *, device: str = "meta") -> Any:
@@ -38,7 +43,7 @@ def build_model(configuration: Mapping[str, Any], name: str, dtype: torch.dtype,
         from transformers import CONFIG_MAPPING, AutoConfig
     except ImportError as error:
         raise WorkloadError(
-            "tracing a configuration needs transformers. Install it with: pip install 'protwin[runtime]'"
+            f"tracing a configuration needs transformers. Install what training needs: {install_command('runtime')}"
         ) from error
     fields = dict(configuration)
     model_type = fields.pop("model_type", None)

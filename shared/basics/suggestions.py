@@ -37,6 +37,8 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     Of a long list, the nearest names and how many there are.
     """
     known = tuple(known)
+    if not _plain(name):
+        return "The name is empty."
     near = nearest_names(name, known)
     if not near and len(known) > _MAX_LISTED:
         least = nearest_names(name, known, least_similarity=0.0)

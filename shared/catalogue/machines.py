@@ -14,6 +14,7 @@ from ..basics.errors import CatalogueError, FileError
 from ..basics.suggestions import did_you_mean
 from ..schema.hardware import Hardware
 from .data_files import machine_sections, read_machine_table
+from .names import machine_called
 from .overrides import override_hardware
 from .parts import device_part, host_part, link_part, network_part, node_part
 from .plausibility import check_plausible
@@ -33,20 +34,21 @@ def cluster_names() -> tuple[str, ...]:
 
 
 def machine(name: str) -> Hardware:
-    """The catalogue's machine of that name, with one device or several.
+    """The catalogue's machine of that name, with one device or several, as people write it (``RTX 3090``, ``8xH100``).
 
     Raises CatalogueError, with the nearest names, if there is none.
     """
     known = machine_sections("machines")
-    if name not in known:
+    meant = machine_called(name)
+    if meant is None:
         raise CatalogueError(
             f"there is no machine {name!r} in the catalogue. {did_you_mean(name, known)} "
             f"protwin hardware list shows them; for a machine of your own, pass the path of its .toml or .json file."
         )
-    parts = _parts(name)
+    parts = _parts(meant)
     link = link_part(parts["link"])
     return Hardware(
-        name=name,
+        name=meant,
         device=device_part(parts["device"]),
         host=host_part(parts["host"]),
         host_to_device=link.host_to_device,

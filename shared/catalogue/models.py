@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Final, Self
+from typing import Any, ClassVar, Self
 
 from pydantic import PositiveInt
 
@@ -15,9 +15,7 @@ from ..basics.suggestions import did_you_mean
 from ..schema.workload import DType
 from .data_files import model_file_names, read_model_file
 from .model_check import check_model_configuration
-
-_OTHER_NAMES: Final = {"llama-3-405b": "llama-3.1-405b"}
-"""What models are called besides; Llama 3 had its largest model with release 3.1."""
+from .names import hub_name, model_called
 
 
 class ModelConfiguration(Document):
@@ -87,17 +85,21 @@ def model_names() -> tuple[str, ...]:
 
 
 def known_model(name: str) -> str | None:
-    """The catalogue's name of the model called ``name``, which may be another usual name of it; None if it has none."""
-    name = _OTHER_NAMES.get(name, name)
-    return name if name in model_names() else None
+    """The catalogue's name of the model called ``name``, as people write it; None if it has none.
+
+    A file or folder that is called so, such as a download of the model, comes before all but the catalogue's own name.
+    """
+    if name not in model_names() and os.path.exists(name):
+        return None
+    return model_called(name)
 
 
 def model_configuration(name: str) -> ModelConfiguration:
     """The catalogue's configuration of ``name``.  Raises CatalogueError, with the nearest names, if there is none."""
-    known = known_model(name)
+    known = model_called(name)
     if known is None:
         raise CatalogueError(
-            f"there is no model {name!r} in the catalogue. {did_you_mean(name, model_names())} "
+            f"there is no model {name!r} in the catalogue. {did_you_mean(hub_name(name), model_names())} "
             f"protwin models lists them; for a model of your own, pass the path of its config.json (Hugging Face form)."
         )
     return ModelConfiguration.from_mapping(read_model_file(known), origin=f"catalogue entry {known}")

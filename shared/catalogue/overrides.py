@@ -10,6 +10,7 @@ scales the host's bandwidth, unless that is set too.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import Any, Final
 
 from pydantic import BaseModel, ValidationError
@@ -79,6 +80,7 @@ def override_hardware(hardware: Hardware, overrides: Mapping[str, str]) -> Hardw
 
     Raises HardwareError if a name is unknown or a value impossible, CatalogueError if there is no such part.
     """
+    overrides = {_usual(name): value for name, value in overrides.items()}
     for name in overrides:
         _check_name(name)
     content: dict[str, Any] = hardware.model_dump()
@@ -90,7 +92,7 @@ def override_hardware(hardware: Hardware, overrides: Mapping[str, str]) -> Hardw
     _replace_node_and_network(content, overrides)
     if "device" in overrides:
         node = content["node"]
-        content["name"] = overrides["device"] + ("" if node is None else f"-x{node['num_devices']}")
+        content["name"] = content["device"]["name"] + ("" if node is None else f"-x{node['num_devices']}")
     changes = dict(_changes(overrides))
     for field, value in changes.items():
         _check_present(content, field, hardware.name)
@@ -123,6 +125,15 @@ def _fields() -> Iterator[str]:
                 yield from (f"{part}.{field}.{key}" for key in keys)
             elif field not in _UNSETTABLE and f"{part}.{field}" not in _WITHIN:
                 yield f"{part}.{field}"
+
+
+def _usual(name: str) -> str:
+    """``name`` with an element type as the fields call it: ``device.peak_flop_per_s.bf16``."""
+    table, _, key = name.rpartition(".")
+    if table == "device.peak_flop_per_s":
+        with suppress(ValueError):
+            return f"{table}.{DType(key)}"
+    return name
 
 
 def _check_name(name: str) -> None:

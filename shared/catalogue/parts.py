@@ -12,6 +12,7 @@ from ..basics.errors import CatalogueError
 from ..basics.suggestions import did_you_mean
 from ..schema.hardware import Bandwidth, Device, Host, Link, Network, Node
 from .data_files import machine_sections, read_machine_table
+from .names import device_called, written_alike
 
 
 class LinkPair(FrozenModel):
@@ -55,13 +56,14 @@ def network_names() -> tuple[str, ...]:
 @cache
 def device_part(name: str) -> Device:
     """The catalogue's device of that name.  Raises CatalogueError, with the nearest names, if there is none."""
-    return Device.model_validate({"name": name} | _table(name, "devices", "device"))
+    table = _table(device_called(name) or name, "devices", "device")
+    return Device.model_validate(table)
 
 
 @cache
 def host_part(name: str) -> Host:
     """The catalogue's host of that name.  Raises CatalogueError, with the nearest names, if there is none."""
-    return Host.model_validate({"name": name} | _table(name, "hosts", "host"))
+    return Host.model_validate(_table(name, "hosts", "host"))
 
 
 @cache
@@ -71,7 +73,7 @@ def link_part(name: str) -> LinkPair:
     bandwidth = TypeAdapter[float](Bandwidth)
     directions = {
         direction: Link(
-            name=name,
+            name=table["name"],
             latency_s=table["latency_s"],
             bandwidth_bytes_per_s=bandwidth.validate_python(table[direction]),
             source=table["source"],
@@ -84,7 +86,7 @@ def link_part(name: str) -> LinkPair:
 @cache
 def device_link_part(name: str) -> Link:
     """The catalogue's link between devices.  Raises CatalogueError, with the nearest names, if there is none."""
-    return Link.model_validate({"name": name} | _table(name, "device_links", "device link"))
+    return Link.model_validate(_table(name, "device_links", "device link"))
 
 
 @cache
@@ -92,18 +94,20 @@ def node_part(name: str) -> Node:
     """The catalogue's node of that name.  Raises CatalogueError, with the nearest names, if there is none."""
     table = _table(name, "nodes", "node")
     links = {field: device_link_part(table[field]) for field in ("device_link", "host_path") if field in table}
-    return Node.model_validate({"name": name} | table | links)
+    return Node.model_validate(table | links)
 
 
 @cache
 def network_part(name: str, adapters_per_node: int = 1) -> Network:
     """The catalogue's network of that name, with one node.  Raises CatalogueError, with the nearest names."""
     table = _table(name, "networks", "network")
-    return Network(name=name, adapters_per_node=adapters_per_node, link=Link.model_validate({"name": name} | table))
+    return Network(name=table["name"], adapters_per_node=adapters_per_node, link=Link.model_validate(table))
 
 
 def _table(name: str, file: str, what: str) -> dict[str, Any]:
+    """The table of what is called ``name``, with the catalogue's name for it."""
     known = machine_sections(file)
-    if name not in known:
+    meant = name if name in known else written_alike(name, known)
+    if meant is None:
         raise CatalogueError(f"there is no {what} {name!r} in the catalogue. {did_you_mean(name, known)}")
-    return read_machine_table(file, name)
+    return {"name": meant} | read_machine_table(file, meant)

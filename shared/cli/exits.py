@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 import sys
 from contextlib import suppress
-from typing import Final
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 EXIT_MISTAKE: Final = 2
 """Exit code of everything that the user can mend."""
@@ -23,9 +26,11 @@ def report_mistake(message: str) -> int:
     return EXIT_MISTAKE
 
 
-def report_interruption() -> int:
-    """Say that the user stopped the command; gives the exit code."""
-    sys.stderr.write(f"{_in_red('interrupted')}\n")
+def report_interruption(*written: Path | None, holding: str = "") -> int:
+    """Say that the user stopped the command, and what the files ``written`` are ``holding``; gives the exit code."""
+    names = " and ".join(str(path) for path in written if path is not None and str(path) != "-")
+    told = f": {holding} is in {names}" if names else ""
+    sys.stderr.write(f"{_in_red('interrupted')}{told}\n")
     return EXIT_INTERRUPTED
 
 

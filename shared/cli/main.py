@@ -33,7 +33,9 @@ def main() -> None:
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
     try:
         from .root import root_command
+        from .streams import show_plain_characters
 
+        show_plain_characters()
         root_command()(prog_name="protwin")
     except KeyboardInterrupt:
         sys.exit(report_interruption())

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -12,17 +14,19 @@ import typer
 
 from ..basics.errors import FileError, ProtwinError, shortened
 from ..basics.units import parse_bytes, parse_bytes_per_s, parse_count
+from ..schema.plan import Plan
 from ..schema.training_options import LoraOptions, TrainingOptions
 from ..schema.workload import DType
+from .output import check_standard_output, is_standard_output
 
 
 def writable(path: Path | None) -> Path | None:
     """``path``, once it is sure that it can be written: hours of work must not end in a wrong folder.
 
-    Raises FileError if it is a folder or protected, or if its folder cannot be made or written.
+    Raises FileError if it is a folder or protected, or if its folder is missing or cannot be written.
     """
-    if path is None:
-        return None
+    if path is None or is_standard_output(path):
+        return path
     if path.is_dir():
         raise FileError(f"{path} is a folder; name a file in it.")
     if path.exists():
@@ -30,11 +34,15 @@ def writable(path: Path | None) -> Path | None:
             raise FileError(f"{path} cannot be written: it is not writable for you.")
         if not path.is_file():
             return path  # a device or a pipe, which is written to and not replaced
-    above = next(folder for folder in Path(os.path.realpath(path)).parents if folder.exists())
+    folder = Path(os.path.realpath(path)).parent
+    above = next(found for found in (folder, *folder.parents) if found.exists())
     if not above.is_dir():
         raise FileError(f"{path} cannot be written: {above} is no folder.")
-    if not os.access(above, os.W_OK | os.X_OK):
-        raise FileError(f"{path} cannot be written: {above} is not writable for you.")
+    if above != folder:
+        missing = shlex.quote(str(path.parent))
+        raise FileError(f"{path} cannot be written: folder {path.parent} is missing. Make it first: mkdir -p {missing}")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise FileError(f"{path} cannot be written: {folder} is not writable for you.")
     return path
 
 
@@ -47,19 +55,28 @@ def writable_json(path: Path | None) -> Path | None:
 
 def writable_machine(path: Path | None) -> Path | None:
     """``path``, once it is sure that a machine can be written to it and read again.  Raises FileError."""
-    if path is not None and path.suffix not in (".toml", ".json") and (path.is_file() or not path.exists()):
+    if (
+        path is not None
+        and not is_standard_output(path)
+        and path.suffix not in (".toml", ".json")
+        and (path.is_file() or not path.exists())
+    ):
         raise FileError(f"{path} says neither TOML nor JSON. Choose a name that ends in .toml or .json.")
     return writable(path)
 
 
-def keep_apart(outputs: Mapping[str, Path | None], inputs: Mapping[str, str | Path | None]) -> None:
+def keep_apart(
+    outputs: Mapping[str, Path | None], inputs: Mapping[str, str | Path | None], *, as_json: bool = False
+) -> None:
     """Make sure that no output, by option, takes the place of another or of what the command reads.
 
-    Raises FileError; devices and pipes hold nothing that could be lost.
+    Raises FileError, also if standard output would get two things (``check_standard_output``); devices and pipes hold
+    nothing that could be lost.
     """
+    check_standard_output(outputs, as_json=as_json)
     taken = {os.path.realpath(path): option for option, path in inputs.items() if path and os.path.isfile(path)}
     for option, path in outputs.items():
-        if path is None or (path.exists() and not path.is_file()):
+        if path is None or is_standard_output(path) or (path.exists() and not path.is_file()):
             continue
         owner = taken.setdefault(os.path.realpath(path), option)
         if owner != option:
@@ -95,7 +112,13 @@ _AUTOCAST: Final = (DType.BFLOAT16, DType.FLOAT16)
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON for programs instead of tables.")]
 OutputPath = Annotated[
     Path | None,
-    typer.Option("--output", "-o", metavar="FILE", callback=writable_json, help="Write the result to this file."),
+    typer.Option(
+        "--output",
+        "-o",
+        metavar="FILE",
+        callback=writable_json,
+        help="Write the result to this file; - is standard output, instead of tables.",
+    ),
 ]
 TimelinePath = Annotated[
     Path | None,
@@ -216,8 +239,7 @@ def options_of(
     lora_rank: int | None, lora_targets: str | None, frozen: list[str] | None, autocast: str | None
 ) -> TrainingOptions:
     """What the options say of how a model is trained.  Raises ProtwinError if they make no sense together."""
-    if autocast is not None and autocast not in _AUTOCAST:
-        raise ProtwinError(f"--autocast {autocast} is not known. Use {' or '.join(_AUTOCAST)}.")
+    computed = None if autocast is None else _autocast(autocast)
     targets = tuple(name.strip() for name in (lora_targets or "").split(",") if name.strip())
     if lora_targets is not None and (lora_rank is None or not targets):
         missing = "--lora-rank is missing" if lora_rank is None else "it names nothing"
@@ -225,9 +247,14 @@ def options_of(
             f"--lora-targets is {lora_targets!r}, but {missing}. Write --lora-rank 16 --lora-targets q_proj."
         )
     lora = LoraOptions(rank=lora_rank, targets=targets) if lora_rank is not None else None
-    return TrainingOptions(
-        lora=lora, frozen=tuple(frozen or ()), autocast=DType(autocast) if autocast is not None else None
-    )
+    return TrainingOptions(lora=lora, frozen=tuple(frozen or ()), autocast=computed)
+
+
+def _autocast(name: str) -> DType:
+    with suppress(ValueError):
+        if (dtype := DType(name)) in _AUTOCAST:
+            return dtype
+    raise ProtwinError(f"--autocast {name} is not known. Use {' or '.join(_AUTOCAST)}.")
 
 
 def changes_of(assignments: list[str] | None) -> dict[str, str]:
@@ -244,6 +271,14 @@ def changes_of(assignments: list[str] | None) -> dict[str, str]:
             raise ProtwinError(f"--set {assignment} is the second value for {field.strip()}. Give it one.")
         changes[field.strip()] = value.strip()
     return changes
+
+
+def load_plan(path: Path) -> Plan:
+    """The plan of a file; warns of what its note says, such as that it is not certified.  Raises FileError."""
+    plan = Plan.load(path)
+    if plan.note is not None:
+        warn(f"{path}: {plan.note}")
+    return plan
 
 
 def cache_folder() -> Path:

@@ -21,8 +21,10 @@ from typer.core import TyperCommand, TyperGroup
 from ..basics.disk_space import is_full
 from ..basics.errors import ProtwinError, shortened
 from ..basics.gc_pause import gc_paused
+from ..basics.plain_text import plain
 from .blas import one_blas_thread
 from .exits import discard_output, report_interruption, report_mistake
+from .streams import say
 
 COMMANDS: Final[dict[str, str]] = {
     "hardware": "List and show known machines, or probe this one.",
@@ -83,15 +85,17 @@ def _print_version(wanted: bool) -> None:
     if wanted:
         from importlib.metadata import version
 
-        typer.echo(f"protwin {version('protwin')}")
+        say(f"protwin {version('protwin')}")
         raise typer.Exit
 
 
 def missing_runtime(missing: str, command: str) -> ProtwinError:
     """What to tell a user who calls ``command`` without the extra that it needs."""
+    from ..basics.extras import install_command
+
     return ProtwinError(
-        f"protwin {command} needs {missing}, which is not installed. "
-        "Install the runtime: pip install 'protwin[runtime]'"
+        f"protwin {command} needs {missing}, which is not installed. Install what training needs: "
+        f"{install_command('runtime')}"
     )
 
 
@@ -166,8 +170,12 @@ class _RootGroup(TyperGroup):
 
 
 def _shortened(error: Exception) -> Exception:
-    """A complaint about the command line, with whatever it quotes cut short."""
-    error.message = shortened(getattr(error, "message", ""))  # type: ignore[attr-defined]
+    """A complaint about the command line, with whatever it quotes cut short, in plain characters where need be.
+
+    typer writes UTF-8 to streams that are ASCII.
+    """
+    message = shortened(getattr(error, "message", ""))
+    error.message = plain(message, sys.stderr.encoding or "utf-8")  # type: ignore[attr-defined]
     return error
 
 

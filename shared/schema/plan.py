@@ -5,9 +5,18 @@ from __future__ import annotations
 import hashlib
 from enum import StrEnum
 from functools import cached_property
-from typing import ClassVar, Final, Self
+from typing import Any, ClassVar, Final, Self
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator, model_validator
+from pydantic import (
+    Field,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    SerializerFunctionWrapHandler,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 
 from ..basics.documents import Document
 from ..basics.errors import PlanError
@@ -77,6 +86,9 @@ class Plan(Document):
     """What the ranks do together."""
     num_ranks: PositiveInt = 1
     """Ranks, each with a device; a step trains on the micro-batches of all of them."""
+    note: str | None = Field(default=None, max_length=1000)
+    """What a reader should know of the plan, such as that nothing is proven about it; no part of its identity.  A file
+    without a note has no such field."""
 
     @field_validator("micro_batches")
     @classmethod
@@ -118,7 +130,15 @@ class Plan(Document):
     @cached_property
     def identity(self) -> str:
         """Hash of all knobs and of the workload that they are for; ``Schedule.plan_id``."""
-        return hashlib.sha256(f"{self.workload_id}\n{self.to_json()}".encode()).hexdigest()[:16]
+        knobs = self if self.note is None else self.model_copy(update={"note": None})
+        return hashlib.sha256(f"{self.workload_id}\n{knobs.to_json()}".encode()).hexdigest()[:16]
+
+    @model_serializer(mode="wrap")
+    def _without_an_empty_note(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        fields: dict[str, Any] = handler(self)
+        if self.note is None:
+            fields.pop("note", None)
+        return fields
 
     def modes(self, num_blocks: int) -> tuple[ActivationMode, ...]:
         """The mode of every block.  Raises PlanError if the plan names another number of blocks."""

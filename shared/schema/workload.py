@@ -47,11 +47,31 @@ class DType(StrEnum):
     UINT8 = "uint8"
     BOOL = "bool"
 
+    @classmethod
+    def _missing_(cls, value: object) -> DType | None:
+        """The type that people call so: ``bf16``, ``fp32``, ``half``, ``torch.float16``, in any case."""
+        if not isinstance(value, str):
+            return None
+        name = value.strip().casefold().removeprefix("torch.")
+        return cls._value2member_map_.get(_USUAL_NAMES.get(name, name))  # type: ignore[return-value]
+
     @property
     def item_bytes(self) -> int:
         """Bytes of one element."""
         return _ITEM_BYTES[self]
 
+
+_USUAL_NAMES: Final = {
+    "bf16": "bfloat16",
+    "double": "float64",
+    "f16": "float16",
+    "f32": "float32",
+    "fp16": "float16",
+    "fp32": "float32",
+    "fp64": "float64",
+    "half": "float16",
+    "single": "float32",
+}
 
 _ITEM_BYTES: Final[dict[DType, int]] = {
     DType.FLOAT64: 8,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 Row = tuple[str, ...]
@@ -50,6 +50,23 @@ class Heading(str):
 
 Parts = Sequence[Table | str]
 """What a terminal shows, with an empty line between each two; words are paragraphs."""
+
+
+def in_words_of(parts: Parts, words: Callable[[str], str]) -> Parts:
+    """The same parts with every text as ``words`` gives it, so that columns are as wide as what stands in them."""
+    return [
+        replace(
+            part,
+            title=words(part.title),
+            columns=tuple(map(words, part.columns)),
+            rows=[tuple(map(words, row)) for row in part.rows],
+            notes=[*map(words, part.notes)],
+            expendable=tuple(map(words, part.expendable)),
+        )
+        if isinstance(part, Table)
+        else type(part)(words(part))
+        for part in parts
+    ]
 
 
 def heading_words(column: str) -> str:

@@ -39,9 +39,10 @@ def choose_dtype(published: str | None, asked: str | None, device: Device | None
     """
     own = DType.FLOAT32 if published is None else next((dtype for dtype in DType if dtype == published), None)
     if asked is not None:
-        if asked not in TRAINABLE:
+        wanted = next((dtype for dtype in TRAINABLE if dtype is _called(asked)), None)
+        if wanted is None:
             raise WorkloadError(f"dtype {asked!r} cannot be trained; use {', '.join(TRAINABLE)}.")
-        return ChosenDType(DType(asked), DTypeOrigin.ASKED, own)
+        return ChosenDType(wanted, DTypeOrigin.ASKED, own)
     if own not in TRAINABLE:
         raise WorkloadError(f"dtype {published!r} cannot be trained; use {', '.join(TRAINABLE)}.")
     if device is None or (own in _NARROW and computes_in(device, own)):
@@ -49,6 +50,14 @@ def choose_dtype(published: str | None, asked: str | None, device: Device | None
     else:
         chosen = next((dtype for dtype in _NARROW if computes_in(device, dtype)), DType.FLOAT32)
     return ChosenDType(chosen, DTypeOrigin.PUBLISHED if chosen is own else DTypeOrigin.DEVICE, own)
+
+
+def _called(name: str) -> DType | None:
+    """The element type that people call ``name``; None for what is none."""
+    try:
+        return DType(name)
+    except ValueError:
+        return None
 
 
 def computes_in(device: Device, dtype: DType) -> bool:

@@ -29,7 +29,7 @@ from ...shared.cli.options import (
     warn,
     writable_json,
 )
-from ...shared.cli.output import show
+from ...shared.cli.output import save, tell
 from ...shared.cli.report_options import ReportPath, write_report
 from ...shared.schema.advice import Advice
 from ...shared.schema.hardware import Hardware
@@ -100,10 +100,10 @@ def advise_command(
     Every machine is searched over plans and micro-batch sizes, without having it.  Prices are those of the machines'
     descriptions (price_usd_per_hour).  A machine with several devices is asked about, and paid for, as a whole, in
     every way of training together; one of its devices alone is shown too where its tokens cost less.  Ctrl-C ends with
-    the ranking so far.
+    the ranking so far; --output and --report write it too, and name the machines that are missing.
     """
     named = {f"--hardware {name}": name for name in hardware or ()}
-    keep_apart({"--output": output, "--state": state, "--report": report}, {"--model": model, **named})
+    keep_apart({"--output": output, "--state": state, "--report": report}, {"--model": model, **named}, as_json=as_json)
     machines = _machines(hardware or (*machine_names(), *cluster_names()))
     request = AdviceRequest(model, sequence_length, dtype, global_batch, max_gradient_norm, _fingerprint(model))
     numbers = sorted(set(ranks or ()))
@@ -125,18 +125,13 @@ def advise_command(
             on_progress=on_progress,
             keep_interrupted=True,
         )
-    if found.is_complete:
-        if output is not None:
-            found.save(output)
-        write_report(report, lambda: _report(found))
-    if as_json:
-        typer.echo(found.to_json(), nl=False)
-    else:
-        from ...shared.tables.advice import advice_tables
+    save(found, output)
+    write_report(report, lambda: _report(found))
+    from ...shared.tables.advice import advice_tables
 
-        show(advice_tables(found))
+    tell(found, output, as_json=as_json, tables=lambda: advice_tables(found))
     if not found.is_complete:
-        raise typer.Exit(report_interruption())
+        raise typer.Exit(report_interruption(output, report, holding="the ranking so far, which is not complete,"))
 
 
 def _machines(names: Iterable[str]) -> dict[str, Hardware]:

@@ -30,8 +30,17 @@ from ...shared.catalogue.parts import (
     node_names,
     node_part,
 )
-from ...shared.cli.options import HardwareChanges, JsonFlag, changes_of, command_app, examples, writable_machine
-from ...shared.cli.output import show
+from ...shared.cli.options import (
+    HardwareChanges,
+    JsonFlag,
+    changes_of,
+    command_app,
+    examples,
+    keep_apart,
+    writable_machine,
+)
+from ...shared.cli.output import is_standard_output, save, show, tell
+from ...shared.cli.streams import say, write_data
 from ...shared.schema.hardware import Hardware
 
 hardware = command_app()
@@ -42,7 +51,11 @@ models = command_app()
 MachineOutput = Annotated[
     Path | None,
     typer.Option(
-        "--output", "-o", metavar="FILE", callback=writable_machine, help="Write the machine, as TOML or JSON."
+        "--output",
+        "-o",
+        metavar="FILE",
+        callback=writable_machine,
+        help="Write the machine, as TOML or JSON; - is TOML on standard output, instead of tables.",
     ),
 ]
 _LONGEST_PROBE_S: Final = 3600.0
@@ -56,12 +69,12 @@ def list_command(as_json: JsonFlag = False) -> None:
     """
     if as_json:
         names = (*machine_names(), *cluster_names())
-        typer.echo(json.dumps([_parts_of(machine(name)) for name in names], indent=1))
+        say(json.dumps([_parts_of(machine(name)) for name in names], indent=1))
         return
     from ...shared.tables.machines import cluster_table, hardware_table
 
     show(hardware_table(machine_names()))
-    typer.echo()
+    say()
     show(cluster_table(cluster_names()))
 
 
@@ -79,7 +92,7 @@ def parts_command(as_json: JsonFlag = False) -> None:
             "networks": [network_part(name) for name in network_names()],
         }
         listed = {kind: [part.model_dump(mode="json") for part in found] for kind, found in parts.items()}
-        typer.echo(json.dumps(listed, indent=1, ensure_ascii=False))
+        write_data(json.dumps(listed, indent=1, ensure_ascii=False) + "\n")
         return
     from ...shared.tables.machines import part_tables
 
@@ -104,6 +117,7 @@ def show_command(
 
     --output writes the machine, as TOML to edit if the name ends so.
     """
+    keep_apart({"--output": output}, {}, as_json=as_json)
     found = load_hardware(name)
     wanted = changes_of(changes)
     _give(override_hardware(found, wanted) if wanted else found, output, as_json=as_json)
@@ -125,6 +139,7 @@ def probe_command(
     Its memory, its links, its arithmetic and its CPU Adam, with all cores but one, as training has them.
     --output writes the machine, as TOML to edit if the name ends so.
     """
+    keep_apart({"--output": output}, {}, as_json=as_json)
     probe = plugin("protwin.probes", "torch")
     with progress_bar("measuring this machine") as on_progress:
         found = probe(seconds=seconds, on_progress=on_progress, leaves_a_core=True)
@@ -132,16 +147,15 @@ def probe_command(
 
 
 def _give(found: Hardware, output: MachineOutput, *, as_json: bool) -> None:
-    if output is not None and output.suffix == ".toml":
+    if is_standard_output(output):
+        write_data(hardware_to_toml(found))
+    elif output is not None and output.suffix == ".toml":
         write_atomically(output, hardware_to_toml(found))
-    elif output is not None:
-        found.save(output)
-    if as_json:
-        typer.echo(found.to_json(), nl=False)
     else:
-        from ...shared.tables.machines import hardware_details
+        save(found, output)
+    from ...shared.tables.machines import hardware_details
 
-        show(hardware_details(found))
+    tell(found, output, as_json=as_json, tables=lambda: hardware_details(found))
 
 
 def _parts_of(found: Hardware) -> dict[str, str | int | None]:
@@ -162,7 +176,7 @@ def models_command(as_json: JsonFlag = False) -> None:
     """List the models of the catalogue, each with its parameters and where its configuration was published."""
     listed = ModelList.of_catalogue()
     if as_json:
-        typer.echo(listed.to_json(), nl=False)
+        write_data(listed.to_json())
     else:
         from ...shared.tables.workloads import models_table
 

@@ -10,7 +10,7 @@ import typer
 from ...shared.basics.errors import InfeasibleError
 from ...shared.basics.gc_pause import gc_paused
 from ...shared.basics.progress import progress_bar
-from ...shared.catalogue.models import model_names
+from ...shared.catalogue.models import known_model
 from ...shared.cli.exits import report_interruption
 from ...shared.cli.options import (
     AutocastName,
@@ -38,12 +38,13 @@ from ...shared.cli.options import (
     size_option,
     warn,
 )
-from ...shared.cli.output import show
+from ...shared.cli.output import save, tell
 from ...shared.cli.report_options import ReportPath, write_report
 from ...shared.compile.compile import compile_schedule
 from ...shared.schema.calibration import Calibration
 from ...shared.schema.hardware import Hardware
 from ...shared.schema.plan import Plan
+from ...shared.schema.plan_note import with_certificate
 from ...shared.schema.search_result import BatchSearchResult, Goal, SearchResult
 from ...shared.schema.workload import Workload
 from ...shared.workloads.source import is_saved_workload, resolve_workload, saved_sizes, untraced_workload
@@ -81,6 +82,7 @@ from .options import (
 
 if TYPE_CHECKING:
     from ...shared.report.page import Report
+    from ...shared.tables.table import Parts
     from ..questions.what_if import Question
 
 __all__ = ["search"]
@@ -168,7 +170,8 @@ def search_command(
     """Find the fastest plan that fits a model on a machine, without the machine.
 
     Prints the plan, its time by phase, its memory with what is alive at the peak, what each lane does, and what is
-    proven about every other plan.  --output writes the plan.  Ctrl-C ends the search with the best plan so far.
+    proven about every other plan.  --output writes the plan.  Ctrl-C ends the search with the best plan so far; what
+    --output and --report write then says that it is not certified.
     """
     check_batch(global_batch, batch_size, micro_batches)
     check_goal(goal, batch_size=batch_size, sequence_length=sequence_length, global_batch=global_batch)
@@ -181,6 +184,7 @@ def search_command(
             **{f"--baseline {path}": path for path in baseline or ()},
             **price_files(prices),
         },
+        as_json=as_json,
     )
     machine = machine_of(hardware, changes, prices)
     check_budget(device_budget_bytes, machine)
@@ -247,32 +251,30 @@ def search_command(
         except InfeasibleError as error:
             if global_batch is not None:
                 raise
-            sized = workload_at if model in model_names() and goal is Goal.FASTEST else None
+            sized = workload_at if known_model(model) is not None and goal is Goal.FASTEST else None
             raise InfeasibleError(f"{error}{_what_fits_instead(request, sized)}") from error
         found = with_run(found, tokens)
         is_interrupted = found.result.certificate.is_interrupted
         if asked and not is_interrupted:
             from ..questions.what_if import what_if
 
-            answers = what_if(request, found.result.prediction.iteration_s, asked, on_progress=on_progress)
-            found = found.model_copy(update={"result": found.result.model_copy(update={"what_if": answers})})
+            try:
+                answers = what_if(request, found.result.prediction.iteration_s, asked, on_progress=on_progress)
+                found = found.model_copy(update={"result": found.result.model_copy(update={"what_if": answers})})
+            except KeyboardInterrupt:
+                is_interrupted = True
     if not is_interrupted:
         found = with_remedies(found, request, untraced)
     result, document = found.result, found.result if global_batch is None else found
     warn_of_dtype(result.prediction, machine)
     warn_of_memory(result.prediction, rank_host_bytes(machine, result.plan.num_ranks))
-    if not is_interrupted:
-        if output is not None:
-            result.plan.save(output)
-        write_report(report, lambda: _report(document, _workload_of(request, found, workload_of)))
-    if as_json:
-        typer.echo(document.to_json(), nl=False)
-    else:
-        from ...shared.tables.search import batch_tables, search_tables
-
-        show(search_tables(document) if isinstance(document, SearchResult) else batch_tables(document))
+    save(with_certificate(result.plan, result.certificate), output)
+    write_report(report, lambda: _report(document, _workload_of(request, found, workload_of)))
+    tell(document, output, as_json=as_json, tables=lambda: _tables(document))
     if is_interrupted:
-        raise typer.Exit(report_interruption())
+        certified = result.certificate.is_certified
+        holding = "the plan, which is certified," if certified else "the best plan so far, which is not certified,"
+        raise typer.Exit(report_interruption(output, report, holding=holding))
 
 
 def _first_workload(
@@ -326,6 +328,12 @@ def _what_ifs(
 
     machines = changed_machines(wanted, machine, factors)
     return lambda request: [*(questions(request) if USUAL in wanted else ()), *part_questions(request, machines)]
+
+
+def _tables(found: SearchResult | BatchSearchResult) -> Parts:
+    from ...shared.tables.search import batch_tables, search_tables
+
+    return search_tables(found) if isinstance(found, SearchResult) else batch_tables(found)
 
 
 def _report(found: SearchResult | BatchSearchResult, workload: Workload) -> Report:

@@ -35,15 +35,15 @@ from ...shared.cli.options import (
     command_app,
     examples,
     keep_apart,
+    load_plan,
     options_of,
     warn,
 )
-from ...shared.cli.output import show
+from ...shared.cli.output import save, tell
 from ...shared.cli.report_options import ReportPath, write_report
 from ...shared.compile.compile import compile_schedule
 from ...shared.schema.calibration import Calibration
 from ...shared.schema.hardware import Hardware
-from ...shared.schema.plan import Plan
 from ...shared.schema.record import Record
 from ...shared.schema.schedule import Schedule
 from ...shared.workloads.source import resolve_workload, untraced_workload
@@ -67,6 +67,7 @@ from .options import (
 
 if TYPE_CHECKING:
     from ...shared.report.page import Report
+    from ...shared.tables.table import Parts
 
 __all__ = ["simulate"]
 
@@ -120,9 +121,10 @@ def simulate_command(
             "--calibration": calibration,
             **price_files(prices),
         },
+        as_json=as_json,
     )
     machine = machine_of(hardware, changes, prices)
-    chosen = with_ranks(Plan.load(plan), machine, num_ranks, parallel, n_shard)
+    chosen = with_ranks(load_plan(plan), machine, num_ranks, parallel, n_shard)
     check_budget(device_budget_bytes, machine)
     factors = Calibration.load(calibration) if calibration is not None else None
     workload = resolve_workload(
@@ -168,19 +170,19 @@ def simulate_command(
         )
     warn_of_dtype(record, machine)
     warn_of_memory(record, rank_host_bytes(machine, chosen.num_ranks))
-    if output is not None:
-        record.save(output)
+    save(record, output)
     if timeline is not None:
         from ...shared.records.chrome_trace import chrome_trace
 
         write_atomically(timeline, chrome_trace({"simulated": record}, schedule=schedule))
     write_report(report, lambda: _report(record, schedule, budget_bytes))
-    if as_json:
-        typer.echo(record.to_json(), nl=False)
-    else:
-        from ...shared.tables.record import record_tables
+    tell(record, output, as_json=as_json, tables=lambda: _tables(record))
 
-        show(record_tables(record))
+
+def _tables(record: Record) -> Parts:
+    from ...shared.tables.record import record_tables
+
+    return record_tables(record)
 
 
 def _room(record: Record, machine: Hardware, budget_bytes: int) -> Room:

@@ -8,7 +8,8 @@ from typing import Final
 
 from ...shared.basics.errors import CalibrationError, CatalogueError, HardwareError, WorkloadError
 from ...shared.basics.suggestions import did_you_mean
-from ...shared.catalogue.machines import cluster_names, machine, machine_names, override_hardware
+from ...shared.catalogue.machines import cluster_names, machine, override_hardware
+from ...shared.catalogue.names import device_called, machine_called, written_alike
 from ...shared.catalogue.parts import device_names, host_names, link_names, network_names, node_names
 from ...shared.schema.calibration import Calibration
 from ...shared.schema.hardware import Device, Hardware
@@ -127,9 +128,9 @@ def _count(words: str) -> int:
 def _part_of(name: str) -> str:
     """Which part of a machine ``name`` names, or "machine".  Raises CatalogueError if it names none."""
     for part, names in _PARTS.items():
-        if name in names():
+        if written_alike(name, names()) or (part == "device" and device_called(name)):
             return part
-    if name in machine_names() or name in cluster_names():
+    if machine_called(name) is not None:
         return "machine"
     known = [name for names in _PARTS.values() for name in names()] + list(cluster_names())
     raise CatalogueError(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tests.cli.conftest import Protwin
 
-SEARCH = ("search", "--model", "workload.json", "--hardware", "rtx-3090", "--output", "out/plan.json")
+SEARCH = ("search", "--model", "workload.json", "--hardware", "rtx-3090", "--output", "found.json")
 SIMULATE = ("simulate", "--plan", "plan.json", "--model", "workload.json", "--hardware", "rtx-3090")
 
 

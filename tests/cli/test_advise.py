@@ -111,10 +111,12 @@ def test_ctrl_c_shows_the_ranking_so_far_and_leaves_no_process(
     os.killpg(process.pid, signal.SIGINT)
     shown, errors = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 130
-    assert errors == "interrupted\n"
+    files = "advice.json and advice.html"
+    assert errors == f"interrupted: the ranking so far, which is not complete, is in {files}\n"
     wait_for(lambda: not any(map(is_alive, workers)))
-    assert not (work / "advice.json").exists()
-    assert not (work / "advice.html").exists()
+    assert Advice.load(work / "advice.json").unanswered == ("rtx-3090", "rtx-5090")
+    page = (work / "advice.html").read_text(encoding="utf-8")
+    assert "it is not complete: 1 of 3 machines. Not searched: rtx-3090, rtx-5090." in " ".join(page.split())
     if as_json:
         found = Advice.from_mapping(json.loads(shown), origin="standard output")
         assert [one.hardware_name for one in found.machines] == [QUICK]

@@ -26,7 +26,7 @@ def test_good_input_is_good(protwin_here: Protwin, folder: Path) -> None:
     "arguments",
     [
         replaced(SEARCH, "workload.json", "llama-3-8"),
-        replaced(SEARCH, "rtx-3090", "rtx3090"),
+        replaced(SEARCH, "rtx-3090", "rtx3091"),
         replaced(SEARCH, "workload.json", "missing.json"),
         replaced(SIMULATE, "plan.json", "workload.json"),
         (*SEARCH, "--device-budget=20MiB"),
@@ -46,14 +46,14 @@ def test_the_console_script_refuses_as_this_process_does(
 
 
 @pytest.mark.parametrize(
-    ("typed", "nearest"), [("llama-3-8", "llama-3-8b"), ("Llama3-8B", "llama-3-8b"), ("gpt2xl", "gpt2-xl")]
+    ("typed", "nearest"), [("llama-3-8", "llama-3-8b"), ("Llama3-8", "llama-3-8b"), ("gpt2xlarge", "gpt2-xl")]
 )
 def test_an_unknown_model_gets_the_nearest_names(protwin_here: Protwin, folder: Path, typed: str, nearest: str) -> None:
     assert nearest in refusal(protwin_here, folder, replaced(SEARCH, "workload.json", typed))
 
 
 @pytest.mark.parametrize(
-    ("typed", "nearest"), [("rtx3090", "rtx-3090"), ("h100", "h100-80gb"), ("a100-80", "a100-80gb")]
+    ("typed", "nearest"), [("rtx3091", "rtx-3090"), ("h100-81gb", "h100-80gb"), ("a100-80", "a100-80gb")]
 )
 def test_an_unknown_machine_gets_the_nearest_names(
     protwin_here: Protwin, folder: Path, typed: str, nearest: str

@@ -7,10 +7,13 @@ import os
 import signal
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
+from protwin.shared.schema.plan import Plan
+from protwin.shared.schema.record import Record
 from protwin.shared.schema.workload import Workload
 from tests.cli.conftest import Protwin
 from tests.cli.refusals import CALIBRATE, RUN, SEARCH, SIMULATE, contents, refusal, replaced
@@ -18,12 +21,12 @@ from tests.cli.saved import decoder
 
 
 def test_output_that_cannot_be_written_is_refused(protwin_here: Protwin, folder: Path) -> None:
-    assert "plan.json" in refusal(protwin_here, folder, replaced(SEARCH, "out/plan.json", "machine.toml/plan.json"))
+    assert "plan.json" in refusal(protwin_here, folder, replaced(SEARCH, "found.json", "machine.toml/plan.json"))
 
 
 def test_a_folder_is_no_output(protwin_here: Protwin, folder: Path) -> None:
     (folder / "out").mkdir()
-    assert "out" in refusal(protwin_here, folder, replaced(SEARCH, "out/plan.json", "out"))
+    assert "out" in refusal(protwin_here, folder, replaced(SEARCH, "found.json", "out"))
 
 
 @pytest.mark.parametrize(
@@ -52,8 +55,8 @@ def test_no_output_takes_the_place_of_another_file(
 @pytest.mark.parametrize(
     "arguments",
     [
-        replaced(SEARCH, "out/plan.json", "plan.toml"),
-        replaced(SEARCH, "out/plan.json", "machine.toml/plan.json"),
+        replaced(SEARCH, "found.json", "plan.toml"),
+        replaced(SEARCH, "found.json", "machine.toml/plan.json"),
         (*SIMULATE, "--timeline=machine.toml/new.json"),
         (*RUN, "--timeline=machine.toml/new.json"),
         (*RUN, "--output=."),
@@ -77,21 +80,75 @@ def test_every_output_is_checked_before_the_work(
     assert "is no folder" in message or "is a folder" in message or "Choose a name that ends in" in message
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        replaced(SEARCH, "found.json", "no/such folder/plan.json"),
+        (*SIMULATE, "--timeline=no/such folder/new.json"),
+        (*SIMULATE, "--report=no/such folder/new.html"),
+        (*RUN, "--output=no/such folder/new.json"),
+        (*CALIBRATE, "--workload-output=no/such folder/new.json"),
+        ("advise", "--model=gpt2", "--global-batch=1", "--state=no/such folder/new.json"),
+        ("hardware", "show", "rtx-3090", "--output=no/such folder/new.toml"),
+    ],
+    ids=" ".join,
+)
+def test_a_missing_folder_is_named_with_the_command_that_makes_it(
+    protwin_here: Protwin, folder: Path, arguments: tuple[str, ...]
+) -> None:
+    message = refusal(protwin_here, folder, arguments)
+    assert "folder no/such folder is missing" in message
+    assert message.endswith("mkdir -p 'no/such folder'")
+    assert not (folder / "no").exists()
+
+
+def test_standard_output_has_the_document_alone(protwin_here: Protwin, folder: Path) -> None:
+    """Each document is the one that a file would hold."""
+    machine = ("hardware", "show", "rtx-3090")
+    for arguments, kind in ((replaced(SEARCH, "found.json", "-"), Plan), ((*SIMULATE, "--output=-"), Record)):
+        result = protwin_here(*arguments)
+        assert result.returncode == 0, result.stderr
+        document = kind.from_mapping(json.loads(result.stdout), origin="standard output")
+        assert protwin_here(*(("file.json" if one == "-" else one.replace("=-", "=file.json")) for one in arguments))
+        assert document == kind.load(folder / "file.json")
+    assert tomllib.loads(protwin_here(*machine, "--output", "-").stdout)["name"] == "rtx-3090"
+    assert not (folder / "-").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((*replaced(SEARCH, "found.json", "-"), "--json"), "--output - and --json both"),
+        ((*SIMULATE, "--output=-", "--json"), "--output - and --json both"),
+        (("hardware", "show", "rtx-3090", "--output=-", "--json"), "--output - and --json both"),
+        (("compare", "a.json", "b.json", "--output=-", "--json"), "--output - and --json both"),
+        ((*SIMULATE, "--timeline=-"), "--timeline - is not possible"),
+        ((*SIMULATE, "--report", "-"), "--report - is not possible"),
+        (("advise", "--model=gpt2", "--global-batch=1", "--state=-"), "--state - is not possible"),
+    ],
+    ids=str,
+)
+def test_standard_output_gets_one_thing(
+    protwin_here: Protwin, folder: Path, arguments: tuple[str, ...], message: str
+) -> None:
+    (folder / "workload.json").write_text("damaged")
+    assert message in refusal(protwin_here, folder, arguments)
+
+
 def test_a_device_is_written_to(protwin: Protwin, folder: Path) -> None:
-    result = protwin(*replaced(SEARCH, "out/plan.json", "/dev/stderr"))
+    result = protwin(*replaced(SEARCH, "found.json", "/dev/stderr"))
     assert json.loads(result.stderr)["kind"] == "plan"
 
 
 def test_a_refusal_leaves_the_old_output_alone(protwin_here: Protwin, folder: Path) -> None:
-    (folder / "out").mkdir()
-    (folder / "out" / "plan.json").write_text("an older plan")
+    (folder / "found.json").write_text("an older plan")
     refusal(protwin_here, folder, (*SEARCH, "--device-budget", "20MiB"))
-    assert (folder / "out" / "plan.json").read_text() == "an older plan"
+    assert (folder / "found.json").read_text() == "an older plan"
 
 
 def test_output_is_checked_before_the_work(protwin_here: Protwin, folder: Path) -> None:
     (folder / "workload.json").write_text("damaged")
-    assert "is a folder" in refusal(protwin_here, folder, replaced(SEARCH, "out/plan.json", "."))
+    assert "is a folder" in refusal(protwin_here, folder, replaced(SEARCH, "found.json", "."))
 
 
 # -- interruption ----------------------------------------------------------------------------------------------------

@@ -1,4 +1,6 @@
-"""Ctrl-C in the middle of the work of every command: exit code 130, one word, no file, no thread.
+"""Ctrl-C in the middle of the work of every command: exit code 130, one word, no thread, and no file.
+
+Only a search, which has a plan from early on, writes it and says that nothing is proven about it.
 
 The signal is a real one.  It is sent while the command reports its progress, or a moment later from a thread, so that
 it strikes within the work whatever the speed of the machine.
@@ -99,7 +101,7 @@ def files_below(folder: Path) -> set[Path]:
     return {path for path in folder.parent.rglob("*") if path.is_file()}
 
 
-SEARCH = ("search", "--model=workload.json", "--hardware=rtx-3090", "--output=out/plan.json")
+SEARCH = ("search", "--model=workload.json", "--hardware=rtx-3090", "--output=found.json")
 
 
 def test_before_a_search_has_found_anything(work: Path, environment: dict[str, str]) -> None:
@@ -111,19 +113,59 @@ def test_before_a_search_has_found_anything(work: Path, environment: dict[str, s
 
 @pytest.mark.parametrize("as_json", [False, True])
 def test_in_the_middle_of_a_search(work: Path, environment: dict[str, str], as_json: bool) -> None:
-    """The best plan so far is shown, says that it is not certified, and is not written."""
+    """The best plan so far is shown and written, and says that it is not certified wherever it stands."""
     decoder().save(work / "workload.json")
     before = files_below(work)
-    arguments = (*SEARCH, *(("--json",) if as_json else ()))
+    arguments = (*SEARCH, "--report=search.html", *(("--json",) if as_json else ()))
     result = interrupted(work, environment, arguments, module="protwin.sim.commands.search")
-    assert (result.returncode, result.stderr) == (130, "interrupted\n")
-    assert files_below(work) == before
+    told = "interrupted: the best plan so far, which is not certified, is in found.json and search.html\n"
+    assert (result.returncode, result.stderr) == (130, told)
+    assert files_below(work) == before | {work / "found.json", work / "search.html"}
+    plan = Plan.load(work / "found.json")
+    assert plan.note is not None
+    assert plan.note.startswith("Not certified: Ctrl-C ended the search when ")
+    assert "it is not certified" in (work / "search.html").read_text(encoding="utf-8")
+    simulate = ("simulate", "--plan=found.json", *SEARCH[1:3])
+    simulated = subprocess.run(
+        [sys.executable, "-c", "from protwin.shared.cli.main import main; main()", *simulate],
+        **{"cwd": work, "env": environment, "timeout": WATCHDOG_S},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert f"warning: found.json: {plan.note}" in simulated.stderr
     if as_json:
         certificate = json.loads(result.stdout)["certificate"]
         assert certificate["is_interrupted"]
         assert certificate["num_simulated"] > 0
     else:
         assert "interrupted: this is the best plan so far, and it is not certified" in " ".join(result.stdout.split())
+
+
+def test_after_a_search_while_questions_are_answered(work: Path, environment: dict[str, str]) -> None:
+    """The plan is certified by then, and is written without a note."""
+    decoder().save(work / "workload.json")
+    code = """
+        import os, signal
+        import protwin.sim.questions.what_if as questions
+        from protwin.shared.cli.main import main
+
+        def interrupting(*_, **__):
+            os.kill(os.getpid(), signal.SIGINT)
+
+        questions.what_if = interrupting
+        main()
+    """
+    result = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code), *SEARCH, "--what-if", "rtx-4090"],
+        **{"cwd": work, "env": environment, "timeout": WATCHDOG_S},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    told = "interrupted: the plan, which is certified, is in found.json\n"
+    assert (result.returncode, result.stderr) == (130, told)
+    assert Plan.load(work / "found.json").note is None
 
 
 @pytest.mark.slow

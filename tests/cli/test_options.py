@@ -29,7 +29,7 @@ def test_what_is_no_assignment_is_refused(assignment: str) -> None:
 
 def test_writable_paths_pass(tmp_path: Path) -> None:
     assert writable(None) is None
-    for path in (tmp_path / "new.json", tmp_path / "some" / "new" / "folder" / "new.json", Path("new.json")):
+    for path in (tmp_path / "new.json", Path("new.json"), Path("-")):
         assert writable(path) == path
     assert list(tmp_path.iterdir()) == [], "nothing is made before it is needed"
 
@@ -40,6 +40,8 @@ def test_paths_that_cannot_be_written_are_refused(tmp_path: Path) -> None:
         writable(tmp_path)
     with pytest.raises(FileError, match="is no folder"):
         writable(tmp_path / "file" / "new.json")
+    with pytest.raises(FileError, match=r"folder .*/some/new is missing\. Make it first: mkdir -p /"):
+        writable(tmp_path / "some" / "new" / "file.json")
 
 
 def test_protected_files_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,7 +100,7 @@ def test_options_of_training() -> None:
         (None, "q_proj", None, "--lora-targets is 'q_proj', but --lora-rank is missing"),
         (8, " , ", None, "it names nothing"),
         (None, None, "float64", "--autocast float64 is not known. Use bfloat16 or float16"),
-        (None, None, "half", "--autocast half is not known"),
+        (None, None, "fp32", "--autocast fp32 is not known"),
     ],
 )
 def test_options_of_training_that_make_no_sense(

@@ -28,10 +28,10 @@ def headings(path: Path) -> list[str]:
 
 
 def test_the_whole_chain_leaves_reports(protwin_here: Protwin, work: Path, ask: tuple[str, ...]) -> None:
-    searched = protwin_here("search", *ask, "--output", "plan.json", "--report", "new/search.html", "--json")
+    searched = protwin_here("search", *ask, "--output", "plan.json", "--report", "search.html", "--json")
     assert searched.returncode == 0, searched.stderr
     assert json.loads(searched.stdout)["kind"] == "search_result", "a report leaves standard output alone"
-    assert headings(work / "new" / "search.html")[0] == "Search"
+    assert headings(work / "search.html")[0] == "Search"
 
     of_plan = ("--plan", "plan.json", *ask, "--output", "predicted.json", "--report", "simulated.html")
     simulated = protwin_here("simulate", *of_plan)
@@ -47,7 +47,11 @@ def test_the_whole_chain_leaves_reports(protwin_here: Protwin, work: Path, ask: 
         assert "Predicted against measured" in headings(work / "both.html")
         page = (work / "both.html").read_text(encoding="utf-8")
         assert ("data-after" in page) == bool(extra), "what tasks wait for needs the workload"
-    twice = protwin_here("compare", "predicted.json", "predicted.json", "--report", "twice.html")
+    refused = protwin_here("compare", "predicted.json", "predicted.json", "--report", "twice.html")
+    assert refused.returncode == 2
+    assert "predicted.json is a prediction, in the place of the measurement" in refused.stderr
+    assert not (work / "twice.html").exists()
+    twice = protwin_here("compare", "measured.json", "measured.json", "--report", "twice.html")
     assert twice.returncode == 0, twice.stderr
     assert headings(work / "twice.html")
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from protwin.shared.basics.extras import install_command
 from protwin.shared.cli.root import APPS, COMMANDS
 from tests.cli.conftest import Protwin
 
@@ -209,7 +210,7 @@ def test_a_missing_extra_says_what_to_install(environment: dict[str, str], modul
     assert result.returncode == 2
     assert result.stderr == (
         f"error: protwin search needs {top}, which is not installed. "
-        "Install the runtime: pip install 'protwin[runtime]'\n"
+        f"Install what training needs: {install_command('runtime')}\n"
     )
 
 

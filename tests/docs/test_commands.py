@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import re
 import shlex
+import tomllib
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import typer
 
+from protwin.shared.basics.extras import install_command
 from protwin.shared.cli.root import COMMANDS, root_command
 from tests.cli.conftest import Protwin, protwin_here, variables, work
 from tests.docs.documents import DOCUMENTS, ROOT, Block, Command, blocks_of, commands_of
@@ -24,7 +27,8 @@ COMMAND_LINES = [
     for command in commands_of(block)
 ]
 MAKE_TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
-ALLOWED = {"cd", "git", "make", "pip", "protwin", "python3", "torchrun"}
+ALLOWED = {"cd", "git", "make", "pip", "protwin", "python3", "source", "torchrun"}
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
 
 def check(text: str) -> None:
@@ -75,6 +79,37 @@ def test_command_lines_parse(command: Command) -> None:
 def test_wrong_command_lines_are_seen(text: str) -> None:
     with pytest.raises(Exception, match=r"known|no command|no target|No such option|valid integer"):
         check(text)
+
+
+INSTALLATIONS = [
+    (document, line)
+    for document in DOCUMENTS
+    for line in re.findall(r"pip install[^`\n]*", document.read_text(encoding="utf-8"))
+]
+
+
+@pytest.mark.parametrize(("document", "line"), INSTALLATIONS, ids=str)
+def test_installations_name_the_checkout_and_extras_that_exist(document: Path, line: str) -> None:
+    """protwin is on no package index, where its name would bring something else."""
+    arguments = shlex.split(line)[2:]
+    assert "protwin" not in " ".join(arguments)
+    for extras in re.findall(r"\.\[(.*?)\]", " ".join(arguments)):
+        assert set(extras.split(",")) <= set(PROJECT["optional-dependencies"])
+    for file in (after for option, after in pairwise(arguments) if option == "--constraint"):
+        assert (ROOT / file).is_file()
+
+
+@pytest.mark.parametrize("document", ["README.md", "docs/index.md"])
+def test_an_environment_is_activated_before_the_first_command(document: str) -> None:
+    texts = [command.text for command in COMMAND_LINES if command.block.document == ROOT / document]
+    first = {program: next(i for i, text in enumerate(texts) if text.startswith(program)) for program in
+             ("python3 -m venv env", "source env/bin/activate", "pip install .", "protwin")}  # fmt: skip
+    assert sorted(first.values()) == list(first.values())
+
+
+def test_messages_name_what_the_runtime_needs() -> None:
+    """Neither a checkout nor an index is at hand where the message is read."""
+    assert shlex.split(install_command("runtime")) == ["pip", "install", *PROJECT["optional-dependencies"]["runtime"]]
 
 
 SHOWN = [command for command in COMMAND_LINES if command.output]

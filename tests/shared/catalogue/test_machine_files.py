@@ -31,7 +31,8 @@ REQUIRED = ("rtx-3090", "rtx-4090", "a100-40gb", "a100-80gb", "h100-80gb", "h200
 
 
 @pytest.mark.parametrize(
-    ("asked", "meant"), [("3090", "rtx-3090"), ("RTX 4090", "rtx-4090"), ("a100", "a100-40gb"), ("h-100", "h100-80gb")]
+    ("asked", "meant"),
+    [("3090", "rtx-3090"), ("RTX 409", "rtx-4090"), ("a100", "a100-40gb"), ("h-100-81gb", "h100-80gb")],
 )
 def test_an_unknown_machine_is_answered_with_the_nearest(asked: str, meant: str) -> None:
     with pytest.raises(CatalogueError, match=f"Did you mean .*{meant}") as caught:

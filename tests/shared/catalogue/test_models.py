@@ -164,7 +164,7 @@ def test_transformers_builds_every_model_with_that_size() -> None:
 
 @pytest.mark.parametrize(
     ("asked", "meant"),
-    [("llama3-8b", "llama-3-8b"), ("Mistral 7B", "mistral-7b"), ("gpt-2", "gpt2"), ("qwen2.5_7b", "qwen2.5-7b")],
+    [("llama3-8", "llama-3-8b"), ("Mistral 7", "mistral-7b"), ("gpt-22", "gpt2"), ("qwen2.5_7bn", "qwen2.5-7b")],
 )
 def test_an_unknown_model_is_answered_with_the_nearest(asked: str, meant: str) -> None:
     with pytest.raises(CatalogueError, match=f"Did you mean {meant}") as caught:

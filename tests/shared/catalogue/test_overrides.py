@@ -294,7 +294,7 @@ def test_a_measured_adam_rate_does_not_outlive_what_it_was_measured_on(field: st
         ("", "1", "parts are device, host, link"),
         ("link.table", "1", "cannot be set in one line"),
         ("device.peak_flop_per_s", "1e12", "needs a key"),
-        ("device.peak_flop_per_s.bf16", "1e12", "Did you mean device.peak_flop_per_s"),
+        ("device.peak_flop_per_s.bf17", "1e12", "Did you mean device.peak_flop_per_s"),
     ],
 )
 def test_an_impossible_override_is_refused_with_its_field(name: str, value: str, message: str | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from itertools import pairwise
 from typing import Any
 
@@ -123,7 +124,15 @@ def test_the_identity_covers_every_knob() -> None:
         {"parallel": ParallelMode.SHARDED},
         {"num_ranks": 2},
     ]
-    assert {name for change in changes for name in change} == set(Plan.model_fields)
+    assert {name for change in changes for name in change} == set(Plan.model_fields) - {"note"}
     identities = [plan.identity, *(plan.model_copy(update=change).identity for change in changes)]
     assert len(set(identities)) == len(identities)
     assert Plan(**FIELDS).identity == plan.identity
+    assert Plan(**FIELDS, note="of ours").identity == plan.identity
+
+
+def test_a_note_is_kept_and_an_empty_one_leaves_no_field() -> None:
+    plan = Plan(**FIELDS)
+    noted = plan.model_copy(update={"note": "of ours"})
+    assert Plan.from_mapping(json.loads(noted.to_json()), origin="a file") == noted
+    assert "note" not in json.loads(plan.to_json())

@@ -259,7 +259,7 @@ def test_what_is_no_model_is_refused(ask: Ask, tmp_path: Path) -> None:
     with pytest.raises(FileError, match="does not exist"):
         ask(tmp_path / "missing.json")
     with pytest.raises(CatalogueError, match="gpt2"):
-        ask("gpt-2")
+        ask("gpt-22")
 
 
 def test_what_the_tracer_refuses_is_not_kept(

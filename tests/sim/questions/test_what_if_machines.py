@@ -56,7 +56,7 @@ def test_the_usual_questions_and_repetitions_ask_for_no_machine() -> None:
 @pytest.mark.parametrize(
     ("question", "words"),
     [
-        ("pcie-5-x16", "Did you mean pcie5-x16"),
+        ("pcie-5-x17", "Did you mean pcie5-x16"),
         ("RTX 4090", "no device"),
         ("rtx-4090 rtx-3090", "gives device twice"),
         ("link=pcie5-x16 pcie4-x16", "gives link twice"),
