@@ -23,6 +23,7 @@ from ..basics.errors import ProtwinError, shortened
 from ..basics.gc_pause import gc_paused
 from .blas import one_blas_thread
 from .exits import discard_output, report_interruption, report_mistake
+from .options import warnings_apart
 
 COMMANDS: Final[dict[str, str]] = {
     "hardware": "List and show known machines, or probe this one.",
@@ -133,7 +134,8 @@ class _RootGroup(TyperGroup):
 
     def invoke(self, ctx: typer.Context) -> Any:  # type: ignore[override]
         try:
-            result = super().invoke(ctx)
+            with warnings_apart():
+                result = super().invoke(ctx)
             sys.stdout.flush()
             return result
         except ProtwinError as error:

@@ -46,7 +46,7 @@ def test_the_whole_chain_leaves_reports(protwin_here: Protwin, work: Path, ask: 
         assert compared.returncode == 0, compared.stderr
         assert "Predicted against measured" in headings(work / "both.html")
         page = (work / "both.html").read_text(encoding="utf-8")
-        assert ("data-after" in page) == bool(extra), "what tasks wait for needs the workload"
+        assert ("held up by" in page.partition("<script")[0]) == bool(extra), "what tasks wait for needs the workload"
     twice = protwin_here("compare", "predicted.json", "predicted.json", "--report", "twice.html")
     assert twice.returncode == 0, twice.stderr
     assert headings(work / "twice.html")
