@@ -40,11 +40,11 @@ def advice_report(advice: Advice) -> Report:
 def _cards(advice: Advice, ranked: Sequence[MachineAdvice]) -> tuple[Card, ...]:
     cards = []
     if ranked:
-        cards.append(Card("fastest", ranked[0].name, (f"{format_seconds(_seconds(ranked[0]))} a step",)))
+        cards.append(Card("Fastest", ranked[0].name, (f"{format_seconds(_seconds(ranked[0]))} a step",)))
     if advice.by_cost:
         cheapest = advice.by_cost[0]
-        cards.append(Card("cheapest token", cheapest.name, (f"{_dollars(cheapest)} a million tokens",)))
-    cards.append(Card("machines with a plan", f"{len(_names(ranked))} of {len(_names(advice.machines))}"))
+        cards.append(Card("Cheapest token", cheapest.name, (f"{_dollars(cheapest)} a million tokens",)))
+    cards.append(Card("Machines with a plan", f"{len(_names(ranked))} of {len(_names(advice.machines))}"))
     return tuple(cards)
 
 

@@ -143,8 +143,8 @@ class Chart {
       return made;
     };
     this.buttons = [
-      button("−", "Less close", () => this.view.closer(1 / 2, 0.5)),
-      button("+", "Closer", () => this.view.closer(2, 0.5)),
+      button("−", "Less close", () => this.view.closer(1 / 2, this.middle)),
+      button("+", "Closer", () => this.view.closer(2, this.middle)),
       button("1:1", "The whole", () => this.view.show(0, 1)),
     ];
     this.figure.prepend(element("div", { class: "tools" }, ...this.buttons));
@@ -166,6 +166,13 @@ class Chart {
   placeOf(event) {
     const box = this.window.getBoundingClientRect();
     return (event.clientX - box.left) / box.width;
+  }
+
+  /** Where the window stays as it is when keys and buttons look closer: in rows of bars where the bars begin. */
+  get middle() {
+    if (!this.root.classList.contains("rows")) return 0.5;
+    const { low, high, hasNumbers } = this.ticks[0];
+    return limited(this.view.inWindow(hasNumbers ? -low / (high - low) : 0), 0, 1);
   }
 
   listen() {
@@ -235,8 +242,8 @@ class Chart {
     const step = { ArrowRight: 1, ArrowLeft: -1, ArrowDown: 1, ArrowUp: -1 }[event.key];
     if (step && event.shiftKey) view.move(step / 4);
     else if (step) this.walk(step, event.key === "ArrowUp" || event.key === "ArrowDown");
-    else if (event.key === "+" || event.key === "=") view.closer(2, 0.5);
-    else if (event.key === "-" || event.key === "_") view.closer(1 / 2, 0.5);
+    else if (event.key === "+" || event.key === "=") view.closer(2, this.middle);
+    else if (event.key === "-" || event.key === "_") view.closer(1 / 2, this.middle);
     else if (event.key === "0") view.show(0, 1);
     else if (event.key === "Home" || event.key === "End") this.leap(event.key === "End");
     else if (event.key === "Escape") {

@@ -252,6 +252,33 @@ def test_from_close_by_every_task_is_a_bar_of_its_own(page: Browser, example: La
     assert len(bars) > 100
 
 
+def test_bars_of_a_closer_look_are_those_of_the_page(page: Browser, example: LaidOut) -> None:
+    """What the script draws, tasks of neighbouring iterations included, lies where the page has it without a script."""
+    record, ends_s = example.predicted, {Lane.H2D: 0.0}
+    shifts_s = {Lane.COMPUTE: 0.0}
+    for lane in (Lane.H2D, Lane.D2H, Lane.CPU_OPTIM):
+        longest = max((t for t in record.tasks if t.lane is lane), key=lambda t: t.duration_s)
+        shifts_s[lane] = ends_s.get(lane, record.iteration_s) - (longest.start_s + longest.end_s) / 2
+    tasks = tuple(
+        t.model_copy(update={"start_s": t.start_s + shifts_s[t.lane], "end_s": t.end_s + shifts_s[t.lane]})
+        for t in record.tasks
+    )
+    page.open(html_report(title="t", predicted=record.model_copy(update={"tasks": tasks})))
+    read = (
+        f"[...document.querySelectorAll('{PREDICTED} .bar')].map((one) => [one.dataset.tasks,"
+        " parseFloat(one.getAttribute('x')), parseFloat(one.getAttribute('width')), one.getAttribute('class'),"
+        " one.nextElementSibling?.localName === 'text' ? one.nextElementSibling.textContent : ''])"
+    )
+    by_python = page.run(read)
+    page.run("views.get('time').show(0, 1.0001)")
+    by_script = page.run(read)
+    assert len({tuple(bar[:2]) for bar in by_python}) > len(example.schedule.tasks), "some tasks lie at both ends"
+    for one, other in zip(sorted(by_python), sorted(by_script), strict=True):
+        assert one[0] == other[0]
+        assert other[1:3] == pytest.approx(one[1:3], abs=0.2)
+        assert other[3:] == one[3:]
+
+
 def test_fingers_look_closer_and_move(page: Browser, html: str) -> None:
     page.open(html, width=420, touch=True)
     place = box(page, PREDICTED)
