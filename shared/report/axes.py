@@ -51,6 +51,7 @@ class Tick:
 
 
 ONE: Final = Unit(1.0, "")
+_MOST_NARROW_LABELS: Final = 5
 
 
 def ticks(low: float, high: float, unit: Unit, *, at_most: int) -> tuple[Tick, ...]:
@@ -124,9 +125,11 @@ def x_axis(
     """
     drawn = []
     shown = marks or ticks(scale.low, scale.high, unit, at_most=at_most)
-    for tick in shown:
+    for place, tick in enumerate(shown, start=1):
         x, label = share(scale(tick.value)), f"{tick.label} {unit.name}".rstrip() if tick is shown[-1] else tick.label
-        drawn += [line(x, top, x, bottom, "grid"), text(x, bottom + 12, label, anchor="middle")]
+        # Where there are many, a narrow page has every other label, the last one among them.
+        class_ = "roomy" if len(shown) > _MOST_NARROW_LABELS and (len(shown) - place) % 2 else None
+        drawn += [line(x, top, x, bottom, "grid"), text(x, bottom + 12, label, anchor="middle", class_=class_)]
     # The script needs the axis itself to find round numbers within a part of it; it moves ticks that are given.
     numbers = {} if marks else {"data_low": repr(scale.low / unit.worth), "data_high": repr(scale.high / unit.worth)}
     numbers["data_worth"] = repr(unit.worth)

@@ -79,8 +79,9 @@ class Ticks {
       this.group.replaceChildren(...this.asDrawn);
       return;
     }
-    const marks = this.hasNumbers ? this.roundNumbers(view) : this.given();
-    const [line, text] = ["line", "text"].map((name) => this.asDrawn.find((one) => one.localName === name));
+    const width = this.group.ownerSVGElement.getBoundingClientRect().width;
+    const marks = this.hasNumbers ? this.roundNumbers(view, Math.min(this.most, width / 55)) : this.given();
+    const [line, text] = ["line", "text"].map((name) => this.asDrawn.findLast((one) => one.localName === name));
     const drawn = [];
     for (const [place, words] of marks) {
       const x = view.inWindow(place);
@@ -100,10 +101,10 @@ class Ticks {
   }
 
   /** Multiples of 1, 2 or 5 times a power of ten, as many as fit; the last one names the unit. */
-  roundNumbers(view) {
+  roundNumbers(view, most) {
     const span = this.high - this.low;
     const [from, to] = [this.low + view.at * span, this.low + (view.at + 1 / view.zoom) * span];
-    const least = (to - from) / Math.max(1, this.most - 1);
+    const least = (to - from) / Math.max(1, most - 1);
     const power = 10 ** Math.floor(Math.log10(least));
     const step = [1, 2, 5, 10].map((factor) => factor * power).find((one) => one >= least * (1 - 1e-9));
     const decimals = Math.max(0, -Math.floor(Math.log10(step) + 1e-9));

@@ -116,6 +116,15 @@ def test_nothing_lies_beyond_the_page_and_times_lie_below_each_other(page: Brows
     )
     assert len(sides) == 4
     assert len(set(sides)) == 1
+    for _ in range(2):
+        overlaps = page.run(
+            "[...document.querySelectorAll('.ticks')].flatMap((group) => {"
+            " const boxes = [...group.querySelectorAll('text')].map((one) => one.getBoundingClientRect());"
+            " const shown = boxes.filter((one) => one.width);"
+            " return shown.filter((one, place) => place && one.left < shown[place - 1].right + 2).map((one) => one.left); })"
+        )
+        assert overlaps == [], "labels of an axis have room, from close by too"
+        page.run("views.forEach((view) => view.show(0.21, 7))")
     sizes = page.run(
         "[...document.querySelectorAll('main text')].map((one) => parseFloat(getComputedStyle(one).fontSize))"
     )
