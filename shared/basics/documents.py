@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from .disk_space import why_unwritable
 from .errors import FileError
+from .shown import Shown
 
 _LARGEST_BYTES: Final = 2**30
 """No file of ours comes near it; one of weights, named by mistake, must not fill the memory."""
@@ -26,7 +27,7 @@ Name = Annotated[str, Field(max_length=255)]
 """What a machine, a part of it or a model is called, in tables and messages."""
 
 
-class FrozenModel(BaseModel):
+class FrozenModel(Shown, BaseModel):
     """Data that never changes and knows all of its fields."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, ser_json_inf_nan="constants")

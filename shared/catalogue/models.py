@@ -60,6 +60,7 @@ class ModelList(Document):
     """All models of the catalogue, by name."""
 
     KIND: ClassVar[str] = "model_list"
+    TABLES: ClassVar[str] = "tables.workloads:models_table"
 
     models: tuple[ListedModel, ...]
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -288,6 +289,25 @@ def cache_folder() -> Path:
     return root / "protwin" / "workloads"
 
 
+_WARNINGS: Final = ContextVar[tuple[str, ...]]("_WARNINGS", default=())
+
+
 def warn(message: str) -> None:
-    """Print a warning on standard error; the command goes on."""
+    """Print a warning on standard error; the command goes on, and a report that it writes says it too."""
+    _WARNINGS.set((*_WARNINGS.get(), message))
     sys.stderr.write(f"warning: {shortened(message)}\n")
+
+
+def warnings_so_far() -> tuple[str, ...]:
+    """What the running command has warned of, in order, each once."""
+    return tuple(dict.fromkeys(_WARNINGS.get()))
+
+
+@contextmanager
+def warnings_apart() -> Iterator[None]:
+    """While a command runs: it knows of its own warnings alone."""
+    before = _WARNINGS.set(())
+    try:
+        yield
+    finally:
+        _WARNINGS.reset(before)

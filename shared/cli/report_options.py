@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,7 +11,7 @@ import typer
 
 from ..basics.documents import write_atomically
 from ..basics.errors import FileError
-from .options import writable
+from .options import warnings_so_far, writable
 
 if TYPE_CHECKING:
     from ..report.page import Report
@@ -32,6 +33,11 @@ ReportPath = Annotated[
 
 
 def write_report(path: Path | None, make: Callable[[], Report]) -> None:
-    """Write the report that ``make`` gives; makes none if there is no ``path``.  Raises FileError."""
+    """Write the report that ``make`` gives, with what the command warned of; makes none if there is no ``path``.
+
+    Raises FileError.
+    """
     if path is not None:
-        write_atomically(path, make().html)
+        made = make()
+        warnings = tuple(dict.fromkeys((*made.warnings, *warnings_so_far())))
+        write_atomically(path, replace(made, warnings=warnings).html)

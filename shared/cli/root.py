@@ -24,6 +24,7 @@ from ..basics.gc_pause import gc_paused
 from ..basics.plain_text import plain
 from .blas import one_blas_thread
 from .exits import discard_output, report_interruption, report_mistake
+from .options import warnings_apart
 from .streams import say
 
 COMMANDS: Final[dict[str, str]] = {
@@ -137,7 +138,8 @@ class _RootGroup(TyperGroup):
 
     def invoke(self, ctx: typer.Context) -> Any:  # type: ignore[override]
         try:
-            result = super().invoke(ctx)
+            with warnings_apart():
+                result = super().invoke(ctx)
             sys.stdout.flush()
             return result
         except ProtwinError as error:

@@ -82,6 +82,7 @@ class Comparison(Document):
     """Two records of one plan."""
 
     KIND: ClassVar[str] = "comparison"
+    TABLES: ClassVar[str] = "tables.comparison:comparison_tables"
 
     plan_id: str
     model_name: str

@@ -8,9 +8,9 @@ from typing import Final
 from ..basics.units import format_number, format_seconds
 from ..schema.advice import Advice, MachineAdvice
 from ..tables.advice import machine_table, meaning_sentence, reason_table
-from .axes import LEFT_PX, ONE, RIGHT_PX, BarRow, Scale, bar_rows, time_unit, x_axis, y_axis
+from .axes import ONE, BarRow, Scale, Segment, across, bar_rows, time_unit, x_axis, y_axis
 from .page import Card, PageTable, Report, Section, quiet
-from .svg import Figure, area_mark, circle, joined, shortened, spread, text
+from .svg import PLOT_PX, Figure, area_mark, circle, joined, share, shortened, spread, text, zoomable
 
 _LONGEST_NAME: Final = 34
 _TOP: Final = 24.0
@@ -40,32 +40,32 @@ def advice_report(advice: Advice) -> Report:
 def _cards(advice: Advice, ranked: Sequence[MachineAdvice]) -> tuple[Card, ...]:
     cards = []
     if ranked:
-        cards.append(Card("fastest", ranked[0].name, (f"{format_seconds(_seconds(ranked[0]))} a step",)))
+        cards.append(Card("Fastest", ranked[0].name, (f"{format_seconds(_seconds(ranked[0]))} a step",)))
     if advice.by_cost:
         cheapest = advice.by_cost[0]
-        cards.append(Card("cheapest token", cheapest.name, (f"{_dollars(cheapest)} a million tokens",)))
-    cards.append(Card("machines with a plan", f"{len(_names(ranked))} of {len(_names(advice.machines))}"))
+        cards.append(Card("Cheapest token", cheapest.name, (f"{_dollars(cheapest)} a million tokens",)))
+    cards.append(Card("Machines with a plan", f"{len(_names(ranked))} of {len(_names(advice.machines))}"))
     return tuple(cards)
 
 
 def ranking_chart(ranked: Sequence[MachineAdvice]) -> Figure:
     """One bar per machine, as long as its best plan's iteration, fastest first."""
-    across = Scale(0.0, max(map(_seconds, ranked)), 250.0, 860.0)
+    rightwards = across(0.0, max(map(_seconds, ranked)))
     rows = [
         BarRow(
             name=shortened(one.name, _LONGEST_NAME),
             words=_words(one),
             title=f"{one.name}: {_words(one)}",
-            bars=((0.0, _seconds(one), "blue" if one.is_certified else "rest"),),
+            bars=(Segment(0.0, _seconds(one), "blue" if one.is_certified else "rest"),),
         )
         for one in ranked
     ]
-    drawing, height = bar_rows(rows, across, time_unit(across.high), title="iteration")
+    drawing = bar_rows(rows, rightwards, time_unit(rightwards.high), title="iteration")
     told = "; ".join(f"{one.name} {format_seconds(_seconds(one))}" for one in ranked)
     uncertain = any(not one.is_certified for one in ranked)
     return Figure(
         name="ranking",
-        height=height,
+        is_rows=True,
         drawing=drawing,
         label=f"Seconds of the best plan's iteration on each machine: {told}",
         caption=("The best plan's iteration", " on each machine; shorter is better"),
@@ -83,27 +83,29 @@ def cost_chart(priced: Sequence[MachineAdvice]) -> Figure | None:
     """
     if len(priced) < 2:
         return None
-    across = Scale(0.0, 1.05 * max(map(_seconds, priced)), LEFT_PX, RIGHT_PX)
+    rightwards = across(0.0, 1.05 * max(map(_seconds, priced)))
     upwards = Scale(0.0, 1.08 * max(map(_cost, priced)), _BOTTOM, _TOP)
     best = cost_front(priced)
-    drawn = [
-        x_axis(across, time_unit(across.high), top=_TOP, bottom=_BOTTOM, title="iteration"),
+    axes = [
+        x_axis(rightwards, time_unit(rightwards.high), top=_TOP, bottom=_BOTTOM, title="iteration"),
         y_axis(upwards, ONE, title="$ a million tokens"),
     ]
+    drawn = []
     for one in priced:
         title = f"{one.name}: {_words(one)}, {_dollars(one)} a million tokens"
         class_ = "dot" if one in best else "ring stroke-blue"
-        drawn.append(circle(across(_seconds(one)), upwards(_cost(one)), 5.0, class_, title=title))
+        drawn.append(circle(share(rightwards(_seconds(one))), upwards(_cost(one)), 5.0, class_, title=title))
     names_y = spread([upwards(_cost(one)) - 8 for one in best], gap=15.0)
     for one, y in zip(best, names_y, strict=True):
-        x = across(_seconds(one))
-        place, anchor = (x - 10, "end") if x > (LEFT_PX + RIGHT_PX) / 2 else (x + 10, "start")
-        drawn.append(text(place, y, shortened(one.name, _LONGEST_NAME), anchor=anchor, class_="strong halo"))
+        x = rightwards(_seconds(one))
+        dx, anchor = (-10.0, "end") if x > PLOT_PX / 2 else (10.0, "start")
+        name = shortened(one.name, _LONGEST_NAME)
+        drawn.append(text(share(x), y, name, anchor=anchor, class_="strong halo", dx=dx))
     told = "; ".join(f"{one.name} {format_seconds(_seconds(one))}, {_dollars(one)}" for one in priced)
     return Figure(
         name="cost",
         height=_BOTTOM + 42,
-        drawing=joined(drawn),
+        drawing=joined([*axes, zoomable(_BOTTOM, *drawn)]),
         label=f"Dollars a million tokens against seconds of an iteration: {told}",
         caption=(
             "What a token costs against how fast it comes",

@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
 
 from markupsafe import Markup
 
 from ..basics.units import format_bytes
 from ..schema.record import MemoryCurve, Record
 from ..schema.schedule import Memory
-from ..tables.labels import CONTENT_NAMES, ORIGIN_NAMES, Alive, alive_at_peak, format_share
-from .axes import LEFT_PX, Scale, bytes_unit, x_axis
+from ..tables.labels import CONTENT_NAMES, ORIGIN_NAMES, alive_at_peak, format_share
+from .axes import BarRow, Segment, across, bar_rows, bytes_unit
 from .memory import CONTENT_COLOURS, Limit
-from .svg import WIDTH, Figure, area_mark, joined, line, tag, text
-
-_BAR_RIGHT: Final = 1096.0
-_BAR_HEIGHT: Final = 36.0
-_BAR_PITCH: Final = 52.0
-_CHARACTER_PX: Final = 7.2
+from .svg import Figure, area_mark, line
 
 
 def alive_chart(records: Sequence[Record], limits: Sequence[Limit]) -> Figure | None:
@@ -27,26 +21,28 @@ def alive_chart(records: Sequence[Record], limits: Sequence[Limit]) -> Figure | 
     if not curves:
         return None
     highest = max(curve.peak_bytes for _, curve in curves)
-    near = [limit for limit in limits if limit.line_class == "limit-line" and limit.size_bytes <= 1.5 * highest]
-    across = Scale(
-        0.0, 1.02 * max(highest, *(limit.size_bytes for limit in near)) if near else highest, LEFT_PX, _BAR_RIGHT
-    )
-    bottom = 20 + len(curves) * _BAR_PITCH
-    drawn = [x_axis(across, bytes_unit(across.high), top=16, bottom=bottom)]
-    for row, (record, curve) in enumerate(curves):
-        top = 24 + row * _BAR_PITCH
-        drawn.append(text(0, top + _BAR_HEIGHT / 2, ORIGIN_NAMES[record.origin], class_="strong"))
-        drawn.append(_stack(alive_at_peak(curve), across, top, curve.peak_bytes))
-    for limit in near:
-        x = across(limit.size_bytes)
-        drawn.append(line(x, 16, x, bottom, limit.line_class))
-        drawn.append(text(x, 6, limit.words, anchor="end" if x > WIDTH - 100 else "middle", class_=limit.text_class))
+    budgets = [one for one in limits if one.line_class == "limit-line" and one.size_bytes <= 1.5 * highest]
+    budget_bytes = max((one.size_bytes for one in budgets), default=None)
+    rightwards = across(0.0, 1.02 * max(highest, budget_bytes) if budget_bytes is not None else highest)
+    rows = [
+        BarRow(
+            name=ORIGIN_NAMES[record.origin],
+            words=format_bytes(curve.peak_bytes),
+            title=f"{ORIGIN_NAMES[record.origin]}, peak {format_bytes(curve.peak_bytes)}",
+            bars=_segments(curve),
+            bound=budget_bytes,
+            is_stressed=True,
+        )
+        for record, curve in curves
+    ]
+    legend = _contents_legend([curve for _, curve in curves])
     return Figure(
         name="alive",
-        height=bottom + 24,
-        drawing=joined(drawn),
-        label="Device memory at the peak by content",
-        legend=_contents_legend([curve for _, curve in curves]),
+        is_rows=True,
+        drawing=bar_rows(rows, rightwards, bytes_unit(rightwards.high), title=""),
+        label="Device memory at the peak by content: " + "; ".join(row.title for row in rows),
+        caption=("What is held at the peak", ""),
+        legend=(*legend, *((line(2, 6, 22, 6, one.line_class), one.words) for one in budgets)),
     )
 
 
@@ -60,28 +56,15 @@ def _contents_legend(curves: Sequence[MemoryCurve]) -> tuple[tuple[Markup, str],
     return tuple(marks)
 
 
-def _stack(rows: Sequence[Alive], across: Scale, top: float, peak_bytes: int) -> Markup:
-    """The segments of one bar, each with its size where there is room."""
+def _segments(curve: MemoryCurve) -> tuple[Segment, ...]:
+    """The parts of one bar, in the order of the legend."""
     order = {name: place for place, name in enumerate(CONTENT_NAMES[content] for content in CONTENT_COLOURS)}
-    drawn, level = [], 0
-    for row in sorted(rows, key=lambda row: order.get(row.name, len(order))):
-        left, right = across(level), across(level + row.size_bytes)
-        level += row.size_bytes
-        colour = CONTENT_COLOURS[row.content] if row.is_itemized else None
-        words = f"{row.name}: {format_bytes(row.size_bytes)}, {format_share(row.size_bytes / peak_bytes)} of the peak"
-        drawn.append(
-            tag(
-                "rect",
-                tag("title", words),
-                x=left,
-                y=top,
-                width=max(0.5, right - left),
-                height=_BAR_HEIGHT,
-                class_=f"segment fill-{colour or 'rest'}",
-            )
-        )
+    segments, level = [], 0
+    for row in sorted(alive_at_peak(curve), key=lambda row: order.get(row.name, len(order))):
         size = format_bytes(row.size_bytes)
-        if colour and len(size) * _CHARACTER_PX + 8 <= right - left:
-            middle = (left + right) / 2
-            drawn.append(text(middle, top + _BAR_HEIGHT / 2, size, anchor="middle", class_=f"mark on-{colour}"))
-    return joined(drawn)
+        colour = CONTENT_COLOURS[row.content] if row.is_itemized else "rest"
+        title = f"{row.name}: {size}, {format_share(row.size_bytes / curve.peak_bytes)} of the peak"
+        label = size if row.is_itemized else ""
+        segments.append(Segment(level, level + row.size_bytes, colour, title, label))
+        level += row.size_bytes
+    return tuple(segments)

@@ -9,11 +9,7 @@ from typing import Final
 
 from markupsafe import Markup
 
-from .svg import joined, line, tag, text
-
-LEFT_PX: Final = 112.0
-RIGHT_PX: Final = 1044.0
-"""Where the horizontal axis begins and ends in figures with a vertical one, and in lane charts."""
+from .svg import PLOT_PX, joined, line, share, tag, text, zoomable
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +51,7 @@ class Tick:
 
 
 ONE: Final = Unit(1.0, "")
+_MOST_NARROW_LABELS: Final = 5
 
 
 def ticks(low: float, high: float, unit: Unit, *, at_most: int) -> tuple[Tick, ...]:
@@ -98,6 +95,11 @@ def bytes_unit(high_bytes: float) -> Unit:
     return Unit(1.0, "B")
 
 
+def across(low: float, high: float) -> Scale:
+    """The scale of a horizontal axis from the left edge of the plot to its right one."""
+    return Scale(low, high, 0.0, PLOT_PX)
+
+
 def x_axis(
     scale: Scale,
     unit: Unit,
@@ -107,6 +109,7 @@ def x_axis(
     at_most: int = 10,
     title: str = "",
     marks: Sequence[Tick] = (),
+    group: str | None = None,
 ) -> Markup:
     """Grid lines and labelled ticks of a horizontal axis; the last label carries the unit.
 
@@ -118,15 +121,20 @@ def x_axis(
         at_most: ticks on the axis.
         title: below the labels.
         marks: the ticks themselves, in place of round numbers.
+        group: of axes that are looked at more closely together.
     """
-    marks = marks or ticks(scale.low, scale.high, unit, at_most=at_most)
     drawn = []
-    for tick in marks:
-        x, label = scale(tick.value), f"{tick.label} {unit.name}".rstrip() if tick is marks[-1] else tick.label
-        drawn += [line(x, top, x, bottom, "grid"), text(x, bottom + 12, label, anchor="middle")]
-    if title:
-        drawn.append(text((scale.low_px + scale.high_px) / 2, bottom + 30, title, anchor="middle"))
-    return joined(drawn)
+    shown = marks or ticks(scale.low, scale.high, unit, at_most=at_most)
+    for place, tick in enumerate(shown, start=1):
+        x, label = share(scale(tick.value)), f"{tick.label} {unit.name}".rstrip() if tick is shown[-1] else tick.label
+        # Where there are many, a narrow page has every other label, the last one among them.
+        class_ = "roomy" if len(shown) > _MOST_NARROW_LABELS and (len(shown) - place) % 2 else None
+        drawn += [line(x, top, x, bottom, "grid"), text(x, bottom + 12, label, anchor="middle", class_=class_)]
+    # The script needs the axis itself to find round numbers within a part of it; it moves ticks that are given.
+    numbers = {} if marks else {"data_low": repr(scale.low / unit.worth), "data_high": repr(scale.high / unit.worth)}
+    numbers["data_worth"] = repr(unit.worth)
+    axis = tag("g", *drawn, class_="ticks", data_group=group, data_unit=unit.name, data_most=at_most, **numbers)
+    return axis + text("50%", bottom + 30, title, anchor="middle") if title else axis
 
 
 def y_axis(scale: Scale, unit: Unit, *, title: str = "") -> Markup:
@@ -134,28 +142,43 @@ def y_axis(scale: Scale, unit: Unit, *, title: str = "") -> Markup:
     drawn = [text(0, scale.high_px - 10, title)] if title else []
     for tick in ticks(scale.low, scale.high, unit, at_most=7):
         y = scale(tick.value)
-        drawn.append(line(LEFT_PX, y, RIGHT_PX, y, "grid"))
-        drawn.append(text(LEFT_PX - 8, y, f"{tick.label} {unit.name}".rstrip(), anchor="end"))
+        drawn.append(line(0, y, "100%", y, "grid"))
+        drawn.append(text(-8, y, f"{tick.label} {unit.name}".rstrip(), anchor="end"))
     return joined(drawn)
 
 
 # -- rows of bars ----------------------------------------------------------------------------------------------------
 
-_TOP_PX: Final = 8.0
-_PITCH_PX: Final = 32.0
+_ROW_PX: Final = 30.0
 _BAR_PX: Final = 18.0
+_CHARACTER_PX: Final = 7.2
+NARROWEST_PX: Final = 250.0
+"""The width of a plot on a telephone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """One part of a bar."""
+
+    low: float
+    high: float
+    colour: str
+    title: str = ""
+    """What the pointer shows, where it is not the row's."""
+    label: str = ""
+    """Stands in it where there is room."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BarRow:
-    """One row: its name, bars one after another, and words where they end."""
+    """One row: its name, bars one after another, and words behind them."""
 
     name: str
     words: str
     title: str
     """What the pointer shows."""
-    bars: tuple[tuple[float, float, str], ...] = ()
-    """From, to and the colour of each; one without extent is not left out."""
+    bars: tuple[Segment, ...] = ()
+    """One without extent is not left out."""
     figure: str = ""
     """Stressed, before the axis."""
     bound: float | None = None
@@ -163,39 +186,51 @@ class BarRow:
     is_stressed: bool = False
 
 
-def bar_rows(
-    rows: Sequence[BarRow], across: Scale, unit: Unit, *, title: str, marks: Sequence[Tick] = ()
-) -> tuple[Markup, float]:
-    """The rows below each other upon their axis, named ``title``; and the height of it all."""
-    bottom = _TOP_PX + len(rows) * _PITCH_PX
-    axis = x_axis(across, unit, top=_TOP_PX - 4, bottom=bottom, at_most=8, title=title, marks=marks)
-    drawn = [_bar_row(row, across, _TOP_PX + (place + 0.5) * _PITCH_PX) for place, row in enumerate(rows)]
-    if across.low < 0.0:
-        drawn.append(line(across(0.0), _TOP_PX - 4, across(0.0), bottom, "axis"))
-    return joined([axis, *drawn]), bottom + 40
+def bar_rows(rows: Sequence[BarRow], scale: Scale, unit: Unit, *, title: str, marks: Sequence[Tick] = ()) -> Markup:
+    """The rows below each other, and their axis, named ``title``: cells of a grid, which a narrow page lays anew."""
+    drawn: list[Markup] = []
+    for row in rows:
+        stress = "strong" if row.is_stressed else None
+        drawn.append(tag("span", row.name, class_=f"name {stress or ''}".rstrip()))
+        drawn.append(tag("span", row.figure, class_="figure-cell strong"))
+        drawn.append(tag("span", row.words, class_="words"))
+        drawn.append(tag("svg", _bar_row(row, scale), class_="row", height=_ROW_PX, aria_hidden="true"))
+    axis = x_axis(scale, unit, top=0.0, bottom=6.0, at_most=8, title=title, marks=marks)
+    drawn.append(tag("svg", axis, class_="row", height=44.0 if title else 26.0, aria_hidden="true"))
+    return joined(drawn)
 
 
-def _bar_row(row: BarRow, across: Scale, middle: float) -> Markup:
-    parts = [tag("title", row.title), text(0, middle, row.name, class_="strong" if row.is_stressed else None)]
-    if row.figure:
-        parts.append(text(across.low_px - 10, middle, row.figure, anchor="end", class_="strong"))
-    end = across(0.0)
-    for low, high, colour in row.bars:
-        left, right = sorted((across(low), across(high)))
-        end = max(end, right)
-        parts.append(
-            tag(
-                "rect",
-                x=left,
-                y=middle - _BAR_PX / 2,
-                width=max(1.0, right - left),
-                height=_BAR_PX,
-                class_=f"fill-{colour}",
-            )
-        )
+def _bar_row(row: BarRow, scale: Scale) -> Markup:
+    top = (_ROW_PX - _BAR_PX) / 2
+    parts = [tag("title", row.title), tag("rect", x=0.0, y=top, width="100%", height=_BAR_PX, class_="track")]
+    for bar in row.bars:
+        parts += _segment(bar, scale, top)
+    if scale.low < 0.0:
+        parts.append(line(share(scale(0.0)), 0, share(scale(0.0)), _ROW_PX, "axis"))
     if row.bound is not None:
-        x = across(row.bound)
-        end = max(end, x)
-        parts.append(line(x, middle - _BAR_PX / 2 - 4, x, middle + _BAR_PX / 2 + 4, "limit-line"))
-    parts.append(text(end + 8, middle, row.words, class_="halo"))
-    return tag("g", *parts)
+        x = share(scale(row.bound))
+        parts.append(line(x, 1, x, _ROW_PX - 1, "limit-line"))
+    return zoomable(_ROW_PX, tag("g", *parts))
+
+
+def _segment(bar: Segment, scale: Scale, top: float) -> list[Markup]:
+    left, right = sorted((scale(bar.low), scale(bar.high)))
+    width = max(1.0, right - left)
+    title = [tag("title", bar.title)] if bar.title else []
+    class_ = f"fill-{bar.colour}" + (" segment" if bar.title else "")
+    drawn = [tag("rect", *title, x=share(left), y=top, width=share(width), height=_BAR_PX, class_=class_)]
+    if room := room_class(bar.label, width, _CHARACTER_PX):
+        middle = share(left + width / 2)
+        drawn.append(text(middle, top + _BAR_PX / 2, bar.label, anchor="middle", class_=f"{room} on-{bar.colour}"))
+    return drawn
+
+
+def room_class(label: str, width_px: float, character_px: float) -> str:
+    """The class of a label in an area of this width: shown on wide pages alone where a narrow one has no room for it.
+
+    Empty where no page has.
+    """
+    need_px = len(label) * character_px + 3
+    if not label or need_px > width_px:
+        return ""
+    return "mark" if need_px <= width_px * NARROWEST_PX / PLOT_PX else "mark wide"

@@ -9,8 +9,8 @@ from typing import Final
 
 from markupsafe import Markup
 
-from .axes import LEFT_PX, ONE, RIGHT_PX, Scale, x_axis, y_axis
-from .svg import Figure, circle, joined, line, tag
+from .axes import ONE, Scale, across, x_axis, y_axis
+from .svg import Figure, circle, joined, line, share, stretched, tag, zoomable
 from .svg import value_text as px
 
 _TOP: Final = 20.0
@@ -26,27 +26,27 @@ def losses_chart(losses: Mapping[str, Sequence[float]]) -> Figure | None:
         return None
     low, high = min(finite), max(finite)
     margin = 0.05 * (high - low) or 0.05 * abs(high) or 1.0
-    across = Scale(0.0, max(1, max(len(run) for run in losses.values()) - 1), LEFT_PX, RIGHT_PX)
+    rightwards = across(0.0, max(1, max(len(run) for run in losses.values()) - 1))
     upwards = Scale(low - margin, high + margin, _BOTTOM, _TOP)
-    num_steps = int(across.high)
-    drawn = [
-        x_axis(across, ONE, top=_TOP, bottom=_BOTTOM, at_most=min(13, num_steps + 1), title="step"),
+    num_steps = int(rightwards.high)
+    axes = [
+        x_axis(rightwards, ONE, top=_TOP, bottom=_BOTTOM, at_most=min(13, num_steps + 1), title="step"),
         y_axis(upwards, ONE, title="loss"),
     ]
-    marks = []
+    drawn, marks = [], []
     for index, (name, run) in enumerate(losses.items()):
         colour = _COLOURS[index % len(_COLOURS)]
         line_class = f"line stroke-{colour}" + (" broad" if index == 0 and len(losses) > 1 else "")
-        drawn.append(tag("path", d=_path(run, across, upwards), class_=line_class))
+        drawn.append(stretched(_BOTTOM, tag("path", d=_path(run, rightwards, upwards), class_=line_class)))
         mark = line(0, 6, 24, 6, line_class)
         if index > 0 or len(losses) == 1:
-            drawn.append(_rings(run, across, upwards, colour))
+            drawn.append(_rings(run, rightwards, upwards, colour))
             mark += circle(12, 6, 3.5, f"ring stroke-{colour}")
         marks.append((mark, name))
     return Figure(
         name="losses",
         height=_BOTTOM + 36,
-        drawing=joined(drawn),
+        drawing=joined([*axes, zoomable(_BOTTOM, *drawn)]),
         label="Loss by step: " + ", ".join(losses),
         caption=_caption(losses),
         legend=tuple(marks),
@@ -86,20 +86,20 @@ def _same(left: float, right: float) -> bool:
     return left == right or (math.isnan(left) and math.isnan(right))
 
 
-def _path(run: Sequence[float], across: Scale, upwards: Scale) -> str:
+def _path(run: Sequence[float], rightwards: Scale, upwards: Scale) -> str:
     """A line through the finite losses, broken where there is none."""
     path, is_drawing = [], False
     for step, loss in enumerate(run):
         if math.isfinite(loss):
-            path.append(f"{'L' if is_drawing else 'M'}{px(across(step))} {px(upwards(loss))}")
+            path.append(f"{'L' if is_drawing else 'M'}{px(rightwards(step))} {px(upwards(loss))}")
         is_drawing = math.isfinite(loss)
     return "".join(path)
 
 
-def _rings(run: Sequence[float], across: Scale, upwards: Scale, colour: str) -> Markup:
+def _rings(run: Sequence[float], rightwards: Scale, upwards: Scale, colour: str) -> Markup:
     every = max(1, math.ceil(len(run) / _MOST_MARKERS))
     return joined(
-        circle(across(step), upwards(loss), 3.5, f"ring stroke-{colour}", title=f"step {step}: {loss:.6g}")
+        circle(share(rightwards(step)), upwards(loss), 3.5, f"ring stroke-{colour}", title=f"step {step}: {loss:.6g}")
         for step, loss in enumerate(run)
         if step % every == 0 and math.isfinite(loss)
     )

@@ -15,8 +15,8 @@ from ..schema.memory_accounts import DeviceReserved
 from ..schema.record import MemoryCurve, Record
 from ..schema.schedule import Content, Memory
 from ..tables.labels import CONTENT_NAMES, ORIGIN_NAMES
-from .axes import LEFT_PX, RIGHT_PX, Scale, bytes_unit, time_unit, x_axis, y_axis
-from .svg import Figure, area_mark, circle, joined, line, spread, tag, text
+from .axes import Scale, across, bytes_unit, time_unit, x_axis, y_axis
+from .svg import PLOT_PX, Figure, area_mark, circle, joined, line, share, spread, stretched, tag, text, zoomable
 from .svg import value_text as px
 
 CONTENT_COLOURS: Final[dict[Content | None, str]] = {
@@ -38,6 +38,8 @@ CURVE_COLOURS: Final = ("blue", "orange")
 
 _TOP: Final = 16.0
 _BOTTOM: Final = 316.0
+_FINENESS: Final = 2
+"""Columns per pixel: a closer look needs more than the page shows at first."""
 _FAR_FACTOR: Final = 3.0
 """A limit this many times above the peaks is named at the upper edge instead of flattening the curves."""
 
@@ -75,47 +77,43 @@ def memory_chart(
     if not curves:
         return None
     highest = max(max(curve.peak_bytes, *curve.levels_bytes) for _, curve in curves)
-    across, upwards = _scales(time_range_s, highest, limits)
-    drawn = _axes(across, upwards)
-    for index, (record, curve) in enumerate(curves):
-        drawn.append(_curve(record, curve, across, upwards, index))
-    drawn.append(_limit_lines(limits, upwards))
+    rightwards, upwards = _scales(time_range_s, highest, limits)
+    drawn = [_curve(record, curve, rightwards, upwards, index) for index, (record, curve) in enumerate(curves)]
     marks = [(_curve_mark(_line_class(i)), _curve_words(record, curve)) for i, (record, curve) in enumerate(curves)]
     return Figure(
         name="memory",
         height=_BOTTOM + 24,
-        drawing=joined(drawn),
+        drawing=_laid_over(drawn, rightwards, upwards, limits),
+        caption=("How much is held", " over one iteration"),
         label="Device memory over one iteration: " + "; ".join(words for _, words in marks),
         legend=tuple(marks),
+        class_="levels",
     )
 
 
 def stack_chart(stack: Stack, time_range_s: tuple[float, float], limits: Sequence[Limit]) -> Figure:
     """Predicted device memory over time, stacked by what it holds; where a pixel has several levels, its highest."""
-    across, upwards = _scales(time_range_s, int(stack.total_bytes.max()), limits)
-    columns = _highest_per_pixel(stack, across)
-    drawn = _axes(across, upwards)
+    rightwards, upwards = _scales(time_range_s, int(stack.total_bytes.max()), limits)
+    columns = _highest_per_pixel(stack, rightwards)
     contents = [content for content in CONTENT_COLOURS if content in stack.levels_bytes]
     base = [0] * len(columns)
     ends_s = [float(stack.begins_s[step]) for step in columns[1:]] + [stack.end_s]
-    xs = [px(across(float(stack.begins_s[step]))) for step in columns]
-    x_ends = [px(across(end_s)) for end_s in ends_s]
+    xs = [px(rightwards(float(stack.begins_s[step]))) for step in columns]
+    x_ends = [px(rightwards(end_s)) for end_s in ends_s]
+    drawn = []
     for content in contents:
         levels = stack.levels_bytes[content]
         top = [below + int(levels[step]) for below, step in zip(base, columns, strict=True)]
-        peak = format_bytes(int(levels.max()))
         area = _area(xs, x_ends, [px(upwards(level)) for level in base], [px(upwards(level)) for level in top])
-        words = f"{CONTENT_NAMES[content]}, at most {peak}"
-        drawn.append(tag("path", tag("title", words), d=area, class_=f"layer fill-{CONTENT_COLOURS[content]}"))
+        drawn.append(_layer(CONTENT_NAMES[content], int(levels.max()), area, CONTENT_COLOURS[content]))
         base = top
-    drawn.append(_limit_lines(limits, upwards))
     return Figure(
         name="memory-contents",
         height=_BOTTOM + 24,
-        drawing=joined(drawn),
+        drawing=_laid_over(drawn, rightwards, upwards, limits),
         label="Predicted device memory over one iteration by content: "
         + ", ".join(CONTENT_NAMES[content] for content in contents),
-        caption=("What it holds", ", predicted, with the most of each at any time"),
+        caption=("What is held", ", predicted, with the most of each at any time"),
         legend=tuple(
             (
                 area_mark(CONTENT_COLOURS[content]),
@@ -123,6 +121,28 @@ def stack_chart(stack: Stack, time_range_s: tuple[float, float], limits: Sequenc
             )
             for content in reversed(contents)
         ),
+        class_="levels",
+    )
+
+
+def _layer(name: str, most_bytes: int, area: str, colour: str) -> Markup:
+    """One content: an area that is cut out of a texture, which stays as fine as it is when the area is stretched."""
+    cut_id = f"cut-{colour}"
+    scale = f"scale({1 / PLOT_PX:.9f} {1 / _BOTTOM:.9f})"
+    path = tag("path", d=area, transform=scale, data_name=name)
+    return joined(
+        [
+            tag("clipPath", path, id=cut_id, clipPathUnits="objectBoundingBox"),
+            tag(
+                "rect",
+                tag("title", f"{name}, at most {format_bytes(most_bytes)}"),
+                width="100%",
+                height=_BOTTOM,
+                class_=f"fill-{colour}",
+                clip_path=f"url(#{cut_id})",
+            ),
+            stretched(_BOTTOM, tag("path", d=area, class_="layer")),
+        ]
     )
 
 
@@ -130,20 +150,33 @@ def _scales(time_range_s: tuple[float, float], highest_bytes: int, limits: Seque
     """Both axes; the vertical one has the limits that are not far above the curves."""
     near_bytes = [limit.size_bytes for limit in limits if limit.size_bytes <= _FAR_FACTOR * highest_bytes]
     upwards = Scale(0.0, 1.06 * max(highest_bytes, 1, *near_bytes), _BOTTOM, _TOP)
-    return Scale(*time_range_s, LEFT_PX, RIGHT_PX), upwards
+    return across(*time_range_s), upwards
 
 
-def _axes(across: Scale, upwards: Scale) -> list[Markup]:
-    times = x_axis(across, time_unit(across.high - across.low), top=_TOP, bottom=_BOTTOM, at_most=12)
-    return [times, y_axis(upwards, bytes_unit(upwards.high))]
+def _laid_over(drawn: Sequence[Markup], rightwards: Scale, upwards: Scale, limits: Sequence[Limit]) -> Markup:
+    """The axes, what is drawn over time, and the limits."""
+    unit = bytes_unit(upwards.high)
+    times = x_axis(rightwards, time_unit(rightwards.high), top=_TOP, bottom=_BOTTOM, at_most=12, group="time")
+    levels = tag("g", y_axis(upwards, unit), class_="heights", **_heights(upwards, unit.worth, unit.name))
+    return joined([times, levels, zoomable(_BOTTOM, *drawn), _limit_lines(limits, upwards)])
 
 
-def _highest_per_pixel(stack: Stack, across: Scale) -> list[int]:
-    """Per pixel column the step with the highest total, of those that begin within it; ascending."""
+def _heights(upwards: Scale, worth: float, unit: str) -> dict[str, str | float]:
+    """The vertical axis, for the script that reads levels off a curve."""
+    return {
+        "data_unit": unit,
+        "data_high": repr(upwards.high / worth),
+        "data_top": upwards.high_px,
+        "data_bottom": upwards.low_px,
+    }
+
+
+def _highest_per_pixel(stack: Stack, rightwards: Scale) -> list[int]:
+    """Per column of a share of a pixel the step with the highest total, of those that begin within it; ascending."""
     total = stack.total_bytes
     columns: dict[int, int] = {}
     for step, begin_s in enumerate(stack.begins_s.tolist()):
-        column = int(across(begin_s))
+        column = int(_FINENESS * rightwards(begin_s))
         best = columns.setdefault(column, step)
         if total[step] > total[best]:
             columns[column] = step
@@ -181,24 +214,30 @@ def _ring_class(line_class: str) -> str:
     return line_class.replace("line", "ring").replace(" dashed", "")
 
 
-def _curve(record: Record, curve: MemoryCurve, across: Scale, upwards: Scale, index: int) -> Markup:
+def _curve(record: Record, curve: MemoryCurve, rightwards: Scale, upwards: Scale, index: int) -> Markup:
     """The steps of one curve up to the end of the iteration, and a ring at its peak; the first has a wash below it."""
     times_s = paced_times_s(record, curve)
-    points = thinned(times_s, curve.levels_bytes, across.per_px)
-    end_s = max(record.iteration_s, points[-1][0])
-    path = f"M{px(across(points[0][0]))} {px(upwards(points[0][1]))}"
-    path += "".join(f"H{px(across(at_s))}V{px(upwards(level))}" for at_s, level in points[1:])
-    path += f"H{px(across(end_s))}"
+    points = thinned(times_s, curve.levels_bytes, rightwards.per_px / _FINENESS)
+    points = _from_zero([(at_s, level) for at_s, level in points if at_s <= rightwards.high] or points[:1])
+    end_s = min(max(record.iteration_s, points[-1][0]), rightwards.high)
+    path = f"M{px(rightwards(points[0][0]))} {px(upwards(points[0][1]))}"
+    path += "".join(f"H{px(rightwards(at_s))}V{px(upwards(level))}" for at_s, level in points[1:])
+    path += f"H{px(rightwards(end_s))}"
     drawn = []
     if index == 0:
-        base = upwards(0)
-        area = f"{path}V{px(base)}H{px(across(points[0][0]))}Z"
+        area = f"{path}V{px(upwards(0))}H{px(rightwards(points[0][0]))}Z"
         drawn.append(tag("path", d=area, class_="wash"))
-    drawn.append(tag("path", d=path, class_=_line_class(index)))
+    drawn.append(tag("path", d=path, class_=_line_class(index), data_name=ORIGIN_NAMES[record.origin]))
     peak_s = times_s[curve.levels_bytes.index(max(curve.levels_bytes))]
     ring = _ring_class(_line_class(index))
-    drawn.append(circle(across(peak_s), upwards(curve.peak_bytes), 4.5, ring, title=_curve_words(record, curve)))
-    return joined(drawn)
+    x, y = share(rightwards(peak_s)), upwards(curve.peak_bytes)
+    return stretched(_BOTTOM, *drawn) + circle(x, y, 4.5, ring, title=_curve_words(record, curve))
+
+
+def _from_zero(points: Sequence[tuple[float, int]]) -> list[tuple[float, int]]:
+    """The points with the level that they have at time 0 in place of what came before; a measurement begins early."""
+    before = [level for at_s, level in points if at_s <= 0]
+    return [(0.0, level) for level in before[-1:]] + [point for point in points if point[0] > 0]
 
 
 def thinned(times_s: Sequence[float], levels: Sequence[int], per_px: float) -> list[tuple[float, int]]:
@@ -226,7 +265,7 @@ def _limit_lines(limits: Sequence[Limit], upwards: Scale) -> Markup:
     for limit, y, label_y in zip(limits, heights, label_ys, strict=True):
         is_far = limit.size_bytes > upwards.high
         if not is_far:
-            lines.append(line(LEFT_PX, y, RIGHT_PX, y, limit.line_class))
+            lines.append(line(0, y, "100%", y, limit.line_class))
         words = f"{limit.words}{' ↑' if is_far else ''}"
-        names.append(text(RIGHT_PX, label_y - 9, words, anchor="end", class_=f"halo {limit.text_class or ''}".strip()))
+        names.append(text("100%", label_y - 9, words, anchor="end", class_=f"halo {limit.text_class or ''}".strip()))
     return joined([*lines, *names])

@@ -1,7 +1,7 @@
 """A report: sections of words, tables and figures, and the one page that they make (``page.html``).
 
-The page needs no network.  Its policy forbids every request, and every script but the one that lets pointed-at tasks
-show what they wait for, which it names by its hash: text that came to stand on the page can never run.
+The page needs no network.  Its policy forbids every request, and every script but the one that brings charts closer and
+says what is pointed at, which it names by its hash: text that came to stand on the page can never run.
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ from typing import Final
 from jinja2 import Environment, FunctionLoader, StrictUndefined, Template
 from markupsafe import Markup, escape
 
-from ..tables.table import Table
+from ..tables.table import Table, heading_words
 from .axes import Scale
-from .svg import STROKES, WIDTH, Figure, joined, line, tag, value_text
+from .svg import STROKES, Figure, joined, line, tag, value_text
 
+_SCRIPTS: Final = ("chart.js", "levels.js", "lanes.js", "page.js")
+"""The parts of the one script, in order: each builds on those before it."""
 _ERROR_WIDTH: Final = 96.0
 _ERROR_FULL_FRAC: Final = 0.25
 """The error that fills half of its little chart; larger ones end there."""
@@ -66,6 +68,8 @@ class Report:
     cards: tuple[Card, ...]
     """The headline figures."""
     sections: tuple[Section, ...]
+    warnings: tuple[str, ...] = ()
+    """They stand below the headline figures."""
 
     @property
     def figures(self) -> tuple[Figure, ...]:
@@ -75,14 +79,13 @@ class Report:
     @property
     def html(self) -> str:
         """The page as text; equal reports give equal bytes."""
-        script = _file("report_hover.js")
+        script = "\n".join(map(_file, _SCRIPTS))
         return _template().render(
             report=self,
             policy=policy(script),
             script=script,
             style=_file("report.css"),
             strokes=STROKES,
-            width=WIDTH,
         )
 
 
@@ -107,7 +110,7 @@ def _template() -> Template:
     environment = Environment(
         loader=FunctionLoader(_file), autoescape=True, undefined=StrictUndefined, keep_trailing_newline=True
     )
-    environment.filters |= {"heading": _heading, "error_bar": _error_bar, "number": value_text}
+    environment.filters |= {"heading": _heading, "plain": heading_words, "error_bar": _error_bar, "number": value_text}
     return environment.get_template("page.html")
 
 

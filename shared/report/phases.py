@@ -11,12 +11,10 @@ from ..schema.schedule import TaskKind
 from ..schema.time_accounts import IterationPhase
 from ..tables.labels import ORIGIN_NAMES, format_share
 from ..tables.time import PhasePart, phase_parts, remedy_sentence
-from .axes import RIGHT_PX, BarRow, Scale, bar_rows, time_unit
+from .axes import BarRow, Segment, across, bar_rows, time_unit
 from .bars import KIND_COLOURS
 from .svg import Figure, area_mark, joined, tag
 
-_LEFT_PX: Final = 160.0
-_BARS_END_PX: Final = RIGHT_PX - 180
 _COMPUTING: Final[dict[IterationPhase, str]] = {
     IterationPhase.FORWARD: KIND_COLOURS[TaskKind.FORWARD],
     IterationPhase.BACKWARD: KIND_COLOURS[TaskKind.BACKWARD],
@@ -36,12 +34,11 @@ def phase_chart(records: Sequence[Record]) -> Figure | None:
             rows.append(_row(record, phase, parts, with_origin=len(told) > 1))
             legend |= {_legend_words(part, phase): _colour(part, phase) for part in parts if part.seconds > 0}
     longest_s = max(record.phase_s(phase) for record in told for phase in IterationPhase)
-    across = Scale(0.0, longest_s, _LEFT_PX, _BARS_END_PX)
-    drawing, height = bar_rows(rows, across, time_unit(across.high), title="")
+    rightwards = across(0.0, longest_s)
     return Figure(
         name="phases",
-        height=height,
-        drawing=drawing,
+        drawing=bar_rows(rows, rightwards, time_unit(rightwards.high), title=""),
+        is_rows=True,
         label="Seconds of each phase: compute at work, and what it waits for",
         legend=tuple((area_mark(colour), words) for words, colour in legend.items()),
         below=joined(tag("p", sentence) for record in told if (sentence := remedy_sentence(record))),
@@ -55,7 +52,7 @@ def _parts(record: Record, phase: IterationPhase) -> list[PhasePart]:
 def _row(record: Record, phase: IterationPhase, parts: Sequence[PhasePart], *, with_origin: bool) -> BarRow:
     bars, end_s = [], 0.0
     for part in parts:
-        bars.append((end_s, end_s + part.seconds, _colour(part, phase)))
+        bars.append(Segment(end_s, end_s + part.seconds, _colour(part, phase)))
         end_s += part.seconds
     total_s = record.phase_s(phase)
     name = f"{phase}, {ORIGIN_NAMES[record.origin]}" if with_origin else str(phase)

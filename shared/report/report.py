@@ -37,7 +37,10 @@ from .search import plain_result, search_sections
 from .svg import Figure, tag
 from .timeline import lane_charts, time_range_s
 
-_ONE_ITERATION: Final = "One iteration of the steady state. What runs past its end overlaps with the next one."
+_ONE_ITERATION: Final = (
+    "One iteration of the steady state, to its end. A task that runs past the end, or begins before the iteration, is "
+    "drawn where the neighbouring iteration's task lies within this one."
+)
 _SWATCHES: Final = {CONTENT_NAMES[content]: colour for content, colour in CONTENT_COLOURS.items()}
 
 
@@ -57,6 +60,8 @@ class Facts:
     """It adds what each task moves and waits for, and what the memory holds over time."""
     search: SearchResult | BatchSearchResult | None = None
     """The search that found the plan."""
+    warnings: tuple[str, ...] = ()
+    """What a reader must know before following the plan."""
 
     @property
     def records(self) -> tuple[Record, ...]:
@@ -107,6 +112,7 @@ def report(title: str, facts: Facts) -> Report:
         subtitle=_subtitle(records),
         cards=_cards(facts),
         sections=tuple(section for section in sections if section.content),
+        warnings=facts.warnings,
     )
 
 

@@ -17,7 +17,7 @@ from ..tables.search import (
     front_table,
     mode_table,
 )
-from .axes import ONE, BarRow, Scale, Tick, Unit, bar_rows, time_unit
+from .axes import ONE, BarRow, Segment, Tick, Unit, across, bar_rows, time_unit
 from .front import front_chart
 from .page import PageTable, Part, Section
 from .svg import Figure, area_mark, line, shortened
@@ -74,21 +74,21 @@ def funnel_steps(certificate: Certificate) -> Iterator[tuple[str, int, int, str]
 def funnel_chart(certificate: Certificate) -> Figure:
     """How many plans every step of the search left over, on a logarithmic axis."""
     steps = list(funnel_steps(certificate))
-    across = Scale(0.0, max(1.0, math.log10(certificate.num_candidates)), 250.0, 864.0)
+    rightwards = across(0.0, max(1.0, math.log10(certificate.num_candidates)))
     rows = []
     for words, left, taken, why in steps:
         rest, before = (math.log10(count) if count > 0 else 0.0 for count in (left, left + taken))
-        bars = [(0.0, rest, "blue")] if left else []
+        bars = [Segment(0.0, rest, "blue")] if left else []
         if taken:
-            bars.append((rest, before, "rest" if why == "left undecided" else "orange"))
+            bars.append(Segment(rest, before, "rest" if why == "left undecided" else "orange"))
         told = f"{taken:,} {why}" if taken else ""
         title = f"{words}: {left:,} left" + (f"; {told}" if told else "")
         rows.append(BarRow(name=words, words=told, title=title, bars=tuple(bars), figure=f"{left:,}"))
-    marks = [Tick(float(power), f"{10**power:,}") for power in range(math.floor(across.high) + 1)]
-    drawing, height = bar_rows(rows, across, ONE, title="plans, logarithmic", marks=marks)
+    marks = [Tick(float(power), f"{10**power:,}") for power in range(math.floor(rightwards.high) + 1)]
+    drawing = bar_rows(rows, rightwards, ONE, title="plans, logarithmic", marks=marks)
     return Figure(
         name="search",
-        height=height,
+        is_rows=True,
         drawing=drawing,
         label="How many plans every step of the search left: " + "; ".join(f"{w} {n:,}" for w, n, _, _ in steps),
         caption=("What was left after every step", ", and what the step took away"),
@@ -111,13 +111,13 @@ def modes_chart(result: SearchResult) -> Figure | None:
     if not result.modes:
         return None
     times_s = [time_s for one in result.modes for time_s in (one.best_iteration_s, one.shortest_possible_s) if time_s]
-    across = Scale(0.0, max(times_s, default=result.prediction.iteration_s), 130.0, 620.0)
+    rightwards = across(0.0, max(times_s, default=result.prediction.iteration_s))
     rows = [_mode_row(one, is_chosen=one.parallel is result.plan.parallel) for one in result.modes]
-    drawing, height = bar_rows(rows, across, time_unit(across.high), title="iteration")
+    drawing = bar_rows(rows, rightwards, time_unit(rightwards.high), title="iteration")
     is_rivalled = any(one.best_iteration_s and one.parallel is not result.plan.parallel for one in result.modes)
     return Figure(
         name="modes",
-        height=height,
+        is_rows=True,
         drawing=drawing,
         label="The best plan's iteration in every parallel mode: " + "; ".join(row.title for row in rows),
         caption=(f"What {result.plan.num_ranks:,} ranks do together", ": the best plan of every mode"),
@@ -135,7 +135,7 @@ def _mode_row(one: ModeChoice, *, is_chosen: bool) -> BarRow:
         name=one.parallel,
         words=words,
         title=f"{one.parallel}: {words}" + (f". {one.reason}" if one.reason else ""),
-        bars=() if best_s is None else ((0.0, best_s, "blue" if is_chosen else "rest"),),
+        bars=() if best_s is None else (Segment(0.0, best_s, "blue" if is_chosen else "rest"),),
         bound=one.shortest_possible_s,
         is_stressed=is_chosen,
     )
@@ -163,20 +163,20 @@ def sensitivity_chart(iteration_s: float, answers: Sequence[WhatIf]) -> Figure |
         return None
     ordered = sorted(answers, key=lambda one: (one.speedup is None, -(one.speedup or 0.0), one.change))
     changes = [_change_frac(one) for one in ordered]
-    across = Scale(min(*changes, -0.01), max(*changes, 0.01), 325.0, 845.0)
+    rightwards = across(min(*changes, -0.01), max(*changes, 0.01))
     rows = [
         BarRow(
             name=shortened(one.change, _LONGEST_CHANGE),
             words=_effect(one),
             title=f"{one.change}: {one.reason or _effect(one)}",
-            bars=() if one.speedup is None else ((0.0, change, "blue" if change <= 0 else "orange"),),
+            bars=() if one.speedup is None else (Segment(0.0, change, "blue" if change <= 0 else "orange"),),
         )
         for one, change in zip(ordered, changes, strict=True)
     ]
-    drawing, height = bar_rows(rows, across, _PERCENT, title="change of the time per token")
+    drawing = bar_rows(rows, rightwards, _PERCENT, title="change of the time per token")
     return Figure(
         name="sensitivity",
-        height=height,
+        is_rows=True,
         drawing=drawing,
         label="What the best iteration would become: " + "; ".join(f"{one.change}: {_effect(one)}" for one in ordered),
         caption=("If one thing were different", f": the best plan's time beside today's {format_seconds(iteration_s)}"),

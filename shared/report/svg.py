@@ -12,8 +12,9 @@ from typing import Final
 
 from markupsafe import Markup, escape
 
-WIDTH: Final = 1120.0
-"""Of every figure."""
+PLOT_PX: Final = 932.0
+"""The width that drawings are made for.  A page draws them as wide as it is: horizontal places are shares of the width
+(``share``), all else is in pixels, so that words never shrink."""
 STROKES: Final[dict[str, str]] = {
     "blue": "",
     "orange": "M-2 2l4-4M0 8l8-8M6 10l4-4",
@@ -40,11 +41,12 @@ class Figure:
 
     name: str
     """Unique in a report."""
-    height: float
     drawing: Markup
-    """What is within the svg element."""
+    """What is within the svg element, or with ``is_rows`` the cells of a grid of four columns."""
     label: str
     """What a screen reader says of it."""
+    height: float = 0.0
+    """In pixels; of rows what they need."""
     caption: tuple[str, str] = ("", "")
     """What stands above it: stressed words, then plain ones."""
     legend: tuple[tuple[Markup, str], ...] = ()
@@ -53,6 +55,10 @@ class Figure:
     class_: str | None = None
     has_legend_on_page: bool = True
     """False where the next figure of the page has the same one."""
+    list_id: str = ""
+    """The list on the page that has all that is drawn, from which a closer look is drawn."""
+    is_rows: bool = False
+    """Whether it is rows of names, bars and words."""
 
 
 def tag(name: str, *content: str, **attributes: str | float | None) -> Markup:
@@ -80,17 +86,44 @@ def joined(parts: Iterable[str]) -> Markup:
     return Markup("").join(parts)
 
 
-def text(x: float, y: float, words: str, *, anchor: str = "start", class_: str | None = None) -> Markup:
-    """Words at a place; ``y`` is their middle."""
-    return tag("text", words, x=x, y=y + 4, text_anchor=anchor if anchor != "start" else None, class_=class_)
+def share(place_px: float) -> str:
+    """A horizontal place or width as a share of the plot's."""
+    return f"{place_px / PLOT_PX * 100:.4f}".rstrip("0").rstrip(".") + "%"
 
 
-def line(x1: float, y1: float, x2: float, y2: float, class_: str) -> Markup:
+def zoomable(height: float, *content: str) -> Markup:
+    """What a reader may look at more closely: the script widens the inner drawing and moves it within the outer."""
+    inner = tag("svg", *content, class_="plot", x="0%", width="100%", height=height, aria_hidden="true")
+    return tag("svg", inner, class_="window", width="100%", height=height, aria_hidden="true")
+
+
+def stretched(height: float, *paths: str) -> Markup:
+    """Paths, which cannot have shares in them: in pixels of ``PLOT_PX``, drawn as wide as the plot is."""
+    return tag(
+        "svg",
+        *paths,
+        class_="stretched",
+        viewBox=f"0 0 {value_text(PLOT_PX)} {value_text(height)}",
+        preserveAspectRatio="none",
+        width="100%",
+        height=height,
+        aria_hidden="true",
+    )
+
+
+def text(
+    x: float | str, y: float, words: str, *, anchor: str = "start", class_: str | None = None, dx: float | None = None
+) -> Markup:
+    """Words at a place, in pixels or as a share, moved by ``dx`` pixels; ``y`` is their middle."""
+    return tag("text", words, x=x, y=y + 4, dx=dx, text_anchor=anchor if anchor != "start" else None, class_=class_)
+
+
+def line(x1: float | str, y1: float, x2: float | str, y2: float, class_: str) -> Markup:
     """A straight line."""
     return tag("line", x1=x1, y1=y1, x2=x2, y2=y2, class_=class_)
 
 
-def circle(x: float, y: float, radius: float, class_: str, *, title: str = "") -> Markup:
+def circle(x: float | str, y: float, radius: float, class_: str, *, title: str = "") -> Markup:
     """A circle; ``title`` is what the pointer shows."""
     return tag("circle", *([tag("title", title)] if title else []), cx=x, cy=y, r=radius, class_=class_)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Final
@@ -12,44 +12,42 @@ from typing import Final
 from markupsafe import Markup
 
 from ..basics.units import format_seconds
-from ..records.chrome_trace import paced_times_s
+from ..records.period import folded
+from ..records.waits import Waits
 from ..schema.record import Record
 from ..schema.schedule import Lane, Schedule, TaskKind
-from ..tables.labels import KIND_NAMES, LANE_NAMES, ORIGIN_NAMES, bottleneck, busy_frac, format_share
-from .axes import LEFT_PX, RIGHT_PX, Scale, time_unit, x_axis
-from .bars import BAR_PX, KIND_COLOURS, LANE_PX, MERGED_BELOW_PX, TOP_PX, Bars
-from .svg import WIDTH, Figure, area_mark, joined, line, tag, text
+from ..tables.labels import KIND_NAMES, LANE_NAMES, ORIGIN_NAMES, bottleneck, busy_frac, format_share, task_name
+from .axes import Scale, across, time_unit, x_axis
+from .bars import BAR_PX, KIND_COLOURS, LANE_PX, TOP_PX, Bars
+from .svg import Figure, area_mark, joined, line, share, tag, text, zoomable
 
 _CLOSER_ABOVE_FRAC: Final = 0.3
 """Share of the tasks that joint bars may stand for before a second chart shows a part of the iteration closer."""
+_CLOSER_BELOW_FRAC: Final = 0.5
+"""Share of the iteration below which such a part is worth a chart of its own."""
 _CLOSER_TASKS: Final = 24
 """Tasks of the compute lane that such a chart shows."""
-_PREVIOUS_MARK: Final = tag("rect", x=5.0, y=0.0, width=14.0, height=12.0, class_="previous")
-_HINT: Final = "Point at a task to see what it waits for and what waits for it; a click holds it, arrow keys walk."
+_NEIGHBOURS_MARK: Final = tag("rect", x=5.0, y=0.0, width=14.0, height=12.0, class_="neighbours fill-rest")
 
 
 def time_range_s(records: Sequence[Record]) -> tuple[float, float]:
-    """From the first start to the last end of all records, whole iterations and memory curves included."""
-    times_s = [0.0]
-    for record in records:
-        times_s += [record.iteration_s]
-        times_s += [at_s for timing in record.tasks for at_s in (timing.start_s, timing.end_s)]
-        times_s += [at_s for curve in record.memory for at_s in paced_times_s(record, curve)]
-    return min(times_s), max(times_s)
+    """From the beginning of an iteration to its end, of the longest one if several are laid over each other."""
+    return 0.0, max(record.iteration_s for record in records)
 
 
 def lane_charts(records: Sequence[Record], schedule: Schedule | None) -> tuple[Figure, ...]:
     """One chart per record on a common time axis, and where it leaves much untold a closer look at a part of it."""
-    low, high = time_range_s(records)
-    scale = Scale(low, high, LEFT_PX, RIGHT_PX)
+    scale = across(*time_range_s(records))
     names = [ORIGIN_NAMES[record.origin] for record in records]
     if len(set(names)) < len(names):
         names = [f"{name}-{place}" for place, name in enumerate(names, start=1)]
     charts = []
     for record, name in zip(records, names, strict=True):
         bars = Bars.of(record, scale, schedule)
-        charts.append(_overview(record, scale, bars, name))
-        if bars.num_merged > _CLOSER_ABOVE_FRAC * len(record.tasks):
+        charts.append(replace(_overview(record, scale, bars, name), below=task_list(record, bars.waits, name)))
+        begin_s, end_s = telling_stretch_s(record)
+        is_near = end_s - begin_s < _CLOSER_BELOW_FRAC * record.iteration_s
+        if is_near and bars.num_merged > _CLOSER_ABOVE_FRAC * len(record.tasks):
             charts.append(_closer(record, schedule, name))
     return (
         *(replace(one, has_legend_on_page=one.legend != following.legend) for one, following in pairwise(charts)),
@@ -70,6 +68,7 @@ def _overview(record: Record, scale: Scale, bars: Bars, name: str) -> Figure:
         name=f"timeline-{name}",
         caption=(_words(name), f"{caption}. {bars.thinning_words}".rstrip()),
         label=f"Timeline, {_words(name)}: {len(record.tasks)} tasks on {len(record.lanes_shown)} lanes",
+        list_name=name,
         is_whole=True,
     )
 
@@ -77,7 +76,7 @@ def _overview(record: Record, scale: Scale, bars: Bars, name: str) -> Figure:
 def _closer(record: Record, schedule: Schedule | None, name: str) -> Figure:
     """A stretch of the iteration in which tasks can be told apart."""
     low, high = telling_stretch_s(record)
-    scale = Scale(low, high, LEFT_PX, RIGHT_PX)
+    scale = across(low, high)
     bars = Bars.of(record, scale, schedule)
     span = f"{format_seconds(low)} to {format_seconds(high)}"
     return _chart(
@@ -85,8 +84,9 @@ def _closer(record: Record, schedule: Schedule | None, name: str) -> Figure:
         scale,
         bars,
         name=f"timeline-{name}-closer",
-        caption=(f"{_words(name)}, closer", f": {len(bars.place_of)} tasks, {span}. {bars.thinning_words}".rstrip()),
-        label=f"Timeline, {_words(name)}, {span}: {len(bars.place_of)} tasks on {len(record.lanes_shown)} lanes",
+        caption=(f"{_words(name)}, closer", f": {bars.num_tasks} tasks, {span}. {bars.thinning_words}".rstrip()),
+        label=f"Timeline, {_words(name)}, {span}: {bars.num_tasks} tasks on {len(record.lanes_shown)} lanes",
+        list_name=name,
         is_whole=False,
     )
 
@@ -96,20 +96,20 @@ def telling_stretch_s(record: Record) -> tuple[float, float]:
 
     Runs with long pauses, more than half of the time beyond the densest run, are left aside.
     """
-    compute = sorted((t for t in record.tasks if t.lane is Lane.COMPUTE), key=lambda t: (t.start_s, t.end_s))
+    pieces = sorted(folded(record.tasks, record.iteration_s), key=lambda p: (p.start_s, p.end_s))
+    compute = [piece for piece in pieces if piece.timing.lane is Lane.COMPUTE]
     if not compute:
         return time_range_s([record])
     size = min(_CLOSER_TASKS, len(compute))
     runs = [compute[first : first + size] for first in range(len(compute) - size + 1)]
     spans_s = [max(run[-1].end_s - run[0].start_s, 1e-12) for run in runs]
-    busy_fracs = [sum(t.duration_s for t in run) / span_s for run, span_s in zip(runs, spans_s, strict=True)]
-    in_order = sorted(record.tasks, key=lambda t: t.start_s)
-    starts_s = [t.start_s for t in in_order]
+    busy_fracs = [sum(p.end_s - p.start_s for p in run) / span_s for run, span_s in zip(runs, spans_s, strict=True)]
+    starts_s = [piece.start_s for piece in pieces]
 
     def telling(place: int) -> tuple[int, int, int]:
         run = runs[place]
-        within = in_order[bisect_left(starts_s, run[0].start_s) : bisect_left(starts_s, run[-1].end_s)]
-        return len({t.kind for t in within}), len(within), -place
+        within = pieces[bisect_left(starts_s, run[0].start_s) : bisect_left(starts_s, run[-1].end_s)]
+        return len({piece.timing.kind for piece in within}), len(within), -place
 
     dense = [place for place, busy_frac in enumerate(busy_fracs) if busy_frac >= max(busy_fracs) / 2]
     chosen = runs[max(dense, key=telling)]
@@ -121,7 +121,15 @@ def _words(name: str) -> str:
 
 
 def _chart(
-    record: Record, scale: Scale, bars: Bars, *, name: str, caption: tuple[str, str], label: str, is_whole: bool
+    record: Record,
+    scale: Scale,
+    bars: Bars,
+    *,
+    name: str,
+    caption: tuple[str, str],
+    label: str,
+    list_name: str,
+    is_whole: bool,
 ) -> Figure:
     """Lanes with their names, the time axis, and the bars.
 
@@ -132,30 +140,31 @@ def _chart(
         name: of the figure.
         caption: its stressed words and its plain ones.
         label: for a screen reader.
+        list_name: of the list of the record's tasks.
         is_whole: whether the axis has the whole iteration; then the share of it that each lane is busy stands at the
-            right, and what the previous iteration left is drawn too.
+            right.
     """
     bottom = TOP_PX + len(record.lanes_shown) * LANE_PX
-    runs = list(_runs_into_next(record, scale)) if is_whole else []
-    times = x_axis(scale, time_unit(scale.high - scale.low), top=TOP_PX, bottom=bottom, at_most=12)
-    drawn = [*_lane_tracks(record, has_shares=is_whole), times]
-    drawn += [_of_previous(run, record, scale) for run in runs]
-    drawn += [bars.drawn(place, scale) for place in range(len(bars.stretches))]
-    drawn += [*_period(record.iteration_s, scale, bottom), tag("g", class_="links")]
-    kinds = {timing.kind for stretch in bars.stretches for timing in stretch.timings}
-    has_waits = bool(bars.waits)
+    group = "time" if is_whole else None
+    times = x_axis(scale, time_unit(scale.high - scale.low), top=TOP_PX, bottom=bottom, at_most=12, group=group)
+    drawn = tag("g", *(bars.drawn(place, scale) for place in range(len(bars.stretches))), class_="bars")
+    kinds = {piece.timing.kind for stretch in bars.stretches for piece in stretch.pieces}
+    has_neighbours = any(stretch.is_neighbours for stretch in bars.stretches)
+    end = _end(record.iteration_s, scale, bottom)
     return Figure(
         name=name,
         height=bottom + 22,
-        drawing=joined(drawn),
+        drawing=joined(
+            [*_lane_tracks(record, has_shares=is_whole), times, zoomable(bottom, *end, drawn), tag("g", class_="links")]
+        ),
         label=label,
         caption=caption,
         legend=(
             *((area_mark(KIND_COLOURS[kind]), KIND_NAMES[kind]) for kind in TaskKind if kind in kinds),
-            *([(_PREVIOUS_MARK, "previous iteration")] if runs else []),
+            *([(_NEIGHBOURS_MARK, "of the previous or for the next iteration")] if has_neighbours else []),
         ),
-        below=tag("p", _HINT, class_="told quiet", aria_live="polite") if has_waits else "",
-        class_="lanes" if has_waits else None,
+        class_="lanes",
+        list_id=f"tasks-{list_name}",
     )
 
 
@@ -163,53 +172,60 @@ def _lane_tracks(record: Record, *, has_shares: bool) -> Iterator[Markup]:
     """Per lane its name and ground, the busiest stressed; with ``has_shares`` how much of the iteration it is busy."""
     busiest = bottleneck(record) if has_shares else None
     if has_shares:
-        yield text(WIDTH, TOP_PX - 12, "busy", anchor="end")
+        yield text("100%", TOP_PX - 12, "busy", dx=8)
     for row, lane in enumerate(record.lanes_shown):
         middle = TOP_PX + (row + 0.5) * LANE_PX
         emphasis = "strong" if lane is busiest else None
-        yield text(0, middle, LANE_NAMES[lane], class_=emphasis)
-        width = RIGHT_PX - LEFT_PX
-        yield tag("rect", x=LEFT_PX, y=middle - BAR_PX / 2, width=width, height=BAR_PX, class_="track")
+        yield text(-8, middle, LANE_NAMES[lane], anchor="end", class_=emphasis)
+        yield tag("rect", x=0.0, y=middle - BAR_PX / 2, width="100%", height=BAR_PX, class_="track")
         if has_shares:
-            yield text(WIDTH, middle, format_share(busy_frac(record, lane)), anchor="end", class_=emphasis)
+            yield text("100%", middle, format_share(busy_frac(record, lane)), class_=emphasis, dx=8)
 
 
-def _period(iteration_s: float, scale: Scale, bottom: float) -> Iterator[Markup]:
-    """Where the iteration begins and where the next one does, if that is on the axis."""
-    for at_s, words, side, anchor in ((0.0, "iteration begins", 4, "start"), (iteration_s, "next begins", -4, "end")):
-        if scale.low <= at_s <= scale.high:
-            x = scale(at_s)
-            yield line(x, TOP_PX - 6, x, bottom, "period")
-            yield text(x + side, TOP_PX - 12, words, anchor=anchor)
+def _end(iteration_s: float, scale: Scale, bottom: float) -> Iterator[Markup]:
+    """Where an iteration ends that is shorter than the axis."""
+    if scale.low < iteration_s < scale.high:
+        x = share(scale(iteration_s))
+        yield line(x, TOP_PX - 6, x, bottom, "period")
+        yield text(x, TOP_PX - 12, "next begins", anchor="end", dx=-4)
 
 
-def _runs_into_next(record: Record, scale: Scale) -> Iterator[tuple[Lane, float, float]]:
-    """Per lane, when it is busy after the iteration's end: begin and end, gaps below two pixels closed."""
-    for lane in Lane:
-        late = [timing for timing in record.tasks if timing.lane is lane and timing.end_s > record.iteration_s]
-        begin_s = end_s = -math.inf
-        for timing in sorted(late, key=lambda t: t.start_s):
-            start_s = max(timing.start_s, record.iteration_s)
-            if start_s - end_s > MERGED_BELOW_PX * scale.per_px:
-                if end_s > begin_s:
-                    yield lane, begin_s, end_s
-                begin_s = start_s
-            end_s = max(end_s, timing.end_s)
-        if end_s > begin_s:
-            yield lane, begin_s, end_s
+def task_list(record: Record, waits: Mapping[int, Waits], name: str) -> Markup | str:
+    """All tasks as plain lines, lane by lane in order of start: a list to read, and what the script draws from.
 
-
-def _of_previous(run: tuple[Lane, float, float], record: Record, scale: Scale) -> Markup:
-    """The same stretch of the previous iteration, which keeps the lane busy at the beginning of this one."""
-    lane, begin_s, end_s = run
-    left, right = scale(begin_s - record.iteration_s), scale(end_s - record.iteration_s)
-    middle = TOP_PX + (tuple(Lane).index(lane) + 0.5) * LANE_PX
-    return tag(
-        "rect",
-        tag("title", "still at work for the previous iteration"),
-        x=left,
-        y=middle - BAR_PX / 2,
-        width=max(0.5, right - left),
-        height=BAR_PX,
-        class_="previous",
+    A line without tabs names a lane.  Others have the task's number and name, its start and duration in the list's
+    unit, and the numbers of the tasks that it waits for, of this iteration and of the previous one, the last to end
+    first, and of the one that held it up.
+    """
+    if not record.tasks:
+        return ""
+    unit = time_unit(record.iteration_s)
+    # A ten-millionth of the iteration: nothing that a closer look shows is rounded away.
+    decimals = max(0, 7 - math.ceil(math.log10(record.iteration_s / unit.worth)))
+    lines = [f"number\ttask\tstart ({unit.name})\tduration ({unit.name})"]
+    lines[0] += "\tafter\tafter those of the previous iteration\theld up by" if waits else ""
+    for lane in record.lanes_shown:
+        lines.append(LANE_NAMES[lane])
+        in_order = sorted((t for t in record.tasks if t.lane is lane), key=lambda t: (t.start_s, t.end_s, t.task))
+        for timing in in_order:
+            times = (f"{at_s / unit.worth:.{decimals}f}" for at_s in (timing.start_s, timing.end_s - timing.start_s))
+            # Tabs and line ends part cells and lines.
+            cells = [str(timing.task), " ".join(task_name(timing.name, timing.kind).split()), *times]
+            if (waited := waits.get(timing.task)) is not None:
+                held = waited.held_up_by
+                cells += [" ".join(map(str, waited.after)), " ".join(map(str, waited.earlier))]
+                on_lane = ", the task before it on its lane" if waited.is_held_by_lane else ""
+                cells.append("" if held is None else f"{held}{on_lane}")
+            lines.append("\t".join(cells))
+    kinds = {timing.kind for timing in record.tasks}
+    colours = ";".join(f"{KIND_NAMES[kind]}={KIND_COLOURS[kind]}" for kind in TaskKind if kind in kinds)
+    listed = tag(
+        "pre",
+        "\n".join(lines),
+        id=f"tasks-{name}",
+        class_="tasks",
+        data_colours=colours,
+        data_period=repr(record.iteration_s / unit.worth),
+        data_worth=repr(unit.worth),
     )
+    return tag("details", tag("summary", f"All {len(record.tasks):,} tasks, {_words(name).lower()}, as a list"), listed)

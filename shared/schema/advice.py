@@ -58,6 +58,7 @@ class Advice(Document):
     """Machines ranked by time."""
 
     KIND: ClassVar[str] = "advice"
+    TABLES: ClassVar[str] = "tables.advice:advice_tables"
 
     model: str
     """As it was asked for: a name of the catalogue or a file."""

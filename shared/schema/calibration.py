@@ -39,6 +39,7 @@ class Calibration(Document):
     """Factors that make the simulator agree with one machine."""
 
     KIND: ClassVar[str] = "calibration"
+    TABLES: ClassVar[str] = "tables.calibration:calibration_tables"
 
     hardware_name: str
     machine: str

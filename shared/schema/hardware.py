@@ -232,6 +232,7 @@ class Hardware(Document):
     """A machine: one device, or several equal ones in a node, or several such nodes."""
 
     KIND: ClassVar[str] = "hardware"
+    TABLES: ClassVar[str] = "tables.machines:hardware_details"
 
     name: Name
     device: Device

@@ -58,6 +58,7 @@ class Plan(Document):
     """
 
     KIND: ClassVar[str] = "plan"
+    TABLES: ClassVar[str] = "tables.record:plan_table"
 
     workload_id: str
     """Identity of the workload (``Workload.identity``)."""

@@ -84,6 +84,7 @@ class Record(Document):
     """One iteration in steady state, predicted or measured."""
 
     KIND: ClassVar[str] = "record"
+    TABLES: ClassVar[str] = "tables.record:record_tables"
 
     origin: Origin
     plan: Plan

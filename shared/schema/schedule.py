@@ -11,8 +11,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
-from typing import Final, NewType
+from typing import ClassVar, Final, NewType
 
+from ..basics.shown import Shown
 from .plan import ParallelMode
 from .workload import BlockId, Phase
 
@@ -202,9 +203,11 @@ class Task:
         return f"{self.kind} {self.section}{of}" if self.section is not None else f"{self.kind}{of}"
 
 
-@dataclass(frozen=True)
-class Schedule:
+@dataclass(frozen=True, repr=False)
+class Schedule(Shown):
     """The program of one iteration.  ``compile_schedule`` makes it, ``verify_schedule`` proves it."""
+
+    TABLES: ClassVar[str] = "tables.schedule:schedule_tables"
 
     plan_id: str
     """Hash of plan and workload: ranks and interpreters agree on it."""

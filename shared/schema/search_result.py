@@ -160,6 +160,7 @@ class SearchResult(Document):
     """The outcome of one search."""
 
     KIND: ClassVar[str] = "search_result"
+    TABLES: ClassVar[str] = "tables.search:search_tables"
 
     model_name: str
     hardware_name: str
@@ -233,6 +234,7 @@ class BatchSearchResult(Document):
     """
 
     KIND: ClassVar[str] = "batch_search_result"
+    TABLES: ClassVar[str] = "tables.search:batch_tables"
 
     global_batch_size: PositiveInt
     """Samples per step, of all ranks together."""

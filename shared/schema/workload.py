@@ -283,6 +283,7 @@ class Workload(Document):
     """One model, one batch shape: everything that a machine-independent prediction needs."""
 
     KIND: ClassVar[str] = "workload"
+    TABLES: ClassVar[str] = "tables.workloads:workload_tables"
 
     model_name: Name
     model_hash: str

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from protwin.shared.cli.options import warn, warnings_apart
 from protwin.shared.cli.report_options import write_report
 from protwin.shared.report.page import Report
 from protwin.shared.schema.record import Origin, Record
@@ -46,7 +47,15 @@ def test_the_whole_chain_leaves_reports(protwin_here: Protwin, work: Path, ask: 
         assert compared.returncode == 0, compared.stderr
         assert "Predicted against measured" in headings(work / "both.html")
         page = (work / "both.html").read_text(encoding="utf-8")
-        assert ("data-after" in page) == bool(extra), "what tasks wait for needs the workload"
+        assert ("held up by" in page.partition("<script")[0]) == bool(extra), "what tasks wait for needs the workload"
+    tight = protwin_here(
+        "simulate", "--plan", "plan.json", *ask[:4], "--device-budget", "9MiB", "--report", "tight.html"
+    )
+    warned = [line.removeprefix("warning: ") for line in tight.stderr.splitlines() if line.startswith("warning: ")]
+    assert any("of device memory but the budget is 9 MiB" in line for line in warned)
+    (aside,) = parse((work / "tight.html").read_text(encoding="utf-8")).named("aside")
+    assert all(line in aside.words for line in warned), "the page says what the terminal said"
+    assert not parse((work / "both.html").read_text(encoding="utf-8")).named("aside")
     refused = protwin_here("compare", "predicted.json", "predicted.json", "--report", "twice.html")
     assert refused.returncode == 2
     assert "predicted.json is a prediction, in the place of the measurement" in refused.stderr
@@ -74,6 +83,24 @@ def test_what_cannot_be_written_is_said_before_the_work(
     assert message in refused.stderr
     assert refused.stdout == ""
     assert sorted(path.name for path in work.iterdir()) == ["folder", "workload.json"]
+
+
+def test_a_report_has_the_warnings_of_its_own_command_alone(tmp_path: Path) -> None:
+    page, made = tmp_path / "report.html", Report("t", "s", (), (), warnings=("Its own.",))
+
+    def asides() -> list[str]:
+        write_report(page, lambda: made)
+        return [aside.words for aside in parse(page.read_text(encoding="utf-8")).named("aside")]
+
+    with warnings_apart():
+        warn("First.")
+        warn("First.")
+        with warnings_apart():
+            warn("Within.")
+            assert "First." not in asides()[0]
+        (told,) = asides()
+        assert told.split("\n") == ["Warnings", "Its own.", "First.", ""]
+    assert asides() == ["Warning\nIts own.\n"]
 
 
 def test_no_report_is_made_unless_asked_for(tmp_path: Path) -> None:

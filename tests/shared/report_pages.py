@@ -27,7 +27,11 @@ LOSSES = [5.0 * math.exp(-step / 10) + 2.0 for step in range(30)]
 class Element:
     tag: str
     attributes: dict[str, str | None]
-    words: str = ""
+    pieces: list[str] = field(default_factory=list)
+
+    @property
+    def words(self) -> str:
+        return "".join(self.pieces)
 
 
 @dataclass
@@ -55,7 +59,7 @@ class Page(HTMLParser):
 
     def handle_data(self, data: str) -> None:
         for element in self.open:
-            element.words += data
+            element.pieces.append(data)
 
     def named(self, tag: str) -> list[Element]:
         return [element for element in self.elements if element.tag == tag]
@@ -74,14 +78,15 @@ def parse(html: str) -> Page:
 
 
 def check_self_contained(page: Page) -> None:
-    """Nothing that loads, no references but to the page's own patterns, and no script but the one of the policy."""
+    """Nothing that loads, no references but to the page's own parts, and no script but the one of the policy."""
     forbidden = {"link", "img", "iframe", "object", "embed", "base", "form", "image", "use", "foreignobject"}
     assert not forbidden & {element.tag for element in page.elements}
+    cuts = {f"url(#{element.attributes['id']})" for element in page.named("clippath")}
     for element in page.elements:
         for name, value in element.attributes.items():
             assert name not in {"src", "href", "xlink:href", "srcset", "action", "background", "data"}
             assert not name.startswith("on")
-            assert "url(" not in (value or "")
+            assert "url(" not in (value or "") or (name == "clip-path" and value in cuts)
     style = "".join(element.words for element in page.named("style"))
     patterns = {element.attributes["id"] for element in page.named("pattern")}
     assert set(re.findall(r"url\(([^)]*)\)", style)) <= {f"#{name}" for name in patterns}
@@ -118,7 +123,7 @@ def full_report(example: LaidOut, **changes: object) -> str:
 
 
 def chart_bars(html: str) -> list[list[Element]]:
-    """The bars of every lane chart that shows what tasks wait for."""
+    """The bars of every lane chart."""
     charts, page = [], parse(html)
     for element in page.elements:
         if element.tag == "svg" and "lanes" in (element.attributes.get("class") or ""):
@@ -126,6 +131,54 @@ def chart_bars(html: str) -> list[list[Element]]:
         elif "bar" in (element.attributes.get("class") or "").split() and charts:
             charts[-1].append(element)
     return charts
+
+
+def row_bars(drawing: str) -> dict[str, list[tuple[float, float, str]]]:
+    """Per row of bars, by the name in its title, the left end and width of every bar as shares, and its colour."""
+    bar = r'<rect x="([\d.]+)%" y="6" width="([\d.]+)%" height="18" class="fill-(\w+)">'
+    return {
+        name: [(float(x) / 100, float(width) / 100, colour) for x, width, colour in re.findall(bar, row)]
+        for name, row in re.findall(r"<g><title>([^<]*?): [^<]*</title>(.*?)</g>", drawing)
+    }
+
+
+@dataclass(frozen=True)
+class ListedTask:
+    """One line of a page's list of tasks."""
+
+    lane: str
+    number: int
+    name: str
+    start_s: float
+    duration_s: float
+    after: tuple[int, ...] = ()
+    earlier: tuple[int, ...] = ()
+    held: str = ""
+
+
+def listed_tasks(html: str) -> list[dict[int, ListedTask]]:
+    """Every list of tasks on a page, by the tasks' numbers."""
+    lists = []
+    for pre in parse(html).named("pre"):
+        worth, lane, tasks = float(pre.attributes["data-worth"] or ""), "", {}
+        for line in pre.words.split("\n")[1:]:
+            if "\t" not in line:
+                lane = line
+                continue
+            number, name, start, duration, *waits = line.split("\t")
+            after, earlier, held = waits or ("", "", "")
+            tasks[int(number)] = ListedTask(
+                lane,
+                int(number),
+                name,
+                float(start) * worth,
+                float(duration) * worth,
+                tuple(map(int, after.split())),
+                tuple(map(int, earlier.split())),
+                held,
+            )
+        lists.append(tasks)
+    return lists
 
 
 HOSTILE = "<script>alert(1)</script>\"'&<img src=x onerror=y>"

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from protwin.shared.report.advice import advice_report, cost_chart, cost_front, ranking_chart
+from protwin.shared.report.svg import PLOT_PX
 from protwin.shared.schema.advice import Advice, MachineAdvice
-from tests.shared.report_pages import HOSTILE, check_self_contained, parse
+from tests.shared.report_pages import HOSTILE, check_self_contained, parse, row_bars
 
 PLAN = {"workload_id": "w", "chunk_bytes": 2**26, "n_persist": 3, "n_buffer": 2}
 
@@ -37,22 +36,15 @@ def advice(*machines: MachineAdvice) -> Advice:
     return Advice(model="model", sequence_length=None, global_batch_size=8, machines=ordered)
 
 
-def bars(drawing: str) -> dict[str, tuple[float, str]]:
-    """Width and colour of every bar, by the name in its title."""
-    row = r"<g><title>([^<]*?): [^<]*</title><text[^>]*>[^<]*</text>"
-    pattern = row + r'<rect x="[\d.]+" y="[\d.]+" width="([\d.]+)" height="18" class="fill-(\w+)">'
-    return {name: (float(width), colour) for name, width, colour in re.findall(pattern, drawing)}
-
-
 @given(st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=30))
 def test_bars_are_as_long_as_iterations(times_s: list[float]) -> None:
     machines = [ranked(f"m{place}", time_s, is_certified=place % 2 == 0) for place, time_s in enumerate(times_s)]
-    drawn = bars(ranking_chart(machines).drawing)
+    drawn = row_bars(ranking_chart(machines).drawing)
     assert len(drawn) == len(machines)
     for one in machines:
-        width, colour = drawn[one.hardware_name]
+        ((_, width, colour),) = drawn[one.hardware_name]
         assert one.iteration_s is not None
-        assert width == pytest.approx(max(1.0, one.iteration_s / max(times_s) * 610), abs=0.02)
+        assert width == pytest.approx(max(1 / PLOT_PX, one.iteration_s / max(times_s)), abs=1e-5)
         assert colour == ("blue" if one.is_certified else "rest")
 
 

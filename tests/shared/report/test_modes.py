@@ -9,13 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protwin.shared.report.search import modes_chart
+from protwin.shared.report.svg import PLOT_PX
 from protwin.shared.schema.plan import ParallelMode
 from protwin.shared.schema.search_result import ModeChoice, SearchResult
 from protwin.shared.tables.search import mode_table, search_tables
 from protwin.shared.tables.terminal import as_text
 from tests.shared.found import result_of
 from tests.shared.laid_out import laid_out
-from tests.shared.report_pages import HOSTILE, check_self_contained, html_report, parse
+from tests.shared.report_pages import HOSTILE, check_self_contained, html_report, parse, row_bars
 
 SEVERAL = tuple(mode for mode in ParallelMode if mode is not ParallelMode.SINGLE)
 
@@ -54,11 +55,12 @@ def test_bars_are_as_long_as_iterations(times: list[tuple[float, float]]) -> Non
     modes = tuple(choice(mode, best_s, best_s * share) for mode, (best_s, share) in zip(SEVERAL, times, strict=True))
     figure = modes_chart(result_of(laid_out(3)).model_copy(update={"modes": modes}))
     assert figure is not None
-    widths = [float(width) for width in re.findall(r'<rect x="130" y="[\d.]+" width="([\d.]+)"', figure.drawing)]
+    drawn = row_bars(figure.drawing)
+    widths = [width for mode in SEVERAL for _, width, _ in drawn[mode]]
     longest_s = max(best_s for best_s, _ in times)
-    assert widths == [pytest.approx(max(1.0, best_s / longest_s * 490), abs=0.02) for best_s, _ in times]
-    marks = re.findall(r'<line x1="([\d.]+)"[^>]*class="limit-line"', figure.drawing)
-    expected = [pytest.approx(130 + best_s * share / longest_s * 490, abs=0.02) for best_s, share in times]
+    assert widths == [pytest.approx(max(1 / PLOT_PX, best_s / longest_s), abs=1e-5) for best_s, _ in times]
+    marks = re.findall(r'<line x1="([\d.]+)%"[^>]*class="limit-line"', figure.drawing)
+    expected = [pytest.approx(100 * best_s * share / longest_s, abs=1e-3) for best_s, share in times]
     assert [float(x) for x in marks] == expected
 
 

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import re
+from itertools import pairwise
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from protwin.shared.basics.errors import ProtwinError
 from protwin.shared.basics.units import format_bytes, format_seconds
+from protwin.shared.records.period import folded
 from protwin.shared.records.waits import waits_of
 from protwin.shared.report.bars import KIND_COLOURS
 from protwin.shared.report.memory import CONTENT_COLOURS
-from protwin.shared.schema.schedule import TaskKind
+from protwin.shared.schema.record import TaskTiming
+from protwin.shared.schema.schedule import Lane, TaskKind
+from protwin.shared.tables.labels import LANE_NAMES
 from tests.shared.laid_out import LaidOut, laid_out
 from tests.shared.report_pages import (
     HOSTILE,
@@ -21,6 +27,7 @@ from tests.shared.report_pages import (
     full_report,
     hostile,
     html_report,
+    listed_tasks,
     parse,
 )
 
@@ -66,30 +73,100 @@ def test_every_task_can_be_pointed_at(example: LaidOut) -> None:
     assert any(title.startswith(f"gather chunk {gather.chunk}\n") and moved in title for title in titles)
 
 
-def test_bars_name_what_their_tasks_wait_for(example: LaidOut) -> None:
-    """Every edge of the schedule, read back from the page by the names of the bars."""
-    html = html_report(title="t", predicted=example.predicted, schedule=example.schedule)
-    (bars,) = chart_bars(html)
-    assert len(bars) == len(example.schedule.tasks), "nothing is thinned"
-    kind_words = {"gradient_offload": "gradient offload", "cpu_adam": "CPU Adam", "device_adam": "device Adam"}
+def shown_name(name: str) -> str:
+    """A task's name as a page has it."""
+    kind, *rest = name.split(" ")
+    words = {"gradient_offload": "gradient offload", "cpu_adam": "CPU Adam", "device_adam": "device Adam"}
+    return " ".join([words.get(kind, kind), *rest])
 
-    def shown(name: str) -> str:
-        kind, *rest = name.split(" ")
-        return " ".join([kind_words.get(kind, kind), *rest])
 
-    names = [bar.words.split("\n")[0] for bar in bars]
-    assert sorted(names) == sorted(shown(task.name) for task in example.schedule.tasks)
-    for attribute, edges_of in (("data-after", lambda t: t.after), ("data-earlier", lambda t: t.after_previous)):
-        drawn = {
-            (name, names[int(place)])
-            for name, bar in zip(names, bars, strict=True)
-            for place in (bar.attributes.get(attribute) or "").split()
-        }
-        assert drawn == {
-            (shown(task.name), shown(example.schedule.tasks[other].name))
-            for task in example.schedule.tasks
-            for other in edges_of(task)
-        }
+def test_the_list_has_every_task_with_what_it_waits_for(example: LaidOut) -> None:
+    """Every task and every edge of the schedule, read back from the page; both charts' bars stand for all of them."""
+    html = full_report(example)
+    lists = listed_tasks(html)
+    assert len(lists) == 2
+    for record, listed, bars in zip((example.predicted, example.measured), lists, chart_bars(html), strict=True):
+        assert set(listed) == {task.id for task in example.schedule.tasks}
+        for timing in record.tasks:
+            line, task = listed[timing.task], example.schedule.tasks[timing.task]
+            assert line.name == shown_name(task.name)
+            assert line.lane == LANE_NAMES[task.lane]
+            assert line.start_s == pytest.approx(timing.start_s, abs=1e-6 * record.iteration_s)
+            assert line.duration_s == pytest.approx(timing.end_s - timing.start_s, abs=1e-6 * record.iteration_s)
+            assert set(line.after) == set(task.after)
+            assert set(line.earlier) == set(task.after_previous)
+            held = waits_of(record, example.schedule)[timing.task].held_up_by
+            assert line.held.split(", ")[0] == ("" if held is None else str(held))
+        drawn = {int(task) for bar in bars for task in (bar.attributes["data-tasks"] or "").split()}
+        assert drawn == set(listed)
+
+
+@given(
+    spans=st.lists(
+        st.tuples(st.floats(-3, 5), st.one_of(st.just(0.0), st.floats(0, 3))).map(lambda t: (t[0], t[0] + t[1]))
+    )
+)
+def test_what_lies_beyond_the_iteration_is_folded_into_it(spans: list[tuple[float, float]]) -> None:
+    """At every instant of one period, as many pieces as there are tasks at this instant of any period."""
+    timings = [
+        TaskTiming(
+            task=place,
+            name="gather chunk 0",
+            kind=TaskKind.GATHER,
+            lane=Lane.H2D,
+            start_s=start_s,
+            end_s=end_s,
+            duration_s=end_s - start_s,
+        )
+        for place, (start_s, end_s) in enumerate(spans)
+    ]
+    pieces = list(folded(timings, 1.0))
+    assert all(-1e-9 <= piece.start_s <= piece.end_s <= 1.0 for piece in pieces)
+    assert {piece.timing.task for piece in pieces} == set(range(len(spans)))
+    ends = sorted({0.0, 1.0, *(at % 1.0 for span in spans for at in span)})
+    for low, high in pairwise(ends):
+        if high - low < 1e-6:
+            continue
+        at_s = (low + high) / 2
+        for task, (start_s, end_s) in enumerate(spans):
+            runs = [shift for shift in range(-6, 7) if start_s <= at_s + shift <= end_s]
+            found = [p for p in pieces if p.timing.task == task and p.start_s <= at_s <= p.end_s]
+            assert bool(runs) == bool(found)
+            if end_s - start_s < 1.0:
+                assert [-shift for shift in runs] == [piece.iteration for piece in found]
+
+
+def test_time_axes_end_with_the_iteration_and_stand_below_each_other(example: LaidOut) -> None:
+    """Tasks and curves of a record that runs past its end stay on the axis; all charts over time have the same one."""
+    beyond_s = 0.3 * example.measured.iteration_s
+    late = tuple(
+        t
+        if t.lane is Lane.COMPUTE
+        else t.model_copy(update={"start_s": t.start_s + beyond_s, "end_s": t.end_s + beyond_s})
+        for t in example.measured.tasks
+    )
+    assert max(t.end_s for t in late) > example.measured.iteration_s
+    html = full_report(example, measured=example.measured.model_copy(update={"tasks": late}))
+    page = parse(html)
+    axes = [e.attributes for e in page.named("g") if e.attributes.get("data-group") == "time"]
+    assert len(axes) == 4
+    assert len({(a["data-low"], a["data-high"], a["data-worth"]) for a in axes}) == 1
+    longest_s = max(example.predicted.iteration_s, example.measured.iteration_s)
+    assert float(axes[0]["data-low"] or "") == 0
+    assert float(axes[0]["data-high"] or "") * float(axes[0]["data-worth"] or "") == pytest.approx(longest_s)
+    for bar in (bar for bars in chart_bars(html) for bar in bars):
+        left, width = (float((bar.attributes[name] or "").removesuffix("%")) for name in ("x", "width"))
+        assert left >= 0
+        assert left + width <= 100 + 0.2, "but for the narrowest bar there is"
+    assert any("of the previous iteration" in bar.words for bars in chart_bars(html) for bar in bars)
+
+
+def test_warnings_stand_on_the_page(example: LaidOut) -> None:
+    page = parse(html_report(title="t", predicted=example.predicted, warnings=("Mind the gap.", HOSTILE)))
+    (told,) = page.named("aside")
+    assert "Mind the gap." in told.words
+    assert HOSTILE in told.words
+    assert not parse(html_report(title="t", predicted=example.predicted)).named("aside")
 
 
 def test_a_task_names_what_held_it_up(example: LaidOut) -> None:
@@ -126,7 +203,8 @@ def test_every_class_has_a_look(example: LaidOut) -> None:
     styled = set(
         re.findall(r"\.([a-z][a-z-]*)", re.sub(r"/\*.*?\*/", "", page.named("style")[0].words, flags=re.DOTALL))
     )
-    assert used - styled - {"cards", "card"} == set()
+    found_by_the_script = {"bars", "heights", "levels", "plot", "ticks"}
+    assert used - styled - {"cards", "card"} == found_by_the_script
     palette = {*KIND_COLOURS.values(), *CONTENT_COLOURS.values()}
     assert {f"{part}-{colour}" for part in ("fill", "on") for colour in palette} <= styled
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from protwin.shared.report.search import sensitivity_chart
+from protwin.shared.report.svg import PLOT_PX
 from protwin.shared.schema.search_result import WhatIf
 from tests.shared.found import result_of
 from tests.shared.laid_out import laid_out
-from tests.shared.report_pages import HOSTILE, check_self_contained, html_report, parse
+from tests.shared.report_pages import HOSTILE, check_self_contained, html_report, parse, row_bars
 
 BASE_S = 8.0
 
@@ -26,25 +25,19 @@ def answer(change: str, iteration_s: float | None, reason: str = "") -> WhatIf:
     )
 
 
-def bars(drawing: str) -> dict[str, tuple[float, float, str]]:
-    """Left end, width and colour of every bar, by the name in its title."""
-    row = r"<g><title>([^<]*?): [^<]*</title><text[^>]*>[^<]*</text>"
-    pattern = row + r'<rect x="([\d.]+)" y="[\d.]+" width="([\d.]+)" height="18" class="fill-(\w+)">'
-    return {name: (float(x), float(width), colour) for name, x, width, colour in re.findall(pattern, drawing)}
-
-
 @given(st.lists(st.one_of(st.none(), st.floats(0.01, 100.0)), min_size=1, max_size=12))
 def test_bars_are_to_scale_and_point_the_right_way(times_s: list[float | None]) -> None:
     answers = [answer(f"answer {place}", time_s) for place, time_s in enumerate(times_s)]
     figure = sensitivity_chart(BASE_S, answers)
     assert figure is not None
-    drawn = bars(figure.drawing)
-    assert set(drawn) == {one.change for one in answers if one.iteration_s is not None}
+    drawn = row_bars(figure.drawing)
+    assert {name for name, found in drawn.items() if found} == {a.change for a in answers if a.iteration_s is not None}
     changes = {one.change: one.iteration_s / BASE_S - 1 for one in answers if one.iteration_s is not None}
     span = max([0.01, *changes.values()]) - min([-0.01, *changes.values()])
     for name, change in changes.items():
-        _, width, colour = drawn[name]
-        assert width == pytest.approx(max(1.0, abs(change) / span * 520), abs=0.02)
+        ((left, width, colour),) = drawn[name]
+        assert width == pytest.approx(max(1 / PLOT_PX, abs(change) / span), abs=1e-5)
+        assert left == pytest.approx((min(change, 0.0) - min([-0.01, *changes.values()])) / span, abs=1e-5)
         if abs(change) > 1e-9:
             assert colour == ("blue" if change < 0 else "orange")
     assert figure.drawing.count(">nothing fits<") == sum(time_s is None for time_s in times_s)
@@ -82,7 +75,7 @@ def test_the_page_shows_them_and_keeps_hostile_names_words() -> None:
     page = parse(html_report(title="t", predicted=example.predicted, search=result))
     check_self_contained(page)
     assert "What if" in [heading.words for heading in page.named("h2")]
-    assert any("−50.0 %" in element.words and "2.00 times as fast" in element.words for element in page.named("text"))
+    assert any("−50.0 %" in element.words and "2.00 times as fast" in element.words for element in page.named("span"))
     assert any(HOSTILE in element.words for element in page.named("title"))
 
 
@@ -91,5 +84,5 @@ def test_other_numbers_of_ranks_are_compared_by_their_tokens() -> None:
     more = WhatIf(change="twice the ranks", iteration_s=1.25 * BASE_S, speedup=1.6)
     figure = sensitivity_chart(BASE_S, [more])
     assert figure is not None
-    assert bars(figure.drawing)["twice the ranks"][2] == "blue"
+    assert row_bars(figure.drawing)["twice the ranks"][0][2] == "blue"
     assert "−37.5 %, 10 s, 1.60 times as fast" in figure.drawing
