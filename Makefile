@@ -76,7 +76,7 @@ bench-predictors: $(STAMP) ## Memory and time that other predictors give for the
 
 .PHONY: published
 published: $(STAMP) ## Published training runs: prediction, measurement, signed error
-	$(BIN)/python -m protwin.calibration.published.report
+	$(BIN)/python -m protwin.calibration.published.report --fidelity $(lastword $(sort $(wildcard benchmarks/results/fidelity-*.json))) $(ARGS)
 
 .PHONY: bench-gpu
 bench-gpu: $(STAMP) ## The proof and the fidelity of predictions on a GPU, in under eight minutes (exit code 2 without)
