@@ -1,7 +1,9 @@
 """How far a comparison of two plans of different kinds is to be trusted: published pairs of runs, and measured plans.
 
-The error of a comparison is log((predicted b / predicted a) / (measured b / measured a)), of seconds.  What two runs
-have in common (clocks, fused kernels, an overhead of every operation) cancels.  So comparisons are truer than times.
+The error of a comparison is e = log((predicted b / predicted a) / (measured b / measured a)), of seconds.  What two
+runs have in common (clocks, fused kernels, an overhead of every operation) cancels.  So comparisons are truer than
+times.  Errors are told as ``Uncertainty`` counts them, as a fraction of the longer time: 1 - exp(-|e|), with the sign
+of e.
 """
 
 from __future__ import annotations
@@ -16,9 +18,9 @@ from typing import Any, Final
 import numpy as np
 
 from ...shared.schema.plan import ParallelMode, Plan
+from .measured_runs import MEASURED_RUNS, MeasuredRun
+from .run_predictions import PredictedRun
 from .runs import DATA_PARALLEL, REPLICATED, SHARDED, Prediction, Quantity
-from .training_predictions import PredictedRun
-from .training_runs import TRAINING_RUNS, TrainingRun
 
 COVERED_FRAC: Final = 0.8
 """Share of comparisons whose error an uncertainty is to cover.
@@ -96,9 +98,10 @@ class Comparison:
         return self.second.measured_s / self.first.measured_s
 
     @property
-    def error(self) -> float:
-        """Logarithm of the predicted ratio over the measured one: negative where the second is predicted too fast."""
-        return math.log(self.predicted_ratio / self.measured_ratio)
+    def error_frac(self) -> float:
+        """Signed fraction of the longer time: negative where the second plan is predicted too fast."""
+        error = math.log(self.predicted_ratio / self.measured_ratio)
+        return math.copysign(-math.expm1(-abs(error)), error)
 
     @property
     def difference(self) -> Difference:
@@ -111,7 +114,7 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """The errors of some comparisons, as fractions of the ratio: exp(error) - 1."""
+    """The errors of some comparisons, as fractions of the longer time."""
 
     num: int
     mean: float
@@ -127,10 +130,10 @@ class Spread:
     @classmethod
     def of(cls, compared: Iterable[Comparison]) -> Spread:
         """Of at least one comparison."""
-        errors = np.array([comparison.error for comparison in compared])
+        errors = np.array([comparison.error_frac for comparison in compared])
         sizes = np.abs(errors)
         median, covering = np.quantile(sizes, [0.5, COVERED_FRAC], method="inverted_cdf")
-        found = (math.expm1(error) for error in (sizes.mean(), median, covering, errors.min(), errors.max()))
+        found = (float(error) for error in (sizes.mean(), median, covering, errors.min(), errors.max()))
         return cls(len(errors), *found)
 
 
@@ -140,9 +143,9 @@ def comparisons(timed: Sequence[Timed]) -> list[Comparison]:
     return [Comparison(a, b) for a, b in combinations(order, 2) if a.subject == b.subject]
 
 
-def share_within(compared: Sequence[Comparison], uncertainty_frac: float) -> float:
-    """Share of comparisons whose error is at most ``uncertainty_frac`` of the ratio."""
-    return sum(abs(comparison.error) <= math.log1p(uncertainty_frac) for comparison in compared) / len(compared)
+def num_within(compared: Iterable[Comparison], uncertainty_frac: float) -> int:
+    """Comparisons whose error is at most ``uncertainty_frac`` of the longer time."""
+    return sum(abs(comparison.error_frac) <= uncertainty_frac for comparison in compared)
 
 
 def _complexity(form: PlanForm) -> tuple[int, int]:
@@ -161,7 +164,7 @@ def published_comparisons(predicted: Mapping[str, PredictedRun]) -> tuple[list[C
     return at_one_shape, [pair for pair in on_one_machine if (pair.first.name, pair.second.name) not in known]
 
 
-def timed_runs(predicted: Mapping[str, PredictedRun], subject: Callable[[TrainingRun], str]) -> list[Timed]:
+def timed_runs(predicted: Mapping[str, PredictedRun], subject: Callable[[MeasuredRun], str]) -> list[Timed]:
     """Published runs whose speed was measured, in seconds of a token."""
     return [
         Timed(
@@ -171,25 +174,25 @@ def timed_runs(predicted: Mapping[str, PredictedRun], subject: Callable[[Trainin
             predicted_s=predicted[run.id].iteration_s / run.num_tokens,
             measured_s=run.iteration_s / run.num_tokens,
         )
-        for run in TRAINING_RUNS
+        for run in MEASURED_RUNS
         if run.iteration_s is not None
     ]
 
 
-def form_of_run(run: TrainingRun) -> PlanForm:
+def form_of_run(run: MeasuredRun) -> PlanForm:
     """The means that a published run used."""
     is_sharded = run.parallel is ParallelMode.SHARDED
     place = Place.OFFLOADED if run.offloaded else Place.SHARDED if is_sharded else Place.RESIDENT
     return PlanForm(place, Activations.CHECKPOINTED if run.checkpointed_frac else Activations.KEPT)
 
 
-def _machine(run: TrainingRun) -> str:
+def _machine(run: MeasuredRun) -> str:
     trained = f"{run.dtype}, {run.autocast}, {run.lora_rank}, {run.lora_targets}"
     where = f"{run.num_ranks} of {run.machine}, {run.network}, {run.changes}"
     return f"{run.source}: {run.model} ({trained}) at {run.sequence_length} tokens on {where}"
 
 
-def _shape(run: TrainingRun) -> str:
+def _shape(run: MeasuredRun) -> str:
     return f"{_machine(run)}, {run.batch_size} x {run.micro_batches}"
 
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .training_predictions import PredictedRun
-from .training_runs import TRAINING_RUNS, MemoryKind, TrainingRun
+from .measured_runs import MEASURED_RUNS, MeasuredRun, MemoryKind
+from .run_predictions import PredictedRun
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class MemoryOfRun:
 def memory_of_runs(predicted: Mapping[str, PredictedRun]) -> list[MemoryOfRun]:
     """Every run whose memory was published."""
     found = []
-    for run in TRAINING_RUNS:
+    for run in MEASURED_RUNS:
         if run.measured.memory is not None:
             kind, measured_bytes = run.measured.memory
             one = predicted[run.id]
@@ -82,7 +82,7 @@ def share_within_device(found: Sequence[MemoryOfRun], margin_frac: float) -> flo
     return sum(one.missed_frac <= margin_frac for one in found) / len(found)
 
 
-def num_refused(runs: Iterable[TrainingRun], predicted: Mapping[str, PredictedRun], margin_frac: float) -> int:
+def num_refused(runs: Iterable[MeasuredRun], predicted: Mapping[str, PredictedRun], margin_frac: float) -> int:
     """Runs, all of which ran, whose expected need leaves less than ``margin_frac`` of the device free."""
     found = [predicted[run.id] for run in runs]
     return sum(one.needed_bytes > (1 - margin_frac) * one.device_bytes for one in found)

@@ -12,11 +12,11 @@ from ...runtime.model.identity import software_versions
 from ...shared.basics.documents import FrozenModel, write_atomically
 from ...shared.catalogue.machines import machine
 from .comparisons import Comparison, comparisons, modes_of_r1, published_comparisons, timed_plans
+from .measured_runs import MemoryKind
 from .memory_margin import MemoryOfRun, memory_of_runs
 from .predictions import measured
+from .run_predictions import PredictedRun
 from .runs import DATA_PARALLEL, ON_DEVICE, PLAN_OF_130_CHUNKS, REPLICATED, SHARDED, Prediction, Quantity
-from .training_predictions import PredictedRun
-from .training_runs import MemoryKind
 
 _KNOWN_PLANS: Final = (("R1", ON_DEVICE), ("R1", DATA_PARALLEL), ("R2", PLAN_OF_130_CHUNKS))
 """Runs of ``runs.toml`` whose plan is known, so that their memory can be held against a prediction."""
@@ -35,7 +35,7 @@ class Outcome(FrozenModel):
     predictions: tuple[Prediction, ...]
     """Of ``PUBLISHED_RUNS``."""
     runs: tuple[PredictedRun, ...]
-    """Of ``TRAINING_RUNS``."""
+    """Of ``MEASURED_RUNS``."""
 
     @classmethod
     def of(cls, predictions: Iterable[Prediction], runs: Iterable[PredictedRun]) -> Self:

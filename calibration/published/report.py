@@ -20,6 +20,8 @@ from ...shared.tables.table import Heading, Parts, Table
 from ...shared.tables.terminal import Printed, least_width
 from .outcome import Outcome, calibrated_comparisons
 from .predictions import MATCHING, NUM_RANKS, predict_published
+from .run_predictions import predict_runs
+from .run_tables import run_tables
 from .runs import (
     DATA_PARALLEL,
     ON_DEVICE,
@@ -31,8 +33,6 @@ from .runs import (
     PublishedRun,
     Quantity,
 )
-from .training_predictions import predict_training_runs
-from .training_tables import training_tables
 
 AIM_FRAC: Final = {Quantity.ITERATION: 0.15, Quantity.DEVICE_PEAK: 0.05, Quantity.PINNED: 0.05}
 """How near predictions are to come."""
@@ -50,17 +50,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with progress_bar("predicting published figures") as on_progress:
         predictions = predict_published(on_progress)
     with progress_bar("predicting published runs") as on_progress:
-        outcome = Outcome.of(predictions, predict_training_runs(on_progress))
+        outcome = Outcome.of(predictions, predict_runs(on_progress))
     if options.keep is not None:
         outcome.keep(options.keep)
     calibrated = calibrated_comparisons(options.fidelity) if options.fidelity is not None else []
     if options.json:
         document = published_document(outcome.predictions) | {
-            "training_runs": [run.model_dump(mode="json") for run in outcome.runs]
+            "measured_runs": [run.model_dump(mode="json") for run in outcome.runs]
         }
         print(json.dumps(document, indent=2))  # noqa: T201
     else:
-        tables = (*published_tables(outcome.predictions), *training_tables(outcome, calibrated))
+        tables = (*published_tables(outcome.predictions), *run_tables(outcome, calibrated))
         console = Console(highlight=False)
         console.width = max(console.width if console.is_terminal else 150, least_width(tables))
         console.print(Printed(tables))

@@ -1,4 +1,4 @@
-"""What the simulator says of ``TRAINING_RUNS``, from data sheets and configurations alone.
+"""What the simulator says of ``MEASURED_RUNS``, from data sheets and configurations alone.
 
 Every block is a chunk, as it is a unit of FSDP.  Of runs whose parameters lie on the device all chunks are persistent
 or sharded; of offloaded runs none is, and the next one is gathered while one runs.
@@ -25,8 +25,8 @@ from ...shared.schema.training_options import LoraOptions, TrainingOptions
 from ...shared.schema.workload import DType, Workload
 from ...shared.workloads.source import load_workload
 from ...sim.engine.simulator import simulate
+from .measured_runs import MEASURED_RUNS, MeasuredRun, configuration_of
 from .sharded import block_chunk_bytes
-from .training_runs import TRAINING_RUNS, TrainingRun, configuration_of
 
 _POSITIONS: Final = "max_position_embeddings"
 
@@ -59,24 +59,24 @@ class PredictedRun(FrozenModel):
         return self.reserved_bytes + self.outside_bytes
 
 
-def predict_training_runs(on_step: OnStep = lambda done, total: None) -> tuple[PredictedRun, ...]:
-    """All of ``TRAINING_RUNS``.  ``on_step`` is told how much is done."""
+def predict_runs(on_step: OnStep = lambda done, total: None) -> tuple[PredictedRun, ...]:
+    """All of ``MEASURED_RUNS``.  ``on_step`` is told how much is done."""
     found = []
-    for done, run in enumerate(TRAINING_RUNS):
-        on_step(done, len(TRAINING_RUNS))
+    for done, run in enumerate(MEASURED_RUNS):
+        on_step(done, len(MEASURED_RUNS))
         found.append(predict_run(run))
-    on_step(len(TRAINING_RUNS), len(TRAINING_RUNS))
+    on_step(len(MEASURED_RUNS), len(MEASURED_RUNS))
     return tuple(found)
 
 
-def predict_run(run: TrainingRun) -> PredictedRun:
+def predict_run(run: MeasuredRun) -> PredictedRun:
     """One step of ``run``."""
     workload, hardware = workload_of(run), hardware_of(run)
     record = simulate(plan_of(run, workload), workload, hardware)
     return figures_of(run, record, workload, hardware)
 
 
-def figures_of(run: TrainingRun, record: Record, workload: Workload, hardware: Hardware) -> PredictedRun:
+def figures_of(run: MeasuredRun, record: Record, workload: Workload, hardware: Hardware) -> PredictedRun:
     """The figures of ``record`` in the units in which runs are published."""
     reserved = record.device_reserved
     assert reserved is not None
@@ -94,7 +94,7 @@ def figures_of(run: TrainingRun, record: Record, workload: Workload, hardware: H
     )
 
 
-def _mfu_frac(run: TrainingRun, workload: Workload, hardware: Hardware, tokens_per_s: float) -> float:
+def _mfu_frac(run: MeasuredRun, workload: Workload, hardware: Hardware, tokens_per_s: float) -> float:
     """Model FLOPs utilization as llm-foundry and torchtitan count it, over the board's peak in 16 bit.
 
     (6 x parameters + 12 x layers x width x sequence length) x tokens per second: attention is counted whole, causal or
@@ -106,7 +106,7 @@ def _mfu_frac(run: TrainingRun, workload: Workload, hardware: Hardware, tokens_p
     return float(flops * tokens_per_s / hardware.device.peak_flop_per_s[DType.BFLOAT16])
 
 
-def workload_of(run: TrainingRun) -> Workload:
+def workload_of(run: MeasuredRun) -> Workload:
     """One micro-batch of ``run`` on one device."""
     lora = LoraOptions(rank=run.lora_rank, targets=run.lora_targets) if run.lora_rank is not None else None
     return _workload(
@@ -135,11 +135,11 @@ def _workload(model: str, *, batch_size: int, sequence_length: int, dtype: DType
     )
 
 
-def _configuration(run: TrainingRun) -> Mapping[str, Any]:
+def _configuration(run: MeasuredRun) -> Mapping[str, Any]:
     return configuration_of(run.model) or load_model_configuration(run.model).config
 
 
-def hardware_of(run: TrainingRun) -> Hardware:
+def hardware_of(run: MeasuredRun) -> Hardware:
     """The machine of ``run``, with as many nodes as its ranks need."""
     hardware = machine(run.machine)
     if run.changes:
@@ -154,7 +154,7 @@ def hardware_of(run: TrainingRun) -> Hardware:
     return hardware.model_copy(update={"network": network.model_copy(update={"num_nodes": num_nodes})})
 
 
-def plan_of(run: TrainingRun, workload: Workload) -> Plan:
+def plan_of(run: MeasuredRun, workload: Workload) -> Plan:
     """What every rank of ``run`` does."""
     chunk_bytes = block_chunk_bytes(workload)
     layout = build_layout(workload.parameters, num_blocks=workload.num_blocks, chunk_bytes=chunk_bytes)

@@ -8,6 +8,7 @@ from typing import Final
 
 from ...shared.tables.table import Heading, Parts, Table
 from .comparisons import COVERED_FRAC, Comparison, Difference, Spread
+from .measured_runs import MEASURED_RUNS, SOURCES, MeasuredRun, Unit
 from .memory_margin import (
     MemoryOfRun,
     num_refused,
@@ -16,8 +17,7 @@ from .memory_margin import (
     share_within_device,
 )
 from .outcome import Outcome
-from .training_predictions import PredictedRun
-from .training_runs import SOURCES, TRAINING_RUNS, TrainingRun, Unit
+from .run_predictions import PredictedRun
 
 Predicted = Mapping[str, PredictedRun]
 
@@ -31,14 +31,15 @@ def in_own_units(predicted: Predicted) -> Parts:
     """Prediction beside measurement for single runs, in the unit of each source; positive errors are too much of it."""
     notes: list[str] = []
     rows = []
-    for run in (run for run in TRAINING_RUNS if run.is_shown):
+    for run in (run for run in MEASURED_RUNS if run.is_shown):
         numbers = [_number(note, notes) for note in run.approximations]
         for place, (unit, measured, likely) in enumerate(_figures(run, predicted[run.id])):
             named = (run.trained, run.where) if place == 0 else ("", "")
             note = " ".join(f"[{number}]" for number in numbers) if place == 0 else ""
             rows.append((*named, unit, _show(measured), _show(likely), f"{likely / measured - 1:+.1%}", note))
-    used = dict.fromkeys(run.source for run in TRAINING_RUNS if run.is_shown)
-    lines = [f"[{number}] {note}" for number, note in enumerate(notes, start=1)]
+    used = dict.fromkeys(run.source for run in MEASURED_RUNS if run.is_shown)
+    lines = ["Errors are signed in the unit itself: too much of a rate is too short a time."]
+    lines += [f"[{number}] {note}" for number, note in enumerate(notes, start=1)]
     lines += [f"{name}: {SOURCES[name].about}. {SOURCES[name].url}" for name in used]
     columns = ("trained", "on", "unit", ">measured", ">predicted", ">error", "differs")
     return Table(title="Published runs in their own units", columns=columns, rows=rows), "\n".join(lines)
@@ -50,7 +51,7 @@ def _number(note: str, notes: list[str]) -> int:
     return notes.index(note) + 1
 
 
-def _figures(run: TrainingRun, predicted: PredictedRun) -> Iterator[tuple[str, float, float]]:
+def _figures(run: MeasuredRun, predicted: PredictedRun) -> Iterator[tuple[str, float, float]]:
     """Unit, measured and predicted, of every speed that the source states."""
     speed = run.measured.speed
     assert speed is not None
@@ -73,13 +74,13 @@ def own_figure(predicted: PredictedRun, unit: Unit) -> float:
 
 
 def _show(value: float) -> str:
-    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+    return f"{value:,.0f}" if value >= 100 else f"{value:#.3g}"
 
 
 def by_class(predicted: Predicted) -> Parts:
     """Signed errors of times, class by class, over all runs whose speed was published."""
     classes: dict[str, list[float]] = {}
-    for run in TRAINING_RUNS:
+    for run in MEASURED_RUNS:
         if run.iteration_s is not None:
             classes.setdefault(run.run_class, []).append(predicted[run.id].iteration_s / run.iteration_s - 1)
     rows = [
@@ -114,12 +115,15 @@ def of_comparisons(
             pair.second.name,
             f"{pair.predicted_ratio:.3f}",
             f"{pair.measured_ratio:.3f}",
-            f"{pair.predicted_ratio / pair.measured_ratio - 1:+.1%}",
+            f"{pair.error_frac:+.1%}",
         )
         for pair in at_one_shape
         if pair.difference is not Difference.EXTENT
     ]
-    words = "Seconds of the second plan over those of the first: the error is predicted over measured."
+    words = (
+        "Ratios are seconds of the second plan over those of the first; errors are fractions of the longer time, and "
+        "negative where the second plan is predicted too fast."
+    )
     return (
         Table(title="Comparisons of two plans, by what they differ in", columns=columns, rows=rows),
         words,
@@ -156,7 +160,7 @@ def of_memory(predicted: Predicted, every: Sequence[MemoryOfRun]) -> Parts:
         for name, found in (("no known difference", alike), ("all", every))
     ]
     headings = (*(f">{share:.0%}" for share in shares[:-1]), ">most")
-    known = [run for run in TRAINING_RUNS if run.memory_differs is None]
+    known = [run for run in MEASURED_RUNS if run.memory_differs is None]
     margins = [
         (
             f"{margin:.0%}",
@@ -165,7 +169,7 @@ def of_memory(predicted: Predicted, every: Sequence[MemoryOfRun]) -> Parts:
             f"{share_covered(every, margin):.0%}",
             f"{share_within_device(every, margin):.0%}",
             f"{num_refused(known, predicted, margin)} of {len(known)}",
-            f"{num_refused(TRAINING_RUNS, predicted, margin)} of {len(TRAINING_RUNS)}",
+            f"{num_refused(MEASURED_RUNS, predicted, margin)} of {len(MEASURED_RUNS)}",
         )
         for margin in MARGINS
     ]
@@ -188,7 +192,7 @@ def of_memory(predicted: Predicted, every: Sequence[MemoryOfRun]) -> Parts:
     )
 
 
-def training_tables(outcome: Outcome, calibrated: Sequence[Comparison]) -> Parts:
+def run_tables(outcome: Outcome, calibrated: Sequence[Comparison]) -> Parts:
     """All of them; ``calibrated``: comparisons of plans that were predicted with a calibration."""
     predicted = outcome.predicted
     return (

@@ -1,4 +1,4 @@
-"""Training runs that others measured and published (``training_runs.toml``), each with what was trained how on what."""
+"""Training runs that others measured and published (``measured_runs.toml``), each with what was trained how on what."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Measured(FrozenModel):
         return next(((unit, value) for unit, value in figures if value is not None), None)
 
 
-class TrainingRun(FrozenModel):
+class MeasuredRun(FrozenModel):
     """One run."""
 
     id: str
@@ -106,7 +106,7 @@ class TrainingRun(FrozenModel):
     machine: str
     """Name of the catalogue."""
     network: NetworkOfNodes | None = None
-    changes: dict[str, float | str] = {}
+    changes: dict[str, str] = {}
     """Figures of the machine that differ from the catalogue's, as ``--set`` names them."""
     num_ranks: PositiveInt = 1
     parallel: ParallelMode = ParallelMode.SINGLE
@@ -171,7 +171,7 @@ class TrainingRun(FrozenModel):
 
 @cache
 def _content() -> dict[str, Any]:
-    return tomllib.loads(files(__package__).joinpath("training_runs.toml").read_text(encoding="utf-8"))
+    return tomllib.loads(files(__package__).joinpath("measured_runs.toml").read_text(encoding="utf-8"))
 
 
 def configuration_of(model: str) -> dict[str, Any] | None:
@@ -181,4 +181,4 @@ def configuration_of(model: str) -> dict[str, Any] | None:
 
 
 SOURCES: Final = {name: Source.model_validate(source) for name, source in _content()["sources"].items()}
-TRAINING_RUNS: Final = tuple(TrainingRun.model_validate(run) for run in _content()["runs"])
+MEASURED_RUNS: Final = tuple(MeasuredRun.model_validate(run) for run in _content()["runs"])
