@@ -80,7 +80,7 @@ recommendations: $(STAMP) ## Thirty questions answered: which machine for which 
 
 .PHONY: published
 published: $(STAMP) ## Published training runs: prediction, measurement, signed error
-	$(BIN)/python -m protwin.calibration.published.report
+	$(BIN)/python -m protwin.calibration.published.report --fidelity $(lastword $(sort $(wildcard benchmarks/results/fidelity-*.json))) $(ARGS)
 
 .PHONY: bench-gpu
 bench-gpu: $(STAMP) ## The proof and the fidelity of predictions on a GPU, in under eight minutes (exit code 2 without)

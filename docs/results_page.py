@@ -12,7 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from protwin.calibration.published.outcome import Outcome, calibrated_comparisons
+from protwin.calibration.published.run_tables import run_tables
 from protwin.shared import format_bytes
+from protwin.shared.tables.table import Heading, Table
 
 _ROOT: Final = Path(__file__).resolve().parent.parent
 RESULTS: Final = _ROOT / "benchmarks" / "results"
@@ -269,6 +272,20 @@ def gpu(content: Any) -> Iterator[str]:
     yield from _table(("section", "state", "checks met"), rows, words=2)
 
 
+def published(content: Any) -> Iterator[str]:
+    """Runs that others measured, in their own units, by class, as comparisons of plans, and their memory."""
+    fidelity = newest(RESULTS, "fidelity")
+    calibrated = calibrated_comparisons(fidelity) if fidelity is not None else []
+    for part in run_tables(Outcome.model_validate(content), calibrated):
+        if isinstance(part, Table):
+            words = next(place for place in range(len(part.columns)) if part.is_figure(place))
+            headings = [column.removeprefix(">") for column in part.columns]
+            yield from (f"**{part.title}**", "", *_table(headings, part.rows, words=words), "")
+        elif not isinstance(part, Heading):
+            yield from (*(f"- {line}" for line in part.splitlines()), "")
+    yield "Other published figures, with ranges: [Predictions without measurements](predictions.md#published-runs)."
+
+
 BENCHMARKS: Final = (
     Benchmark(
         "prove",
@@ -286,6 +303,15 @@ BENCHMARKS: Final = (
         "Fidelity of predictions",
         "How far are predicted time and peak from measured ones, over plans and models that no factor was fitted to?",
         fidelity,
+    ),
+    Benchmark(
+        "published",
+        'make published ARGS="--keep benchmarks/results"',
+        "published",
+        "Published runs",
+        "How far are predictions from data sheets alone from training runs that others measured? No factor was fitted "
+        "to them.",
+        published,
     ),
     Benchmark(
         "bench-peers",

@@ -1,6 +1,7 @@
 """Published training runs beside what the simulator says of them: prediction, measurement, signed error.
 
-Run it with ``make published`` (``--json`` for a document).  It needs torch, to trace the models, and no hardware.
+Run it with ``make published`` (``--json`` for a document, ``--keep FOLDER`` for a file of the results page).  It needs
+torch, to trace the models, and no hardware.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Final
 
 from rich.console import Console
@@ -16,7 +18,10 @@ from ...shared.basics.progress import progress_bar
 from ...shared.basics.units import format_seconds
 from ...shared.tables.table import Heading, Parts, Table
 from ...shared.tables.terminal import Printed, least_width
+from .outcome import Outcome, calibrated_comparisons
 from .predictions import MATCHING, NUM_RANKS, predict_published
+from .run_predictions import predict_runs
+from .run_tables import run_tables
 from .runs import (
     DATA_PARALLEL,
     ON_DEVICE,
@@ -39,13 +44,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Predict all published runs and print them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print a JSON document instead of tables")
-    as_json = parser.parse_args(arguments).json
-    with progress_bar("predicting published runs") as on_progress:
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="write the predictions there, by their date")
+    parser.add_argument("--fidelity", type=Path, metavar="FILE", help="a result of bench-fidelity, whose plans compare")
+    options = parser.parse_args(arguments)
+    with progress_bar("predicting published figures") as on_progress:
         predictions = predict_published(on_progress)
-    if as_json:
-        print(json.dumps(published_document(predictions), indent=2))  # noqa: T201
+    with progress_bar("predicting published runs") as on_progress:
+        outcome = Outcome.of(predictions, predict_runs(on_progress))
+    if options.keep is not None:
+        outcome.keep(options.keep)
+    calibrated = calibrated_comparisons(options.fidelity) if options.fidelity is not None else []
+    if options.json:
+        document = published_document(outcome.predictions) | {
+            "measured_runs": [run.model_dump(mode="json") for run in outcome.runs]
+        }
+        print(json.dumps(document, indent=2))  # noqa: T201
     else:
-        console, tables = Console(highlight=False), published_tables(predictions)
+        tables = (*published_tables(outcome.predictions), *run_tables(outcome, calibrated))
+        console = Console(highlight=False)
         console.width = max(console.width if console.is_terminal else 150, least_width(tables))
         console.print(Printed(tables))
 

@@ -55,11 +55,7 @@ def sharded_predictions() -> list[Prediction]:
 
 def fsdp_plan(workload: Workload, num_ranks: int, checkpointed_frac: float) -> Plan:
     """Every block a chunk, all of them sharded over the devices, two places for those that are gathered."""
-    block_bytes = [
-        sum(parameter.size_bytes for parameter in workload.parameters if parameter.block == block)
-        for block in range(workload.num_blocks)
-    ]
-    chunk_bytes = max(block_bytes)
+    chunk_bytes = block_chunk_bytes(workload)
     layout = build_layout(workload.parameters, num_blocks=workload.num_blocks, chunk_bytes=chunk_bytes)
     return Plan(
         workload_id=workload.identity,
@@ -70,6 +66,14 @@ def fsdp_plan(workload: Workload, num_ranks: int, checkpointed_frac: float) -> P
         n_checkpoint=round(workload.num_blocks * checkpointed_frac),
         parallel=ParallelMode.SHARDED,
         num_ranks=num_ranks,
+    )
+
+
+def block_chunk_bytes(workload: Workload) -> int:
+    """Bytes of the block with the largest parameters: chunks of this size hold one block each."""
+    return max(
+        sum(parameter.size_bytes for parameter in workload.parameters if parameter.block == block)
+        for block in range(workload.num_blocks)
     )
 
 

@@ -1,0 +1,184 @@
+"""Training runs that others measured and published (``measured_runs.toml``), each with what was trained how on what."""
+
+from __future__ import annotations
+
+import tomllib
+from enum import StrEnum
+from functools import cache
+from importlib.resources import files
+from typing import Any, Final, Self
+
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
+
+from ...shared.basics.documents import FrozenModel
+from ...shared.schema.hardware import MemorySize
+from ...shared.schema.plan import ParallelMode
+from ...shared.schema.workload import DType
+
+
+class Source(FrozenModel):
+    """Where runs were published."""
+
+    url: str
+    about: str
+    """What was run, and how the figures are to be read."""
+
+
+class NetworkOfNodes(FrozenModel):
+    """What joins the nodes, where it differs from the catalogue's machine."""
+
+    name: str
+    adapters_per_node: PositiveInt
+
+
+class Unit(StrEnum):
+    """The unit of a published speed."""
+
+    TOKENS_PER_DEVICE = "tokens/s and device"
+    SAMPLES = "samples/s"
+    ITERATION = "s per step"
+
+
+class MemoryKind(StrEnum):
+    """What a published memory counts."""
+
+    ALLOCATED = "allocated"
+    """Tensors, at their peak: torch.cuda.max_memory_allocated."""
+    RESERVED = "reserved"
+    """What the caching allocator holds at most: torch.cuda.max_memory_reserved."""
+    PROCESS = "process"
+    """All that the device holds for the process, as NVML and nvidia-smi tell."""
+
+
+class Measured(FrozenModel):
+    """The figures of one run, each in its source's own unit."""
+
+    tokens_per_s_per_device: PositiveFloat | None = None
+    samples_per_s: PositiveFloat | None = None
+    """Of all devices together."""
+    iteration_s: PositiveFloat | None = None
+    mfu_percent: PositiveFloat | None = None
+    """Model FLOPs utilization by the source's own count."""
+    allocated_bytes: MemorySize | None = None
+    reserved_bytes: MemorySize | None = None
+    process_bytes: MemorySize | None = None
+
+    @property
+    def memory(self) -> tuple[MemoryKind, int] | None:
+        """The published memory, and what it counts."""
+        for kind in MemoryKind:
+            size_bytes = getattr(self, f"{kind}_bytes")
+            if size_bytes is not None:
+                return kind, size_bytes
+        return None
+
+    @property
+    def speed(self) -> tuple[Unit, float] | None:
+        """The published speed in its own unit; None where only memory was published."""
+        figures = (
+            (Unit.TOKENS_PER_DEVICE, self.tokens_per_s_per_device),
+            (Unit.SAMPLES, self.samples_per_s),
+            (Unit.ITERATION, self.iteration_s),
+        )
+        return next(((unit, value) for unit, value in figures if value is not None), None)
+
+
+class MeasuredRun(FrozenModel):
+    """One run."""
+
+    id: str
+    run_class: str = Field(alias="class")
+    """Runs of one class are alike in model, machine and method, and are summed up together."""
+    source: str
+    """Key of ``sources``."""
+    model: str
+    """Key of ``models``, or a name of the catalogue."""
+    batch_size: PositiveInt
+    """Sequences of one micro-batch on one device."""
+    micro_batches: PositiveInt = 1
+    sequence_length: PositiveInt
+    dtype: DType = DType.BFLOAT16
+    """Of parameters; float32 masters and moments besides where it has 16 bits."""
+    autocast: DType | None = None
+    lora_rank: PositiveInt | None = None
+    lora_targets: tuple[str, ...] = ()
+    """Maps with adapters; none: all of a block."""
+    machine: str
+    """Name of the catalogue."""
+    network: NetworkOfNodes | None = None
+    changes: dict[str, str] = {}
+    """Figures of the machine that differ from the catalogue's, as ``--set`` names them."""
+    num_ranks: PositiveInt = 1
+    parallel: ParallelMode = ParallelMode.SINGLE
+    checkpointed_frac: NonNegativeFloat = Field(default=0.0, le=1)
+    """Share of the blocks that are checkpointed."""
+    offloaded: bool = False
+    """Whether parameters, gradients and optimizer lie on the host."""
+    measured: Measured
+    approximations: tuple[str, ...] = ()
+    """Where the prediction is of something else than the run."""
+    memory_differs: str | None = None
+    """Why the run's memory is another one than that of the plan that is predicted; None where no reason is known."""
+    is_shown: bool = False
+    """Whether the table of single runs has it; statistics have all."""
+
+    @model_validator(mode="after")
+    def _is_measured(self) -> Self:
+        if self.measured.speed is None and self.measured.memory is None:
+            raise ValueError(f"{self.id} has neither a speed nor a memory")
+        return self
+
+    @property
+    def trained(self) -> str:
+        """What one device trains in one step, in words."""
+        sequences = f"{self.micro_batches} x {self.batch_size}" if self.micro_batches > 1 else str(self.batch_size)
+        adapters = f", LoRA {self.lora_rank}" if self.lora_rank is not None else ""
+        return f"{self.model}{adapters}, {sequences} x {self.sequence_length}"
+
+    @property
+    def where(self) -> str:
+        """On what, and how, in words."""
+        how = [str(self.parallel)] if self.num_ranks > 1 else []
+        how += ["offloaded"] if self.offloaded else []
+        if self.checkpointed_frac:
+            how.append("checkpointed" if self.checkpointed_frac == 1 else f"{self.checkpointed_frac:.0%} checkpointed")
+        machine = self.machine.removesuffix("-x8")
+        return ", ".join([f"{self.num_ranks} x {machine}" if self.num_ranks > 1 else machine, *how])
+
+    @property
+    def num_samples(self) -> int:
+        """Of one step on all devices."""
+        return self.batch_size * self.micro_batches * self.num_ranks
+
+    @property
+    def num_tokens(self) -> int:
+        """Of one step on all devices."""
+        return self.num_samples * self.sequence_length
+
+    @property
+    def iteration_s(self) -> float | None:
+        """Measured seconds of one step, from whichever unit was published."""
+        match self.measured.speed:
+            case None:
+                return None
+            case (Unit.TOKENS_PER_DEVICE, rate):
+                return self.num_tokens / self.num_ranks / rate
+            case (Unit.SAMPLES, rate):
+                return self.num_samples / rate
+            case (_, seconds):
+                return seconds
+
+
+@cache
+def _content() -> dict[str, Any]:
+    return tomllib.loads(files(__package__).joinpath("measured_runs.toml").read_text(encoding="utf-8"))
+
+
+def configuration_of(model: str) -> dict[str, Any] | None:
+    """The configuration that the file itself gives for ``model``; None for a model of the catalogue."""
+    found: dict[str, Any] | None = _content()["models"].get(model)
+    return found
+
+
+SOURCES: Final = {name: Source.model_validate(source) for name, source in _content()["sources"].items()}
+MEASURED_RUNS: Final = tuple(MeasuredRun.model_validate(run) for run in _content()["runs"])

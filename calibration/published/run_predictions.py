@@ -1,0 +1,173 @@
+"""What the simulator says of ``MEASURED_RUNS``, from data sheets and configurations alone.
+
+Every block is a chunk, as it is a unit of FSDP.  Of runs whose parameters lie on the device all chunks are persistent
+or sharded; of offloaded runs none is, and the next one is gathered while one runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from typing import Any, Final
+
+from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
+
+from ...runtime.tracing.configurations import workload_of_configuration
+from ...shared.basics.documents import FrozenModel
+from ...shared.catalogue.machines import machine, override_hardware
+from ...shared.catalogue.models import load_model_configuration
+from ...shared.catalogue.parts import network_part
+from ...shared.layout.layout import build_layout
+from ...shared.schema.hardware import Hardware
+from ...shared.schema.plan import ParallelMode, Plan
+from ...shared.schema.record import Record
+from ...shared.schema.training_options import LoraOptions, TrainingOptions
+from ...shared.schema.workload import DType, Workload
+from ...shared.workloads.source import load_workload
+from ...sim.engine.simulator import simulate
+from .measured_runs import MEASURED_RUNS, MeasuredRun, configuration_of
+from .sharded import block_chunk_bytes
+
+_POSITIONS: Final = "max_position_embeddings"
+
+OnStep = Callable[[int, int], None]
+
+
+class PredictedRun(FrozenModel):
+    """What is predicted of one run."""
+
+    id: str
+    """Of the run."""
+    iteration_s: PositiveFloat
+    tokens_per_s_per_device: PositiveFloat
+    samples_per_s: PositiveFloat
+    """Of all devices together."""
+    mfu_frac: PositiveFloat | None
+    """Model FLOPs utilization as the source counts it; None where it states none."""
+    guaranteed_peak_bytes: PositiveInt
+    """The most that is allocated; on CUDA also what is expected."""
+    reserved_bytes: PositiveInt
+    """Segments that the allocator is expected to hold."""
+    outside_bytes: NonNegativeInt
+    """Device memory that is never the allocator's."""
+    device_bytes: PositiveInt
+    """Memory of the device."""
+
+    @property
+    def needed_bytes(self) -> int:
+        """Of the device, in all."""
+        return self.reserved_bytes + self.outside_bytes
+
+
+def predict_runs(on_step: OnStep = lambda done, total: None) -> tuple[PredictedRun, ...]:
+    """All of ``MEASURED_RUNS``.  ``on_step`` is told how much is done."""
+    found = []
+    for done, run in enumerate(MEASURED_RUNS):
+        on_step(done, len(MEASURED_RUNS))
+        found.append(predict_run(run))
+    on_step(len(MEASURED_RUNS), len(MEASURED_RUNS))
+    return tuple(found)
+
+
+def predict_run(run: MeasuredRun) -> PredictedRun:
+    """One step of ``run``."""
+    workload, hardware = workload_of(run), hardware_of(run)
+    record = simulate(plan_of(run, workload), workload, hardware)
+    return figures_of(run, record, workload, hardware)
+
+
+def figures_of(run: MeasuredRun, record: Record, workload: Workload, hardware: Hardware) -> PredictedRun:
+    """The figures of ``record`` in the units in which runs are published."""
+    reserved = record.device_reserved
+    assert reserved is not None
+    tokens_per_s = record.tokens_per_s / run.num_ranks
+    return PredictedRun(
+        id=run.id,
+        iteration_s=record.iteration_s,
+        tokens_per_s_per_device=tokens_per_s,
+        samples_per_s=record.num_samples / record.iteration_s,
+        mfu_frac=_mfu_frac(run, workload, hardware, tokens_per_s) if run.measured.mfu_percent is not None else None,
+        guaranteed_peak_bytes=record.guaranteed_peak_device_bytes,
+        reserved_bytes=reserved.expected_bytes,
+        outside_bytes=reserved.outside_bytes,
+        device_bytes=hardware.device.memory_bytes,
+    )
+
+
+def _mfu_frac(run: MeasuredRun, workload: Workload, hardware: Hardware, tokens_per_s: float) -> float:
+    """Model FLOPs utilization as llm-foundry and torchtitan count it, over the board's peak in 16 bit.
+
+    (6 x parameters + 12 x layers x width x sequence length) x tokens per second: attention is counted whole, causal or
+    not, and recomputation is not (PaLM, arXiv 2204.02311, appendix B).
+    """
+    configuration = _configuration(run)
+    attention_flops = 12 * workload.num_blocks * configuration["hidden_size"] * run.sequence_length
+    flops = 6 * workload.num_parameters + attention_flops
+    return float(flops * tokens_per_s / hardware.device.peak_flop_per_s[DType.BFLOAT16])
+
+
+def workload_of(run: MeasuredRun) -> Workload:
+    """One micro-batch of ``run`` on one device."""
+    lora = LoraOptions(rank=run.lora_rank, targets=run.lora_targets) if run.lora_rank is not None else None
+    return _workload(
+        run.model,
+        batch_size=run.batch_size,
+        sequence_length=run.sequence_length,
+        dtype=run.dtype,
+        options=TrainingOptions(lora=lora, autocast=run.autocast),
+    )
+
+
+@lru_cache(maxsize=4)  # runs that differ in their plan alone stand together
+def _workload(model: str, *, batch_size: int, sequence_length: int, dtype: DType, options: TrainingOptions) -> Workload:
+    configuration = configuration_of(model)
+    if configuration is None:
+        return load_workload(
+            model, batch_size=batch_size, sequence_length=sequence_length, dtype=dtype, options=options
+        )
+    return workload_of_configuration(
+        {_POSITIONS: sequence_length} | configuration,
+        name=model,
+        batch_size=batch_size,
+        sequence_length=sequence_length,
+        dtype=dtype,
+        options=options,
+    )
+
+
+def _configuration(run: MeasuredRun) -> Mapping[str, Any]:
+    return configuration_of(run.model) or load_model_configuration(run.model).config
+
+
+def hardware_of(run: MeasuredRun) -> Hardware:
+    """The machine of ``run``, with as many nodes as its ranks need."""
+    hardware = machine(run.machine)
+    if run.changes:
+        hardware = override_hardware(hardware, run.changes)
+    num_nodes = -(-run.num_ranks // hardware.devices_per_node)
+    if num_nodes == 1:
+        return hardware
+    network = hardware.network
+    if run.network is not None:
+        network = network_part(run.network.name, run.network.adapters_per_node)
+    assert network is not None
+    return hardware.model_copy(update={"network": network.model_copy(update={"num_nodes": num_nodes})})
+
+
+def plan_of(run: MeasuredRun, workload: Workload) -> Plan:
+    """What every rank of ``run`` does."""
+    chunk_bytes = block_chunk_bytes(workload)
+    layout = build_layout(workload.parameters, num_blocks=workload.num_blocks, chunk_bytes=chunk_bytes)
+    is_sharded = run.parallel is ParallelMode.SHARDED and not run.offloaded
+    is_resident = not (is_sharded or run.offloaded)
+    return Plan(
+        workload_id=workload.identity,
+        chunk_bytes=chunk_bytes,
+        n_persist=len(layout.chunks) if is_resident else 0,
+        n_shard=len(layout.chunks) if is_sharded else 0,
+        n_buffer=0 if is_resident else 2 * layout.min_buffers(0),
+        n_checkpoint=round(workload.num_blocks * run.checkpointed_frac),
+        micro_batches=run.micro_batches,
+        parallel=run.parallel,
+        num_ranks=run.num_ranks,
+    )

@@ -1,0 +1,204 @@
+"""Tables of published training runs: in their own units, by class, as comparisons of plans, and their memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from statistics import fmean
+from typing import Final
+
+from ...shared.tables.table import Heading, Parts, Table
+from .comparisons import COVERED_FRAC, Comparison, Difference, Spread
+from .measured_runs import MEASURED_RUNS, SOURCES, MeasuredRun, Unit
+from .memory_margin import (
+    MemoryOfRun,
+    num_refused,
+    quantiles_of_ratio,
+    share_covered,
+    share_within_device,
+)
+from .outcome import Outcome
+from .run_predictions import PredictedRun
+
+Predicted = Mapping[str, PredictedRun]
+
+WITHIN_FRAC: Final = 0.15
+"""Errors of times that count as near."""
+MARGINS: Final = (0.0, 0.02, 0.05, 0.08, 0.10)
+"""Shares of the device's memory that may be left free."""
+
+
+def in_own_units(predicted: Predicted) -> Parts:
+    """Prediction beside measurement for single runs, in the unit of each source; positive errors are too much of it."""
+    notes: list[str] = []
+    rows = []
+    for run in (run for run in MEASURED_RUNS if run.is_shown):
+        numbers = [_number(note, notes) for note in run.approximations]
+        for place, (unit, measured, likely) in enumerate(_figures(run, predicted[run.id])):
+            named = (run.trained, run.where) if place == 0 else ("", "")
+            note = " ".join(f"[{number}]" for number in numbers) if place == 0 else ""
+            rows.append((*named, unit, _show(measured), _show(likely), f"{likely / measured - 1:+.1%}", note))
+    used = dict.fromkeys(run.source for run in MEASURED_RUNS if run.is_shown)
+    lines = ["Errors are signed in the unit itself: too much of a rate is too short a time."]
+    lines += [f"[{number}] {note}" for number, note in enumerate(notes, start=1)]
+    lines += [f"{name}: {SOURCES[name].about}. {SOURCES[name].url}" for name in used]
+    columns = ("trained", "on", "unit", ">measured", ">predicted", ">error", "differs")
+    return Table(title="Published runs in their own units", columns=columns, rows=rows), "\n".join(lines)
+
+
+def _number(note: str, notes: list[str]) -> int:
+    if note not in notes:
+        notes.append(note)
+    return notes.index(note) + 1
+
+
+def _figures(run: MeasuredRun, predicted: PredictedRun) -> Iterator[tuple[str, float, float]]:
+    """Unit, measured and predicted, of every speed that the source states."""
+    speed = run.measured.speed
+    assert speed is not None
+    unit, measured = speed
+    yield unit, measured, own_figure(predicted, unit)
+    if run.measured.mfu_percent is not None:
+        assert predicted.mfu_frac is not None
+        yield "MFU, %", run.measured.mfu_percent, 100 * predicted.mfu_frac
+
+
+def own_figure(predicted: PredictedRun, unit: Unit) -> float:
+    """The predicted speed in ``unit``."""
+    match unit:
+        case Unit.TOKENS_PER_DEVICE:
+            return predicted.tokens_per_s_per_device
+        case Unit.SAMPLES:
+            return predicted.samples_per_s
+        case Unit.ITERATION:
+            return predicted.iteration_s
+
+
+def _show(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:#.3g}"
+
+
+def by_class(predicted: Predicted) -> Parts:
+    """Signed errors of times, class by class, over all runs whose speed was published."""
+    classes: dict[str, list[float]] = {}
+    for run in MEASURED_RUNS:
+        if run.iteration_s is not None:
+            classes.setdefault(run.run_class, []).append(predicted[run.id].iteration_s / run.iteration_s - 1)
+    rows = [
+        (
+            name,
+            str(len(errors)),
+            f"{fmean(errors):+.1%}",
+            f"{fmean(map(abs, errors)):.1%}",
+            f"{max(errors, key=abs):+.1%}",
+            f"{sum(abs(error) <= WITHIN_FRAC for error in errors)}",
+        )
+        for name, errors in classes.items()
+    ]
+    columns = ("class", ">runs", ">mean error", ">mean size", ">worst", f">within {WITHIN_FRAC:.0%}")
+    return (Table(title="Times of all published runs, by class", columns=columns, rows=rows),)
+
+
+def of_comparisons(
+    at_one_shape: Sequence[Comparison], on_one_machine: Sequence[Comparison], calibrated: Sequence[Comparison]
+) -> Parts:
+    """How errors of comparisons spread, by what is compared, and every published pair."""
+    groups = (
+        ("data sheets, one shape", at_one_shape),
+        ("data sheets, other micro-batches", on_one_machine),
+        ("calibrated", calibrated),
+    )
+    rows = [row for name, compared in groups for row in _spread_rows(name, compared)]
+    columns = ("prediction", "plans differ", ">pairs", ">mean", ">median", f">{COVERED_FRAC:.0%} within", ">range")
+    pairs = [
+        (
+            pair.first.name,
+            pair.second.name,
+            f"{pair.predicted_ratio:.3f}",
+            f"{pair.measured_ratio:.3f}",
+            f"{pair.error_frac:+.1%}",
+        )
+        for pair in at_one_shape
+        if pair.difference is not Difference.EXTENT
+    ]
+    words = (
+        "Ratios are seconds of the second plan over those of the first; errors are fractions of the longer time, and "
+        "negative where the second plan is predicted too fast."
+    )
+    return (
+        Table(title="Comparisons of two plans, by what they differ in", columns=columns, rows=rows),
+        words,
+        Table(
+            title="Published pairs of plans",
+            columns=("first", "second", ">predicted", ">measured", ">error"),
+            rows=pairs,
+        ),
+    )
+
+
+def _spread_rows(name: str, compared: Sequence[Comparison]) -> Iterator[tuple[str, ...]]:
+    for difference in reversed(Difference):
+        chosen = [pair for pair in compared if pair.difference is difference]
+        if chosen:
+            spread = Spread.of(chosen)
+            yield (
+                name,
+                difference,
+                str(spread.num),
+                f"{spread.mean:.1%}",
+                f"{spread.median:.1%}",
+                f"{spread.covering:.1%}",
+                f"{spread.low:+.1%} to {spread.high:+.1%}",
+            )
+
+
+def of_memory(predicted: Predicted, every: Sequence[MemoryOfRun]) -> Parts:
+    """Measured over predicted memory, and what a margin covers and refuses."""
+    alike = [one for one in every if one.differs is None]
+    shares = (0.1, 0.5, 0.8, 0.9, 1.0)
+    rows = [
+        (name, str(len(found)), *(f"{ratio:.2f}" for ratio in quantiles_of_ratio(found, shares)))
+        for name, found in (("no known difference", alike), ("all", every))
+    ]
+    headings = (*(f">{share:.0%}" for share in shares[:-1]), ">most")
+    known = [run for run in MEASURED_RUNS if run.memory_differs is None]
+    margins = [
+        (
+            f"{margin:.0%}",
+            f"{share_covered(alike, margin):.0%}",
+            f"{share_within_device(alike, margin):.0%}",
+            f"{share_covered(every, margin):.0%}",
+            f"{share_within_device(every, margin):.0%}",
+            f"{num_refused(known, predicted, margin)} of {len(known)}",
+            f"{num_refused(MEASURED_RUNS, predicted, margin)} of {len(MEASURED_RUNS)}",
+        )
+        for margin in MARGINS
+    ]
+    columns = (
+        "margin",
+        ">covers, by ratio",
+        ">by device",
+        ">of all, by ratio",
+        ">by device",
+        ">ran, but refused",
+        ">of all",
+    )
+    reasons = sorted({one.differs for one in every if one.differs is not None})
+    return (
+        Table(title="Measured over predicted memory", columns=("runs", ">number", *headings), rows=rows),
+        Table(title="Margins of memory", columns=columns, rows=margins),
+        "By ratio: if errors grow with the plan.  By device: if they do not.  Known differences: "
+        + "; ".join(reasons)
+        + ".",
+    )
+
+
+def run_tables(outcome: Outcome, calibrated: Sequence[Comparison]) -> Parts:
+    """All of them; ``calibrated``: comparisons of plans that were predicted with a calibration."""
+    predicted = outcome.predicted
+    return (
+        Heading("Training runs"),
+        *in_own_units(predicted),
+        *by_class(predicted),
+        *of_comparisons(*outcome.pairs(), calibrated),
+        *of_memory(predicted, outcome.memories()),
+    )

@@ -1,0 +1,374 @@
+"""Published training runs: their data, their predictions in the sources' units, comparisons of plans, and memory."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from protwin.calibration.published.comparisons import (
+    COVERED_FRAC,
+    Activations,
+    Comparison,
+    Difference,
+    Place,
+    PlanForm,
+    Spread,
+    Timed,
+    comparisons,
+    form_of_run,
+    num_within,
+    timed_plans,
+)
+from protwin.calibration.published.measured_runs import (
+    MEASURED_RUNS,
+    SOURCES,
+    Measured,
+    MeasuredRun,
+    MemoryKind,
+    configuration_of,
+)
+from protwin.calibration.published.memory_margin import (
+    MemoryOfRun,
+    memory_of_runs,
+    num_refused,
+    quantiles_of_ratio,
+    share_covered,
+    share_within_device,
+)
+from protwin.calibration.published.outcome import Outcome, calibrated_comparisons
+from protwin.calibration.published.run_predictions import (
+    PredictedRun,
+    hardware_of,
+    plan_of,
+    predict_run,
+    workload_of,
+)
+from protwin.calibration.published.run_tables import own_figure, run_tables
+from protwin.shared.catalogue.models import known_model
+from protwin.shared.tables.terminal import as_text
+from protwin.sim.searching.confidence import CALIBRATED, DATA_SHEETS, DEFAULT_MARGIN_FRAC
+
+RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
+KEPT = Outcome.load(max(RESULTS.glob("published-*.json")))
+FIDELITY = max(RESULTS.glob("fidelity-*.json"))
+BY_ID = {run.id: run for run in MEASURED_RUNS}
+
+
+# -- the data --------------------------------------------------------------------------------------------------------
+
+
+def test_every_run_names_its_source_its_model_and_its_machine() -> None:
+    assert len(BY_ID) == len(MEASURED_RUNS)
+    assert {run.source for run in MEASURED_RUNS} == set(SOURCES)
+    assert all(source.url.startswith("https://") and source.about for source in SOURCES.values())
+    for run in MEASURED_RUNS:
+        assert configuration_of(run.model) is not None or known_model(run.model) is not None
+        assert hardware_of(run).num_devices >= run.num_ranks
+
+
+def test_twenty_runs_of_many_classes_are_shown() -> None:
+    shown = [run for run in MEASURED_RUNS if run.is_shown]
+    assert len(shown) == 20
+    assert len({run.run_class for run in shown}) >= 10
+    assert len({run.measured.speed[0] for run in shown if run.measured.speed is not None}) == 3
+    assert any(run.offloaded for run in shown)
+    assert any(run.lora_rank is not None for run in shown)
+
+
+def made_up(measured: Measured) -> MeasuredRun:
+    return MeasuredRun.model_validate(
+        {
+            "id": "made-up",
+            "class": "made up",
+            "source": "none",
+            "model": "gpt2",
+            "batch_size": 3,
+            "micro_batches": 2,
+            "sequence_length": 100,
+            "machine": "a100-80gb-x8",
+            "num_ranks": 4,
+            "parallel": "ddp",
+            "measured": measured,
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("measured", "seconds"),
+    [
+        # 24 samples and 2,400 tokens a step, 600 of them on each device
+        (Measured(tokens_per_s_per_device=300), 2.0),
+        (Measured(samples_per_s=6), 4.0),
+        (Measured(iteration_s=5), 5.0),
+        (Measured(allocated_bytes="1GiB"), None),
+    ],
+)
+def test_units_become_seconds(measured: Measured, seconds: float | None) -> None:
+    assert made_up(measured).iteration_s == seconds
+
+
+def test_a_run_without_any_figure_is_refused() -> None:
+    with pytest.raises(ValueError, match="made-up has neither a speed nor a memory"):
+        made_up(Measured())
+
+
+# -- predictions -----------------------------------------------------------------------------------------------------
+
+SHIPPED = [
+    run for run in MEASURED_RUNS if known_model(run.model) is not None and run.lora_rank is None and not run.autocast
+]
+"""Runs that need no trace."""
+
+
+@pytest.mark.parametrize(
+    "run", [run for run in SHIPPED if run.measured.mfu_percent is not None], ids=lambda run: run.id
+)
+def test_utilization_is_counted_as_the_source_does(run: MeasuredRun) -> None:
+    """The formula applied to the measured tokens per second gives the measured utilization."""
+    predicted = predict_run(run)
+    assert predicted.mfu_frac is not None
+    assert run.measured.tokens_per_s_per_device is not None
+    assert run.measured.mfu_percent is not None
+    per_token = predicted.mfu_frac / predicted.tokens_per_s_per_device
+    assert 100 * per_token * run.measured.tokens_per_s_per_device == pytest.approx(run.measured.mfu_percent, rel=0.003)
+
+
+@pytest.mark.parametrize("name", ["titan-h100-8", "gist-llama7b-z3-ac-optoff-b2"])
+def test_figures_of_one_prediction_agree(name: str) -> None:
+    run = BY_ID[name]
+    predicted = predict_run(run)
+    assert predicted.samples_per_s * predicted.iteration_s == pytest.approx(run.num_samples)
+    assert predicted.tokens_per_s_per_device * predicted.iteration_s * run.num_ranks == pytest.approx(run.num_tokens)
+    assert run.measured.speed is not None
+    unit, _ = run.measured.speed
+    is_own = {"tokens/s and device": predicted.tokens_per_s_per_device, "samples/s": predicted.samples_per_s}
+    assert own_figure(predicted, unit) == is_own[unit]
+
+
+def test_offloaded_runs_have_nothing_on_devices_and_sharded_ones_nothing_on_hosts() -> None:
+    for name in ("gist-llama7b-z3-ac-b2", "gist-llama7b-z3-ac-optoff-b2"):
+        run = BY_ID[name]
+        workload = workload_of(run)
+        plan = plan_of(run, workload)
+        assert (plan.n_persist, plan.n_shard > 0) == (0, not run.offloaded)
+        assert (plan.n_checkpoint, plan.micro_batches, plan.num_ranks) == (workload.num_blocks, 4, 8)
+
+
+def test_nodes_are_as_many_as_the_ranks_need() -> None:
+    assert hardware_of(BY_ID["fms-34b-h100-96"]).num_devices == 96
+    assert hardware_of(BY_ID["fms-34b-h100-96"]).network.adapters_per_node == 2  # type: ignore[union-attr]
+    limited = hardware_of(BY_ID["titan-h100-8"])
+    assert (limited.device.memory_bytes, limited.num_devices) == (96 * 10**9, 8)
+
+
+# -- comparisons -----------------------------------------------------------------------------------------------------
+
+KEPT_THERE = PlanForm(Place.RESIDENT, Activations.KEPT)
+CHECKPOINTED = PlanForm(Place.RESIDENT, Activations.CHECKPOINTED)
+OFFLOADED = PlanForm(Place.OFFLOADED, Activations.CHECKPOINTED)
+seconds = st.floats(1e-3, 1e3)
+
+
+def timed(form: PlanForm, predicted_s: float, measured_s: float, *, name: str = "", subject: str = "one") -> Timed:
+    return Timed(name, subject, form, predicted_s, measured_s)
+
+
+@given(seconds, seconds, seconds, seconds, st.floats(0.1, 10), st.floats(0.1, 10))
+def test_what_two_runs_have_in_common_cancels(
+    a: float, b: float, c: float, d: float, common: float, other: float
+) -> None:
+    plain = Comparison(timed(KEPT_THERE, a, b), timed(CHECKPOINTED, c, d))
+    scaled = Comparison(timed(KEPT_THERE, common * a, other * b), timed(CHECKPOINTED, common * c, other * d))
+    assert scaled.error_frac == pytest.approx(plain.error_frac, abs=1e-9)
+    swapped = Comparison(timed(KEPT_THERE, c, d), timed(CHECKPOINTED, a, b))
+    assert swapped.error_frac == pytest.approx(-plain.error_frac, abs=1e-9)
+    assert -1 < plain.error_frac < 1
+
+
+def test_errors_by_hand() -> None:
+    """Predicted as fast as the first and measured twice as slow: the gain was wrong by half of the longer time."""
+    too_fast = Comparison(timed(KEPT_THERE, 1.0, 1.0), timed(OFFLOADED, 1.0, 2.0))
+    assert too_fast.error_frac == pytest.approx(-0.5)
+    assert too_fast.difference is Difference.PLACE
+    too_slow = Comparison(timed(KEPT_THERE, 1.0, 2.0), timed(CHECKPOINTED, 1.25, 2.0))
+    assert too_slow.error_frac == pytest.approx(0.2)
+    assert too_slow.difference is Difference.ACTIVATIONS
+    spread = Spread.of([too_fast, too_slow])
+    assert (spread.num, spread.low, spread.high) == (2, pytest.approx(-0.5), pytest.approx(0.2))
+    assert (spread.mean, spread.covering) == (pytest.approx(0.35), pytest.approx(0.5))
+
+
+@given(st.lists(st.tuples(seconds, seconds, seconds, seconds), min_size=1, max_size=30))
+def test_the_covering_error_is_the_least_that_covers(rows: list[tuple[float, float, float, float]]) -> None:
+    compared = [Comparison(timed(KEPT_THERE, a, b), timed(CHECKPOINTED, c, d)) for a, b, c, d in rows]
+    covering = Spread.of(compared).covering
+    assert num_within(compared, covering) >= COVERED_FRAC * len(compared)
+    sizes = [abs(one.error_frac) for one in compared]
+    assert covering in sizes
+    assert sum(size < covering for size in sizes) < COVERED_FRAC * len(compared)
+
+
+def test_the_simpler_plan_comes_first_and_subjects_stay_apart() -> None:
+    found = comparisons(
+        [
+            timed(OFFLOADED, 1, 1, name="c"),
+            timed(KEPT_THERE, 1, 1, name="a"),
+            timed(CHECKPOINTED, 1, 1, name="b"),
+            timed(KEPT_THERE, 1, 1, name="z", subject="other"),
+        ]
+    )
+    assert [(one.first.name, one.second.name) for one in found] == [("a", "b"), ("a", "c"), ("b", "c")]
+
+
+def test_published_pairs_differ_in_their_plan_alone() -> None:
+    at_one_shape, on_one_machine = KEPT.pairs()
+    assert len(at_one_shape) >= 15
+    for pair in at_one_shape:
+        if pair.first.subject == "R1":
+            continue
+        first, second = BY_ID[pair.first.name], BY_ID[pair.second.name]
+        for field in ("source", "model", "batch_size", "micro_batches", "sequence_length", "machine", "num_ranks"):
+            assert getattr(first, field) == getattr(second, field)
+        assert form_of_run(first) != form_of_run(second)
+    names = {(pair.first.name, pair.second.name) for pair in at_one_shape}
+    assert names.isdisjoint((pair.first.name, pair.second.name) for pair in on_one_machine)
+
+
+def test_a_measured_plan_without_buffers_is_resident() -> None:
+    forms = {plan.name: plan.form for plan in timed_plans(json.loads(FIDELITY.read_text()))}
+    for name, form in forms.items():
+        assert (form.place is Place.RESIDENT) == ("everything persistent" in name)
+        if name.startswith("all kept"):
+            assert form.activations is Activations.KEPT
+        elif "checkpointed" in name:
+            assert form.activations is Activations.CHECKPOINTED
+
+
+# -- memory ----------------------------------------------------------------------------------------------------------
+
+
+def memory(measured: int, predicted: int, *, device: int = 100) -> MemoryOfRun:
+    return MemoryOfRun("made up", MemoryKind.RESERVED, measured, predicted, device, None)
+
+
+def test_margins_by_hand() -> None:
+    found = [memory(20, 20), memory(22, 20), memory(50, 40), memory(10, 20)]
+    assert [share_covered(found, margin) for margin in (0.0, 0.09, 0.1, 0.2)] == [0.5, 0.5, 0.75, 1.0]
+    assert [share_within_device(found, margin) for margin in (0.0, 0.02, 0.05, 0.1)] == [0.5, 0.75, 0.75, 1.0]
+    assert quantiles_of_ratio(found, (0.25, 0.5, 1.0)) == [0.5, 1.0, 1.25]
+
+
+def predicted_run(name: str, needed_bytes: int) -> PredictedRun:
+    return PredictedRun(
+        id=name,
+        iteration_s=1.0,
+        tokens_per_s_per_device=1.0,
+        samples_per_s=1.0,
+        mfu_frac=None,
+        guaranteed_peak_bytes=1,
+        reserved_bytes=needed_bytes - 10,
+        outside_bytes=10,
+        device_bytes=100,
+    )
+
+
+def test_what_leaves_less_than_the_margin_is_refused() -> None:
+    runs = MEASURED_RUNS[:3]
+    found = {run.id: predicted_run(run.id, size) for run, size in zip(runs, (90, 95, 101), strict=True)}
+    assert [num_refused(runs, found, margin) for margin in (0.0, 0.05, 0.06, 0.2)] == [1, 1, 2, 3]
+
+
+def test_memory_is_held_against_its_own_kind() -> None:
+    kinds = {one.run: one for one in memory_of_runs(KEPT.predicted)}
+    process, allocated, reserved = (
+        kinds[name] for name in ("qwen-7B-lora-512", "litgpt-llama2-7b-b2", "prime-rl-3210")
+    )
+    predicted = KEPT.predicted
+    assert process.predicted_bytes == predicted[process.run].reserved_bytes + predicted[process.run].outside_bytes
+    assert allocated.predicted_bytes == predicted[allocated.run].guaranteed_peak_bytes
+    assert reserved.predicted_bytes == predicted[reserved.run].reserved_bytes
+
+
+# -- what the search trusts ------------------------------------------------------------------------------------------
+
+
+def test_uncertainties_cover_what_was_measured() -> None:
+    at_one_shape, on_one_machine = KEPT.pairs()
+    calibrated = calibrated_comparisons(FIDELITY)
+
+    def differing(pairs: list[Comparison], difference: Difference) -> list[Comparison]:
+        return [pair for pair in pairs if pair.difference is difference]
+
+    activations = differing(at_one_shape, Difference.ACTIVATIONS)
+    assert Spread.of(activations).covering <= DATA_SHEETS.activations_frac
+    # Micro-batches of one sequence are slower than predicted, by a cause that no plan shares.
+    several = [
+        pair
+        for pair in differing(on_one_machine, Difference.ACTIVATIONS)
+        if min(BY_ID[pair.first.name].batch_size, BY_ID[pair.second.name].batch_size) > 1
+    ]
+    assert Spread.of(several).covering <= DATA_SHEETS.activations_frac
+    places = differing(at_one_shape, Difference.PLACE)
+    assert len(places) >= 7
+    missed = [pair for pair in places if abs(pair.error_frac) > DATA_SHEETS.placement_frac]
+    assert all("gist-llama7b" in pair.first.name for pair in missed), "DeepSpeed overlaps its step with nothing"
+    assert len(missed) <= 2
+    for difference, frac in (
+        (Difference.ACTIVATIONS, CALIBRATED.activations_frac),
+        (Difference.PLACE, CALIBRATED.placement_frac),
+    ):
+        assert Spread.of(differing(calibrated, difference)).covering <= frac
+
+
+def test_the_margin_covers_what_was_measured() -> None:
+    alike = [one for one in KEPT.memories() if one.differs is None]
+    assert len(alike) >= 11
+    assert share_covered(alike, DEFAULT_MARGIN_FRAC) >= 0.8
+    assert share_within_device(alike, DEFAULT_MARGIN_FRAC) == 1
+    predicted = KEPT.predicted
+    more = num_refused(MEASURED_RUNS, predicted, DEFAULT_MARGIN_FRAC) - num_refused(MEASURED_RUNS, predicted, 0.0)
+    assert more <= 0.05 * len(MEASURED_RUNS)
+
+
+# -- what is kept and printed ----------------------------------------------------------------------------------------
+
+
+def test_the_kept_outcome_has_every_run() -> None:
+    assert list(KEPT.predicted) == list(BY_ID)
+
+
+@pytest.mark.parametrize("name", ["titan-a100-llama-2-13b-ckpt0.5", "gist-llama7b-z3-ac-optoff-b2"])
+def test_the_kept_outcome_is_what_would_be_predicted(name: str) -> None:
+    """Else keep a new one: make published ARGS="--keep benchmarks/results"."""
+    now, then = predict_run(BY_ID[name]), KEPT.predicted[name]
+    assert now.iteration_s == pytest.approx(then.iteration_s, rel=0.02)
+    assert now.needed_bytes == pytest.approx(then.needed_bytes, rel=0.02)
+
+
+def test_what_is_kept_reads_back_equal(tmp_path: Path) -> None:
+    assert Outcome.load(KEPT.keep(tmp_path)) == KEPT
+
+
+def test_tables_tell_what_was_measured_beside_what_is_predicted() -> None:
+    text = as_text(run_tables(KEPT, calibrated_comparisons(FIDELITY)), width=220)
+    for words in ("tokens/s and device", "samples/s", "s per step", "MFU, %", "Margins of memory", "Published pairs"):
+        assert words in text
+    fms = BY_ID["fms-7b-a100-128"]
+    likely = KEPT.predicted[fms.id].tokens_per_s_per_device
+    assert fms.measured.tokens_per_s_per_device == 3760
+    (line,) = (line for line in text.splitlines() if "128 x a100-80gb" in line)
+    assert "3,760" in line
+    assert f"{likely:,.0f}" in line
+    assert f"{likely / 3760 - 1:+.1%}" in line
+
+
+def test_every_class_is_summed_up_once() -> None:
+    text = as_text(run_tables(KEPT, []), width=220)
+    block = text.split("Times of all published runs, by class")[1].split("Comparisons of two plans")[0]
+    classes = {run.run_class for run in MEASURED_RUNS if run.iteration_s is not None}
+    for name in classes:
+        assert sum(line.strip().startswith(name + "  ") for line in block.splitlines()) == 1
