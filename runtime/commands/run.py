@@ -5,93 +5,99 @@ from __future__ import annotations
 import math
 import os
 from pathlib import Path
-from typing import Annotated
-
-import typer
 
 from ...shared.basics.documents import write_atomically
-from ...shared.basics.errors import PlanError, ProtwinError
-from ...shared.basics.units import format_bytes, format_enough_bytes
+from ...shared.basics.errors import ProtwinError
 from ...shared.catalogue.models import load_model_configuration
 from ...shared.cli.options import (
-    ConfigurationName,
+    BatchSize,
     DeviceBudget,
+    DTypeName,
     FrozenParts,
     JsonFlag,
     LoraRank,
     LoraTargets,
     OutputPath,
     Seed,
+    SequenceLength,
     TimelinePath,
     command_app,
     examples,
     keep_apart,
     load_plan,
     options_of,
-    rate_option,
 )
 from ...shared.cli.output import is_standard_output, save, tell
 from ...shared.cli.streams import say
 from ...shared.compile.compile import compile_schedule
-from ...shared.schema.plan import Plan
 from ...shared.schema.record import Record
 from ...shared.schema.workload import Workload
-from ...shared.verify.guaranteed_peak import guaranteed_device_peak
 from ..devices.process_settings import prefer_expandable_segments
+from .learning_rates import LearningRates
+from .run_budget import check_budget
+from .run_options import (
+    TEXT_STEPS,
+    CheckpointEvery,
+    CheckpointFolder,
+    DataPaths,
+    DeviceToHost,
+    Epochs,
+    EvaluateEvery,
+    EvaluationPath,
+    HostToDevice,
+    LearningRate,
+    OptionalModel,
+    PlanPath,
+    ResumeFlag,
+    SaveFolder,
+    Schedule,
+    ScheduleName,
+    Steps,
+    TextPath,
+    TokenizerFolder,
+    WarmupSteps,
+    WeightsFolder,
+    WorkloadPath,
+)
 from .run_record import check_record
 
 __all__ = ["run"]
 
 run = command_app()
 
-PlanPath = Annotated[Path, typer.Option("--plan", metavar="FILE", dir_okay=False, help="What to carry out.")]
-WorkloadPath = Annotated[
-    Path, typer.Option("--workload", metavar="FILE", dir_okay=False, help="The workload that the plan is for.")
-]
-Steps = Annotated[int, typer.Option("--steps", metavar="N", min=1, help="Iterations to train.")]
-LearningRate = Annotated[float, typer.Option("--learning-rate", metavar="RATE", min=0.0, help="Rate of AdamW.")]
-TextPath = Annotated[
-    Path | None,
-    typer.Option("--text", metavar="FILE", dir_okay=False, help="Text to train on; by default Python's reference."),
-]
-CheckpointFolder = Annotated[
-    Path | None,
-    typer.Option("--checkpoint", metavar="FOLDER", file_okay=False, help="Save here after the last step."),
-]
-CheckpointEvery = Annotated[
-    int | None, typer.Option("--checkpoint-every", min=1, metavar="N", help="Save every N steps too.")
-]
-ResumeFlag = Annotated[
-    bool, typer.Option("--resume", help="Go on from the checkpoint; --steps counts those before it too.")
-]
-HostToDevice = Annotated[
-    float | None, typer.Option("--host-to-device", parser=rate_option, metavar="RATE", help="Throttle the CPU's link.")
-]
-DeviceToHost = Annotated[
-    float | None, typer.Option("--device-to-host", parser=rate_option, metavar="RATE", help="Throttle the CPU's link.")
-]
-
 
 @run.command(
     epilog=examples(
         "protwin run --plan plan.json --workload workload.json --model config.json --steps 20 --output measured.json",
-        "protwin run --plan plan.json --workload workload.json --model gpt2 --device-budget 2GiB --text book.txt",
         "protwin run --plan plan.json --workload workload.json --model gpt2 --checkpoint saved --checkpoint-every 100",
+        "protwin run --plan plan.json --workload workload.json --weights base --data chats.jsonl --save tuned",
     )
 )
 def run_command(
     plan: PlanPath,
-    workload: WorkloadPath,
-    model: ConfigurationName,
+    workload: WorkloadPath = None,
+    model: OptionalModel = None,
+    weights: WeightsFolder = None,
+    batch_size: BatchSize = None,
+    sequence_length: SequenceLength = None,
+    dtype: DTypeName = None,
     lora_rank: LoraRank = None,
     lora_targets: LoraTargets = None,
     frozen: FrozenParts = None,
-    steps: Steps = 10,
-    learning_rate: LearningRate = 1e-4,
+    data: DataPaths = None,
+    tokenizer: TokenizerFolder = None,
+    evaluation: EvaluationPath = None,
+    evaluate_every: EvaluateEvery = None,
     text: TextPath = None,
+    steps: Steps = None,
+    epochs: Epochs = None,
+    learning_rate: LearningRate = 1e-4,
+    schedule: ScheduleName = Schedule.CONSTANT,
+    warmup_steps: WarmupSteps = 0,
     checkpoint: CheckpointFolder = None,
     checkpoint_every: CheckpointEvery = None,
     is_resuming: ResumeFlag = False,
+    save: SaveFolder = None,
     device_budget_bytes: DeviceBudget = None,
     host_to_device: HostToDevice = None,
     device_to_host: DeviceToHost = None,
@@ -100,46 +106,81 @@ def run_command(
     timeline: TimelinePath = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Carry a plan out: train a model with random weights on text, bytes as tokens, exactly as the plan says.
+    """Carry a plan out: fine-tune the weights of a folder on rows of JSON Lines, or try a plan with random weights.
 
-    Uses the first CUDA device where there is one, with expandable segments of PyTorch's allocator unless
-    PYTORCH_CUDA_ALLOC_CONF or PYTORCH_ALLOC_CONF is set; else the CPU as a device.  --output writes the measured
-    record, which protwin compare lays beside the predicted one.
+    --weights and --data fine-tune, and --save writes a folder for from_pretrained.  --model trains random weights on
+    text, bytes as tokens.  Uses the first CUDA device where there is one, with expandable segments of PyTorch's
+    allocator unless PYTORCH_CUDA_ALLOC_CONF or PYTORCH_ALLOC_CONF is set; else the CPU as a device.  --output writes
+    the measured record, which protwin compare lays beside the predicted one.
     """
     outputs = {"--output": output, "--timeline": timeline}
-    keep_apart(outputs, {"--plan": plan, "--workload": workload, "--model": model, "--text": text}, as_json=as_json)
-    if not math.isfinite(learning_rate):
-        raise ProtwinError(f"--learning-rate {learning_rate} is not finite. Give a rate such as 1e-4.")
+    read = {"--plan": plan, "--workload": workload, "--model": model, "--text": text, "--evaluation": evaluation}
+    keep_apart(outputs, read | {f"--data {path}": path for path in data or ()}, as_json=as_json)
+    _check_choices(model, weights, steps, epochs, data, learning_rate)
+    pauses = {"--checkpoint-every": checkpoint_every, "--evaluate-every": evaluate_every}
     wants_record = as_json or output is not None or timeline is not None
-    if wants_record:
-        check_record(steps, checkpoint_every)
-    chosen, traced = load_plan(plan), Workload.load(workload)
-    _check_budget(chosen, traced, device_budget_bytes)
-    described = load_model_configuration(model)
+    if wants_record and (steps is not None or not data):
+        check_record(steps or TEXT_STEPS, pauses)
+    chosen = load_plan(plan)
+    given = Workload.load(workload) if workload is not None else None
+    if given is not None:
+        check_budget(chosen, given, device_budget_bytes)
+    # A folder may be called like a model of the catalogue.
+    named = model if weights is None else str(weights / "config.json")
+    assert named is not None
+    described = load_model_configuration(named)
     options = options_of(lora_rank, lora_targets, frozen, None)
 
     prefer_expandable_segments(os.environ)
-    # Each of these imports torch, which reads the settings of its allocator.
-    from ..model.byte_text import read_text
-    from ..training.guards import check_carried_out
-    from .random_model import random_model
+    # This imports torch, which reads the settings of its allocator.
     from .run_checkpoints import RunCheckpoints
-    from .run_training import TextTraining, device_at_hand
+    from .run_data import DataChoice
+    from .run_model import RunModel
+    from .run_request import DeviceChoice, RunRequest, Shape
 
-    check_carried_out(chosen)
-    content = read_text(text)
-    checkpoints = RunCheckpoints(checkpoint, checkpoint_every, is_resuming, seed, content)
-    checkpoints.check()
-    built = random_model(described.config, described.name, str(traced.compute_dtype), seed, options)
-    device = device_at_hand(device_budget_bytes, host_to_device, device_to_host)
-    training = TextTraining(chosen, traced, steps, learning_rate, seed, content, checkpoints, wants_record)
-    record = training.run(built, device, tell=_tell_nobody if as_json or is_standard_output(output) else say)
+    request = RunRequest(
+        plan=chosen,
+        workload=given,
+        shape=Shape(batch_size, sequence_length, dtype),
+        model=RunModel(described, named, weights, dtype, options, seed),
+        data=DataChoice(tuple(data or ()), evaluation, evaluate_every, tokenizer, text, weights, seed),
+        steps=steps,
+        epochs=epochs,
+        rates=LearningRates(learning_rate, schedule, warmup_steps),
+        checkpoints=RunCheckpoints(checkpoint, checkpoint_every, is_resuming),
+        save=save,
+        device=DeviceChoice(device_budget_bytes, host_to_device, device_to_host),
+        wants_record=wants_record,
+    )
+    traced, record = request.carry_out(_tell_nobody if as_json or is_standard_output(output) else say)
     if record is not None:
         _give(record, traced, output, timeline, as_json=as_json)
 
 
 def _tell_nobody(line: str) -> None:
     """Standard output is JSON alone."""
+
+
+def _check_choices(
+    model: str | None,
+    weights: Path | None,
+    steps: int | None,
+    epochs: int | None,
+    data: list[Path] | None,
+    learning_rate: float,
+) -> None:
+    """Raise ProtwinError if options contradict each other."""
+    if (model is None) == (weights is None):
+        given = "both are given" if model is not None else "neither is given"
+        raise ProtwinError(
+            f"--weights FOLDER is a model to fine-tune, --model NAME one with random weights, and {given}. Give one."
+        )
+    if steps is not None and epochs is not None:
+        raise ProtwinError("--steps and --epochs both say how far to train. Give one of them.")
+    if epochs is not None and not data:
+        raise ProtwinError("--epochs needs --data FILE.jsonl: text has no end. Give --steps.")
+    if not math.isfinite(learning_rate):
+        raise ProtwinError(f"--learning-rate {learning_rate} is not finite. Give a rate such as 1e-4.")
 
 
 def _give(record: Record, workload: Workload, output: Path | None, timeline: Path | None, *, as_json: bool) -> None:
@@ -151,17 +192,3 @@ def _give(record: Record, workload: Workload, output: Path | None, timeline: Pat
     if timeline is not None:
         write_atomically(timeline, chrome_trace({"measured": record}, schedule=compile_schedule(record.plan, workload)))
     tell(record, output, as_json=as_json, tables=lambda: record_tables(record))
-
-
-def _check_budget(plan: Plan, workload: Workload, budget_bytes: int | None) -> None:
-    """Raise PlanError if some timing of the plan exceeds the budget."""
-    if budget_bytes is None:
-        return
-    schedule = compile_schedule(plan, workload)
-    peak = guaranteed_device_peak(schedule)
-    if peak.size_bytes > budget_bytes:
-        raise PlanError(
-            f"the plan's device memory may reach {format_bytes(peak.size_bytes)}, during "
-            f"{schedule.tasks[peak.task].name}, but --device-budget is {format_bytes(budget_bytes)}. Search a plan for "
-            f"this budget, or raise it to {format_enough_bytes(peak.size_bytes)}."
-        )

@@ -73,12 +73,14 @@ def resolve_workload(
     warn: Warn,
     options: TrainingOptions = FULL_TRAINING,
     device: Device | None = None,
+    device_kind: DeviceKind = DeviceKind.CUDA,
 ) -> Workload:
     """The workload that ``model`` names: a saved workload's path, a configuration's path, or a catalogue name.
 
     ``cache`` is the folder of traced workloads; None: trace anew and keep nothing.  ``options`` say what of the model
-    is trained, ``device`` on what, where that decides which kernels run and, without ``dtype``, in which element type.
-    ``warn`` gets a message if that folder cannot be written, and if a model of the catalogue has to be traced.
+    is trained, ``device`` on what, where that decides which kernels run and, without ``dtype``, in which element type;
+    ``device_kind`` stands in for a device that is not described.  ``warn`` gets a message if that folder cannot be
+    written, and if a model of the catalogue has to be traced.
 
     Raises ProtwinError if the model is unknown, its file is damaged, or the shape is missing (configurations) or
     another one (saved workloads).
@@ -109,7 +111,7 @@ def resolve_workload(
         sequence_length,
         None if dtype is None and chosen.origin is DTypeOrigin.PUBLISHED else chosen.dtype,
         options,
-        DeviceKind.CUDA if device is None else device.kind,
+        device_kind if device is None else device.kind,
     )
     found = _shipped(described, request, warn) if known_model(model) is not None else None
     return chosen.note_in(found if found is not None else _traced(request, cache, warn))
@@ -122,7 +124,7 @@ def untraced_workload(
     sequence_length: int | None,
     dtype: str | None,
     options: TrainingOptions = FULL_TRAINING,
-    device_kind: DeviceKind = DeviceKind.CUDA,
+    device: Device | None = None,
 ) -> Workload | None:
     """The workload of a model of the catalogue as ``resolve_workload`` has it, where that takes no trace; else None.
 
@@ -131,8 +133,11 @@ def untraced_workload(
     if known_model(model) is None:
         return None
     described = load_model_configuration(model)
-    request = TraceRequest(described.config, described.name, batch_size, sequence_length, dtype, options, device_kind)
-    return _shipped(described, request, _ignore)
+    chosen = choose_dtype(published_dtype(described.config), dtype, device)
+    kind = DeviceKind.CUDA if device is None else device.kind
+    request = TraceRequest(described.config, described.name, batch_size, sequence_length, chosen.dtype, options, kind)
+    found = _shipped(described, request, _ignore)
+    return None if found is None else chosen.note_in(found)
 
 
 def resolve_family(model: str, *, dtype: str | None = None) -> WorkloadFamily | None:

@@ -222,7 +222,7 @@ def search_command(
     def untraced(size: int, length: int | None) -> Workload | None:
         options = options_of(lora_rank, lora_targets, frozen, autocast)
         return untraced_workload(
-            model, size, sequence_length=length, dtype=dtype, options=options, device_kind=machine.device.kind
+            model, size, sequence_length=length, dtype=dtype, options=options, device=machine.device
         )
 
     has_shapes = not is_saved_workload(model)

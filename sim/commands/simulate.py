@@ -157,7 +157,7 @@ def simulate_command(
             sequence_length=sequence_length,
             dtype=dtype,
             options=options_of(lora_rank, lora_targets, frozen, autocast),
-            device_kind=machine.device.kind,
+            device=machine.device,
         ),
     )
     record = record.model_copy(update={"remedies": told})
