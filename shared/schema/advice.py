@@ -9,6 +9,9 @@ from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
 
 from ..basics.documents import Document, FrozenModel
 from .plan import Plan
+from .plan_kind import PlanKind
+from .question import Question
+from .training_run import TrainingRun
 
 
 class MachineAdvice(FrozenModel):
@@ -18,10 +21,13 @@ class MachineAdvice(FrozenModel):
     num_ranks: PositiveInt = 1
     """Devices that train together; ``plan`` says how."""
     num_devices: PositiveInt = 1
-    """Devices whose rent counts: all of the machine where it was asked about as a whole, else those that train."""
+    """Devices whose rent counts: all those of the machines that the ranks are in, since machines are rented whole."""
     price_usd_per_hour: PositiveFloat | None
-    """Of these devices with their share of the machine."""
+    """Of these machines."""
     plan: Plan | None = None
+    plan_kind: PlanKind | None = None
+    survives: bool | None = None
+    """As of ``SearchResult``."""
     micro_batch_size: PositiveInt | None = None
     """Samples that each device takes at a time."""
     iteration_s: PositiveFloat | None = None
@@ -30,6 +36,8 @@ class MachineAdvice(FrozenModel):
     tokens_per_s: PositiveFloat | None = None
     usd_per_million_tokens: PositiveFloat | None = None
     """None without a price."""
+    run: TrainingRun | None = None
+    """Time, energy and cost of the number of tokens that was asked about, if one was."""
     guaranteed_peak_device_bytes: PositiveInt | None = None
     is_certified: bool = False
     """Whether the search proved its plan the best within its tolerance; false where there is no plan, and where it
@@ -68,6 +76,8 @@ class Advice(Document):
     """Samples per step."""
     ranks: tuple[PositiveInt, ...] = ()
     """The numbers of devices that were asked about; empty: all devices of every machine, and one of them alone."""
+    question: Question | None = None
+    """What was asked of the first machine with a plan; others may choose other micro-batches and element types."""
     machines: tuple[MachineAdvice, ...]
     """Fastest first; a machine with several devices more than once."""
     unanswered: tuple[str, ...] = ()

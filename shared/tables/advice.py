@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from ..basics.units import format_bytes, format_number, format_seconds
+from ..basics.units import format_bytes, format_duration, format_number, format_seconds
 from ..schema.advice import Advice, MachineAdvice
 from .labels import NO_VALUE, format_share
 from .table import Parts, Row, Table
 
 _PRICES: Final = (">USD per\nhour", ">USD per\nM tokens")
+_RUN: Final = (">time", ">USD\nin all")
 _PEAK: Final = ">device\npeak"
 _MICRO_BATCH: Final = ">micro-\nbatch"
 
@@ -24,8 +25,8 @@ def advice_tables(advice: Advice) -> Parts:
     if advice.by_cost:
         best = advice.by_cost[0]
         parts.append(f"Cheapest: {best.name}, ${best.usd_per_million_tokens:.3f} a million tokens.")
-    if without := [one.name for one in advice.without_plan]:
-        parts.append(f"Nothing fits, or nothing is known: {'; '.join(without)}.  --json says why.")
+    if advice.without_plan:
+        parts.append(reason_table(advice.without_plan))
     if not advice.is_complete:
         parts.append(interruption_sentence(advice))
     return tuple(parts)
@@ -42,19 +43,28 @@ def machine_table(title: str, deals: Sequence[MachineAdvice]) -> Table:
         ">best\nwithin",
         _PEAK,
         _MICRO_BATCH,
+        "plan",
+        *_RUN,
         *_PRICES,
     )
     rows = [_cells(one) for one in deals]
     if not any(one.price_usd_per_hour for one in deals):
         columns, rows = columns[: -len(_PRICES)], [row[: -len(_PRICES)] for row in rows]
-    expendable = tuple(name for name in (_PRICES[0], _PEAK, _MICRO_BATCH) if name in columns)
+    if not any(one.run for one in deals):
+        columns, rows = _without(columns, rows, _RUN)
+    expendable = tuple(name for name in (_PRICES[0], _PEAK, _MICRO_BATCH, ">iteration") if name in columns)
     return Table(title=title, columns=columns, rows=rows, always=3, expendable=expendable)
 
 
 def reason_table(without: Sequence[MachineAdvice]) -> Table:
     """Why some machines have no plan."""
-    rows = [(one.hardware_name, one.reason) for one in without]
+    rows = [(one.name, short_reason(one.reason)) for one in without]
     return Table(title="Machines without a plan", columns=("machine", "why there is no plan"), rows=rows)
+
+
+def short_reason(reason: str) -> str:
+    """The reason without the plan that comes closest and the budgets to raise: ``--json`` has all of it."""
+    return f"{reason.partition(' (chunk_bytes')[0].partition('. ')[0].rstrip('.')}."
 
 
 def meaning_sentence(advice: Advice) -> str:
@@ -64,10 +74,7 @@ def meaning_sentence(advice: Advice) -> str:
     proven = "No plan is faster than the one of its row by more than what stands under best within."
     if advice.ranks or all(one.num_devices == 1 for one in advice.machines):
         return proven
-    return (
-        f"{proven} Machines with several devices are rented and used as a whole, as far as they can share the batch; "
-        f"one device alone is shown where its tokens cost less, unless a machine with a single device is its equal."
-    )
+    return f"{proven} Machines are rented whole: devices that cannot share the batch idle, and are paid for."
 
 
 def interruption_sentence(advice: Advice) -> str:
@@ -94,6 +101,23 @@ def _cells(one: MachineAdvice) -> Row:
         NO_VALUE if one.gap_frac is None else format_share(one.gap_frac),
         format_bytes(one.guaranteed_peak_device_bytes or 0),
         f"{one.micro_batch_size} x {one.plan.micro_batches}",
+        NO_VALUE if one.plan_kind is None else f"{one.plan_kind}{'' if one.survives is not False else ', tight'}",
+        *_run_cells(one),
         NO_VALUE if price is None else f"{price:.2f}",
         NO_VALUE if cost is None else f"{cost:.3f}",
     )
+
+
+def _run_cells(one: MachineAdvice) -> Row:
+    if one.run is None:
+        return (NO_VALUE, NO_VALUE)
+    return (
+        format_duration(one.run.time_s),
+        NO_VALUE if one.run.cost_usd is None else format_number(one.run.cost_usd),
+    )
+
+
+def _without(columns: Row, rows: Sequence[Row], names: Sequence[str]) -> tuple[Row, list[Row]]:
+    """The table without these columns."""
+    kept = [place for place, name in enumerate(columns) if name not in names]
+    return tuple(columns[place] for place in kept), [tuple(row[place] for place in kept) for row in rows]

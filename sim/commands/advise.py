@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -12,31 +12,44 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ...shared.basics.errors import HardwareError
+from ...shared.basics.errors import CalibrationError, HardwareError
 from ...shared.basics.progress import progress_bar
-from ...shared.catalogue.machines import cluster_names, load_hardware, machine_names
+from ...shared.catalogue.machines import cluster_names, load_hardware, machine_names, override_hardware
+from ...shared.catalogue.prices import parse_prices, with_prices
 from ...shared.cli.exits import report_interruption
 from ...shared.cli.options import (
+    AutocastName,
+    DeviceBudget,
     DTypeName,
+    FrozenParts,
+    HardwareChanges,
     JsonFlag,
+    LoraRank,
+    LoraTargets,
     ModelName,
     OutputPath,
+    PriceEntries,
     SequenceLength,
+    Tokens,
     cache_folder,
+    changes_of,
     command_app,
     examples,
     keep_apart,
+    options_of,
     warn,
     writable_json,
 )
 from ...shared.cli.output import save, tell
 from ...shared.cli.report_options import ReportPath, write_report
 from ...shared.schema.advice import Advice
+from ...shared.schema.calibration import Calibration
 from ...shared.schema.hardware import Hardware
 from ..questions.advise import AdviceRequest, check_request, machines_with, search_machine, whole_machines
 from ..questions.advise import advise as advise_machines
+from ..searching.confidence import DEFAULT_MARGIN_FRAC
 from ..space.step_spec import MOST_RANKS, check_shares
-from .options import MaxGradientNorm
+from .options import Margin, MaxGradientNorm, check_budget, price_files
 
 if TYPE_CHECKING:
     from ...shared.report.page import Report
@@ -77,6 +90,21 @@ def advise_command(
             help="Ask about so many devices of each machine that has them (repeatable), instead of all and of one.",
         ),
     ] = None,
+    lora_rank: LoraRank = None,
+    lora_targets: LoraTargets = None,
+    frozen: FrozenParts = None,
+    autocast: AutocastName = None,
+    changes: HardwareChanges = None,
+    device_budget_bytes: DeviceBudget = None,
+    margin: Margin = None,
+    calibrations: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--calibration", metavar="FILE", help="Factors for the machine that they were measured on (repeatable)."
+        ),
+    ] = None,
+    prices: PriceEntries = None,
+    tokens: Tokens = None,
     max_gradient_norm: MaxGradientNorm = None,
     processes: Annotated[
         int | None,
@@ -97,15 +125,34 @@ def advise_command(
 ) -> None:
     """Rank machines by the time of the best plan for a model on each, and by what a token costs.
 
-    Every machine is searched over plans and micro-batch sizes, without having it.  Prices are those of the machines'
-    descriptions (price_usd_per_hour).  A machine with several devices is asked about, and paid for, as a whole, in
-    every way of training together; one of its devices alone is shown too where its tokens cost less.  Ctrl-C ends with
-    the ranking so far; --output and --report write it too, and name the machines that are missing.
+    Every machine is searched over plans and micro-batch sizes, without having it, and rented as a whole: a device that
+    idles is paid for too.  No machine has a price unless --price gives it one, or its own file.  --set changes every
+    machine.  Ctrl-C ends with the ranking so far; --output and --report write it too, and name the machines that are
+    missing.
     """
-    named = {f"--hardware {name}": name for name in hardware or ()}
-    keep_apart({"--output": output, "--state": state, "--report": report}, {"--model": model, **named}, as_json=as_json)
-    machines = _machines(hardware or (*machine_names(), *cluster_names()))
-    request = AdviceRequest(model, sequence_length, dtype, global_batch, max_gradient_norm, _fingerprint(model))
+    read = {f"--hardware {name}": name for name in hardware or ()}
+    read |= {f"--calibration {path}": str(path) for path in calibrations or ()}
+    keep_apart(
+        {"--output": output, "--state": state, "--report": report},
+        {"--model": model, **read, **price_files(prices)},
+        as_json=as_json,
+    )
+    machines = _machines(hardware or (*machine_names(), *cluster_names()), changes_of(changes), prices)
+    for box in machines.values() if hardware else ():
+        check_budget(device_budget_bytes, box)
+    request = AdviceRequest(
+        model,
+        sequence_length,
+        dtype,
+        global_batch,
+        max_gradient_norm,
+        _fingerprint(model),
+        options=options_of(lora_rank, lora_targets, frozen, autocast),
+        device_budget_bytes=device_budget_bytes,
+        margin_frac=DEFAULT_MARGIN_FRAC if margin is None else margin / 100,
+        calibrations=_calibrations(calibrations or (), machines),
+        num_tokens=tokens,
+    )
     numbers = sorted(set(ranks or ()))
     for number in numbers:
         check_shares(global_batch, number)
@@ -134,16 +181,35 @@ def advise_command(
         raise typer.Exit(report_interruption(output, report, holding="the ranking so far, which is not complete,"))
 
 
-def _machines(names: Iterable[str]) -> dict[str, Hardware]:
-    """The machines by their names.  Raises HardwareError if two that differ are called the same."""
+def _calibrations(paths: Iterable[Path], machines: Mapping[str, Hardware]) -> tuple[Calibration, ...]:
+    """The calibrations, each of a machine that is asked about.  Raises CalibrationError."""
+    found = [Calibration.load(path) for path in paths]
+    for calibration, path in zip(found, paths, strict=True):
+        if calibration.hardware_name not in machines:
+            raise CalibrationError(
+                f"{path} was measured on {calibration.hardware_name}, which is not among the machines that are asked "
+                f"about. Name it with --hardware, or leave the calibration out."
+            )
+    return tuple(found)
+
+
+def _machines(names: Iterable[str], changes: Mapping[str, str], prices: Sequence[str] | None) -> dict[str, Hardware]:
+    """The machines by their names, changed and priced.
+
+    Raises HardwareError if two that differ are called the same, and as ``override_hardware`` and ``with_prices`` do.
+    """
     found: dict[str, Hardware] = {}
     for name in names:
         machine = load_hardware(name)
+        if changes:
+            machine = override_hardware(machine, changes)
         if found.setdefault(machine.name, machine) != machine:
             raise HardwareError(
                 f"--hardware {name} describes another machine than the one before it, which is called {machine.name} "
                 f"too. Give one of the two another name."
             )
+    if prices:
+        found = {machine.name: machine for machine in with_prices(found.values(), parse_prices(prices))}
     return found
 
 

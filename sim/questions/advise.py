@@ -19,15 +19,19 @@ from pathlib import Path
 from threading import Thread
 from typing import Final
 
-from ...shared.basics.errors import FileError, HardwareError, ProtwinError
+from ...shared.basics.errors import FileError, HardwareError, PlanError, ProtwinError
 from ...shared.basics.progress import OnProgress
 from ...shared.catalogue.models import known_model
-from ...shared.catalogue.rank_share import price_of_ranks
+from ...shared.catalogue.rank_share import rent_of_ranks
+from ...shared.records.question import sequence_length_of
 from ...shared.schema.advice import Advice, AdviceState, MachineAdvice
+from ...shared.schema.calibration import Calibration
 from ...shared.schema.hardware import Device, Hardware
 from ...shared.schema.search_result import BatchSearchResult
+from ...shared.schema.training_options import FULL_TRAINING, TrainingOptions
 from ...shared.schema.workload import Workload
 from ...shared.workloads.source import resolve_workload, saved_sizes
+from ..searching.confidence import DEFAULT_MARGIN_FRAC
 from ..searching.request import Effort, GlobalBatch, SearchRequest, Step
 from ..searching.search import search_batches
 from ..space.step_spec import StepSpec
@@ -49,11 +53,29 @@ class AdviceRequest:
     max_gradient_norm: float | None
     fingerprint: str
     """Of what ``model`` stands for and of the software, so that answers of another are not taken for its own."""
+    options: TrainingOptions = FULL_TRAINING
+    """What of the model is trained, and how."""
+    device_budget_bytes: int | None = None
+    """Device memory of one rank that plans may fill; None for all that each machine has."""
+    margin_frac: float = DEFAULT_MARGIN_FRAC
+    """As of ``SearchRequest``."""
+    calibrations: tuple[Calibration, ...] = ()
+    """Factors for the machines that they were measured on."""
+    num_tokens: int | None = None
+    """Tokens whose time, energy and cost are asked for."""
 
     @property
     def identity(self) -> str:
         """Hash of all of it."""
-        return hashlib.sha256(json.dumps(vars(self), sort_keys=True).encode()).hexdigest()[:32]
+        told = vars(self) | {
+            "options": self.options.model_dump(mode="json"),
+            "calibrations": [calibration.model_dump(mode="json") for calibration in self.calibrations],
+        }
+        return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:32]
+
+    def calibration_of(self, hardware: Hardware) -> Calibration | None:
+        """The factors that were measured on the machine, if there are any."""
+        return next((one for one in self.calibrations if one.hardware_name == hardware.name), None)
 
     def workload_at(self, size: int, cache: Path | None, device: Device | None = None) -> Workload:
         """The workload of a micro-batch of ``size`` samples, as ``resolve_workload`` gives it."""
@@ -64,6 +86,7 @@ class AdviceRequest:
             dtype=self.dtype,
             cache=cache,
             warn=lambda message: None,
+            options=self.options,
             device=device,
         )
 
@@ -74,13 +97,17 @@ class Offer:
 
     hardware: Hardware
     num_ranks: int = 1
-    num_devices: int = 1
-    """Those whose rent counts: idle ones too where the machine is rented as a whole."""
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of the machines that the ranks are in, which are rented whole."""
+        per_node = self.hardware.devices_per_node
+        return -(-self.num_ranks // per_node) * per_node
 
     @property
     def key(self) -> str:
-        """Hash of the machine's description, with both numbers."""
-        return f"{machine_key(self.hardware)}-{self.num_ranks}-{self.num_devices}"
+        """Hash of the machine's description, with the number of ranks."""
+        return f"{machine_key(self.hardware)}-{self.num_ranks}"
 
     @property
     def same_search(self) -> str:
@@ -95,13 +122,17 @@ class Offer:
 
     def priced(self, found: MachineAdvice) -> MachineAdvice:
         """``found``, which may be of an equal machine, with this one's name and price."""
-        price, rate = price_of_ranks(self.hardware, self.num_devices), found.tokens_per_s
+        price, rate, run = rent_of_ranks(self.hardware, self.num_ranks), found.tokens_per_s, found.run
+        if run is not None:
+            cost_usd = None if price is None else price * run.time_s / _SECONDS_PER_HOUR
+            run = run.model_copy(update={"cost_usd": cost_usd})
         return found.model_copy(
             update={
                 "hardware_name": self.hardware.name,
                 "num_ranks": self.num_ranks,
                 "num_devices": self.num_devices,
                 "price_usd_per_hour": price,
+                "run": run,
                 "usd_per_million_tokens": None
                 if price is None or rate is None
                 else price / _SECONDS_PER_HOUR / rate * 10**6,
@@ -116,7 +147,7 @@ def whole_machines(machines: Sequence[Hardware], num_parts: int) -> list[Offer]:
         most = min(hardware.num_devices, num_parts)
         num_ranks = next(number for number in range(most, 0, -1) if num_parts % number == 0)
         if num_ranks > 1:
-            together.append(Offer(hardware, num_ranks, hardware.num_devices))
+            together.append(Offer(hardware, num_ranks))
     return [*together, *(Offer(hardware) for hardware in machines)]
 
 
@@ -124,7 +155,7 @@ def machines_with(machines: Sequence[Hardware], ranks: Sequence[int]) -> list[Of
     """Those that have as many devices, for each number of ``ranks``.  Raises HardwareError if a number is too large."""
     asked = []
     for num_ranks in ranks:
-        found = [Offer(hardware, num_ranks, num_ranks) for hardware in machines if hardware.num_devices >= num_ranks]
+        found = [Offer(hardware, num_ranks) for hardware in machines if hardware.num_devices >= num_ranks]
         if not found:
             largest = max(machines, key=lambda hardware: hardware.num_devices)
             raise HardwareError(
@@ -164,7 +195,8 @@ def advise(
     known = _known(request, state)
     found = {one.key: known[one.key] for one in asked if one.key in known}
     missing = [one for one in asked if one.key not in found]
-    is_known = known_model(request.model) is not None  # seconds of others may be those of a machine of some name
+    # Seconds of other models, and factors, may be those of a machine of some name.
+    is_known = known_model(request.model) is not None and not request.calibrations
     alike: dict[str, list[Offer]] = {}
     for one in missing:
         alike.setdefault(one.same_search if is_known else one.key, []).append(one)
@@ -273,7 +305,9 @@ def check_request(request: AdviceRequest, cache: Path | None) -> int:
     StepSpec(max_gradient_norm=request.max_gradient_norm)
     sizes = saved_sizes(request.model, request.global_batch)
     least = sizes[0] if sizes else 1
-    request.workload_at(least, cache)
+    workload = request.workload_at(least, cache)
+    if request.num_tokens is not None and sequence_length_of(workload) is None:
+        raise PlanError(f"{request.model} is trained on samples without tokens. Leave out the number of tokens.")
     return request.global_batch // least
 
 
@@ -293,6 +327,9 @@ def search_machine(request: AdviceRequest, offer: Offer, *, cache: Path | None =
     best = {
         "tokens_per_s": prediction.num_tokens / prediction.iteration_s,
         "plan": found.result.plan,
+        "plan_kind": found.result.plan_kind,
+        "survives": found.result.survives,
+        "run": None if request.num_tokens is None else prediction.for_tokens(request.num_tokens).run,
         "micro_batch_size": found.micro_batch_size,
         "iteration_s": prediction.iteration_s,
         "num_tokens": prediction.num_tokens,
@@ -313,6 +350,9 @@ def _search(request: AdviceRequest, offer: Offer, cache: Path | None) -> BatchSe
                 micro_batch_sizes=saved_sizes(request.model, request.global_batch, num_ranks),
             ),
             hardware=hardware,
+            calibration=request.calibration_of(hardware),
+            device_budget_bytes=request.device_budget_bytes,
+            margin_frac=request.margin_frac,
             step=Step(max_gradient_norm=request.max_gradient_norm, num_ranks=num_ranks),
             effort=Effort(max_replays=max(1, _MOST_WORK * num_ranks // request.global_batch)),
         )

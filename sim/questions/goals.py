@@ -11,7 +11,7 @@ from typing import Final
 
 from ...shared.basics.errors import HardwareError, InfeasibleError, PlanError, ProtwinError
 from ...shared.basics.units import format_bytes
-from ...shared.catalogue.rank_share import price_of_ranks
+from ...shared.catalogue.rank_share import rent_of_ranks
 from ...shared.schema.search_result import BatchSearchResult, Goal
 from ...shared.schema.workload import Workload
 from ..searching.branch_and_bound import OnProgress
@@ -69,9 +69,12 @@ def _said(found: BatchSearchResult, goal: Goal, words: str) -> BatchSearchResult
 
 
 def _cheapest(request: SearchRequest, on_progress: OnProgress | None) -> BatchSearchResult:
-    """Over numbers of ranks: all of the machine's, halved as often as possible; and one alone."""
+    """Over numbers of ranks: all of the machine's, halved as often as possible; and one alone.
+
+    Machines are rented whole: a device that idles is paid for as well.
+    """
     hardware = request.hardware
-    if price_of_ranks(hardware, 1) is None:
+    if hardware.price_usd_per_hour is None:
         raise HardwareError(
             f"{hardware.name} has no price, so nothing is cheapest. Give one in US dollars an hour: "
             f"--price {hardware.name}=2.50."
@@ -91,9 +94,9 @@ def _cheapest(request: SearchRequest, on_progress: OnProgress | None) -> BatchSe
         except (PlanError, HardwareError) as error:
             reasons.append(error)
             continue
-        price = price_of_ranks(hardware, num_ranks)
-        assert price is not None, "a share of a machine with a price has one"
-        found.setdefault(price / answer.result.prediction.tokens_per_s, (num_ranks, answer))
+        rent = rent_of_ranks(hardware, num_ranks)
+        assert rent is not None, "the machine has a price"
+        found.setdefault(rent / answer.result.prediction.tokens_per_s, (num_ranks, answer))
     if not found:
         raise reasons[-1]
     num_ranks, answer = found[min(found)]
