@@ -18,10 +18,20 @@ from protwin.shared.schema.calibration import Calibration, Contention, Factor
 from protwin.shared.schema.hardware import Device, DeviceKind, Hardware, Host, Link, LinkPoint
 from protwin.shared.schema.memory_accounts import DeviceReserved, HostMemory, PinnedRule
 from protwin.shared.schema.plan import ActivationMode, ParallelMode, Plan
-from protwin.shared.schema.record import Holding, LaneUse, MemoryCurve, Origin, Record, TaskTiming
+from protwin.shared.schema.record import (
+    Holding,
+    IterationPhase,
+    LaneUse,
+    MemoryCurve,
+    Origin,
+    PhaseWait,
+    Record,
+    Remedy,
+    RemedyKind,
+    TaskTiming,
+)
 from protwin.shared.schema.schedule import LANE_OF, Content, Lane, Memory, TaskKind
 from protwin.shared.schema.shared_inputs import SharedInput
-from protwin.shared.schema.time_accounts import IterationPhase, PhaseWait, Remedy, RemedyKind
 from protwin.shared.schema.workload import (
     Block,
     BlockProfile,

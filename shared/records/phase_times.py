@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from ..schema.record import IterationPhase
 from ..schema.schedule import Schedule, TaskKind
-from ..schema.time_accounts import IterationPhase
 
 
 def phase_times_s(schedule: Schedule, ends_s: Sequence[float]) -> tuple[float, float]:

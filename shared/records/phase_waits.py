@@ -18,9 +18,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
-from ..schema.record import TaskTiming
+from ..schema.record import IterationPhase, PhaseWait, TaskTiming
 from ..schema.schedule import Lane, Schedule, TaskId, TaskKind
-from ..schema.time_accounts import IterationPhase, PhaseWait
 from .phase_times import phase_spans_s
 
 Span = tuple[float, float]

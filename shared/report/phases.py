@@ -6,11 +6,9 @@ from collections.abc import Sequence
 from typing import Final
 
 from ..basics.units import format_seconds
-from ..schema.record import Record
+from ..schema.record import IterationPhase, Record
 from ..schema.schedule import TaskKind
-from ..schema.time_accounts import IterationPhase
-from ..tables.labels import ORIGIN_NAMES, format_share
-from ..tables.time import PhasePart, phase_parts, remedy_sentence
+from ..tables.labels import ORIGIN_NAMES, PhasePart, format_share, phase_parts, remedy_sentence
 from .axes import BarRow, Segment, across, bar_rows, time_unit
 from .bars import KIND_COLOURS
 from .svg import Figure, area_mark, joined, tag

@@ -6,9 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 from ..basics.units import format_bytes, format_count, format_duration, format_flop_per_s, format_number, format_seconds
 from ..schema.plan import Plan
-from ..schema.record import MemoryCurve, Record
+from ..schema.record import IterationPhase, MemoryCurve, Record
 from ..schema.schedule import Lane, Memory
-from ..schema.time_accounts import IterationPhase
 from ..schema.training_run import TrainingRun
 from .labels import (
     LANE_NAMES,
@@ -21,12 +20,13 @@ from .labels import (
     format_share,
     knobs,
     num_blocks,
+    phase_parts,
+    remedy_sentence,
     title_of,
 )
 from .memory import beyond_the_schedule
 from .question import question_table
 from .table import Heading, Parts, Table
-from .time import phase_parts, remedy_sentence
 
 
 def record_tables(record: Record) -> Parts:

@@ -49,9 +49,11 @@ from ...shared.schema.schedule import Schedule
 from ...shared.workloads.source import resolve_workload, untraced_workload
 from ..engine.simulator import simulate as simulate_plan
 from ..memory.host import default_host_budget_bytes
-from ..memory.libraries import rank_device_bytes, rank_host_bytes
+from ..memory.libraries import collective_bytes, rank_device_bytes, rank_host_bytes
+from ..memory.reserved import segment_limit_bytes
 from ..questions.leaner_plans import Room
 from ..questions.remedies import remedies
+from ..searching.confidence import DEFAULT_MARGIN_FRAC
 from .options import (
     NumRanks,
     Parallel,
@@ -150,7 +152,7 @@ def simulate_command(
         machine,
         factors,
         schedule=schedule,
-        room=_room(record, machine, budget_bytes),
+        room=_room(machine, chosen.num_ranks, budget_bytes),
         workload_at=lambda size: untraced_workload(
             model,
             size,
@@ -185,13 +187,13 @@ def _tables(record: Record) -> Parts:
     return record_tables(record)
 
 
-def _room(record: Record, machine: Hardware, budget_bytes: int) -> Room:
-    """What one rank may fill, by what the allocator can have with its own settings."""
-    num_ranks = record.plan.num_ranks
+def _room(machine: Hardware, num_ranks: int, budget_bytes: int) -> Room:
+    """What one rank may fill, with the margin that a search leaves by default."""
     own = machine_of_rank(machine, num_ranks) if num_ranks > 1 else machine
-    reserved = record.device_reserved
-    host_bytes = default_host_budget_bytes(own, budget_bytes)
-    return Room(budget_bytes, host_bytes, None if reserved is None else reserved.limit_bytes)
+    segments_bytes = segment_limit_bytes(
+        machine.device, beside_bytes=collective_bytes(machine, num_ranks), margin_frac=DEFAULT_MARGIN_FRAC
+    )
+    return Room(budget_bytes, default_host_budget_bytes(own, budget_bytes), segments_bytes)
 
 
 def _report(record: Record, schedule: Schedule, budget_bytes: int) -> Report:

@@ -11,15 +11,15 @@ from dataclasses import replace
 from typing import Final
 
 from ...shared.basics.errors import WorkloadError
+from ...shared.catalogue.rank_share import machine_of_rank
 from ...shared.compile.compile import compile_schedule
 from ...shared.layout.layout import build_layout
 from ...shared.schema.calibration import Calibration
 from ...shared.schema.hardware import Hardware
 from ...shared.schema.plan import Plan
-from ...shared.schema.record import Record
+from ...shared.schema.record import Record, Remedy, RemedyKind
 from ...shared.schema.schedule import LANE_OF, Lane, Schedule, TaskKind
 from ...shared.schema.search_result import BatchSearchResult
-from ...shared.schema.time_accounts import Remedy, RemedyKind
 from ...shared.schema.workload import Phase, Workload
 from ..costs.contention import ContentionModel
 from ..costs.task_costs import CostModel
@@ -80,7 +80,7 @@ def remedies(
     found = sorted(found, key=lambda remedy: -remedy.speedup)[:1]
     if workload_at is not None:
         room = room.lowered(record.device_reserved, record.guaranteed_peak_device_bytes)
-        costs = CostModel.of(workload, hardware, calibration, num_ranks=plan.num_ranks)
+        costs = _costs(workload, hardware, calibration, plan.num_ranks)
         batches = [
             _remedy(RemedyKind.BATCH, record, larger_plan, larger_schedule, larger, hardware, calibration)
             for larger in _larger_batches(record, workload, workload_at, costs)
@@ -167,7 +167,7 @@ def _remedy(
     calibration: Calibration | None,
 ) -> Remedy:
     """The simulation of ``plan`` on ``hardware`` beside the record."""
-    costs = CostModel.of(workload, hardware, calibration, num_ranks=plan.num_ranks)
+    costs = _costs(workload, hardware, calibration, plan.num_ranks)
     contention = ContentionModel.of(hardware, calibration, num_ranks=plan.num_ranks)
     iteration_s = simulate_timing(schedule, costs.durations_s(schedule), contention).iteration_s
     num_tokens = workload.num_tokens * plan.micro_batches * plan.num_ranks
@@ -178,6 +178,12 @@ def _remedy(
         iteration_s=iteration_s,
         speedup=num_tokens / iteration_s / record.tokens_per_s,
     )
+
+
+def _costs(workload: Workload, hardware: Hardware, calibration: Calibration | None, num_ranks: int) -> CostModel:
+    """What the search counts with: a workload without seconds or operations costs what its copies and steps cost."""
+    own = machine_of_rank(hardware, num_ranks) if num_ranks > 1 else hardware
+    return CostModel(own, calibration, use_measured=workload.measured_on == hardware.name, together=hardware)
 
 
 def _larger_batches(

@@ -7,9 +7,8 @@ import pytest
 from protwin.shared.basics.units import format_seconds
 from protwin.shared.report.bars import KIND_COLOURS
 from protwin.shared.report.phases import phase_chart
-from protwin.shared.schema.record import Record
+from protwin.shared.schema.record import IterationPhase, PhaseWait, Record, Remedy, RemedyKind
 from protwin.shared.schema.schedule import TaskKind
-from protwin.shared.schema.time_accounts import IterationPhase, PhaseWait, Remedy, RemedyKind
 from tests.shared.laid_out import laid_out
 from tests.shared.report_pages import html_report, parse
 
@@ -33,19 +32,22 @@ def test_each_phase_is_a_bar_with_its_waits() -> None:
     assert [row[0].partition(":")[0] for row in rows] == [str(phase) for phase in IterationPhase]
     assert f"waiting for CPU Adam: {format_seconds(0.4 * told.forward_s)}" in rows[0]
     assert f"computing: {format_seconds(0.4 * told.forward_s)}" in rows[0]
-    bars = [element.attributes for element in page.named("rect")]
-    assert [bar["class"] for bar in bars[1:3]] == [
-        f"fill-{KIND_COLOURS[kind]}" for kind in (TaskKind.CPU_ADAM, TaskKind.GATHER)
-    ]
+    bars = [bar.attributes for bar in page.named("rect") if str(bar.attributes["class"]).startswith("fill-")]
+    colours = [KIND_COLOURS[kind] for kind in (TaskKind.FORWARD, TaskKind.CPU_ADAM, TaskKind.GATHER)]
+    assert [bar["class"] for bar in bars[:3]] == [f"fill-{colour}" for colour in colours]
     # The bars of a phase stand end to end, on one scale for all phases.
-    forward = [bar for bar in bars if bar["y"] == bars[0]["y"]]
-    backward = [bar for bar in bars if bar["y"] == bars[len(forward)]["y"]]
-    assert len(forward) == 3
-    ends = [(float(bar["x"] or 0), float(bar["x"] or 0) + float(bar["width"] or 0)) for bar in forward]
+    assert len(bars) == 5, "three of the forward, one of each other phase"
+    forward, backward = bars[:3], bars[3:4]
+    ends = [(extent(bar, "x"), extent(bar, "x") + extent(bar, "width")) for bar in forward]
     assert [end for _, end in ends[:-1]] == pytest.approx([start for start, _ in ends[1:]], abs=0.02)
-    forward_px, backward_px = (sum(float(bar["width"] or 0) for bar in row) for row in (forward, backward))
-    assert forward_px / backward_px == pytest.approx(told.forward_s / told.backward_s, rel=0.02)
+    forward_extent, backward_extent = (sum(extent(bar, "width") for bar in row) for row in (forward, backward))
+    assert forward_extent / backward_extent == pytest.approx(told.forward_s / told.backward_s, rel=0.02)
     assert "1.50 times the tokens per second" in chart.below
+
+
+def extent(bar: dict[str, str | None], name: str) -> float:
+    """A place or a width, in pixels or percent."""
+    return float(str(bar[name]).removesuffix("%"))
 
 
 def test_both_records_of_a_pair_are_shown() -> None:

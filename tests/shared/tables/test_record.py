@@ -12,13 +12,22 @@ from hypothesis import strategies as st
 
 from protwin.shared.records.comparison import compare_records
 from protwin.shared.schema.plan import ActivationMode, Plan
-from protwin.shared.schema.record import Holding, LaneUse, MemoryCurve, Origin, Record
+from protwin.shared.schema.record import (
+    Holding,
+    IterationPhase,
+    LaneUse,
+    MemoryCurve,
+    Origin,
+    PhaseWait,
+    Record,
+    Remedy,
+    RemedyKind,
+)
 from protwin.shared.schema.schedule import Content, Lane, Memory, TaskKind
-from protwin.shared.schema.time_accounts import IterationPhase, PhaseWait, Remedy, RemedyKind
 from protwin.shared.tables.comparison import comparison_tables
+from protwin.shared.tables.labels import phase_parts
 from protwin.shared.tables.record import iteration_table, lane_table, plan_table, record_tables
 from protwin.shared.tables.terminal import as_text
-from protwin.shared.tables.time import phase_parts
 from tests.shared.laid_out import LaidOut, laid_out
 from tests.strategies import records
 

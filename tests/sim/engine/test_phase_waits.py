@@ -14,9 +14,8 @@ from protwin.shared.records.phase_times import phase_times_s
 from protwin.shared.records.phase_waits import SpanOf, phase_waits, repeating
 from protwin.shared.schema.calibration import Calibration
 from protwin.shared.schema.plan import ParallelMode
-from protwin.shared.schema.record import TaskTiming
+from protwin.shared.schema.record import IterationPhase, PhaseWait, TaskTiming
 from protwin.shared.schema.schedule import Lane, Schedule, TaskId, TaskKind
-from protwin.shared.schema.time_accounts import IterationPhase, PhaseWait
 from protwin.sim.costs.contention import ContentionModel
 from protwin.sim.engine.device_memory import window_s
 from protwin.sim.engine.rank_groups import simulate_group_timings

@@ -12,8 +12,8 @@ from protwin.shared.basics.errors import WorkloadError
 from protwin.shared.catalogue.machines import machine as known_machine
 from protwin.shared.compile.compile import compile_schedule
 from protwin.shared.schema.hardware import Hardware
+from protwin.shared.schema.record import Remedy, RemedyKind
 from protwin.shared.schema.schedule import Memory
-from protwin.shared.schema.time_accounts import Remedy, RemedyKind
 from protwin.shared.schema.workload import Workload
 from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
 from protwin.shared.verify.verify import verify_schedule
