@@ -21,6 +21,7 @@ from protwin.calibration.published.comparisons import (
     Timed,
     comparisons,
     form_of_run,
+    modes_of_r1,
     num_within,
     timed_plans,
 )
@@ -50,6 +51,7 @@ from protwin.calibration.published.run_predictions import (
     workload_of,
 )
 from protwin.calibration.published.run_tables import own_figure, run_tables
+from protwin.calibration.published.runs import DATA_PARALLEL, REPLICATED, Prediction, Quantity
 from protwin.shared.basics.units import format_number, format_seconds
 from protwin.shared.catalogue.models import known_model, load_model_configuration
 from protwin.shared.schema.record import Record
@@ -273,6 +275,22 @@ def test_published_pairs_differ_in_their_plan_alone() -> None:
         assert form_of_run(first) != form_of_run(second)
     names = {(pair.first.name, pair.second.name) for pair in at_one_shape}
     assert names.isdisjoint((pair.first.name, pair.second.name) for pair in on_one_machine)
+
+
+def test_modes_of_r1_take_the_plan_that_their_memory_points_to() -> None:
+    def prediction(case: str, seconds: float, variant: str = "") -> Prediction:
+        return Prediction.of("R1", case, Quantity.ITERATION, [seconds] * 3, how="made up", variant=variant)
+
+    given_out = [
+        prediction(REPLICATED, 3.0, "by its memory"),
+        prediction(REPLICATED, 1.0),
+        prediction(DATA_PARALLEL, 2.0),
+    ]
+    ddp, replicated = sorted(
+        modes_of_r1(given_out, {REPLICATED: 4.0, DATA_PARALLEL: 2.0}), key=lambda one: one.measured_s
+    )
+    assert (ddp.form.place, ddp.predicted_s) == (Place.RESIDENT, 2.0)
+    assert (replicated.form.place, replicated.predicted_s) == (Place.OFFLOADED, 3.0)
 
 
 def test_a_measured_plan_without_buffers_is_resident() -> None:
