@@ -359,22 +359,22 @@ def test_uncertainties_cover_what_was_measured() -> None:
         return [pair for pair in pairs if pair.difference is difference]
 
     activations = differing(at_one_shape, Difference.ACTIVATIONS)
-    assert Spread.of(activations).covering <= DATA_SHEETS.activations_frac
+    assert Spread.of(activations).covering <= DATA_SHEETS.device_frac
     # Micro-batches of one sequence are slower than predicted, by a cause that no plan shares.
     several = [
         pair
         for pair in differing(on_one_machine, Difference.ACTIVATIONS)
         if min(BY_ID[pair.first.name].batch_size, BY_ID[pair.second.name].batch_size) > 1
     ]
-    assert Spread.of(several).covering <= DATA_SHEETS.activations_frac
+    assert Spread.of(several).covering <= DATA_SHEETS.device_frac
     places = differing(at_one_shape, Difference.PLACE)
     assert len(places) >= 7
-    missed = [pair for pair in places if abs(pair.error_frac) > DATA_SHEETS.placement_frac]
+    missed = [pair for pair in places if abs(pair.error_frac) > DATA_SHEETS.host_frac]
     assert all("gist-llama7b" in pair.first.name for pair in missed), "DeepSpeed overlaps its step with nothing"
     assert len(missed) <= 2
     for difference, frac in (
-        (Difference.ACTIVATIONS, CALIBRATED.activations_frac),
-        (Difference.PLACE, CALIBRATED.placement_frac),
+        (Difference.ACTIVATIONS, CALIBRATED.device_frac),
+        (Difference.PLACE, CALIBRATED.host_frac),
     ):
         assert Spread.of(differing(calibrated, difference)).covering <= frac
 
