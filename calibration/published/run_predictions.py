@@ -6,16 +6,15 @@ or sharded; of offloaded runs none is, and the next one is gathered while one ru
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, Final
+from typing import Final
 
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
 from ...runtime.tracing.configurations import workload_of_configuration
 from ...shared.basics.documents import FrozenModel
 from ...shared.catalogue.machines import machine, override_hardware
-from ...shared.catalogue.models import load_model_configuration
 from ...shared.catalogue.parts import network_part
 from ...shared.layout.layout import build_layout
 from ...shared.schema.hardware import Hardware
@@ -43,7 +42,7 @@ class PredictedRun(FrozenModel):
     samples_per_s: PositiveFloat
     """Of all devices together."""
     mfu_frac: PositiveFloat | None
-    """Model FLOPs utilization as the source counts it; None where it states none."""
+    """Model FLOPs utilisation ([Note: Model FLOPs] in ``shared/records/flops.py``); None where it is not known."""
     guaranteed_peak_bytes: PositiveInt
     """The most that is allocated; on CUDA also what is expected."""
     reserved_bytes: PositiveInt
@@ -71,39 +70,25 @@ def predict_runs(on_step: OnStep = lambda done, total: None) -> tuple[PredictedR
 
 def predict_run(run: MeasuredRun) -> PredictedRun:
     """One step of ``run``."""
-    workload, hardware = workload_of(run), hardware_of(run)
-    record = simulate(plan_of(run, workload), workload, hardware)
-    return figures_of(run, record, workload, hardware)
+    workload = workload_of(run)
+    return figures_of(run, simulate(plan_of(run, workload), workload, hardware_of(run)))
 
 
-def figures_of(run: MeasuredRun, record: Record, workload: Workload, hardware: Hardware) -> PredictedRun:
+def figures_of(run: MeasuredRun, record: Record) -> PredictedRun:
     """The figures of ``record`` in the units in which runs are published."""
     reserved = record.device_reserved
     assert reserved is not None
-    tokens_per_s = record.tokens_per_s / run.num_ranks
     return PredictedRun(
         id=run.id,
         iteration_s=record.iteration_s,
-        tokens_per_s_per_device=tokens_per_s,
-        samples_per_s=record.num_samples / record.iteration_s,
-        mfu_frac=_mfu_frac(run, workload, hardware, tokens_per_s) if run.measured.mfu_percent is not None else None,
+        tokens_per_s_per_device=record.tokens_per_s_per_device,
+        samples_per_s=record.samples_per_s,
+        mfu_frac=record.mfu_frac,
         guaranteed_peak_bytes=record.guaranteed_peak_device_bytes,
         reserved_bytes=reserved.expected_bytes,
         outside_bytes=reserved.outside_bytes,
-        device_bytes=hardware.device.memory_bytes,
+        device_bytes=hardware_of(run).device.memory_bytes,
     )
-
-
-def _mfu_frac(run: MeasuredRun, workload: Workload, hardware: Hardware, tokens_per_s: float) -> float:
-    """Model FLOPs utilization as llm-foundry and torchtitan count it, over the board's peak in 16 bit.
-
-    (6 x parameters + 12 x layers x width x sequence length) x tokens per second: attention is counted whole, causal or
-    not, and recomputation is not (PaLM, arXiv 2204.02311, appendix B).
-    """
-    configuration = _configuration(run)
-    attention_flops = 12 * workload.num_blocks * configuration["hidden_size"] * run.sequence_length
-    flops = 6 * workload.num_parameters + attention_flops
-    return float(flops * tokens_per_s / hardware.device.peak_flop_per_s[DType.BFLOAT16])
 
 
 def workload_of(run: MeasuredRun) -> Workload:
@@ -133,10 +118,6 @@ def _workload(model: str, *, batch_size: int, sequence_length: int, dtype: DType
         dtype=dtype,
         options=options,
     )
-
-
-def _configuration(run: MeasuredRun) -> Mapping[str, Any]:
-    return configuration_of(run.model) or load_model_configuration(run.model).config
 
 
 def hardware_of(run: MeasuredRun) -> Hardware:

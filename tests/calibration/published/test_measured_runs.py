@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from protwin.calibration.published.comparisons import (
     Timed,
     comparisons,
     form_of_run,
+    modes_of_r1,
     num_within,
     timed_plans,
 )
@@ -42,14 +44,22 @@ from protwin.calibration.published.memory_margin import (
 from protwin.calibration.published.outcome import Outcome, calibrated_comparisons
 from protwin.calibration.published.run_predictions import (
     PredictedRun,
+    figures_of,
     hardware_of,
     plan_of,
     predict_run,
     workload_of,
 )
 from protwin.calibration.published.run_tables import own_figure, run_tables
-from protwin.shared.catalogue.models import known_model
+from protwin.calibration.published.runs import DATA_PARALLEL, REPLICATED, Prediction, Quantity
+from protwin.shared.basics.units import format_number, format_seconds
+from protwin.shared.catalogue.models import known_model, load_model_configuration
+from protwin.shared.schema.record import Record
+from protwin.shared.schema.workload import DType
+from protwin.shared.tables.labels import format_share
+from protwin.shared.tables.record import iteration_table
 from protwin.shared.tables.terminal import as_text
+from protwin.sim.engine.simulator import simulate
 from protwin.sim.searching.confidence import CALIBRATED, DATA_SHEETS, DEFAULT_MARGIN_FRAC
 
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
@@ -124,23 +134,52 @@ SHIPPED = [
 """Runs that need no trace."""
 
 
-@pytest.mark.parametrize(
-    "run", [run for run in SHIPPED if run.measured.mfu_percent is not None], ids=lambda run: run.id
-)
-def test_utilization_is_counted_as_the_source_does(run: MeasuredRun) -> None:
-    """The formula applied to the measured tokens per second gives the measured utilization."""
-    predicted = predict_run(run)
+COUNTED = [run for run in SHIPPED if run.measured.mfu_percent is not None]
+
+
+@cache
+def record_of(name: str) -> Record:
+    run = BY_ID[name]
+    workload = workload_of(run)
+    return simulate(plan_of(run, workload), workload, hardware_of(run))
+
+
+@pytest.mark.parametrize("run", COUNTED, ids=lambda run: run.id)
+def test_utilisation_is_counted_as_the_sources_do_but_for_tables_that_are_looked_up(run: MeasuredRun) -> None:
+    """6 FLOPs for each parameter and token, 12 for each layer, token of the sequence and unit of width."""
+    config = load_model_configuration(run.model).config
+    workload = workload_of(run)
+    attention = 12 * workload.num_blocks * config["hidden_size"] * run.sequence_length
+    peak = hardware_of(run).device.peak_flop_per_s[DType.BFLOAT16]
+
+    def utilisation(num_parameters: int, tokens_per_s: float) -> float:
+        return float((6 * num_parameters + attention) * tokens_per_s / peak)
+
+    measured, predicted = run.measured, figures_of(run, record_of(run.id))
+    assert measured.tokens_per_s_per_device is not None
+    assert measured.mfu_percent is not None
+    as_published = utilisation(workload.num_parameters, measured.tokens_per_s_per_device)
+    assert 100 * as_published == pytest.approx(measured.mfu_percent, rel=0.003)
+    products = workload.num_parameters - config["vocab_size"] * config["hidden_size"]
+    assert predicted.mfu_frac == pytest.approx(utilisation(products, predicted.tokens_per_s_per_device), rel=1e-3)
+
+
+@pytest.mark.parametrize("name", ["titan-h100-8", "gist-llama7b-z3-ac-optoff-b2"])
+def test_tables_have_the_figures_that_a_record_shows(name: str) -> None:
+    """Those of the table that ``protwin simulate`` prints."""
+    record, predicted = record_of(name), figures_of(BY_ID[name], record_of(name))
+    cells = {row[0]: row[1] for row in iteration_table(record).rows}
+    assert cells["tokens per second and device"] == format_number(predicted.tokens_per_s_per_device)
+    assert cells["samples per second"] == format_number(predicted.samples_per_s)
+    assert cells["iteration"] == format_seconds(predicted.iteration_s)
     assert predicted.mfu_frac is not None
-    assert run.measured.tokens_per_s_per_device is not None
-    assert run.measured.mfu_percent is not None
-    per_token = predicted.mfu_frac / predicted.tokens_per_s_per_device
-    assert 100 * per_token * run.measured.tokens_per_s_per_device == pytest.approx(run.measured.mfu_percent, rel=0.003)
+    assert cells["MFU (model FLOPs)"] == format_share(predicted.mfu_frac)
 
 
 @pytest.mark.parametrize("name", ["titan-h100-8", "gist-llama7b-z3-ac-optoff-b2"])
 def test_figures_of_one_prediction_agree(name: str) -> None:
     run = BY_ID[name]
-    predicted = predict_run(run)
+    predicted = figures_of(run, record_of(name))
     assert predicted.samples_per_s * predicted.iteration_s == pytest.approx(run.num_samples)
     assert predicted.tokens_per_s_per_device * predicted.iteration_s * run.num_ranks == pytest.approx(run.num_tokens)
     assert run.measured.speed is not None
@@ -238,6 +277,22 @@ def test_published_pairs_differ_in_their_plan_alone() -> None:
     assert names.isdisjoint((pair.first.name, pair.second.name) for pair in on_one_machine)
 
 
+def test_modes_of_r1_take_the_plan_that_their_memory_points_to() -> None:
+    def prediction(case: str, seconds: float, variant: str = "") -> Prediction:
+        return Prediction.of("R1", case, Quantity.ITERATION, [seconds] * 3, how="made up", variant=variant)
+
+    given_out = [
+        prediction(REPLICATED, 3.0, "by its memory"),
+        prediction(REPLICATED, 1.0),
+        prediction(DATA_PARALLEL, 2.0),
+    ]
+    ddp, replicated = sorted(
+        modes_of_r1(given_out, {REPLICATED: 4.0, DATA_PARALLEL: 2.0}), key=lambda one: one.measured_s
+    )
+    assert (ddp.form.place, ddp.predicted_s) == (Place.RESIDENT, 2.0)
+    assert (replicated.form.place, replicated.predicted_s) == (Place.OFFLOADED, 3.0)
+
+
 def test_a_measured_plan_without_buffers_is_resident() -> None:
     forms = {plan.name: plan.form for plan in timed_plans(json.loads(FIDELITY.read_text()))}
     for name, form in forms.items():
@@ -304,22 +359,22 @@ def test_uncertainties_cover_what_was_measured() -> None:
         return [pair for pair in pairs if pair.difference is difference]
 
     activations = differing(at_one_shape, Difference.ACTIVATIONS)
-    assert Spread.of(activations).covering <= DATA_SHEETS.activations_frac
+    assert Spread.of(activations).covering <= DATA_SHEETS.device_frac
     # Micro-batches of one sequence are slower than predicted, by a cause that no plan shares.
     several = [
         pair
         for pair in differing(on_one_machine, Difference.ACTIVATIONS)
         if min(BY_ID[pair.first.name].batch_size, BY_ID[pair.second.name].batch_size) > 1
     ]
-    assert Spread.of(several).covering <= DATA_SHEETS.activations_frac
+    assert Spread.of(several).covering <= DATA_SHEETS.device_frac
     places = differing(at_one_shape, Difference.PLACE)
     assert len(places) >= 7
-    missed = [pair for pair in places if abs(pair.error_frac) > DATA_SHEETS.placement_frac]
+    missed = [pair for pair in places if abs(pair.error_frac) > DATA_SHEETS.host_frac]
     assert all("gist-llama7b" in pair.first.name for pair in missed), "DeepSpeed overlaps its step with nothing"
     assert len(missed) <= 2
     for difference, frac in (
-        (Difference.ACTIVATIONS, CALIBRATED.activations_frac),
-        (Difference.PLACE, CALIBRATED.placement_frac),
+        (Difference.ACTIVATIONS, CALIBRATED.device_frac),
+        (Difference.PLACE, CALIBRATED.host_frac),
     ):
         assert Spread.of(differing(calibrated, difference)).covering <= frac
 
