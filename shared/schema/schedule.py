@@ -207,7 +207,7 @@ class Task:
 class Schedule(Shown):
     """The program of one iteration.  ``compile_schedule`` makes it, ``verify_schedule`` proves it."""
 
-    TABLES: ClassVar[str] = "tables.schedule:schedule_tables"
+    TABLES: ClassVar[str] = "tables.explain:schedule_tables"
 
     plan_id: str
     """Hash of plan and workload: ranks and interpreters agree on it."""

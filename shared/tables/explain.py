@@ -14,8 +14,8 @@ from ..schema.plan import ActivationMode, ParallelMode, Plan
 from ..schema.schedule import Allocation, ChunkId, Content, Lane, Memory, OuterSection, Schedule, Section, TaskKind
 from ..schema.workload import BlockId, Workload
 from ..verify.guaranteed_peak import guaranteed_device_peak
-from .labels import NO_VALUE, format_share, knobs
-from .table import Table
+from .labels import KIND_NAMES, LANE_NAMES, MEMORY_NAMES, NO_VALUE, format_share, knobs
+from .table import Heading, Parts, Table
 from .terminal import as_text
 
 PLANNED_OPTIMIZER: Final = "Adam"
@@ -336,3 +336,36 @@ def _total(sizes_bytes: Iterable[int]) -> str:
 
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def schedule_tables(schedule: Schedule) -> Parts:
+    """Tasks and bytes by lane and kind, and allocations by memory."""
+    ranks = f", rank of {schedule.num_ranks:,} ({schedule.parallel})" if schedule.num_ranks > 1 else ""
+    heading = f"Schedule of plan {schedule.plan_id}: {len(schedule.tasks):,} tasks an iteration{ranks}"
+    return Heading(heading), _task_table(schedule), _memory_table(schedule)
+
+
+def _task_table(schedule: Schedule) -> Table:
+    rows = []
+    for lane, program in schedule.lanes.items():
+        tasks = [schedule.tasks[task] for task in program]
+        for kind in TaskKind:
+            if found := [task for task in tasks if task.kind is kind]:
+                moved_bytes = sum(task.moved_bytes for task in found)
+                moved = format_bytes(moved_bytes) if moved_bytes else ""
+                rows.append((LANE_NAMES[lane], KIND_NAMES[kind], f"{len(found):,}", moved))
+    return Table(title="Tasks", columns=("lane", "kind", ">tasks", ">moved"), rows=rows)
+
+
+def _memory_table(schedule: Schedule) -> Table:
+    rows = []
+    for memory in Memory:
+        passing = [buffer for buffer in schedule.buffers if buffer.memory is memory and not buffer.is_static]
+        static_bytes = schedule.static_bytes(memory)
+        if passing or static_bytes:
+            passing_bytes = sum(buffer.size_bytes for buffer in passing)
+            rows.append(
+                (MEMORY_NAMES[memory], format_bytes(static_bytes), f"{len(passing):,}", format_bytes(passing_bytes))
+            )
+    columns = ("memory", ">there for good", ">allocations", ">allocated in all")
+    return Table(title="Memory", columns=columns, rows=rows)
