@@ -50,7 +50,7 @@ docs: $(DOCS_STAMP) ## Write the generated pages and build the site (out/site/in
 	$(BIN)/python -m mkdocs build --strict
 
 .PHONY: bench
-bench: bench-fidelity bench-search bench-overhead bench-peers bench-predictors ## Run all benchmarks
+bench: bench-fidelity bench-search bench-commands bench-overhead bench-peers bench-predictors ## Run all benchmarks
 
 .PHONY: bench-fidelity
 bench-fidelity: $(STAMP) ## Predicted against measured time and memory, over plans and models not fitted to
@@ -59,6 +59,10 @@ bench-fidelity: $(STAMP) ## Predicted against measured time and memory, over pla
 .PHONY: bench-search
 bench-search: $(STAMP) ## Seconds of searches, beside brute force and a vectorised evaluation of all plans
 	$(BIN)/python benchmarks/search.py
+
+.PHONY: bench-commands
+bench-commands: $(STAMP) ## Time and memory of every command line in README and docs
+	$(BIN)/python -m benchmarks.commands
 
 .PHONY: bench-overhead
 bench-overhead: $(STAMP) ## What the runtime costs beside the work that it must do

@@ -262,6 +262,30 @@ def predictors(content: Any) -> Iterator[str]:
     yield from _table(("question", "figure", "protwin", "other", "difference"), rows, words=2)
 
 
+def commands(content: Any) -> Iterator[str]:
+    """Each command line once, the slowest first, and those that need files of the reader's."""
+    once = {row["command"]: row for row in content["rows"]}
+    rows = sorted(once.values(), key=lambda row: -row["cost"]["wall_s"])
+    done = [row for row in rows if row["cost"]["exit_code"] == 0]
+    yield from _table(
+        ("command", "seconds", "of the processor", "peak memory"),
+        [
+            (
+                f"`{row['command']}`",
+                f"{row['cost']['wall_s']:.1f}",
+                f"{row['cost']['cpu_s']:.1f}",
+                format_bytes(row["cost"]["peak_rss_bytes"]),
+            )
+            for row in done
+        ],
+    )
+    missing = ", ".join(f"`{row['command']}`" for row in rows if row["cost"]["exit_code"])
+    if missing:
+        yield f"\nNot timed, since they need files of your own or more time than the limit: {missing}."
+    load = content["load_average"]
+    yield f"\nThe machine had {load:.0f} processes at work at the end: seconds by the clock are too long by as much."
+
+
 def gpu(content: Any) -> Iterator[str]:
     """Per section, its checks."""
     rows = []
@@ -320,6 +344,14 @@ BENCHMARKS: Final = (
         "Other systems that offload",
         "How long does a step take with FSDP2 and DeepSpeed ZeRO-3, with CPU offload, and with protwin?",
         peers,
+    ),
+    Benchmark(
+        "bench-commands",
+        "python -m benchmarks.commands --keep",
+        "commands",
+        "Time and memory of commands",
+        "How long does each command line of these pages take, from the shell, and how much memory?",
+        commands,
     ),
     Benchmark(
         "bench-search",

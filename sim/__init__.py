@@ -12,13 +12,13 @@ from ..shared.basics.lazy_face import lazy_face
 if TYPE_CHECKING:
     from .engine.rank_groups import RankGroup as RankGroup
     from .engine.rank_groups import simulate_groups as simulate_groups
-    from .engine.simulator import simulate as simulate
+    from .questions.by_name import search as search
+    from .questions.by_name import simulate as simulate
     from .searching.request import Effort as Effort
     from .searching.request import GlobalBatch as GlobalBatch
     from .searching.request import SearchRequest as SearchRequest
     from .searching.request import Step as Step
     from .searching.search import SearchResult as SearchResult
-    from .searching.search import search as search
     from .searching.search import search_batches as search_batches
     from .space.space import SearchSpace as SearchSpace
 
@@ -30,9 +30,9 @@ _HOMES = {
     "SearchResult": "searching.search",
     "SearchSpace": "space.space",
     "Step": "searching.request",
-    "search": "searching.search",
+    "search": "questions.by_name",
     "search_batches": "searching.search",
-    "simulate": "engine.simulator",
+    "simulate": "questions.by_name",
     "simulate_groups": "engine.rank_groups",
 }
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ...shared.basics.errors import HardwareError
-from ...shared.basics.units import format_bytes, format_rate
+from ...shared.basics.units import as_bytes, format_bytes, format_rate
 from .device import TrainingDevice, device_description
 from .ledger import MemoryLedger
 
@@ -30,19 +30,21 @@ class _Patience(threading.local):
 class CpuDevice(TrainingDevice):
     """The CPU as a device.
 
-    ``budget_bytes`` is enforced: beyond it, ``CpuOutOfMemoryError`` is raised.  The link rates throttle copies, in
-    bytes per second; None leaves them at the speed of memory.
+    ``budget_bytes``, a number or text such as ``"50MiB"``, is enforced: beyond it, ``CpuOutOfMemoryError`` is raised.
+    The link rates throttle copies, in bytes per second; None leaves them at the speed of memory.
     """
 
     runs_behind = False
 
     def __init__(
         self,
-        budget_bytes: int | None = None,
+        budget_bytes: int | str | None = None,
         *,
         host_to_device_bytes_per_s: float | None = None,
         device_to_host_bytes_per_s: float | None = None,
     ) -> None:
+        if budget_bytes is not None:
+            budget_bytes = as_bytes(budget_bytes)
         if budget_bytes is not None and not 0 < budget_bytes < math.inf:
             raise HardwareError(f"budget_bytes is {budget_bytes}; it must be positive.")
         for name, rate in (

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ...shared.basics.errors import DeviceOutOfMemoryError, HardwareError, ScheduleError
-from ...shared.basics.units import format_bytes
+from ...shared.basics.units import as_bytes, format_bytes
 from .device import TrainingDevice, device_description
 from .pinned_memory import PinnedMemory
 from .stream_clock import Stamp, StreamClock
@@ -22,13 +22,13 @@ class CudaOutOfMemoryError(DeviceOutOfMemoryError, torch.OutOfMemoryError):
 class CudaDevice(TrainingDevice):
     """One CUDA device; lanes are streams, submitted to by worker threads.
 
-    ``budget_bytes`` is enforced while a training runs, by torch's allocator: it limits what the allocator holds, with
-    its rounding and fragmentation, but not the memory of CUDA itself.
+    ``budget_bytes``, a number or text such as ``"10GiB"``, is enforced while a training runs, by torch's allocator: it
+    limits what the allocator holds, with its rounding and fragmentation, but not the memory of CUDA itself.
     """
 
     runs_behind = True
 
-    def __init__(self, index: int = 0, *, budget_bytes: int | None = None) -> None:
+    def __init__(self, index: int = 0, *, budget_bytes: int | str | None = None) -> None:
         if not torch.cuda.is_available():
             raise HardwareError(
                 "this installation of torch has no CUDA device. Use CpuDevice, or install a CUDA build."
@@ -41,6 +41,8 @@ class CudaDevice(TrainingDevice):
         """The pinned host memory of its trainings."""
         self._index = index
         self._total_bytes = int(torch.cuda.get_device_properties(index).total_memory)
+        if budget_bytes is not None:
+            budget_bytes = as_bytes(budget_bytes)
         if budget_bytes is not None and not 0 < budget_bytes <= self._total_bytes:
             raise HardwareError(
                 f"a budget of {format_bytes(budget_bytes)} is outside cuda:{index}'s {format_bytes(self._total_bytes)}."

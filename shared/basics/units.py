@@ -16,10 +16,14 @@ _BYTE_UNITS: Final[dict[str, int]] = {
     "MB": 10**6,
     "GB": 10**9,
     "TB": 10**12,
+    "PB": 10**15,
+    "EB": 10**18,
     "KiB": 2**10,
     "MiB": 2**20,
     "GiB": 2**30,
     "TiB": 2**40,
+    "PiB": 2**50,
+    "EiB": 2**60,
 }
 _QUANTITY: Final = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?)([eE][+-]?[0-9]+)?\s*([A-Za-z]*)\s*(/\s*s)?\s*")
 _COUNT: Final = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?)([eE][+-]?[0-9]{1,3})?\s*([kKmMbBgGtT]?)\s*")
@@ -41,6 +45,11 @@ def parse_bytes(text: str | int | float, *, least_bytes: int = 1) -> int:
     if not least_bytes <= size < _END_BYTES - Decimal("0.5"):
         raise ProtwinError(f"size {_shown(text)} is outside {least_bytes} B to 4 EiB. Write a size such as 80GiB.")
     return round(size)
+
+
+def as_bytes(size: int | str) -> int:
+    """Bytes of a size as Python code states it: a number, or text such as ``"50MiB"``.  Raises ProtwinError."""
+    return parse_bytes(size) if isinstance(size, str) else size
 
 
 def parse_count(text: str) -> int:

@@ -7,7 +7,7 @@ from typing import Final
 
 from ..basics.units import format_number, format_seconds
 from ..schema.advice import Advice, MachineAdvice
-from ..tables.advice import machine_table, meaning_sentence, reason_table
+from ..tables.advice import interruption_sentence, machine_table, meaning_sentence, reason_table
 from .axes import ONE, BarRow, Scale, Segment, across, bar_rows, time_unit, x_axis, y_axis
 from .page import Card, PageTable, Report, Section, quiet
 from .svg import PLOT_PX, Figure, area_mark, circle, joined, share, shortened, spread, text, zoomable
@@ -20,6 +20,8 @@ _BOTTOM: Final = 380.0
 def advice_report(advice: Advice) -> Report:
     """One page about all machines that were asked about."""
     ranked, sections = advice.deals, []
+    if not advice.is_complete:
+        sections.append(Section("Not complete", (quiet(interruption_sentence(advice)),)))
     if ranked:
         table = PageTable(machine_table("Best plans, fastest first", ranked))
         sections.append(Section("Machines by time", (ranking_chart(ranked), quiet(meaning_sentence(advice)), table)))

@@ -115,6 +115,18 @@ class Certificate(FrozenModel):
         """Whether every plan of the space was simulated or excluded by a bound."""
         return self.num_undecided == 0 and not self.is_interrupted
 
+    def noted(self, plan: Plan) -> Plan:
+        """``plan`` as it is written to a file of its own: with a note if the search that found it was ended early."""
+        if self.is_certified:
+            return plan
+        decided = self.num_candidates - self.num_undecided
+        ended = "Ctrl-C ended the search" if self.is_interrupted else "the search ended at its limit of work"
+        note = (
+            f"Not certified: {ended} when {decided:,} of {self.num_candidates:,} plans were decided. "
+            f"This was the best of the {self.num_simulated:,} that had been simulated."
+        )
+        return plan.model_copy(update={"note": note})
+
     @property
     def shortest_possible_s(self) -> float:
         """No decided plan that fits has a shorter iteration."""

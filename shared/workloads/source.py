@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from ..basics.documents import read_mapping
 from ..basics.errors import FileError, WorkloadError
@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from .family import WorkloadFamily
 
 Warn = Callable[[str], None]
+_USUAL_LENGTH: Final = 2048
+_LONGEST_FIELDS: Final = ("max_position_embeddings", "n_positions", "max_seq_len")
+"""What configurations call the most tokens of a sample."""
 
 
 def load_workload(
@@ -102,7 +105,8 @@ def resolve_workload(
     if batch_size is None or (sequence_length is None and _has_sequence(described)):
         raise WorkloadError(
             f"{model} is a configuration, which fixes no batch. Say its shape, for example "
-            f"--batch-size {batch_size or 1} --sequence-length {sequence_length or 2048}."
+            f"--batch-size {batch_size or 1} --sequence-length {sequence_length or 2048} (in Python batch_size "
+            f"and sequence_length)."
         )
     request = TraceRequest(
         described.config,
@@ -211,6 +215,16 @@ def _shipped(described: ModelConfiguration, request: TraceRequest, warn: Warn) -
     except OutsideFamilyError as error:
         warn(f"{error} It is traced, with torch.")
         return None
+
+
+def usual_shape(model: str) -> tuple[int, int | None]:
+    """Samples and tokens of a small batch of a model: one sample, of 2,048 tokens or as many as the model takes.
+
+    None for models of images alone.  Raises CatalogueError or FileError.
+    """
+    described = load_model_configuration(model)
+    longest = [described.config[field] for field in _LONGEST_FIELDS if isinstance(described.config.get(field), int)]
+    return 1, min([_USUAL_LENGTH, *longest]) if _has_sequence(described) else None
 
 
 def _has_sequence(described: ModelConfiguration) -> bool:

@@ -44,7 +44,6 @@ from ...shared.compile.compile import compile_schedule
 from ...shared.schema.calibration import Calibration
 from ...shared.schema.hardware import Hardware
 from ...shared.schema.plan import Plan
-from ...shared.schema.plan_note import with_certificate
 from ...shared.schema.search_result import BatchSearchResult, Goal, SearchResult
 from ...shared.schema.workload import Workload
 from ...shared.workloads.source import is_saved_workload, resolve_workload, saved_sizes, untraced_workload
@@ -268,7 +267,7 @@ def search_command(
     result, document = found.result, found.result if global_batch is None else found
     warn_of_dtype(result.prediction, machine)
     warn_of_memory(result.prediction, rank_host_bytes(machine, result.plan.num_ranks))
-    save(with_certificate(result.plan, result.certificate), output)
+    save(result.certificate.noted(result.plan), output)
     write_report(report, lambda: _report(document, _workload_of(request, found, workload_of)))
     tell(document, output, as_json=as_json, tables=lambda: _tables(document))
     if is_interrupted:

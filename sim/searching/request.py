@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from ...shared.basics.errors import PlanError
+from ...shared.basics.units import as_bytes
 from ...shared.catalogue.rank_share import machine_of_rank
 from ...shared.schema.calibration import Calibration
 from ...shared.schema.hardware import Hardware
@@ -121,9 +122,11 @@ class SearchRequest:
     calibration: Calibration | None = None
     """Factors measured on that machine; None for its data sheet."""
     device_budget_bytes: int | None = None
-    """Device memory that one rank's plan may fill; None for all that the device has for training."""
+    """Device memory that one rank's plan may fill, text such as ``"10GiB"`` too; None for all that the device has for
+    training."""
     host_budget_bytes: int | None = None
-    """Pinned and pageable host memory that one rank's plan may fill; None for its share of the host, less a reserve."""
+    """Pinned and pageable host memory that one rank's plan may fill, text too; None for its share of the host, less a
+    reserve."""
     margin_frac: float | None = DEFAULT_MARGIN_FRAC
     """Share of the device's memory that is to stay free beside all segments that PyTorch's allocator is expected to
     hold with its default settings, from 0 to below 1.  None: plans fit by what they allocate, whatever the segments.
@@ -139,6 +142,9 @@ class SearchRequest:
     None for no baselines at all."""
 
     def __post_init__(self) -> None:
+        for budget in ("device_budget_bytes", "host_budget_bytes"):
+            if isinstance(size := getattr(self, budget), str):
+                object.__setattr__(self, budget, as_bytes(size))
         if self.margin_frac is not None and not 0 <= self.margin_frac < 1:
             raise PlanError(f"margin_frac is {self.margin_frac}; it must be at least 0 and below 1.")
 

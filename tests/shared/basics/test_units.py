@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from protwin.shared.basics.errors import ProtwinError
 from protwin.shared.basics.units import (
+    as_bytes,
     format_bytes,
     format_enough_bytes,
     format_number,
@@ -260,3 +261,19 @@ def test_a_unit_that_resembles_none_is_not() -> None:
     with pytest.raises(ProtwinError, match="unknown unit") as refused:
         parse_bytes("10parsecs")
     assert "Did you mean" not in str(refused.value)
+
+
+def test_large_units_are_known() -> None:
+    assert parse_bytes("5PB") == 5 * 10**15
+    assert parse_bytes("3EiB") == 3 * 2**60
+
+
+@pytest.mark.parametrize("text", ["99999EiB", "4EiB", "4096PiB"])
+def test_sizes_that_are_too_large_say_so_in_their_own_unit(text: str) -> None:
+    with pytest.raises(ProtwinError, match=f"size '{text}' is outside 1 B to 4 EiB"):
+        parse_bytes(text)
+
+
+@given(st.integers(1, 2**62 - 1))
+def test_a_size_is_a_number_or_its_text(size_bytes: int) -> None:
+    assert as_bytes(size_bytes) == as_bytes(f"{size_bytes} B") == as_bytes(str(size_bytes)) == size_bytes

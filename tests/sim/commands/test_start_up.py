@@ -99,8 +99,8 @@ def test_collections_go_on_once_a_command_is_loaded() -> None:
         "import protwin.shared.cli.root as root\n"
         "from protwin.shared.cli.main import main\n"
         "import protwin.sim.commands.hardware as hardware\n"
-        "def seen(*_):\n    print(gc.isenabled(), gc.get_freeze_count() > 10_000)\n"
-        "hardware.show = seen\n"
+        "def seen(*_, **__):\n    print(gc.isenabled(), gc.get_freeze_count() > 10_000)\n"
+        "hardware.tell = seen\n"
         "sys.argv = ['protwin', 'hardware', 'show', 'rtx-3090']\n"
         "main()\n"
     )
