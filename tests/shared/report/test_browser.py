@@ -121,8 +121,8 @@ def test_nothing_lies_beyond_the_page_and_times_lie_below_each_other(page: Brows
             "[...document.querySelectorAll('.ticks')].flatMap((group) => {"
             " const boxes = [...group.querySelectorAll('text')].map((one) => one.getBoundingClientRect());"
             " const shown = boxes.filter((one) => one.width);"
-            " return shown"
-            ".filter((one, place) => place && one.left < shown[place - 1].right + 2).map((one) => one.left); })"
+            " return shown.filter((one, place) => place && one.left < shown[place - 1].right + 2)"
+            " .map((one) => one.left); })"
         )
         assert overlaps == [], "labels of an axis have room, from close by too"
         page.run("views.forEach((view) => view.show(0.21, 7))")
