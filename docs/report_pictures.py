@@ -40,7 +40,7 @@ def main() -> int:
         page = Path(folder) / "search.html"
         protwin = Path(sys.executable).with_name("protwin")
         subprocess.run((protwin, "search", *QUESTION, "--report", page), check=True, capture_output=True)
-        take(page, ROOT / "docs" / "search.png", height_px=1500, browser=browser)
+        take(page, ROOT / "docs" / "search.png", height_px=1300, browser=browser)
     return 0
 
 
