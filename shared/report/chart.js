@@ -127,7 +127,9 @@ class Chart {
     this.window = root.querySelector(".row") ?? root;
     this.ticks = [...root.querySelectorAll(".ticks")].map((group) => new Ticks(group));
     this.told = element("p", { class: "told quiet", "aria-live": "polite" });
-    (this.figure.querySelector(".legend") || root.closest(".frame, .rows")).after(this.told);
+    const list = this.figure.querySelector("details");
+    if (list) list.before(this.told);
+    else this.figure.append(this.told);
     root.setAttribute("tabindex", "0");
     root.setAttribute("aria-describedby", "hint");
     root.setAttribute("aria-keyshortcuts", "+ - 0 ArrowLeft ArrowRight ArrowUp ArrowDown Home End Escape");

@@ -13,7 +13,7 @@ for (const root of document.querySelectorAll(".chart")) {
 }
 for (const chart of charts) chart.draw();
 if (charts.length) {
-  document.querySelector("main > section").before(element("p", { id: "hint", class: "quiet hint" }, HINT));
+  document.querySelector("main > section:has(.chart)").before(element("p", { id: "hint", class: "quiet hint" }, HINT));
 }
 for (const [id, tasks] of lists) {
   const chart = charts.find((one) => one.list === tasks);

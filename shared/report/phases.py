@@ -35,9 +35,10 @@ def phase_chart(records: Sequence[Record]) -> Figure | None:
     rightwards = across(0.0, longest_s)
     return Figure(
         name="phases",
-        drawing=bar_rows(rows, rightwards, time_unit(rightwards.high), title=""),
         is_rows=True,
-        label="Seconds of each phase: compute at work, and what it waits for",
+        drawing=bar_rows(rows, rightwards, time_unit(longest_s), title=""),
+        label="Seconds of each phase: " + "; ".join(f"{row.name} {row.words}" for row in rows),
+        caption=("Compute at work", ", and what it waits for"),
         legend=tuple((area_mark(colour), words) for words, colour in legend.items()),
         below=joined(tag("p", sentence) for record in told if (sentence := remedy_sentence(record))),
     )

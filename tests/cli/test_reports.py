@@ -32,12 +32,12 @@ def test_the_whole_chain_leaves_reports(protwin_here: Protwin, work: Path, ask: 
     searched = protwin_here("search", *ask, "--output", "plan.json", "--report", "search.html", "--json")
     assert searched.returncode == 0, searched.stderr
     assert json.loads(searched.stdout)["kind"] == "search_result", "a report leaves standard output alone"
-    assert headings(work / "search.html")[0] == "Search"
+    assert headings(work / "search.html")[:3] == ["Asked", "What to do", "Search"]
 
     of_plan = ("--plan", "plan.json", *ask, "--output", "predicted.json", "--report", "simulated.html")
     simulated = protwin_here("simulate", *of_plan)
     assert simulated.returncode == 0, simulated.stderr
-    assert headings(work / "simulated.html")[:3] == ["Plan", "Timeline", "Device memory"]
+    assert headings(work / "simulated.html")[:4] == ["Asked", "Plan", "Where the time goes", "Timeline"]
 
     predicted = Record.load(work / "predicted.json")
     predicted.model_copy(update={"origin": Origin.MEASURED, "machine": "one GPU"}).save(work / "measured.json")

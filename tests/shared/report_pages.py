@@ -138,7 +138,7 @@ def row_bars(drawing: str) -> dict[str, list[tuple[float, float, str]]]:
     bar = r'<rect x="([\d.]+)%" y="6" width="([\d.]+)%" height="18" class="fill-(\w+)">'
     return {
         name: [(float(x) / 100, float(width) / 100, colour) for x, width, colour in re.findall(bar, row)]
-        for name, row in re.findall(r"<g><title>([^<]*?): [^<]*</title>(.*?)</g>", drawing)
+        for name, row in re.findall(r"<g><title>([^<]*?): [^<]*</title>(.*?)</g>", drawing, re.DOTALL)
     }
 
 

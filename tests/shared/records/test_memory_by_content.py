@@ -127,4 +127,4 @@ def test_the_drawing_names_every_content() -> None:
     stack = memory_stack(record, schedule)
     assert stack is not None
     drawn = stack_chart(stack, (0.0, record.iteration_s), ())
-    assert drawn.drawing.count("<path") == len(stack.levels_bytes) == len(drawn.legend)
+    assert drawn.drawing.count("<clipPath") == len(stack.levels_bytes) == len(drawn.legend)

@@ -11,6 +11,9 @@ import pytest
 from protwin.shared.records.period import folded
 from protwin.shared.records.waits import waits_of
 from protwin.shared.report.advice import advice_report
+from protwin.shared.report.axes import Unit, across, x_axis
+from protwin.shared.report.page import Report, Section
+from protwin.shared.report.svg import Figure
 from protwin.shared.schema.schedule import Lane, Memory
 from tests.browser import BROWSER, Browser, browser
 from tests.shared.found import result_of
@@ -116,20 +119,28 @@ def test_nothing_lies_beyond_the_page_and_times_lie_below_each_other(page: Brows
     )
     assert len(sides) == 4
     assert len(set(sides)) == 1
-    for _ in range(2):
-        overlaps = page.run(
-            "[...document.querySelectorAll('.ticks')].flatMap((group) => {"
-            " const boxes = [...group.querySelectorAll('text')].map((one) => one.getBoundingClientRect());"
-            " const shown = boxes.filter((one) => one.width);"
-            " return shown"
-            ".filter((one, place) => place && one.left < shown[place - 1].right + 2).map((one) => one.left); })"
-        )
-        assert overlaps == [], "labels of an axis have room, from close by too"
-        page.run("views.forEach((view) => view.show(0.21, 7))")
     sizes = page.run(
         "[...document.querySelectorAll('main text')].map((one) => parseFloat(getComputedStyle(one).fontSize))"
     )
     assert min(sizes) >= 11
+
+
+@pytest.mark.parametrize("width", [1280, 420])
+def test_labels_of_axes_have_room(page: Browser, html: str, width: int) -> None:
+    axis = x_axis(across(19.0, 21.2), Unit(1.0, "GiB"), top=0, bottom=20, at_most=12)
+    crowd = Figure(name="axis", drawing=axis, label="an axis of twelve labels", height=50.0)
+    for opened in (html, Report("t", "", (), (Section("s", (crowd,)),)).html):
+        page.open(opened, width=width)
+        for _ in range(2):
+            overlaps = page.run(
+                "[...document.querySelectorAll('.ticks')].flatMap((group) => {"
+                " const boxes = [...group.querySelectorAll('text')].map((one) => one.getBoundingClientRect());"
+                " const shown = boxes.filter((one) => one.width);"
+                " return shown.filter((one, place) => place && one.left < shown[place - 1].right + 2)"
+                " .map((one) => one.left); })"
+            )
+            assert overlaps == []
+            page.run("views.forEach((view) => view.show(0.21, 7))")
 
 
 @pytest.mark.parametrize("width", [1280, 420])

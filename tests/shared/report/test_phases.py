@@ -10,7 +10,7 @@ from protwin.shared.report.phases import phase_chart
 from protwin.shared.schema.record import IterationPhase, PhaseWait, Record, Remedy, RemedyKind
 from protwin.shared.schema.schedule import TaskKind
 from tests.shared.laid_out import laid_out
-from tests.shared.report_pages import html_report, parse
+from tests.shared.report_pages import html_report, parse, row_bars
 
 
 def with_waits(record: Record) -> Record:
@@ -32,16 +32,20 @@ def test_each_phase_is_a_bar_with_its_waits() -> None:
     assert [row[0].partition(":")[0] for row in rows] == [str(phase) for phase in IterationPhase]
     assert f"waiting for CPU Adam: {format_seconds(0.4 * told.forward_s)}" in rows[0]
     assert f"computing: {format_seconds(0.4 * told.forward_s)}" in rows[0]
-    bars = [bar.attributes for bar in page.named("rect") if str(bar.attributes["class"]).startswith("fill-")]
-    colours = [KIND_COLOURS[kind] for kind in (TaskKind.FORWARD, TaskKind.CPU_ADAM, TaskKind.GATHER)]
-    assert [bar["class"] for bar in bars[:3]] == [f"fill-{colour}" for colour in colours]
+    forward, backward = (
+        bars
+        for name, bars in row_bars(chart.drawing).items()
+        if name in (IterationPhase.FORWARD, IterationPhase.BACKWARD)
+    )
+    assert [colour for _, _, colour in forward[1:]] == [
+        KIND_COLOURS[kind] for kind in (TaskKind.CPU_ADAM, TaskKind.GATHER)
+    ]
     # The bars of a phase stand end to end, on one scale for all phases.
-    assert len(bars) == 5, "three of the forward, one of each other phase"
-    forward, backward = bars[:3], bars[3:4]
-    ends = [(extent(bar, "x"), extent(bar, "x") + extent(bar, "width")) for bar in forward]
-    assert [end for _, end in ends[:-1]] == pytest.approx([start for start, _ in ends[1:]], abs=0.02)
-    forward_extent, backward_extent = (sum(extent(bar, "width") for bar in row) for row in (forward, backward))
-    assert forward_extent / backward_extent == pytest.approx(told.forward_s / told.backward_s, rel=0.02)
+    assert len(forward) == 3
+    ends = [(left, left + width) for left, width, _ in forward]
+    assert [end for _, end in ends[:-1]] == pytest.approx([start for start, _ in ends[1:]], abs=2e-5)
+    forward_share, backward_share = (sum(width for _, width, _ in row) for row in (forward, backward))
+    assert forward_share / backward_share == pytest.approx(told.forward_s / told.backward_s, rel=0.02)
     assert "1.50 times the tokens per second" in chart.below
 
 

@@ -30,7 +30,7 @@ def test_the_page_tells_what_became_of_every_plan(example: LaidOut) -> None:
     page = parse(html_report(title="t", predicted=example.predicted, search=result_of(example)))
     check_self_contained(page)
     headings = [heading.words for heading in page.named("h2")]
-    assert headings[:3] == ["Search", "Time against device memory", "Next best plans"]
+    assert headings[:4] == ["What to do", "Search", "Time against device memory", "Next best plans"]
     for words in ("50,000", "40,000 cannot fit", "9,985 cannot be faster", "15"):
         assert any(words in element.words for element in page.named("span")), words
     assert "No plan of the space is more than 1.0 % faster." in page.words
