@@ -8,8 +8,8 @@ import pytest
 from torch import nn
 
 from protwin.runtime import Training, carry_out
+from tests.runtime.life_cycle import plan_for
 from tests.runtime.models import Case, cases
-from tests.runtime.training.test_life_cycle import plan_for
 from tests.runtime.watchdog import ends_in_time, lanes_alive
 
 

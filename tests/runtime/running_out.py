@@ -20,8 +20,8 @@ from protwin.runtime.training.transfer_lanes import TransferLanes
 from protwin.shared.schema.plan import Plan
 from protwin.shared.schema.schedule import Lane, Task, TaskId, TaskKind
 from tests.runtime.eager_lanes import settle
+from tests.runtime.life_cycle import check_ordinary, ordinary_facts
 from tests.runtime.models import SEED, Case
-from tests.runtime.training.test_life_cycle import check_ordinary, ordinary_facts
 from tests.runtime.watchdog import ends_in_time
 
 MESSAGE = "out of memory, as was wished"

@@ -13,8 +13,8 @@ from torch import nn
 from protwin.runtime import CpuDevice, Training, carry_out
 from protwin.runtime.model.blocks import find_blocks
 from protwin.shared.schema.plan import Plan
+from tests.runtime.life_cycle import plan_for
 from tests.runtime.models import SEED, Batch, Case, Masters, snapshot, uncached
-from tests.runtime.training.test_life_cycle import plan_for
 
 
 class Fault(Exception):

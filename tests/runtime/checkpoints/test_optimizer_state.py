@@ -13,10 +13,10 @@ from torch import nn
 from protwin.runtime import Training, carry_out
 from protwin.shared.basics.errors import PlanError, ScheduleError
 from protwin.shared.schema.plan import Plan
+from tests.runtime.life_cycle import plan_for
 from tests.runtime.misuse import check_goes_on
 from tests.runtime.models import SEED, Case, cases, differences, snapshot
 from tests.runtime.optimizing import CASE, OPTIMIZERS, MakeOptimizer, single_plans, two_groups
-from tests.runtime.training.test_life_cycle import plan_for
 from tests.runtime.watchdog import ends_in_time
 
 HALF = 3

@@ -12,9 +12,9 @@ from torch import nn
 from protwin.runtime import CpuDevice, CudaDevice, Training, carry_out
 from protwin.shared.basics.errors import HardwareError, PlanError, ProtwinError
 from protwin.shared.schema.plan import Plan
+from tests.runtime.life_cycle import check_ordinary, ordinary_facts, plan_for
 from tests.runtime.misuse import check_goes_on
 from tests.runtime.models import Case, adamw, copy_of, gpt2, llama
-from tests.runtime.training.test_life_cycle import check_ordinary, ordinary_facts, plan_for
 from tests.runtime.watchdog import ends_in_time
 
 

@@ -14,9 +14,9 @@ from protwin.runtime.chunks.chunk import DeviceChunk
 from protwin.runtime.chunks.placed_model import PlacedModel
 from protwin.shared.basics.errors import ScheduleError
 from tests.runtime.eager_lanes import settle
+from tests.runtime.life_cycle import check_ordinary, ordinary_facts
 from tests.runtime.models import Case, cases, differences
 from tests.runtime.skipping import Fault, run_step, start
-from tests.runtime.training.test_life_cycle import check_ordinary, ordinary_facts
 from tests.runtime.watchdog import ends_in_time
 
 

@@ -14,9 +14,9 @@ from protwin.runtime import Training, carry_out, trace
 from protwin.runtime.model.ownership import TakenOver
 from protwin.shared.basics.errors import ScheduleError
 from protwin.shared.schema.plan import Plan
+from tests.runtime.life_cycle import plan_for
 from tests.runtime.misuse import check_goes_on
 from tests.runtime.models import Case, differences, hand_written, token_batches, uncached
-from tests.runtime.training.test_life_cycle import plan_for
 from tests.runtime.watchdog import ends_in_time
 
 

@@ -18,9 +18,9 @@ from protwin.runtime.training.evaluation import Evaluation
 from protwin.shared.basics.errors import ScheduleError
 from protwin.shared.schema.plan import Plan
 from tests.runtime.equality import offloaded_chunks, random_plans
+from tests.runtime.life_cycle import check_ordinary, ordinary_facts, plan_for
 from tests.runtime.models import SEED, Case, cases, differences, gpt2, token_batches
 from tests.runtime.training.test_cuda_ordering import POINTS, STREAMS, backward, cuda_device, plan_of, stand_in
-from tests.runtime.training.test_life_cycle import check_ordinary, ordinary_facts, plan_for
 from tests.runtime.training.test_memory import guaranteed_bytes
 from tests.runtime.watchdog import ends_in_time, lanes_alive
 

@@ -16,8 +16,8 @@ from protwin.runtime import Training, carry_out
 from protwin.runtime.chunks.gradient_stand_ins import GradientStandIns
 from protwin.runtime.training.guards import OffloadedWeights
 from protwin.shared.basics.errors import ScheduleError
+from tests.runtime.life_cycle import plan_for
 from tests.runtime.models import Case, adamw, cases, differences, uncached
-from tests.runtime.training.test_life_cycle import plan_for
 from tests.runtime.watchdog import ends_in_time
 
 

@@ -17,8 +17,8 @@ from protwin.runtime import CpuDevice, Training, carry_out, trace
 from protwin.shared.basics.errors import ScheduleError
 from protwin.shared.schema.plan import Plan
 from protwin.shared.schema.workload import Workload
+from tests.runtime.life_cycle import plan_for
 from tests.runtime.models import adamw, differences, llama, token_batches
-from tests.runtime.training.test_life_cycle import plan_for
 from tests.runtime.watchdog import ends_in_time
 
 STEPS = 3

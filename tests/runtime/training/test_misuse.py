@@ -10,9 +10,9 @@ from torch import nn
 
 from protwin.runtime import Training, carry_out
 from protwin.shared.basics.errors import PlanError, ProtwinError, ScheduleError
+from tests.runtime.life_cycle import plan_for
 from tests.runtime.misuse import check_goes_on
 from tests.runtime.models import Case, adamw, differences, uncached
-from tests.runtime.training.test_life_cycle import plan_for
 from tests.runtime.watchdog import ends_in_time
 
 

@@ -17,9 +17,9 @@ from protwin.runtime import LossScaling, Training, carry_out
 from protwin.runtime.chunks.gradient_stand_ins import GradientStandIns
 from protwin.shared.basics.errors import ScheduleError
 from protwin.shared.schema.plan import Plan
+from tests.runtime.life_cycle import plan_for
 from tests.runtime.models import SEED, Case, cases, differences
 from tests.runtime.optimizing import CASE, persistent, single_plans
-from tests.runtime.training.test_life_cycle import plan_for
 from tests.runtime.watchdog import ends_in_time
 
 LIMIT = 0.05

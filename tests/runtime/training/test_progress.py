@@ -16,8 +16,8 @@ from protwin.runtime import carry_out
 from protwin.runtime.training.progress import TRANSITIONS, Call, Progress, TrainingPhase
 from protwin.shared.basics.errors import ScheduleError
 from tests.proof_size import examples
+from tests.runtime.life_cycle import plan_for
 from tests.runtime.models import Case, cases, differences, snapshot, uncached
-from tests.runtime.training.test_life_cycle import plan_for
 from tests.runtime.watchdog import ends_in_time
 
 MICRO_BATCHES = 2

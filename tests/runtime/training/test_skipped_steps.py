@@ -24,9 +24,9 @@ from protwin.shared.schema.plan import ActivationMode, Plan
 from protwin.shared.schema.schedule import Content, Task, TaskKind
 from tests.runtime.eager_lanes import settle
 from tests.runtime.equality import offloaded_chunks, random_plans
+from tests.runtime.life_cycle import plan_for
 from tests.runtime.models import Case, cases, differences
 from tests.runtime.skipping import Point, Trained, by_plan, plainly, run_step, start
-from tests.runtime.training.test_life_cycle import plan_for
 from tests.runtime.training.test_memory import guaranteed_bytes
 from tests.runtime.training.test_running_out import KINDS_ALONE, small_case
 from tests.runtime.training.test_running_out import everything as everything_small

@@ -8,8 +8,8 @@ from torch import nn
 from protwin.runtime import carry_out
 from protwin.shared.basics.errors import PlanError
 from protwin.shared.schema.plan import ParallelMode
+from tests.runtime.life_cycle import plan_for
 from tests.runtime.models import Case, differences
-from tests.runtime.training.test_life_cycle import plan_for
 
 
 @pytest.mark.parametrize("mode", [ParallelMode.REPLICATED, ParallelMode.SHARDED])
