@@ -13,7 +13,7 @@ import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import repeat
 from pathlib import Path
@@ -117,6 +117,7 @@ def run_demo(folder: Path, console: Console) -> dict[str, Any]:
     planned = _carried_out(subject, found.plan, batches, limits.budget_bytes, console)
     with _stage(console, "measure the reference again"):
         reference.measure()
+    planned = replace(planned, record=with_noise(planned.record, reference.noise_frac(calibration)))
     with _stage(console, f"{_STEPS} plain steps without a budget"), progress_bar("training") as on_progress:
         plain = copy.deepcopy(model)
         steps = iter(range(1, _STEPS + 1))
@@ -124,7 +125,7 @@ def run_demo(folder: Path, console: Console) -> dict[str, Any]:
 
     differences = zip(planned.model.parameters(), plain.parameters(), strict=True)
     comparison = {
-        **_predictions_held(found.prediction, planned, reference.spread_frac(calibration)),
+        **_predictions_held(found.prediction, planned.record),
         "plain_peak_device_bytes": limits.need_bytes,
         "device_budget_bytes": limits.budget_bytes,
         "losses_identical": planned.losses == plain_run.losses,
@@ -159,7 +160,6 @@ class _Planned:
     model: nn.Module
     losses: tuple[float, ...]
     record: Record
-    peak_device_bytes: int
     counts: dict[str, int]
 
 
@@ -225,20 +225,24 @@ def _carried_out(
         "bytes_device_to_host": training.bytes_device_to_host,
         "cpu_adam_steps": training.num_cpu_adam_steps,
     }
-    return _Planned(model, tuple(losses), record, training.peak_device_bytes, counts)
+    return _Planned(model, tuple(losses), record, counts)
 
 
-def _predictions_held(predicted: Record, planned: _Planned, noise_frac: float) -> dict[str, Any]:
+def with_noise(record: Record, noise_frac: float) -> Record:
+    """The record, once it says how far runs lie apart where that is more than its own iterations do."""
+    return record.model_copy(update={"iteration_noise_frac": max(record.iteration_noise_frac, noise_frac)})
+
+
+def _predictions_held(predicted: Record, measured: Record) -> dict[str, Any]:
     """Time and peak, predicted and measured."""
-    measured = planned.record
     return {
         "predicted_iteration_s": predicted.iteration_s,
         "measured_iteration_s": measured.iteration_s,
         "iteration_error_frac": predicted.iteration_s / measured.iteration_s - 1,
-        "iteration_noise_frac": max(measured.iteration_noise_frac, noise_frac),
+        "iteration_noise_frac": measured.iteration_noise_frac,
         "predicted_peak_device_bytes": predicted.peak_device_bytes,
-        "measured_peak_device_bytes": planned.peak_device_bytes,
-        "peak_error_frac": predicted.peak_device_bytes / planned.peak_device_bytes - 1,
+        "measured_peak_device_bytes": measured.peak_device_bytes,
+        "peak_error_frac": predicted.peak_device_bytes / measured.peak_device_bytes - 1,
     }
 
 
@@ -276,7 +280,7 @@ def _write_records(
 class _Reference:
     """One plan that the calibration was fitted to, measured again: the run-to-run noise of this machine.
 
-    What a Record calls noise is the spread within one run; a shared machine also changes from minute to minute.
+    What a run itself can tell is how far its iterations lie apart; a shared machine also changes from minute to minute.
     """
 
     def __init__(self, subject: Subject) -> None:
@@ -297,11 +301,16 @@ class _Reference:
         )
         self._measured_s.append(record.iteration_s)
 
-    def spread_frac(self, calibration: Calibration) -> float:
-        """Largest difference between its runs, the calibration's own included, over their median."""
+    def noise_frac(self, calibration: Calibration) -> float:
+        """How far a run lies from the median of all at most, the calibration's own included, over that median."""
         predicted = simulate(self._plan, self._subject.workload, self._subject.hardware, calibration)
-        runs = [predicted.iteration_s, *self._measured_s]
-        return (max(runs) - min(runs)) / statistics.median(runs)
+        return run_noise_frac([predicted.iteration_s, *self._measured_s])
+
+
+def run_noise_frac(iterations_s: Sequence[float]) -> float:
+    """The largest distance of a run from the median of all, over it: the x of "± x"."""
+    median_s = statistics.median(iterations_s)
+    return max(abs(iteration_s - median_s) for iteration_s in iterations_s) / median_s
 
 
 def _plain_need(model: nn.Module, batches: list[dict[str, torch.Tensor]]) -> int:
@@ -330,8 +339,8 @@ def _print_summary(console: Console, comparison: dict[str, Any], plain_s: float)
     same = "bit for bit those of plain training" if c["losses_identical"] else "NOT those of plain training"
     console.print(
         f"iteration: predicted {format_seconds(c['predicted_iteration_s'])}, measured "
-        f"{format_seconds(c['measured_iteration_s'])} ({c['iteration_error_frac']:+.1%}, run-to-run noise "
-        f"{c['iteration_noise_frac']:.1%}); plain training without the budget {format_seconds(plain_s)}\n"
+        f"{format_seconds(c['measured_iteration_s'])} ({c['iteration_error_frac']:+.1%}, noise "
+        f"± {c['iteration_noise_frac']:.1%}); plain training without the budget {format_seconds(plain_s)}\n"
         f"peak: predicted {format_bytes(c['predicted_peak_device_bytes'])}, measured "
         f"{format_bytes(c['measured_peak_device_bytes'])} ({c['peak_error_frac']:+.2%}) of a budget of "
         f"{format_bytes(c['device_budget_bytes'])}; plain training needs {format_bytes(c['plain_peak_device_bytes'])}\n"

@@ -189,6 +189,11 @@ class PlacedModel:
         on_host = [(stepper, self.chunks[chunk].trainable, None) for chunk, stepper in self._host_optimizers.items()]
         return [*on_host, *((step.optimizer, step.parameters, step.stretch) for step in self._device_steps)]
 
+    @property
+    def optimizer_name(self) -> str:
+        """The class of the optimizers; several if what makes them chooses by parameter."""
+        return " or ".join(sorted({type(stepper.optimizer).__name__ for stepper, _, _ in self.steppers()}))
+
     def step_on_host(self, chunk: DeviceChunk, present: Sequence[bool], *, scale: torch.Tensor | None = None) -> None:
         """Step an offloaded chunk with its staged gradients, times ``scale``.
 

@@ -67,6 +67,11 @@ class CpuDevice(TrainingDevice):
         return device_description(self.torch_device)
 
     @property
+    def limit_bytes(self) -> int | None:
+        """The budget; without one the host's memory stands in for the device's, which has none of its own."""
+        return self.budget_bytes
+
+    @property
     def emulated(self) -> tuple[str, ...]:
         """Device memory always; budget and links where they are set."""
         found = ["device memory is host memory"]

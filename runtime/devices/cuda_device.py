@@ -56,6 +56,11 @@ class CudaDevice(TrainingDevice):
         """The GPU and the machine that it sits in."""
         return device_description(self.torch_device)
 
+    @property
+    def limit_bytes(self) -> int:
+        """The budget, else all memory of the device."""
+        return self.budget_bytes if self.budget_bytes is not None else self._total_bytes
+
     def begin_training(self) -> None:
         """Let the budget hold, and remember the stream that compute is queued on.
 

@@ -28,6 +28,11 @@ class TrainingDevice(ABC):
         """The machine, in words."""
 
     @property
+    @abstractmethod
+    def limit_bytes(self) -> int | None:
+        """What a training may take at most: the budget, else all memory of the device; None: no limit is known."""
+
+    @property
     def emulated(self) -> tuple[str, ...]:
         """What is emulated, in words."""
         return ()

@@ -82,6 +82,8 @@ class MemoryLedger:
         """Called when a watched storage goes, with the place that was noted of it and its bytes."""
         self._lock = threading.RLock()
         self._watched: dict[int, _Watched] = {}
+        self._inputs: dict[int, _Watched] = {}
+        """Those that were adopted as inputs of the latest call."""
         self._mode: WatchingMode | None = None
         self._moment: float | None = None
 
@@ -170,6 +172,30 @@ class MemoryLedger:
             if content is not None:
                 self.label(found, content)
             return new_bytes
+
+    def adopt_inputs(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Count what the model is called with, until the next such call, whatever else keeps it.
+
+        A loop may keep its batches in a list: on the device each is only while it is trained on.
+        """
+        found = list(tensors)
+        with self._lock:
+            self.let_inputs_go()
+            for tensor in found:
+                storage = tensor.untyped_storage()
+                if storage._cdata not in self._watched:
+                    self._register(storage, _own_bytes(tensor), content=Content.RESIDENT)
+                    self._inputs[storage._cdata] = self._watched[storage._cdata]
+            self.label(found, Content.RESIDENT)
+
+    def let_inputs_go(self) -> None:
+        """Count the inputs of the latest call no longer, and know nothing of them."""
+        with self._lock:
+            for key, entry in self._inputs.items():
+                # Another storage may have this address by now.
+                if self._watched.get(key) is entry:
+                    self._forget(key)
+            self._inputs.clear()
 
     def label(self, tensors: Iterable[torch.Tensor], content: Content) -> None:
         """Say what watched storages hold."""

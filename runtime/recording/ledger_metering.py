@@ -103,7 +103,7 @@ class LedgerMetering(Metering):
         self._num_watched[shapes] = seen + 1
         self._ledger.claim(0)
         self._ledger.start_metering()
-        self._ledger.adopt(inputs, Content.RESIDENT)
+        self._ledger.adopt_inputs(inputs)
         self._ledger.adopt(self._kept(), Content.RESIDENT)
         self._ledger.reset_peak()
         self._begin_noting()
@@ -119,7 +119,7 @@ class LedgerMetering(Metering):
         """Claims go by the shapes of its own inputs."""
         self._take_shapes(inputs)
         if self._is_watching:
-            self._ledger.adopt(inputs, Content.RESIDENT)
+            self._ledger.adopt_inputs(inputs)
 
     def _take_shapes(self, inputs: Sequence[torch.Tensor]) -> Hashable:
         shapes = self._shapes = shapes_of(inputs)
@@ -244,6 +244,7 @@ class LedgerMetering(Metering):
     def stop(self) -> None:
         """Take the ledger off the thread's operations, and note nothing."""
         self._stop_watching()
+        self._ledger.let_inputs_go()
         self._ledger.changes = None
         self._began = None
 

@@ -37,7 +37,14 @@ from ..recording.metering import Metering
 from ..recording.recorder import Recorder
 from .compute_lane import ComputeLane
 from .evaluation import Evaluation
-from .guards import OffloadedWeights, StateAccess, check_carried_out, refusing_access, refusing_other_optimizers
+from .guards import (
+    OffloadedWeights,
+    StateAccess,
+    check_carried_out,
+    check_device,
+    refusing_access,
+    refusing_other_optimizers,
+)
 from .module_buffers import buffers_on
 from .progress import Progress
 from .transfer_lanes import TransferLanes
@@ -123,8 +130,8 @@ class Assembly:
     def build(self) -> Parts:
         """Take the model over, and start the lanes.
 
-        Raises PlanError if plan, workload, model and settings do not belong together, and the device's out-of-memory
-        error if the persistent chunks exceed its budget; the model is as it was then.
+        Raises PlanError if plan, workload, model and settings do not belong together or the device is smaller than the
+        plan, and the device's out-of-memory error if what else it holds leaves no room; the model is as it was then.
         """
         model, plan, workload, device = self.model, self.plan, self.workload, self.settings.device
         check_carried_out(plan)
@@ -134,6 +141,7 @@ class Assembly:
         layout = build_layout(workload.parameters, num_blocks=workload.num_blocks, chunk_bytes=plan.chunk_bytes)
         schedule = compile_schedule(plan, workload, layout)
         verify_schedule(schedule, plan, workload, layout)
+        check_device(schedule, device)
         metering = _metering(device, self.settings.meter_every, model)
         policy = self._policy(scaler)
         blocks = find_blocks(model, [block.name for block in workload.blocks])

@@ -51,8 +51,9 @@ def carry_out(
 
     Schedulers of ``torch.optim.lr_scheduler`` take ``optimizer`` of the result.  Use the result as a context manager,
     or call ``close``: the model then has ordinary parameters again.  ``training_of(model)`` finds one that was lost.
-    Raises PlanError if plan, workload and model do not belong together, the device's out-of-memory error if the
-    persistent chunks alone exceed it.
+    Raises PlanError, before anything moves, if plan, workload and model do not belong together, or if the plan may need
+    more memory than the device has; the device's out-of-memory error if what else it holds leaves no room for the
+    persistent chunks.
     """
     settings = TrainingSettings(
         optimizer=optimizer,

@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from ...shared.basics.errors import ScheduleError
-from ...shared.schema.schedule import Content
 from ..chunks.chunk import ChunkState, DeviceChunk
 from ..devices.device import TrainingDevice
 from ..hooks.refusals import refuse_transforms
@@ -75,7 +74,7 @@ class Evaluation:
             ledger.claim(0)
             ledger.doing = "running forward alone"
             ledger.start_metering()
-            ledger.adopt(tensors_in((args, kwargs)), Content.RESIDENT)
+            ledger.adopt_inputs(tensors_in((args, kwargs)))
 
     def _leave_model(self, module: nn.Module, args: Any, output: Any) -> None:
         self._end_forward()

@@ -17,8 +17,12 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ...shared.basics.errors import PlanError, ScheduleError
+from ...shared.basics.units import format_bytes, format_enough_bytes
 from ...shared.schema.plan import Plan
+from ...shared.schema.schedule import Schedule
+from ...shared.verify.guaranteed_peak import guaranteed_device_peak
 from ..chunks.placed_model import PlacedModel
+from ..devices.device import TrainingDevice
 
 
 def check_carried_out(plan: Plan) -> None:
@@ -27,6 +31,19 @@ def check_carried_out(plan: Plan) -> None:
         raise PlanError(
             f"the plan is for num_ranks = {plan.num_ranks} (parallel = {plan.parallel}), but nothing here joins ranks "
             f"yet: collectives between devices are simulated alone. Carry out a plan with num_ranks = 1."
+        )
+
+
+def check_device(schedule: Schedule, device: TrainingDevice) -> None:
+    """Raise PlanError if some timing of ``schedule`` exceeds the memory of ``device``."""
+    if device.limit_bytes is None:
+        return
+    peak = guaranteed_device_peak(schedule)
+    if peak.size_bytes > device.limit_bytes:
+        raise PlanError(
+            f"the plan's device memory may reach {format_bytes(peak.size_bytes)}, during "
+            f"{schedule.tasks[peak.task].name}, but the device has {format_bytes(device.limit_bytes)}. Search a plan "
+            f"for this device, or carry this one out on a device of {format_enough_bytes(peak.size_bytes)} or more."
         )
 
 

@@ -51,7 +51,7 @@ def train_plainly(
             if ledger is None:
                 losses.append(_step(model, batch, loss, optimizer))
             else:
-                ledger.adopt(batch_tensors(batch).values())
+                ledger.adopt_inputs(batch_tensors(batch).values())
                 with ledger.metering():
                     losses.append(_step(model, batch, loss, optimizer))
                 ledger.adopt(t for s in optimizer.state.values() for t in s.values() if isinstance(t, torch.Tensor))

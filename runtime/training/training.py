@@ -307,8 +307,11 @@ class Training:
         return self._lanes.num_cpu_adam_steps
 
     def explain(self) -> str:
-        """What every iteration does with each block and chunk, as text: two tables and a summary."""
-        return explain(self.schedule, self.plan, self.workload, self._layout)
+        """What every iteration does with each block and chunk, as text: two tables and a summary.
+
+        It names the class of the optimizer that steps.
+        """
+        return explain(self.schedule, self.plan, self.workload, self._layout, optimizer=self._placed.optimizer_name)
 
     def report_every(
         self, steps: int, *, to: Callable[[StepSummary], None] = to_stderr, predicted: Record | None = None

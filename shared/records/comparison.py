@@ -92,7 +92,7 @@ class Comparison(Document):
     """The machine that measured."""
     iteration: TimePair
     noise_frac: NonNegativeFloat
-    """Run-to-run noise of the measured iteration time: median absolute deviation over median."""
+    """Noise of the measured iteration time, as its record has it."""
     tolerance_frac: NonNegativeFloat
     """The larger of 10 % and twice the noise."""
     forward: TimePair

@@ -206,13 +206,16 @@ def _iteration_card(predicted: Record, measured: Record | None) -> Card:
         format_seconds(measured.iteration_s),
         (
             _predicted(format_seconds(predicted.iteration_s), error),
-            f"noise ± {format_share(measured.iteration_noise_frac)} over {measured.num_iterations} iterations",
+            f"noise ± {format_share(measured.iteration_noise_frac)}; {measured.num_iterations} iterations were timed",
         ),
     )
 
 
 def _peak_card(predicted: Record, measured: Record | None) -> Card:
     bound = f"never above {format_bytes(predicted.guaranteed_peak_device_bytes)}, whatever the timing"
+    if measured is not None and measured.peak_device_bytes > predicted.guaranteed_peak_device_bytes:
+        more_bytes = measured.peak_device_bytes - predicted.guaranteed_peak_device_bytes
+        bound = f"{format_bytes(more_bytes)} above the plan's own most, which the training loop holds besides"
     if measured is None or not measured.peak_device_bytes:
         return Card("Peak device memory, predicted", format_bytes(predicted.peak_device_bytes), (bound,))
     error = format_error(signed_error_frac(predicted.peak_device_bytes, measured.peak_device_bytes))

@@ -104,7 +104,8 @@ class Record(Document):
     iteration_s: PositiveFloat
     """Period of the steady state."""
     iteration_noise_frac: NonNegativeFloat = 0.0
-    """Median absolute deviation of iterations from ``iteration_s``, over it; 0 in an uncalibrated prediction."""
+    """Median absolute deviation of iterations from ``iteration_s``, over it, or how far runs of one plan lie apart, if
+    that was measured and is more; 0 in an uncalibrated prediction."""
     num_iterations: PositiveInt = 1
     """Timed iterations; times are means over the typical half of them."""
     forward_s: NonNegativeFloat

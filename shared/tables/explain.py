@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Final
 
 from ..basics.units import format_bytes
 from ..compile.compile import compile_schedule
@@ -17,13 +18,21 @@ from .labels import NO_VALUE, format_share, knobs
 from .table import Table
 from .terminal import as_text
 
+PLANNED_OPTIMIZER: Final = "Adam"
+"""What plans account for; the optimizer of a training may be another one."""
+
 
 class Stepper(StrEnum):
-    """Who steps a chunk."""
+    """Who steps a chunk, as plans have it."""
 
     CPU_ADAM = "CPU Adam"
     DEVICE_ADAM = "device Adam"
     NOBODY = "nobody, frozen"
+
+    def named(self, optimizer: str) -> str:
+        """In words, where ``optimizer`` steps in the place of Adam: ``"CPU SGD"``."""
+        place = {Stepper.CPU_ADAM: "CPU", Stepper.DEVICE_ADAM: "device"}.get(self)
+        return f"{place} {optimizer}" if place is not None else str(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,12 +149,17 @@ def explain_plan(plan: Plan, workload: Workload) -> str:
     return explain(compile_schedule(plan, workload, layout), plan, workload, layout)
 
 
-def explain(schedule: Schedule, plan: Plan, workload: Workload, layout: Layout) -> str:
-    """What one iteration does with every block and every chunk, as text: two tables and a summary."""
+def explain(
+    schedule: Schedule, plan: Plan, workload: Workload, layout: Layout, *, optimizer: str = PLANNED_OPTIMIZER
+) -> str:
+    """What one iteration does with every block and every chunk, as text: two tables and a summary.
+
+    ``optimizer`` is the name of what steps.
+    """
     found = account(schedule, plan, workload, layout)
     title = f"One iteration of {workload.model_name}: what the plan does with its blocks and chunks"
-    summary = "\n".join(f"- {sentence}" for sentence in _summary(found, schedule, plan, workload))
-    return as_text((title, _section_table(found), _chunk_table(found), summary), width=120)
+    summary = "\n".join(f"- {sentence}" for sentence in _summary(found, schedule, plan, workload, optimizer))
+    return as_text((title, _section_table(found), _chunk_table(found, optimizer), summary), width=120)
 
 
 def _section_table(found: Account) -> Table:
@@ -165,10 +179,10 @@ def _section_table(found: Account) -> Table:
     return Table(columns=("block", "activations", "chunks", "where", ">kept", ">recomputed", ">moved"), rows=rows)
 
 
-def _chunk_table(found: Account) -> Table:
+def _chunk_table(found: Account, optimizer: str) -> Table:
     rows = []
     for chunk in found.chunks:
-        stepped = str(chunk.stepper)
+        stepped = chunk.stepper.named(optimizer)
         if 0 < chunk.chunk.num_trainable < chunk.num_scalars:
             stepped += f", {chunk.chunk.num_trainable:,} of them"
         rows.append(
@@ -187,7 +201,7 @@ def _chunk_table(found: Account) -> Table:
     return Table(columns=columns, rows=rows)
 
 
-def _summary(found: Account, schedule: Schedule, plan: Plan, workload: Workload) -> list[str]:
+def _summary(found: Account, schedule: Schedule, plan: Plan, workload: Workload, optimizer: str) -> list[str]:
     values = ", ".join(f"{knob.name} = {knob.value}" for knob in knobs(plan, num_blocks=schedule.num_blocks))
     persistent = [chunk for chunk in found.chunks if chunk.is_persistent]
     sharded = [chunk for chunk in found.chunks if chunk.is_sharded]
@@ -229,7 +243,7 @@ def _summary(found: Account, schedule: Schedule, plan: Plan, workload: Workload)
     if pinned_bytes or other_bytes:
         sentences.append(f"Host memory: {format_bytes(pinned_bytes)} pinned, {format_bytes(other_bytes)} besides.")
     sentences.append(_activation_sentence(found, schedule, plan))
-    sentences.append(_stepping_sentence(found, plan))
+    sentences.append(_stepping_sentence(found, plan, optimizer))
     narrow = [parameter for parameter in workload.parameters if parameter.trainable and master_bytes(parameter.dtype)]
     if narrow:
         dtypes = " and ".join(sorted({parameter.dtype for parameter in narrow}))
@@ -263,7 +277,7 @@ _DEED = {
 }
 
 
-def _stepping_sentence(found: Account, plan: Plan) -> str:
+def _stepping_sentence(found: Account, plan: Plan, optimizer: str) -> str:
     def scalars(stepper: Stepper) -> int:
         return sum(c.chunk.num_trainable for c in found.chunks if c.stepper is stepper)
 
@@ -274,9 +288,9 @@ def _stepping_sentence(found: Account, plan: Plan) -> str:
         when = "beside backward, as gradients arrive"
         if plan.max_gradient_norm is not None:
             when = "after the norm of all gradients is known"
-        words.append(f"CPU Adam steps {on_host:,} parameters {when}")
+        words.append(f"{Stepper.CPU_ADAM.named(optimizer)} steps {on_host:,} parameters {when}")
     if on_device:
-        words.append(f"device Adam {on_device:,} at the end")
+        words.append(f"{Stepper.DEVICE_ADAM.named(optimizer)} {on_device:,} at the end")
     if frozen:
         words.append(f"{frozen:,} are frozen")
     return f"Steps: {', '.join(words) or 'nothing is trainable'}."

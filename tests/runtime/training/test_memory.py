@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from protwin.runtime import CpuDevice, CpuOutOfMemoryError, carry_out
 from protwin.runtime.devices.ledger import MemoryLedger
 from protwin.runtime.training.plain_loop import train_plainly
-from protwin.shared.basics.units import format_bytes
+from protwin.shared.basics.errors import PlanError
+from protwin.shared.basics.units import format_bytes, format_enough_bytes
 from protwin.shared.compile.compile import compile_schedule
 from protwin.shared.layout.layout import Layout, build_layout
 from protwin.shared.schema.plan import Plan
@@ -43,8 +44,12 @@ def guaranteed_bytes(case: Case, plan: Plan) -> int:
     return guaranteed_device_peak(compile_schedule(plan, case.workload)).size_bytes
 
 
-def measured_bytes(case: Case, plan: Plan, device: CpuDevice) -> int:
-    """The peak of all watched iterations; afterwards the ledger must hold nothing."""
+def measured_bytes(case: Case, plan: Plan, device: CpuDevice, *, lowered_to: int | None = None) -> int:
+    """The peak of all watched iterations; afterwards the ledger must hold nothing.
+
+    The loop keeps all its batches; the workload says that the device has one at a time.
+    ``lowered_to`` is the budget once the plan was accepted.
+    """
     model = case.build()
     torch.manual_seed(SEED)
     with carry_out(
@@ -55,8 +60,10 @@ def measured_bytes(case: Case, plan: Plan, device: CpuDevice) -> int:
         parameter_groups=case.groups(model),
         device=device,
     ) as training:
+        if lowered_to is not None:
+            device.ledger.budget_bytes = lowered_to
         for batches in case.steps(plan.micro_batches):
-            for batch in copies(batches):
+            for batch in held(case, batches):
                 case.loss(model, batch).backward()
             training.step()
     assert device.ledger.named_bytes == 0
@@ -66,11 +73,10 @@ def measured_bytes(case: Case, plan: Plan, device: CpuDevice) -> int:
     return training.peak_device_bytes
 
 
-def copies(batches: Sequence[Batch]) -> Iterator[Batch]:
-    """Batches that nobody else holds: the device has one at a time, as the workload says."""
+def held(case: Case, batches: Sequence[Batch]) -> Iterator[Batch]:
+    """Batches as a loop keeps them; what a loss beside the model reads of them counts as long as it is kept."""
     for batch in batches:
-        made: dict[int, torch.Tensor] = {}
-        yield {name: made.setdefault(id(tensor), tensor.clone()) for name, tensor in batch.items()}
+        yield batch if case.has_loss else {name: tensor.clone() for name, tensor in batch.items()}
 
 
 def all_persistent(case: Case, n_checkpoint: int, micro_batches: int = 1) -> Plan:
@@ -151,7 +157,7 @@ def test_a_watched_iteration_accounts_for_every_static_byte() -> None:
     device = CpuDevice()
     model = case.build()
     with carry_out(model, plan, case.workload, optimizer=case.make_optimizer, device=device) as training:
-        for batch in copies(case.batches[:2]):
+        for batch in case.batches[:2]:
             model(**batch).loss.backward()
             training.step()
         gc.collect()
@@ -169,7 +175,7 @@ def test_the_peak_is_itemized_by_what_the_schedule_holds(name: str) -> None:
     with carry_out(
         model, plan, case.workload, optimizer=case.make_optimizer, parameter_groups=case.groups(model)
     ) as training:
-        for batch in copies(case.batches):
+        for batch in held(case, case.batches):
             case.loss(model, batch).backward()
             training.step()
         record = training.record()
@@ -226,9 +232,9 @@ def test_a_planned_run_ends_one_byte_below_its_peak(n_checkpoint: int) -> None:
     case = long_case("llama")
     plan = all_persistent(case, n_checkpoint)
     peak_bytes = measured_bytes(case, plan, CpuDevice())
-    assert measured_bytes(case, plan, CpuDevice(peak_bytes)) == peak_bytes
+    assert measured_bytes(case, plan, CpuDevice(), lowered_to=peak_bytes) == peak_bytes
     with pytest.raises(CpuOutOfMemoryError, match=format_bytes(peak_bytes - 1)) as raised:
-        measured_bytes(case, plan, CpuDevice(peak_bytes - 1))
+        measured_bytes(case, plan, CpuDevice(), lowered_to=peak_bytes - 1)
     assert "while running" in str(raised.value)
 
 
@@ -249,14 +255,34 @@ def test_iterations_that_nobody_watches_are_held_to_the_budget() -> None:
             model(**case.batches[0]).loss.backward()
 
 
-def test_a_budget_too_small_for_the_persistent_chunks_leaves_the_model_alone() -> None:
+@pytest.mark.parametrize("missing_bytes", [1, 100_000])
+def test_a_device_smaller_than_the_plan_is_refused_before_a_chunk_moves(missing_bytes: int) -> None:
     case = cases()["llama"]
     model = case.build()
     before = {name: (id(p), p.data_ptr()) for name, p in model.named_parameters()}
+    plan = all_persistent(case, 0)
+    need_bytes = guaranteed_bytes(case, plan)
+    device = CpuDevice(need_bytes - missing_bytes)
+    with pytest.raises(PlanError) as raised:
+        carry_out(model, plan, case.workload, device=device)
+    for figure in (format_bytes(need_bytes), format_bytes(need_bytes - missing_bytes), format_enough_bytes(need_bytes)):
+        assert figure in str(raised.value)
+    assert {name: (id(p), p.data_ptr()) for name, p in model.named_parameters()} == before
+    assert device.ledger.peak_bytes == 0
+    carry_out(model, plan, case.workload, device=CpuDevice(need_bytes)).close()
+
+
+def test_a_device_without_room_for_the_persistent_chunks_leaves_the_model_alone() -> None:
+    case = cases()["llama"]
+    model = case.build()
+    before = {name: id(p) for name, p in model.named_parameters()}
+    plan = all_persistent(case, 0)
+    device = CpuDevice(guaranteed_bytes(case, plan))
+    device.ledger.allocate(guaranteed_bytes(case, plan) - 20_000, "something else")
     with pytest.raises(CpuOutOfMemoryError, match="chunk"):
-        carry_out(model, all_persistent(case, 0), case.workload, device=CpuDevice(20_000))
+        carry_out(model, plan, case.workload, device=device)
     for name, parameter in model.named_parameters():
-        assert id(parameter) == before[name][0]
+        assert id(parameter) == before[name]
         assert torch.equal(parameter, case.plain.weights[0][name])
     assert model.config.use_cache is True
     model(**case.batches[0]).loss.backward()

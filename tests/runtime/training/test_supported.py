@@ -1,8 +1,11 @@
-"""Plans that the runtime cannot carry out yet are refused before anything is touched."""
+"""What the runtime cannot carry out yet is refused before anything is touched; what it carries out, it explains."""
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
+import torch
 from torch import nn
 
 from protwin.runtime import carry_out
@@ -19,3 +22,13 @@ def test_plans_of_several_ranks_are_refused(case: Case, model: nn.Module, mode: 
     with pytest.raises(PlanError, match=rf"num_ranks = 2 \(parallel = {mode}\).*collectives.*num_ranks = 1"):
         carry_out(model, plan, case.workload, optimizer=case.make_optimizer)
     assert differences(model, weights) == []
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adagrad, torch.optim.AdamW])
+def test_what_is_explained_names_the_optimizer(case: Case, model: nn.Module, kind: type[torch.optim.Optimizer]) -> None:
+    make = partial(kind, lr=1e-3)
+    with carry_out(model, plan_for(case.workload), case.workload, optimizer=make) as training:
+        told = training.explain()
+    for place in ("CPU", "device"):
+        assert f"{place} {kind.__name__}" in told
+    assert ("Adam" in told) == (kind is torch.optim.AdamW)

@@ -230,6 +230,17 @@ def test_a_peak_above_the_budget_is_said(example: LaidOut) -> None:
     assert "exceeded by 1 MiB" in page.words
 
 
+def test_a_measured_peak_is_not_denied(example: LaidOut) -> None:
+    """A plan's own most bounds what the plan takes; what a loop holds besides is said to be that."""
+    most_bytes = example.measured.peak_device_bytes - 2**20
+    predicted = example.predicted.model_copy(update={"guaranteed_peak_device_bytes": most_bytes})
+    words = parse(html_report(title="t", predicted=predicted, measured=example.measured)).words
+    assert "never above" not in words
+    assert "1 MiB above the plan's own most, which the training loop holds besides" in words
+    within = parse(full_report(example)).words
+    assert f"never above {format_bytes(example.predicted.guaranteed_peak_device_bytes)}, whatever the timing" in within
+
+
 def test_an_unmeasured_peak_is_not_taken_for_zero(example: LaidOut) -> None:
     measured = example.measured.model_copy(update={"memory": ()})
     budget_bytes = example.predicted.peak_device_bytes + 2**20

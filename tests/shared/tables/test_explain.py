@@ -96,6 +96,18 @@ def test_the_text_of_a_plan_by_hand() -> None:
         assert sentence in unwrapped
 
 
+def test_the_optimizer_that_steps_is_named() -> None:
+    small = chain(3)
+    knobs = plan(small, n_persist=1, n_buffer=2)
+    layout = build_layout(small.parameters, num_blocks=3, chunk_bytes=knobs.chunk_bytes)
+    text = explain(compile_schedule(knobs, small, layout), knobs, small, layout, optimizer="SGD")
+    assert [row(text, str(chunk))[-1] for chunk in range(3)] == ["device SGD", "CPU SGD", "CPU SGD"]
+    assert "CPU SGD steps 2,000 parameters beside backward, as gradients arrive, device SGD 1,000 at the end" in (
+        " ".join(text.split())
+    )
+    assert "Adam" not in text
+
+
 def test_parameters_that_have_masters_are_told() -> None:
     parameters = [
         parameter("layers.0.weight", 1_000, 0, dtype="bfloat16"),
