@@ -22,10 +22,10 @@ from rich.table import Table
 from protwin.calibration.commands.demo import CONFIGURATION
 from protwin.calibration.fitting.fidelity import Fidelity, measure_fidelity
 from protwin.calibration.fitting.subject import Subject
+from protwin.runtime.data.byte_text import byte_batches, python_reference
 from protwin.runtime.devices.cpu_device import CpuDevice
 from protwin.runtime.devices.probe import probe_hardware
 from protwin.runtime.devices.process_settings import leave_a_core_for_lanes
-from protwin.runtime.model.byte_text import byte_batches, python_reference
 from protwin.runtime.model.configurations import build_model
 from protwin.runtime.tracing.tracing import trace
 from protwin.shared.basics.documents import write_atomically

@@ -15,11 +15,11 @@ import torch
 
 from protwin.calibration.fitting.calibrate import run_plan
 from protwin.calibration.fitting.subject import Subject
+from protwin.runtime.data.byte_text import byte_batches, python_reference
 from protwin.runtime.devices.cpu_device import CpuDevice
 from protwin.runtime.devices.cuda_device import CudaDevice
 from protwin.runtime.devices.device import TrainingDevice
 from protwin.runtime.model.batches import Batch
-from protwin.runtime.model.byte_text import byte_batches, python_reference
 from protwin.runtime.model.configurations import build_model
 from protwin.runtime.tracing.tracing import trace
 from protwin.shared.basics.units import format_bytes

@@ -34,12 +34,12 @@ from protwin.calibration.commands.demo import CONFIGURATION
 from protwin.calibration.fitting.fit import Pair, fit_calibration
 from protwin.calibration.fitting.measurement_plans import bootstrap_plans
 from protwin.calibration.fitting.slowdowns import measure_slowdowns
+from protwin.runtime.data.byte_text import byte_batches, python_reference
 from protwin.runtime.devices.cpu_device import CpuDevice
 from protwin.runtime.devices.lanes import Span
 from protwin.runtime.devices.machine import machine_name, num_cores
 from protwin.runtime.devices.probe import probe_hardware
 from protwin.runtime.devices.process_settings import leave_a_core_for_lanes
-from protwin.runtime.model.byte_text import byte_batches, python_reference
 from protwin.runtime.model.configurations import build_model
 from protwin.runtime.model.identity import software_versions
 from protwin.runtime.model.snapshot import without_cache

@@ -24,11 +24,11 @@ from rich.console import Console
 from rich.panel import Panel
 from torch import nn
 
+from ...runtime.data.byte_text import byte_batches, python_reference
 from ...runtime.devices.cpu_device import CpuDevice
 from ...runtime.devices.ledger import CpuOutOfMemoryError, MemoryLedger
 from ...runtime.devices.probe import probe_hardware
 from ...runtime.devices.process_settings import leave_a_core_for_lanes
-from ...runtime.model.byte_text import byte_batches, python_reference
 from ...runtime.model.configurations import build_model
 from ...runtime.tracing.tracing import trace
 from ...runtime.training.carry_out import carry_out

@@ -10,12 +10,12 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from ...runtime.data.byte_text import head_batches, python_reference
 from ...runtime.devices.cpu_device import CpuDevice
 from ...runtime.devices.cuda_device import CudaDevice
 from ...runtime.devices.device import TrainingDevice
 from ...runtime.devices.process_settings import leave_a_core_for_lanes
 from ...runtime.model.batches import Batch, Loss, loss_of
-from ...runtime.model.byte_text import head_batches, python_reference
 from ...runtime.model.configurations import build_model, training_dtype
 from ...runtime.model.identity import software_versions
 from ...runtime.model.snapshot import left_as_found

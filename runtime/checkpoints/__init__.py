@@ -1,1 +1,1 @@
-"""Checkpoints on disk."""
+"""Checkpoints and finished models on disk."""

@@ -26,15 +26,20 @@ def random_model(
     leave_a_core_for_lanes()
     chosen = training_dtype(configuration, dtype)
     twin = configured_model(configuration, name, dtype, options)
+    check_host_memory(twin, name, "Use a smaller configuration, or trace without --real.")
+    torch.manual_seed(seed)
+    model: nn.Module = build_model(configuration, name, chosen, device="cpu")
+    apply_options(model, options)
+    return model
+
+
+def check_host_memory(twin: nn.Module, name: str, remedy: str) -> None:
+    """Raise WorkloadError if this machine cannot hold a model like ``twin`` with its optimizer state."""
     need_bytes = sum(
         p.numel() * (p.element_size() + (_OPTIMIZER_BYTES if p.requires_grad else 0)) for p in twin.parameters()
     )
     if need_bytes > host_memory_bytes():
         raise WorkloadError(
             f"{name} with its optimizer state needs about {format_bytes(need_bytes)} but this machine has "
-            f"{format_bytes(host_memory_bytes())}. Use a smaller configuration, or trace without --real."
+            f"{format_bytes(host_memory_bytes())}. {remedy}"
         )
-    torch.manual_seed(seed)
-    model: nn.Module = build_model(configuration, name, chosen, device="cpu")
-    apply_options(model, options)
-    return model

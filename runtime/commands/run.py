@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -14,84 +14,101 @@ from ...shared.basics.errors import PlanError, ProtwinError
 from ...shared.basics.units import format_bytes, format_enough_bytes
 from ...shared.catalogue.models import load_model_configuration
 from ...shared.cli.options import (
-    ConfigurationName,
+    BatchSize,
     DeviceBudget,
+    DTypeName,
     FrozenParts,
     JsonFlag,
     LoraRank,
     LoraTargets,
     OutputPath,
     Seed,
+    SequenceLength,
     TimelinePath,
+    cache_folder,
     command_app,
     examples,
     keep_apart,
-    load_plan,
     options_of,
-    rate_option,
+    warn,
 )
-from ...shared.cli.output import is_standard_output, save, tell
-from ...shared.cli.streams import say
+from ...shared.cli.output import show
 from ...shared.compile.compile import compile_schedule
+from ...shared.schema.hardware import DeviceKind
 from ...shared.schema.plan import Plan
 from ...shared.schema.record import Record
-from ...shared.schema.workload import Workload
+from ...shared.schema.workload import Workload, check_plan
 from ...shared.verify.guaranteed_peak import guaranteed_device_peak
+from ...shared.workloads.source import resolve_workload
 from ..devices.process_settings import prefer_expandable_segments
+from .learning_rates import LearningRates
+from .run_options import (
+    CheckpointEvery,
+    CheckpointFolder,
+    DataPaths,
+    DeviceToHost,
+    Epochs,
+    EvaluateEvery,
+    EvaluationPath,
+    HostToDevice,
+    LearningRate,
+    OptionalModel,
+    PlanPath,
+    ResumeFlag,
+    SaveFolder,
+    Schedule,
+    ScheduleName,
+    Steps,
+    TextPath,
+    TokenizerFolder,
+    WarmupSteps,
+    WeightsFolder,
+    WorkloadPath,
+)
 from .run_record import check_record
+
+if TYPE_CHECKING:
+    from .run_data import RunData
 
 __all__ = ["run"]
 
 run = command_app()
-
-PlanPath = Annotated[Path, typer.Option("--plan", metavar="FILE", dir_okay=False, help="What to carry out.")]
-WorkloadPath = Annotated[
-    Path, typer.Option("--workload", metavar="FILE", dir_okay=False, help="The workload that the plan is for.")
-]
-Steps = Annotated[int, typer.Option("--steps", metavar="N", min=1, help="Iterations to train.")]
-LearningRate = Annotated[float, typer.Option("--learning-rate", metavar="RATE", min=0.0, help="Rate of AdamW.")]
-TextPath = Annotated[
-    Path | None,
-    typer.Option("--text", metavar="FILE", dir_okay=False, help="Text to train on; by default Python's reference."),
-]
-CheckpointFolder = Annotated[
-    Path | None,
-    typer.Option("--checkpoint", metavar="FOLDER", file_okay=False, help="Save here after the last step."),
-]
-CheckpointEvery = Annotated[
-    int | None, typer.Option("--checkpoint-every", min=1, metavar="N", help="Save every N steps too.")
-]
-ResumeFlag = Annotated[
-    bool, typer.Option("--resume", help="Go on from the checkpoint; --steps counts those before it too.")
-]
-HostToDevice = Annotated[
-    float | None, typer.Option("--host-to-device", parser=rate_option, metavar="RATE", help="Throttle the CPU's link.")
-]
-DeviceToHost = Annotated[
-    float | None, typer.Option("--device-to-host", parser=rate_option, metavar="RATE", help="Throttle the CPU's link.")
-]
+_STEPS = 10
+"""Of training on text, where nothing else is asked for."""
 
 
 @run.command(
     epilog=examples(
         "protwin run --plan plan.json --workload workload.json --model config.json --steps 20 --output measured.json",
-        "protwin run --plan plan.json --workload workload.json --model gpt2 --device-budget 2GiB --text book.txt",
         "protwin run --plan plan.json --workload workload.json --model gpt2 --checkpoint saved --checkpoint-every 100",
+        "protwin run --plan plan.json --workload workload.json --weights base --data chats.jsonl --save tuned",
     )
 )
 def run_command(
     plan: PlanPath,
-    workload: WorkloadPath,
-    model: ConfigurationName,
+    workload: WorkloadPath = None,
+    model: OptionalModel = None,
+    weights: WeightsFolder = None,
+    batch_size: BatchSize = None,
+    sequence_length: SequenceLength = None,
+    dtype: DTypeName = None,
     lora_rank: LoraRank = None,
     lora_targets: LoraTargets = None,
     frozen: FrozenParts = None,
-    steps: Steps = 10,
-    learning_rate: LearningRate = 1e-4,
+    data: DataPaths = None,
+    tokenizer: TokenizerFolder = None,
+    evaluation: EvaluationPath = None,
+    evaluate_every: EvaluateEvery = None,
     text: TextPath = None,
+    steps: Steps = None,
+    epochs: Epochs = None,
+    learning_rate: LearningRate = 1e-4,
+    schedule: ScheduleName = Schedule.CONSTANT,
+    warmup_steps: WarmupSteps = 0,
     checkpoint: CheckpointFolder = None,
     checkpoint_every: CheckpointEvery = None,
     is_resuming: ResumeFlag = False,
+    save: SaveFolder = None,
     device_budget_bytes: DeviceBudget = None,
     host_to_device: HostToDevice = None,
     device_to_host: DeviceToHost = None,
@@ -100,46 +117,111 @@ def run_command(
     timeline: TimelinePath = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Carry a plan out: train a model with random weights on text, bytes as tokens, exactly as the plan says.
+    """Carry a plan out: fine-tune the weights of a folder on rows of JSON Lines, or try a plan with random weights.
 
-    Uses the first CUDA device where there is one, with expandable segments of PyTorch's allocator unless
-    PYTORCH_CUDA_ALLOC_CONF or PYTORCH_ALLOC_CONF is set; else the CPU as a device.  --output writes the measured
-    record, which protwin compare lays beside the predicted one.
+    --weights and --data fine-tune, and --save writes a folder for from_pretrained.  --model trains random weights on
+    text, bytes as tokens.  Uses the first CUDA device where there is one, with expandable segments of PyTorch's
+    allocator unless PYTORCH_CUDA_ALLOC_CONF or PYTORCH_ALLOC_CONF is set; else the CPU as a device.  --output writes
+    the measured record, which protwin compare lays beside the predicted one.
     """
     outputs = {"--output": output, "--timeline": timeline}
-    keep_apart(outputs, {"--plan": plan, "--workload": workload, "--model": model, "--text": text}, as_json=as_json)
-    if not math.isfinite(learning_rate):
-        raise ProtwinError(f"--learning-rate {learning_rate} is not finite. Give a rate such as 1e-4.")
+    read = {"--plan": plan, "--workload": workload, "--model": model, "--text": text, "--evaluation": evaluation}
+    keep_apart(outputs, read | {f"--data {path}": path for path in data or ()})
+    _check_choices(model, weights, steps, epochs, data, learning_rate)
+    pauses = {"--checkpoint-every": checkpoint_every, "--evaluate-every": evaluate_every}
     wants_record = as_json or output is not None or timeline is not None
-    if wants_record:
-        check_record(steps, checkpoint_every)
-    chosen, traced = load_plan(plan), Workload.load(workload)
-    _check_budget(chosen, traced, device_budget_bytes)
-    described = load_model_configuration(model)
+    if wants_record and (steps is not None or not data):
+        check_record(steps or _STEPS, pauses)
+    chosen = Plan.load(plan)
+    given = Workload.load(workload) if workload is not None else None
+    if given is not None:
+        _check_workload(chosen, given, device_budget_bytes, dtype)
+    described = load_model_configuration(model or str(weights))
     options = options_of(lora_rank, lora_targets, frozen, None)
 
     prefer_expandable_segments(os.environ)
     # Each of these imports torch, which reads the settings of its allocator.
-    from ..model.byte_text import read_text
+    import torch
+
+    from ..checkpoints.published import check_free, save_published
     from ..training.guards import check_carried_out
-    from .random_model import random_model
     from .run_checkpoints import RunCheckpoints
-    from .run_training import TextTraining, device_at_hand
+    from .run_data import DataChoice
+    from .run_model import RunModel
+    from .run_training import RunExtent, RunTraining, device_at_hand
 
     check_carried_out(chosen)
-    content = read_text(text)
-    checkpoints = RunCheckpoints(checkpoint, checkpoint_every, is_resuming, seed, content)
+    choice = DataChoice(tuple(data or ()), evaluation, evaluate_every, tokenizer, text, weights, seed)
+    choice.check()
+    checkpoints = RunCheckpoints(checkpoint, checkpoint_every, is_resuming)
     checkpoints.check()
-    built = random_model(described.config, described.name, str(traced.compute_dtype), seed, options)
+    if save is not None:
+        check_free(save)
+    if given is None:
+        given = resolve_workload(
+            model or str(weights),
+            batch_size=batch_size,
+            sequence_length=sequence_length,
+            dtype=dtype,
+            cache=cache_folder(),
+            warn=warn,
+            options=options,
+            device_kind=DeviceKind.CUDA if torch.cuda.is_available() else DeviceKind.CPU,
+        )
+        _check_workload(chosen, given, device_budget_bytes, dtype)
+    tell = _tell_nobody if as_json else typer.echo
+    run_model = RunModel(described, weights, dtype, options, seed)
+    twin = run_model.twin(given)
+    found = choice.read(twin, given, tell)
+    num_steps = steps or _num_steps(found, epochs, given.num_samples * chosen.micro_batches)
+    if wants_record:
+        check_record(num_steps, pauses)
+    rates = LearningRates(learning_rate, schedule, warmup_steps)
     device = device_at_hand(device_budget_bytes, host_to_device, device_to_host)
-    training = TextTraining(chosen, traced, steps, learning_rate, seed, content, checkpoints, wants_record)
-    record = training.run(built, device, tell=_tell_nobody if as_json or is_standard_output(output) else say)
+    built = run_model.build(twin, given)
+    extent = RunExtent(num_steps, rates, evaluate_every, wants_record, saves=save is not None)
+    training = RunTraining(chosen, given, extent, found.source, found.evaluation, checkpoints)
+    record = training.run(built, device, tell=tell)
+    if save is not None:
+        save_published(save, built, found.tokenizer, base=str(weights or described.name))
+        tell(f"saved in {save}")
     if record is not None:
-        _give(record, traced, output, timeline, as_json=as_json)
+        _give(record, given, output, timeline, as_json=as_json)
 
 
 def _tell_nobody(line: str) -> None:
     """Standard output is JSON alone."""
+
+
+def _check_choices(
+    model: str | None,
+    weights: Path | None,
+    steps: int | None,
+    epochs: int | None,
+    data: list[Path] | None,
+    learning_rate: float,
+) -> None:
+    """Raise ProtwinError if options contradict each other."""
+    if (model is None) == (weights is None):
+        given = "both are given" if model is not None else "neither is given"
+        raise ProtwinError(
+            f"--weights FOLDER is a model to fine-tune, --model NAME one with random weights, and {given}. Give one."
+        )
+    if steps is not None and epochs is not None:
+        raise ProtwinError("--steps and --epochs both say how far to train. Give one of them.")
+    if epochs is not None and not data:
+        raise ProtwinError("--epochs needs --data FILE.jsonl: text has no end. Give --steps.")
+    if not math.isfinite(learning_rate):
+        raise ProtwinError(f"--learning-rate {learning_rate} is not finite. Give a rate such as 1e-4.")
+
+
+def _num_steps(data: RunData, epochs: int | None, of_step: int) -> int:
+    """Steps of ``of_step`` sequences for so many epochs, the last of them filled up from the next epoch."""
+    from ..data.sources import PackedSource
+
+    if not isinstance(data.source, PackedSource):
+        return _STEPS
+    return -(-data.source.num_sequences(epochs or 1) // of_step)
 
 
 def _give(record: Record, workload: Workload, output: Path | None, timeline: Path | None, *, as_json: bool) -> None:
@@ -147,14 +229,24 @@ def _give(record: Record, workload: Workload, output: Path | None, timeline: Pat
     from ...shared.records.chrome_trace import chrome_trace
     from ...shared.tables.record import record_tables
 
-    save(record, output)
+    if output is not None:
+        record.save(output)
     if timeline is not None:
         write_atomically(timeline, chrome_trace({"measured": record}, schedule=compile_schedule(record.plan, workload)))
-    tell(record, output, as_json=as_json, tables=lambda: record_tables(record))
+    if as_json:
+        typer.echo(record.to_json(), nl=False)
+    else:
+        show(record_tables(record))
 
 
-def _check_budget(plan: Plan, workload: Workload, budget_bytes: int | None) -> None:
-    """Raise PlanError if some timing of the plan exceeds the budget."""
+def _check_workload(plan: Plan, workload: Workload, budget_bytes: int | None, dtype: str | None) -> None:
+    """Raise PlanError if the plan is for another workload or element type, or if some timing exceeds the budget."""
+    check_plan(plan, workload)
+    if dtype is not None and dtype != workload.compute_dtype:
+        raise PlanError(
+            f"--dtype is {dtype} but the plan's workload is of {workload.compute_dtype}. Search a plan with --dtype "
+            f"{dtype}, or pass --dtype {workload.compute_dtype}."
+        )
     if budget_bytes is None:
         return
     schedule = compile_schedule(plan, workload)

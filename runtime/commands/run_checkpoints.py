@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
 from ...shared.basics.errors import FileError, ProtwinError
 from ..checkpoints.checkpoints import has_checkpoint
+from ..data.sources import DataSource
 from ..training.training import Training
 
 
@@ -19,9 +19,6 @@ class RunCheckpoints:
     every: int | None
     """Steps between two; None saves after the last alone."""
     is_resuming: bool
-    seed: int
-    """Of the batches."""
-    text: bytes
 
     def check(self) -> None:
         """Raise ProtwinError if the options contradict each other, or what lies in the folder."""
@@ -38,7 +35,7 @@ class RunCheckpoints:
                 f"{self.folder} holds something already. Pass --resume to go on from it, or name another folder."
             )
 
-    def resume(self, training: Training, learning_rate: float) -> int:
+    def resume(self, training: Training, source: DataSource) -> int:
         """Go on from the checkpoint, if that is wanted; gives the batches that were trained on.
 
         Raises ProtwinError if the checkpoint is refused, or comes from other data.
@@ -46,21 +43,21 @@ class RunCheckpoints:
         if self.folder is None or not self.is_resuming:
             return 0
         found = training.resume(self.folder).data_position
-        expected = self._data(0)
+        expected = _position(source, 0)
         if not isinstance(found, dict) or {**found, "batches": 0} != expected:
             raise FileError(
-                f"{self.folder} was not saved by protwin run with this text and --seed {self.seed}. Give both as they "
-                f"were."
+                f"{self.folder} was not saved by protwin run with this {source.name} and --seed {expected['seed']}. "
+                f"Give both as they were."
             )
-        training.set_learning_rate(learning_rate)
         return int(found["batches"])
 
-    def after_step(self, training: Training, *, num_batches: int, is_last: bool) -> None:
+    def after_step(self, training: Training, source: DataSource, *, num_batches: int, is_last: bool) -> None:
         """Save if it is time.  Raises FileError if the checkpoint cannot be written."""
         if self.folder is None:
             return
         if is_last or (self.every is not None and training.num_steps % self.every == 0):
-            training.save(self.folder, data_position=self._data(num_batches))
+            training.save(self.folder, data_position=_position(source, num_batches))
 
-    def _data(self, num_batches: int) -> dict[str, int | str]:
-        return {"batches": num_batches, "seed": self.seed, "text": hashlib.sha256(self.text).hexdigest()}
+
+def _position(source: DataSource, num_batches: int) -> dict[str, int | str]:
+    return {"batches": num_batches, **source.identity}

@@ -115,7 +115,7 @@ def _timed_workload(
     options: TrainingOptions,
 ) -> Workload:
     """The workload of the model with random weights, on text, timed on this machine."""
-    from ..model.byte_text import head_batches, read_text
+    from ..data.byte_text import head_batches, read_text
     from ..tracing.tracing import trace as trace_model
     from .random_model import random_model
 

@@ -118,6 +118,16 @@ def head_of(model: Any) -> Head:
     return _heads().get(type(model).__name__, Head.TOKENS)
 
 
+def reads_forward(model: Any) -> bool:
+    """Whether a model of transformers predicts each token from those before it: a causal language model."""
+    return type(model).__name__ in _causal()
+
+
+@cache
+def _causal() -> frozenset[str]:
+    return frozenset(_classes_in("MODEL_FOR_CAUSAL_LM"))
+
+
 @dataclass(frozen=True, slots=True)
 class Labels:
     """The labels of a head whose configuration says how many there are."""

@@ -6,7 +6,8 @@ pause (a save, an evaluation), since nothing was gathered ahead; not metered, si
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from math import lcm
 from typing import Final
 
 WARM_UP: Final = 3
@@ -15,19 +16,21 @@ LEAST_EVERY: Final = 3
 """Iterations between two pauses, or two metered ones, from which on there are two others in a row."""
 
 
-def iterations_until_record(*, pause_every: int | None, done: int = 0) -> int | None:
+def iterations_until_record(*, pauses: Sequence[int] = (), done: int = 0) -> int | None:
     """Iterations to train until a Record can be made; None if it never can.
 
-    Training pauses after every ``pause_every``-th iteration, counted with the ``done`` ones of an earlier training.
+    Training pauses after every n-th iteration for every n of ``pauses``, counted with the ``done`` ones of an earlier
+    training.
     """
-    if pause_every is None:
-        return WARM_UP + 2
-    if pause_every < LEAST_EVERY:
-        return None
-    first = WARM_UP
-    while any((done + iteration) % pause_every == 0 for iteration in (first, first + 1)):
-        first += 1
-    return first + 2
+
+    def is_paused(iteration: int) -> bool:
+        return any((done + iteration) % every == 0 for every in pauses)
+
+    # Pauses repeat after the least common multiple.
+    for first in range(WARM_UP, WARM_UP + lcm(*pauses) + 1):
+        if not is_paused(first) and not is_paused(first + 1):
+            return first + 2
+    return None
 
 
 def why_no_record(num_iterations: int, meter_every: int | None, pairs: Iterable[tuple[bool, bool]]) -> str:

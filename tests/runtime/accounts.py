@@ -11,7 +11,7 @@ from protwin.shared.layout.layout import build_layout
 from protwin.shared.schema.plan import ActivationMode, Plan
 from tests.runtime.eager_lanes import WATCHED, AccountedPeak, settled_lanes
 from tests.runtime.models import SEED, Case
-from tests.runtime.training.test_memory import copies
+from tests.runtime.training.test_memory import held
 
 KEEP, CHECKPOINT, SWAP = ActivationMode.KEEP, ActivationMode.CHECKPOINT, ActivationMode.SWAP
 MIXTURES = {"kept": (KEEP,), "checkpointed": (CHECKPOINT,), "swapped": (SWAP,), "mixed": (SWAP, CHECKPOINT, KEEP)}
@@ -53,7 +53,7 @@ def measured_peak_bytes(case: Case, plan: Plan) -> int:
     ) as training:
         with settled_lanes(training):
             for batches in case.steps(plan.micro_batches)[:WATCHED]:
-                for batch in copies(batches):
+                for batch in held(case, batches):
                     case.loss(model, batch).backward()
                 training.step()
         peak_bytes = training.peak_device_bytes

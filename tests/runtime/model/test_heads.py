@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 
-from protwin.runtime.model.byte_text import head_batches
+from protwin.runtime.data.byte_text import head_batches
 from protwin.runtime.model.configurations import build_model
 from protwin.runtime.model.heads import Head, Labels, head_of
 from protwin.runtime.tracing.configurations import batch_of, workload_of_configuration

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ...shared.basics.errors import FileError, WorkloadError
-from .heads import Head, Labels
+from ..model.heads import Head, Labels
 
 
 def python_reference() -> bytes:
@@ -30,9 +31,9 @@ def read_text(path: Path | None) -> bytes:
 
 
 def byte_batches(
-    text: bytes, *, batch_size: int, sequence_length: int, num_batches: int, seed: int = 0
+    text: bytes, *, batch_size: int, sequence_length: int, num_batches: int | None, seed: int = 0
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """``num_batches`` batches of stretches of ``text`` at random places, for a causal language model.
+    """``num_batches`` batches of stretches of ``text`` at random places, for a causal language model; None: endless.
 
     ``input_ids`` and ``labels`` have shape (batch_size, sequence_length), bytes as tokens; the model shifts labels.
     Raises FileError if the text is shorter than one sequence.
@@ -41,19 +42,19 @@ def byte_batches(
         raise FileError(f"the text has {len(text)} bytes; a sequence of {sequence_length} needs at least as many.")
     tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     generator = torch.Generator().manual_seed(seed)
-    for _ in range(num_batches):
+    for _ in count() if num_batches is None else range(num_batches):
         starts = torch.randint(0, len(text) - sequence_length + 1, (batch_size,), generator=generator)
         rows = torch.stack([tokens[start : start + sequence_length] for start in starts.tolist()]).long()
         yield {"input_ids": rows, "labels": rows.clone()}
 
 
 def head_batches(
-    model: Any, text: bytes, *, batch_size: int, sequence_length: int, num_batches: int, seed: int = 0
+    model: Any, text: bytes, *, batch_size: int, sequence_length: int, num_batches: int | None, seed: int = 0
 ) -> Iterator[dict[str, torch.Tensor]]:
     """``num_batches`` batches of ``text`` as the head of ``model``, a model of transformers, is trained on.
 
-    Labels that are no tokens follow from the bytes (``Labels.read_off``).  Raises FileError as ``byte_batches``, and
-    WorkloadError if the model reads no text.
+    None of them: endless.  Labels that are no tokens follow from the bytes (``Labels.read_off``).  Raises FileError as
+    ``byte_batches``, and WorkloadError if the model reads no text.
     """
     if getattr(model, "main_input_name", "input_ids") != "input_ids":
         raise WorkloadError(

@@ -1,0 +1,136 @@
+"""What ``protwin run`` trains on and evaluates on: a text, or JSON Lines with a tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ...shared.basics.errors import FileError, ProtwinError, WorkloadError
+from ...shared.schema.workload import Workload
+from ...shared.tables.labels import format_share
+from ..data.byte_text import read_text
+from ..data.documents import Document, RowTokenizer, check_lengths, load_tokenizer
+from ..data.json_lines import Form, read_rows
+from ..data.sources import DataSource, PackedSource, TextSource
+from ..model.heads import reads_forward
+
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class RunData:
+    """The data, read and ready."""
+
+    source: DataSource
+    evaluation: PackedSource | None
+    tokenizer: Any | None
+
+
+@dataclass(frozen=True, slots=True)
+class DataChoice:
+    """What the options say of data."""
+
+    data: tuple[Path, ...]
+    evaluation: Path | None
+    evaluate_every: int | None
+    tokenizer: Path | None
+    """The folder of the tokenizer; None: that of the weights."""
+    text: Path | None
+    weights: Path | None
+    seed: int
+
+    def check(self) -> None:
+        """Raise ProtwinError if the options contradict each other."""
+        if self.data and self.text is not None:
+            raise ProtwinError("--data and --text are two things to train on. Give one of them.")
+        if self.weights is not None and not self.data:
+            raise ProtwinError(
+                "--weights needs --data FILE.jsonl to train on: bytes as tokens mean nothing to trained weights."
+            )
+        if self.data and self.weights is None and self.tokenizer is None:
+            raise ProtwinError("--data without --weights needs --tokenizer FOLDER. Name the folder of a tokenizer.")
+        needs_data = {"--evaluation": self.evaluation is not None, "--tokenizer": self.tokenizer is not None}
+        for option, is_given in needs_data.items():
+            if is_given and not self.data:
+                raise ProtwinError(f"{option} needs --data FILE.jsonl. Name what to train on.")
+        if self.evaluate_every is not None and self.evaluation is None:
+            raise ProtwinError("--evaluate-every needs --evaluation FILE.jsonl. Name what to evaluate on.")
+
+    def read(self, twin: Any, workload: Workload, tell: Tell) -> RunData:
+        """Read everything, and ``tell`` what of it is trained on.  Raises ProtwinError if it does not fit the model."""
+        batch_size, length = _batch_shape(workload)
+        if not self.data:
+            source = TextSource(twin, read_text(self.text), batch_size, length, self.seed)
+            return RunData(source, None, None)
+        _check_reads_data(twin, workload)
+        folder = self.tokenizer or self.weights
+        assert folder is not None
+        tokenizer = load_tokenizer(folder)
+        _check_vocabulary(tokenizer, twin, folder)
+        rows = RowTokenizer(tokenizer, folder)
+
+        def packed(paths: Sequence[Path], purpose: str) -> PackedSource:
+            documents = _documents(paths, rows, purpose, tell)
+            check_lengths(documents, length)
+            source = PackedSource(documents, batch_size, length, int(tokenizer.eos_token_id), self.seed)
+            num_sequences = source.num_sequences(1)
+            num_tokens = sum(len(document.tokens) for document in documents)
+            tell(
+                f"{purpose}: {len(documents):,} documents, {num_tokens:,} tokens, in {num_sequences:,} sequences of "
+                f"{length:,} ({format_share(num_tokens / (num_sequences * length))} full)"
+            )
+            return source
+
+        train = packed(self.data, "training")
+        evaluation = packed([self.evaluation], "evaluation") if self.evaluation is not None else None
+        return RunData(train, evaluation, tokenizer)
+
+
+def _batch_shape(workload: Workload) -> tuple[int, int]:
+    """Samples, and tokens of one: of several choices per sample each has this length."""
+    samples = workload.num_samples
+    return samples, workload.batch_shapes.get("input_ids", (samples, workload.num_tokens // samples))[-1]
+
+
+def _check_reads_data(twin: Any, workload: Workload) -> None:
+    if not reads_forward(twin):
+        raise WorkloadError(
+            f"{type(twin).__name__} is no causal language model, which --data trains alone. Train it with batches of "
+            f"its own (protwin.runtime.carry_out)."
+        )
+    if set(workload.batch_shapes) != {"input_ids", "labels"}:
+        raise WorkloadError(
+            f"the workload's batch is made of {', '.join(workload.batch_shapes)}, but --data gives input_ids and "
+            f"labels alone. Trace the model from its configuration (protwin trace --model)."
+        )
+
+
+def _check_vocabulary(tokenizer: Any, twin: Any, folder: Path) -> None:
+    num_rows = int(twin.get_input_embeddings().weight.shape[0])
+    # Some tokenizers count no tokens that were added beyond gaps in their numbers.
+    num_tokens = max(len(tokenizer), 1 + max(tokenizer.get_vocab().values(), default=-1))
+    if num_tokens > num_rows:
+        raise FileError(
+            f"the tokenizer in {folder} has {num_tokens:,} tokens, but the model embeds {num_rows:,}. Name the model's "
+            f"own tokenizer (--tokenizer FOLDER), or give the model more rows (resize_token_embeddings) and save it."
+        )
+
+
+def _documents(paths: Sequence[Path], tokenizer: RowTokenizer, purpose: str, tell: Tell) -> list[Document]:
+    rows = [row for path in paths for row in read_rows(path)]
+    if any(row.form is Form.CHAT for row in rows):
+        tell(
+            f"{purpose}: of conversations the assistant's turns count"
+            if tokenizer.marks_assistant
+            else f"{purpose}: of conversations every turn counts, since the chat template does not mark the assistant's"
+        )
+    found = tokenizer.documents(rows)
+    documents = [document for document in found if document.is_learned.any()]
+    named = ", ".join(map(str, paths))
+    if not documents:
+        raise FileError(f"no row of {named} has a token to learn. Give rows that are not empty.")
+    if len(documents) < len(found):
+        tell(f"{purpose}: {len(found) - len(documents):,} rows have no token that counts, and are left out")
+    return documents

@@ -1,0 +1,91 @@
+"""The model of ``protwin run``: with random weights, or with those of a folder."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from ...shared.basics.errors import PlanError
+from ...shared.catalogue.models import ModelConfiguration
+from ...shared.schema.training_options import TrainingOptions
+from ...shared.schema.workload import Parameter, Workload
+from ..devices.process_settings import leave_a_core_for_lanes
+from ..model.configurations import training_dtype
+from ..model.parameters import describe_parameters
+from ..model.pretrained import load_pretrained
+from ..tracing.configurations import apply_options, configured_model
+from .random_model import check_host_memory, random_model
+
+
+@dataclass(frozen=True, slots=True)
+class RunModel:
+    """What is trained."""
+
+    described: ModelConfiguration
+    weights: Path | None
+    """The folder of its weights; None: random ones."""
+    dtype: str | None
+    """The element type that weights are converted to; None: they have the plan's."""
+    options: TrainingOptions
+    seed: int
+    """Of random weights, low-rank matrices among them."""
+
+    def twin(self, workload: Workload) -> nn.Module:
+        """The model without memory, as it will be trained.
+
+        Raises WorkloadError if transformers refuses it, PlanError if it is another one than ``workload``'s.
+        """
+        name = self.described.name
+        twin = configured_model(self.described.config, name, str(workload.compute_dtype), self.options)
+        own = describe_parameters(twin, ())
+        if (difference := _difference(own, workload.parameters)) is not None:
+            raise PlanError(
+                f"{self.weights or name} is another model than the plan's workload ({workload.model_name}): "
+                f"{difference}. Name the model, and the options, that the plan was searched with."
+            )
+        return twin
+
+    def build(self, twin: nn.Module, workload: Workload) -> nn.Module:
+        """The model on the host.  Raises ProtwinError if its weights do not fit it, or it does not fit this machine."""
+        name, dtype = self.described.name, str(workload.compute_dtype)
+        if self.weights is None:
+            return random_model(self.described.config, name, dtype, self.seed, self.options)
+        leave_a_core_for_lanes()
+        check_host_memory(twin, name, "Use a machine with more memory.")
+        model: nn.Module = load_pretrained(
+            self.weights,
+            self.described.config,
+            name,
+            training_dtype(self.described.config, dtype),
+            is_converting=self.dtype is not None,
+        )
+        torch.manual_seed(self.seed)
+        apply_options(model, self.options)
+        return model
+
+
+def _difference(own: tuple[Parameter, ...], planned: tuple[Parameter, ...]) -> str | None:
+    """The first parameter that the two do not share, in words."""
+    found, expected = ({parameter.name: parameter for parameter in some} for some in (own, planned))
+    for name in expected:
+        if name not in found:
+            return f"it has no {name}"
+    for name, parameter in found.items():
+        if name not in expected:
+            return f"it has {name} besides"
+        wanted = expected[name]
+        for words, is_own, is_wanted in (
+            ("has the shape", list(parameter.shape), list(wanted.shape)),
+            ("is in", str(parameter.dtype), str(wanted.dtype)),
+            ("is", _deed(parameter), _deed(wanted)),
+        ):
+            if is_own != is_wanted:
+                return f"{name} {words} {is_own} and not {is_wanted}"
+    return None
+
+
+def _deed(parameter: Parameter) -> str:
+    return "trained" if parameter.trainable else "frozen"

@@ -1,0 +1,101 @@
+"""Options of ``protwin run`` alone.  Needs no torch."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ...shared.cli.options import rate_option
+
+
+class Schedule(StrEnum):
+    """How the learning rate goes on after its warm-up."""
+
+    CONSTANT = "constant"
+    """As it is."""
+    LINEAR = "linear"
+    """Down to 0 at the last step, in a line."""
+    COSINE = "cosine"
+    """Down to 0 at the last step, along half a wave."""
+
+
+PlanPath = Annotated[Path, typer.Option("--plan", metavar="FILE", dir_okay=False, help="What to carry out.")]
+WorkloadPath = Annotated[
+    Path | None,
+    typer.Option(
+        "--workload",
+        metavar="FILE",
+        dir_okay=False,
+        help="The workload that the plan is for; without it, --batch-size and --sequence-length as in the search.",
+    ),
+]
+OptionalModel = Annotated[
+    str | None,
+    typer.Option(
+        "--model", "-m", metavar="NAME|FILE", help="A model of the catalogue, or a config.json, with random weights."
+    ),
+]
+WeightsFolder = Annotated[
+    Path | None,
+    typer.Option(
+        "--weights", metavar="FOLDER", file_okay=False, help="A model to fine-tune: config.json and safetensors files."
+    ),
+]
+DataPaths = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--data",
+        metavar="FILE.jsonl",
+        dir_okay=False,
+        help="Rows with messages, with prompt and completion, or with text (repeatable).",
+    ),
+]
+EvaluationPath = Annotated[
+    Path | None,
+    typer.Option("--evaluation", metavar="FILE.jsonl", dir_okay=False, help="Rows whose loss is told, not trained on."),
+]
+EvaluateEvery = Annotated[
+    int | None, typer.Option("--evaluate-every", min=1, metavar="N", help="Evaluate every N steps too.")
+]
+TokenizerFolder = Annotated[
+    Path | None,
+    typer.Option("--tokenizer", metavar="FOLDER", file_okay=False, help="The tokenizer; by default that of --weights."),
+]
+TextPath = Annotated[
+    Path | None,
+    typer.Option("--text", metavar="FILE", dir_okay=False, help="Text to train on; by default Python's reference."),
+]
+Steps = Annotated[
+    int | None, typer.Option("--steps", metavar="N", min=1, help="Steps to train: 10, or one epoch of --data.")
+]
+Epochs = Annotated[
+    int | None, typer.Option("--epochs", metavar="N", min=1, help="Times to go through --data, instead of --steps.")
+]
+LearningRate = Annotated[float, typer.Option("--learning-rate", metavar="RATE", min=0.0, help="Rate of AdamW.")]
+ScheduleName = Annotated[Schedule, typer.Option("--schedule", help="How the rate goes on after the warm-up.")]
+WarmupSteps = Annotated[
+    int, typer.Option("--warmup-steps", metavar="N", min=0, help="Steps in which the rate rises from 0, in a line.")
+]
+CheckpointFolder = Annotated[
+    Path | None,
+    typer.Option("--checkpoint", metavar="FOLDER", file_okay=False, help="Save here after the last step."),
+]
+CheckpointEvery = Annotated[
+    int | None, typer.Option("--checkpoint-every", min=1, metavar="N", help="Save every N steps too.")
+]
+ResumeFlag = Annotated[
+    bool, typer.Option("--resume", help="Go on from the checkpoint; --steps counts those before it too.")
+]
+SaveFolder = Annotated[
+    Path | None,
+    typer.Option("--save", metavar="FOLDER", file_okay=False, help="Write the finished model or adapter here."),
+]
+HostToDevice = Annotated[
+    float | None, typer.Option("--host-to-device", parser=rate_option, metavar="RATE", help="Throttle the CPU's link.")
+]
+DeviceToHost = Annotated[
+    float | None, typer.Option("--device-to-host", parser=rate_option, metavar="RATE", help="Throttle the CPU's link.")
+]
