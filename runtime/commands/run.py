@@ -5,13 +5,11 @@ from __future__ import annotations
 import math
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import typer
 
 from ...shared.basics.documents import write_atomically
-from ...shared.basics.errors import PlanError, ProtwinError
-from ...shared.basics.units import format_bytes, format_enough_bytes
+from ...shared.basics.errors import ProtwinError
 from ...shared.catalogue.models import load_model_configuration
 from ...shared.cli.options import (
     BatchSize,
@@ -25,24 +23,21 @@ from ...shared.cli.options import (
     Seed,
     SequenceLength,
     TimelinePath,
-    cache_folder,
     command_app,
     examples,
     keep_apart,
     options_of,
-    warn,
 )
 from ...shared.cli.output import show
 from ...shared.compile.compile import compile_schedule
-from ...shared.schema.hardware import DeviceKind
 from ...shared.schema.plan import Plan
 from ...shared.schema.record import Record
-from ...shared.schema.workload import Workload, check_plan
-from ...shared.verify.guaranteed_peak import guaranteed_device_peak
-from ...shared.workloads.source import resolve_workload
+from ...shared.schema.workload import Workload
 from ..devices.process_settings import prefer_expandable_segments
 from .learning_rates import LearningRates
+from .run_budget import check_budget
 from .run_options import (
+    TEXT_STEPS,
     CheckpointEvery,
     CheckpointFolder,
     DataPaths,
@@ -67,14 +62,9 @@ from .run_options import (
 )
 from .run_record import check_record
 
-if TYPE_CHECKING:
-    from .run_data import RunData
-
 __all__ = ["run"]
 
 run = command_app()
-_STEPS = 10
-"""Of training on text, where nothing else is asked for."""
 
 
 @run.command(
@@ -131,62 +121,41 @@ def run_command(
     pauses = {"--checkpoint-every": checkpoint_every, "--evaluate-every": evaluate_every}
     wants_record = as_json or output is not None or timeline is not None
     if wants_record and (steps is not None or not data):
-        check_record(steps or _STEPS, pauses)
+        check_record(steps or TEXT_STEPS, pauses)
     chosen = Plan.load(plan)
     given = Workload.load(workload) if workload is not None else None
     if given is not None:
-        _check_workload(chosen, given, device_budget_bytes, dtype)
-    described = load_model_configuration(model or str(weights))
+        check_budget(chosen, given, device_budget_bytes)
+    # A folder may be called like a model of the catalogue.
+    named = model if weights is None else str(weights / "config.json")
+    assert named is not None
+    described = load_model_configuration(named)
     options = options_of(lora_rank, lora_targets, frozen, None)
 
     prefer_expandable_segments(os.environ)
-    # Each of these imports torch, which reads the settings of its allocator.
-    import torch
-
-    from ..checkpoints.published import check_free, save_published
-    from ..training.guards import check_carried_out
+    # This imports torch, which reads the settings of its allocator.
     from .run_checkpoints import RunCheckpoints
     from .run_data import DataChoice
     from .run_model import RunModel
-    from .run_training import RunExtent, RunTraining, device_at_hand
+    from .run_request import DeviceChoice, RunRequest, Shape
 
-    check_carried_out(chosen)
-    choice = DataChoice(tuple(data or ()), evaluation, evaluate_every, tokenizer, text, weights, seed)
-    choice.check()
-    checkpoints = RunCheckpoints(checkpoint, checkpoint_every, is_resuming)
-    checkpoints.check()
-    if save is not None:
-        check_free(save)
-    if given is None:
-        given = resolve_workload(
-            model or str(weights),
-            batch_size=batch_size,
-            sequence_length=sequence_length,
-            dtype=dtype,
-            cache=cache_folder(),
-            warn=warn,
-            options=options,
-            device_kind=DeviceKind.CUDA if torch.cuda.is_available() else DeviceKind.CPU,
-        )
-        _check_workload(chosen, given, device_budget_bytes, dtype)
-    tell = _tell_nobody if as_json else typer.echo
-    run_model = RunModel(described, weights, dtype, options, seed)
-    twin = run_model.twin(given)
-    found = choice.read(twin, given, tell)
-    num_steps = steps or _num_steps(found, epochs, given.num_samples * chosen.micro_batches)
-    if wants_record:
-        check_record(num_steps, pauses)
-    rates = LearningRates(learning_rate, schedule, warmup_steps)
-    device = device_at_hand(device_budget_bytes, host_to_device, device_to_host)
-    built = run_model.build(twin, given)
-    extent = RunExtent(num_steps, rates, evaluate_every, wants_record, saves=save is not None)
-    training = RunTraining(chosen, given, extent, found.source, found.evaluation, checkpoints)
-    record = training.run(built, device, tell=tell)
-    if save is not None:
-        save_published(save, built, found.tokenizer, base=str(weights or described.name))
-        tell(f"saved in {save}")
+    request = RunRequest(
+        plan=chosen,
+        workload=given,
+        shape=Shape(batch_size, sequence_length, dtype),
+        model=RunModel(described, named, weights, dtype, options, seed),
+        data=DataChoice(tuple(data or ()), evaluation, evaluate_every, tokenizer, text, weights, seed),
+        steps=steps,
+        epochs=epochs,
+        rates=LearningRates(learning_rate, schedule, warmup_steps),
+        checkpoints=RunCheckpoints(checkpoint, checkpoint_every, is_resuming),
+        save=save,
+        device=DeviceChoice(device_budget_bytes, host_to_device, device_to_host),
+        wants_record=wants_record,
+    )
+    traced, record = request.carry_out(_tell_nobody if as_json else typer.echo)
     if record is not None:
-        _give(record, given, output, timeline, as_json=as_json)
+        _give(record, traced, output, timeline, as_json=as_json)
 
 
 def _tell_nobody(line: str) -> None:
@@ -215,15 +184,6 @@ def _check_choices(
         raise ProtwinError(f"--learning-rate {learning_rate} is not finite. Give a rate such as 1e-4.")
 
 
-def _num_steps(data: RunData, epochs: int | None, of_step: int) -> int:
-    """Steps of ``of_step`` sequences for so many epochs, the last of them filled up from the next epoch."""
-    from ..data.sources import PackedSource
-
-    if not isinstance(data.source, PackedSource):
-        return _STEPS
-    return -(-data.source.num_sequences(epochs or 1) // of_step)
-
-
 def _give(record: Record, workload: Workload, output: Path | None, timeline: Path | None, *, as_json: bool) -> None:
     """Write the record where it was asked for, and show it."""
     from ...shared.records.chrome_trace import chrome_trace
@@ -237,23 +197,3 @@ def _give(record: Record, workload: Workload, output: Path | None, timeline: Pat
         typer.echo(record.to_json(), nl=False)
     else:
         show(record_tables(record))
-
-
-def _check_workload(plan: Plan, workload: Workload, budget_bytes: int | None, dtype: str | None) -> None:
-    """Raise PlanError if the plan is for another workload or element type, or if some timing exceeds the budget."""
-    check_plan(plan, workload)
-    if dtype is not None and dtype != workload.compute_dtype:
-        raise PlanError(
-            f"--dtype is {dtype} but the plan's workload is of {workload.compute_dtype}. Search a plan with --dtype "
-            f"{dtype}, or pass --dtype {workload.compute_dtype}."
-        )
-    if budget_bytes is None:
-        return
-    schedule = compile_schedule(plan, workload)
-    peak = guaranteed_device_peak(schedule)
-    if peak.size_bytes > budget_bytes:
-        raise PlanError(
-            f"the plan's device memory may reach {format_bytes(peak.size_bytes)}, during "
-            f"{schedule.tasks[peak.task].name}, but --device-budget is {format_bytes(budget_bytes)}. Search a plan for "
-            f"this budget, or raise it to {format_enough_bytes(peak.size_bytes)}."
-        )

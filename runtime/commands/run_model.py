@@ -25,6 +25,8 @@ class RunModel:
     """What is trained."""
 
     described: ModelConfiguration
+    named: str
+    """What its configuration is found by: a name of the catalogue, or a file."""
     weights: Path | None
     """The folder of its weights; None: random ones."""
     dtype: str | None

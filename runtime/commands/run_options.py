@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Final
 
 import typer
 
 from ...shared.cli.options import rate_option
+
+TEXT_STEPS: Final = 10
+"""Steps of training on text, where nothing else is asked for."""
 
 
 class Schedule(StrEnum):
@@ -69,7 +72,8 @@ TextPath = Annotated[
     typer.Option("--text", metavar="FILE", dir_okay=False, help="Text to train on; by default Python's reference."),
 ]
 Steps = Annotated[
-    int | None, typer.Option("--steps", metavar="N", min=1, help="Steps to train: 10, or one epoch of --data.")
+    int | None,
+    typer.Option("--steps", metavar="N", min=1, help=f"Steps to train: {TEXT_STEPS}, or one epoch of data."),
 ]
 Epochs = Annotated[
     int | None, typer.Option("--epochs", metavar="N", min=1, help="Times to go through --data, instead of --steps.")

@@ -10,14 +10,12 @@ from itertools import islice
 import torch
 from torch import nn
 
-from ...shared.basics.errors import PlanError, ProtwinError
+from ...shared.basics.errors import PlanError
 from ...shared.basics.progress import progress_bar
 from ...shared.schema.plan import Plan
 from ...shared.schema.record import Record
 from ...shared.schema.workload import Workload
 from ..data.sources import Batch, DataSource, PackedSource, num_learned
-from ..devices.cpu_device import CpuDevice
-from ..devices.cuda_device import CudaDevice
 from ..devices.device import TrainingDevice
 from ..training.carry_out import carry_out
 from ..training.training import Training
@@ -127,20 +125,3 @@ class RunTraining:
 
 def _on(device: TrainingDevice, batch: Batch) -> Batch:
     return {name: tensor.to(device.torch_device) for name, tensor in batch.items()}
-
-
-def device_at_hand(
-    budget_bytes: int | None, host_to_device_bytes_per_s: float | None, device_to_host_bytes_per_s: float | None
-) -> TrainingDevice:
-    """The first CUDA device where there is one, else the CPU as a device.  Raises ProtwinError."""
-    if torch.cuda.is_available():
-        if host_to_device_bytes_per_s is not None or device_to_host_bytes_per_s is not None:
-            raise ProtwinError(
-                "a CUDA device's link cannot be throttled. Leave out --host-to-device, --device-to-host."
-            )
-        return CudaDevice(budget_bytes=budget_bytes)
-    return CpuDevice(
-        budget_bytes,
-        host_to_device_bytes_per_s=host_to_device_bytes_per_s,
-        device_to_host_bytes_per_s=device_to_host_bytes_per_s,
-    )

@@ -1,8 +1,10 @@
-"""``protwin run --weights --data --save``: from one folder in the Hugging Face form to another, as a plain loop does."""
+"""``protwin run --weights --data --save``: from one folder in the Hugging Face form to another, as a plain loop."""
 
 from __future__ import annotations
 
 import json
+import shutil
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,13 +29,21 @@ Batch = dict[str, torch.Tensor]
 Rows = Sequence[dict[str, Any]]
 
 
-@pytest.fixture
-def job(work: Path) -> Path:
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Weights, data, and plans of two micro-batches: one offloads everything, one nothing."""
-    make_folder(work / "base")
-    write_rows(work / "chats.jsonl", chats(12))
-    write_rows(work / "held.jsonl", chats(3))
-    save_plans(work)
+    folder = tmp_path_factory.mktemp("made")
+    make_folder(folder / "base")
+    write_rows(folder / "chats.jsonl", chats(12))
+    write_rows(folder / "held.jsonl", chats(3))
+    save_plans(folder)
+    return folder
+
+
+@pytest.fixture
+def job(made: Path, work: Path) -> Path:
+    """A copy of them, to run in."""
+    shutil.copytree(made, work, dirs_exist_ok=True)
     return work
 
 
@@ -167,7 +177,9 @@ def test_an_adapter_is_what_peft_reads(protwin_here: Protwin, job: Path) -> None
         add_lora(own, rank=4, targets=["q_proj", "down_proj"])
         own.load_state_dict(dict(read_checkpoint(job / "kept").weights))
         expected = own(tokens).logits
-        adapted = peft.PeftModel.from_pretrained(base, job / "adapter")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # PEFT's own, of transformers
+            adapted = peft.PeftModel.from_pretrained(base, job / "adapter")
         assert torch.allclose(adapted(tokens).logits, expected, atol=1e-6)
         assert not torch.allclose(before, expected, atol=1e-3)
 
@@ -285,7 +297,12 @@ def test_bad_input_is_one_message_and_writes_nothing(protwin_here: Protwin, job:
         (("--weights=base", "--data=chats.jsonl", "--text=held.jsonl"), "--data and --text"),
         (("--weights=base", "--data=chats.jsonl", "--evaluate-every=3"), "--evaluate-every needs --evaluation"),
         (("--model=gpt2", "--evaluation=held.jsonl"), "--evaluation needs --data"),
-        (("--weights=base", "--data=chats.jsonl", "--dtype=bfloat16"), "--dtype is bfloat16 but"),
+        (("--weights=base", "--data=chats.jsonl", "--dtype=bfloat16"), "--dtype is bfloat16, but"),
+        (("--weights=base", "--data=chats.jsonl", "--batch-size=3"), "--batch-size is 3, but"),
+        (("--weights=base", "--data=chats.jsonl", "--sequence-length=64"), "--sequence-length is 64, but"),
+        (("--weights=base", "--data=chats.jsonl", "--save=new", "--checkpoint=new"), "need folders of their own"),
+        (("--weights=base", "--data=chats.jsonl", "--save=new/a", "--checkpoint=new"), "need folders of their own"),
+        (("--weights=gpt2", "--data=chats.jsonl"), "gpt2/config.json"),
         (("--weights=base", "--data=missing.jsonl"), "missing.jsonl cannot be read"),
     ],
 )

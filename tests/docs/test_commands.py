@@ -15,7 +15,7 @@ import typer
 from protwin.shared.basics.extras import install_command
 from protwin.shared.cli.root import COMMANDS, root_command
 from tests.cli.conftest import Protwin, protwin_here, variables, work
-from tests.docs.documents import DOCUMENTS, ROOT, Block, Command, blocks_of, commands_of
+from tests.docs.documents import DOCUMENTS, IN_ORDER, ROOT, Block, Command, blocks_of, commands_of
 
 __all__ = ["protwin_here", "variables", "work"]
 
@@ -112,7 +112,7 @@ def test_messages_name_what_the_runtime_needs() -> None:
     assert shlex.split(install_command("runtime")) == ["pip", "install", *PROJECT["optional-dependencies"]["runtime"]]
 
 
-SHOWN = [command for command in COMMAND_LINES if command.output]
+SHOWN = [command for command in COMMAND_LINES if command.output and command.block.document not in IN_ORDER]
 LEFT_OUT = "..."
 
 

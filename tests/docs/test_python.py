@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.documents import DOCUMENTS, ROOT, blocks_of
+from tests.docs.documents import DOCUMENTS, IN_ORDER, ROOT, blocks_of
 
 FACE_NAMES = ("shared", "sim", "runtime", "calibration")
 WITH_PYTHON = [path for path in DOCUMENTS if any(block.language == "python" for block in blocks_of(path))]
@@ -103,7 +103,9 @@ def unimported(program: str) -> set[str]:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("probed_once")
-@pytest.mark.parametrize("document", WITH_PYTHON, ids=lambda path: str(path.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    "document", [path for path in WITH_PYTHON if path not in IN_ORDER], ids=lambda path: str(path.relative_to(ROOT))
+)
 def test_blocks_run(document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In this process, since starting one with torch takes longer than most programs."""
     program = program_of(document)

@@ -1,0 +1,162 @@
+"""What ``protwin run`` was asked for, from the plan to the finished model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ...shared.basics.errors import PlanError, ProtwinError
+from ...shared.cli.options import cache_folder, warn
+from ...shared.schema.hardware import DeviceKind
+from ...shared.schema.plan import Plan
+from ...shared.schema.record import Record
+from ...shared.schema.workload import Workload, check_plan
+from ...shared.workloads.source import resolve_workload
+from ..checkpoints.published import check_free, save_published
+from ..data.sources import DataSource, PackedSource
+from ..devices.cpu_device import CpuDevice
+from ..devices.cuda_device import CudaDevice
+from ..devices.device import TrainingDevice
+from ..training.guards import check_carried_out
+from .learning_rates import LearningRates
+from .run_budget import check_budget
+from .run_checkpoints import RunCheckpoints
+from .run_data import DataChoice
+from .run_model import RunModel
+from .run_options import TEXT_STEPS
+from .run_record import check_record
+from .run_training import RunExtent, RunTraining
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What a search was asked about besides the model."""
+
+    batch_size: int | None
+    sequence_length: int | None
+    dtype: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceChoice:
+    """What the options say of the device."""
+
+    budget_bytes: int | None
+    host_to_device_bytes_per_s: float | None
+    device_to_host_bytes_per_s: float | None
+
+    def at_hand(self) -> TrainingDevice:
+        """The first CUDA device where there is one, else the CPU as a device.  Raises ProtwinError."""
+        if torch.cuda.is_available():
+            if self.host_to_device_bytes_per_s is not None or self.device_to_host_bytes_per_s is not None:
+                raise ProtwinError(
+                    "a CUDA device's link cannot be throttled. Leave out --host-to-device, --device-to-host."
+                )
+            return CudaDevice(budget_bytes=self.budget_bytes)
+        return CpuDevice(
+            self.budget_bytes,
+            host_to_device_bytes_per_s=self.host_to_device_bytes_per_s,
+            device_to_host_bytes_per_s=self.device_to_host_bytes_per_s,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunRequest:
+    """One run."""
+
+    plan: Plan
+    workload: Workload | None
+    """What the plan is for; None: it follows from the model and the shape, as in the search."""
+    shape: Shape
+    model: RunModel
+    data: DataChoice
+    steps: int | None
+    epochs: int | None
+    rates: LearningRates
+    checkpoints: RunCheckpoints
+    save: Path | None
+    device: DeviceChoice
+    wants_record: bool
+
+    def carry_out(self, tell: Callable[[str], None]) -> tuple[Workload, Record | None]:
+        """Train, and write what is to be written; gives the plan's workload and the measured Record, if there is one.
+
+        Everything is checked before it costs anything: options, plan, configuration, data, and at last the weights.
+        Raises ProtwinError.
+        """
+        self._check()
+        workload = self.workload or self._traced()
+        self._check_workload(workload)
+        twin = self.model.twin(workload)
+        found = self.data.read(twin, workload, tell)
+        extent = RunExtent(
+            steps=self.steps or self._num_steps(found.source, workload),
+            rates=self.rates,
+            evaluate_every=self.data.evaluate_every,
+            wants_record=self.wants_record,
+            saves=self.save is not None,
+        )
+        training = RunTraining(self.plan, workload, extent, found.source, found.evaluation, self.checkpoints)
+        if self.wants_record:
+            check_record(extent.steps, training.pauses)
+        device = self.device.at_hand()
+        built = self.model.build(twin, workload)
+        record = training.run(built, device, tell)
+        if self.save is not None:
+            save_published(self.save, built, found.tokenizer, base=str(self.model.weights or self.model.named))
+            tell(f"saved in {self.save}")
+        return workload, record
+
+    def _check(self) -> None:
+        """Raise ProtwinError if the options contradict each other, or what is there already."""
+        check_carried_out(self.plan)
+        self.data.check()
+        self.checkpoints.check()
+        if self.save is None:
+            return
+        check_free(self.save)
+        if self.checkpoints.folder is not None:
+            one, other = self.save.resolve(), self.checkpoints.folder.resolve()
+            if one == other or one in other.parents or other in one.parents:
+                raise ProtwinError(
+                    f"--save {self.save} and --checkpoint {self.checkpoints.folder} need folders of their own, neither "
+                    f"within the other. Name another one."
+                )
+
+    def _traced(self) -> Workload:
+        return resolve_workload(
+            self.model.named,
+            batch_size=self.shape.batch_size,
+            sequence_length=self.shape.sequence_length,
+            dtype=self.shape.dtype,
+            cache=cache_folder(),
+            warn=warn,
+            options=self.model.options,
+            device_kind=DeviceKind.CUDA if torch.cuda.is_available() else DeviceKind.CPU,
+        )
+
+    def _check_workload(self, workload: Workload) -> None:
+        """Raise PlanError if the plan is for another workload, shape or element type."""
+        check_plan(self.plan, workload)
+        for option, asked, planned in (
+            ("--batch-size", self.shape.batch_size, workload.num_samples),
+            ("--sequence-length", self.shape.sequence_length, workload.num_tokens // workload.num_samples),
+            ("--dtype", self.shape.dtype, str(workload.compute_dtype)),
+        ):
+            if asked is not None and asked != planned:
+                raise PlanError(
+                    f"{option} is {asked}, but the plan's workload has {planned}. Search a plan with {option} {asked}, "
+                    f"or pass {option} {planned}."
+                )
+        if self.workload is None:
+            check_budget(self.plan, workload, self.device.budget_bytes)
+
+    def _num_steps(self, source: DataSource, workload: Workload) -> int:
+        """Of as many epochs as are asked for, the last step filled up from the next epoch."""
+        if not isinstance(source, PackedSource):
+            return TEXT_STEPS
+        of_step = workload.num_samples * self.plan.micro_batches
+        return -(-source.num_sequences(self.epochs or 1) // of_step)
