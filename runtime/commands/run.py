@@ -6,8 +6,6 @@ import math
 import os
 from pathlib import Path
 
-import typer
-
 from ...shared.basics.documents import write_atomically
 from ...shared.basics.errors import ProtwinError
 from ...shared.catalogue.models import load_model_configuration
@@ -26,13 +24,16 @@ from ...shared.cli.options import (
     command_app,
     examples,
     keep_apart,
+    load_plan,
     options_of,
 )
-from ...shared.cli.output import show
+from ...shared.cli.output import is_standard_output, tell
+from ...shared.cli.output import save as save_document
+from ...shared.cli.streams import say
 from ...shared.compile.compile import compile_schedule
-from ...shared.schema.plan import Plan
 from ...shared.schema.record import Record
 from ...shared.schema.workload import Workload
+from ...shared.workloads.dtypes import choose_dtype
 from ..devices.process_settings import prefer_expandable_segments
 from .learning_rates import LearningRates
 from .run_budget import check_budget
@@ -116,13 +117,14 @@ def run_command(
     """
     outputs = {"--output": output, "--timeline": timeline}
     read = {"--plan": plan, "--workload": workload, "--model": model, "--text": text, "--evaluation": evaluation}
-    keep_apart(outputs, read | {f"--data {path}": path for path in data or ()})
+    keep_apart(outputs, read | {f"--data {path}": path for path in data or ()}, as_json=as_json)
     _check_choices(model, weights, steps, epochs, data, learning_rate)
     pauses = {"--checkpoint-every": checkpoint_every, "--evaluate-every": evaluate_every}
     wants_record = as_json or output is not None or timeline is not None
     if wants_record and (steps is not None or not data):
         check_record(steps or TEXT_STEPS, pauses)
-    chosen = Plan.load(plan)
+    asked = None if dtype is None else str(choose_dtype(None, dtype, None).dtype)
+    chosen = load_plan(plan)
     given = Workload.load(workload) if workload is not None else None
     if given is not None:
         check_budget(chosen, given, device_budget_bytes)
@@ -142,8 +144,8 @@ def run_command(
     request = RunRequest(
         plan=chosen,
         workload=given,
-        shape=Shape(batch_size, sequence_length, dtype),
-        model=RunModel(described, named, weights, dtype, options, seed),
+        shape=Shape(batch_size, sequence_length, asked),
+        model=RunModel(described, named, weights, asked, options, seed),
         data=DataChoice(tuple(data or ()), evaluation, evaluate_every, tokenizer, text, weights, seed),
         steps=steps,
         epochs=epochs,
@@ -153,7 +155,7 @@ def run_command(
         device=DeviceChoice(device_budget_bytes, host_to_device, device_to_host),
         wants_record=wants_record,
     )
-    traced, record = request.carry_out(_tell_nobody if as_json else typer.echo)
+    traced, record = request.carry_out(_tell_nobody if as_json or is_standard_output(output) else say)
     if record is not None:
         _give(record, traced, output, timeline, as_json=as_json)
 
@@ -189,11 +191,7 @@ def _give(record: Record, workload: Workload, output: Path | None, timeline: Pat
     from ...shared.records.chrome_trace import chrome_trace
     from ...shared.tables.record import record_tables
 
-    if output is not None:
-        record.save(output)
+    save_document(record, output)
     if timeline is not None:
         write_atomically(timeline, chrome_trace({"measured": record}, schedule=compile_schedule(record.plan, workload)))
-    if as_json:
-        typer.echo(record.to_json(), nl=False)
-    else:
-        show(record_tables(record))
+    tell(record, output, as_json=as_json, tables=lambda: record_tables(record))

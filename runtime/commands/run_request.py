@@ -10,10 +10,10 @@ import torch
 
 from ...shared.basics.errors import PlanError, ProtwinError
 from ...shared.cli.options import cache_folder, warn
-from ...shared.schema.hardware import DeviceKind
 from ...shared.schema.plan import Plan
 from ...shared.schema.record import Record
 from ...shared.schema.workload import Workload, check_plan
+from ...shared.workloads.dtypes import TRAINABLE
 from ...shared.workloads.source import resolve_workload
 from ..checkpoints.published import check_free, save_published
 from ..data.sources import DataSource, PackedSource
@@ -127,16 +127,26 @@ class RunRequest:
                 )
 
     def _traced(self) -> Workload:
-        return resolve_workload(
-            self.model.named,
-            batch_size=self.shape.batch_size,
-            sequence_length=self.shape.sequence_length,
-            dtype=self.shape.dtype,
-            cache=cache_folder(),
-            warn=warn,
-            options=self.model.options,
-            device_kind=DeviceKind.CUDA if torch.cuda.is_available() else DeviceKind.CPU,
-        )
+        """The workload of the shape that was asked for, in the element type that the plan is for.
+
+        A search may have chosen another one than the published, for its machine; the plan's identity tells which.
+        """
+        found = None
+        for dtype in (self.shape.dtype,) if self.shape.dtype is not None else (None, *TRAINABLE):
+            workload = resolve_workload(
+                self.model.named,
+                batch_size=self.shape.batch_size,
+                sequence_length=self.shape.sequence_length,
+                dtype=dtype,
+                cache=cache_folder(),
+                warn=warn,
+                options=self.model.options,
+            )
+            found = found or workload
+            if workload.identity == self.plan.workload_id:
+                return workload
+        assert found is not None
+        return found
 
     def _check_workload(self, workload: Workload) -> None:
         """Raise PlanError if the plan is for another workload, shape or element type."""
