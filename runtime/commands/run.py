@@ -27,11 +27,13 @@ from ...shared.cli.options import (
     load_plan,
     options_of,
 )
-from ...shared.cli.output import is_standard_output, save, tell
+from ...shared.cli.output import is_standard_output, tell
+from ...shared.cli.output import save as save_document
 from ...shared.cli.streams import say
 from ...shared.compile.compile import compile_schedule
 from ...shared.schema.record import Record
 from ...shared.schema.workload import Workload
+from ...shared.workloads.dtypes import choose_dtype
 from ..devices.process_settings import prefer_expandable_segments
 from .learning_rates import LearningRates
 from .run_budget import check_budget
@@ -121,6 +123,7 @@ def run_command(
     wants_record = as_json or output is not None or timeline is not None
     if wants_record and (steps is not None or not data):
         check_record(steps or TEXT_STEPS, pauses)
+    asked = None if dtype is None else str(choose_dtype(None, dtype, None).dtype)
     chosen = load_plan(plan)
     given = Workload.load(workload) if workload is not None else None
     if given is not None:
@@ -141,8 +144,8 @@ def run_command(
     request = RunRequest(
         plan=chosen,
         workload=given,
-        shape=Shape(batch_size, sequence_length, dtype),
-        model=RunModel(described, named, weights, dtype, options, seed),
+        shape=Shape(batch_size, sequence_length, asked),
+        model=RunModel(described, named, weights, asked, options, seed),
         data=DataChoice(tuple(data or ()), evaluation, evaluate_every, tokenizer, text, weights, seed),
         steps=steps,
         epochs=epochs,
@@ -188,7 +191,7 @@ def _give(record: Record, workload: Workload, output: Path | None, timeline: Pat
     from ...shared.records.chrome_trace import chrome_trace
     from ...shared.tables.record import record_tables
 
-    save(record, output)
+    save_document(record, output)
     if timeline is not None:
         write_atomically(timeline, chrome_trace({"measured": record}, schedule=compile_schedule(record.plan, workload)))
     tell(record, output, as_json=as_json, tables=lambda: record_tables(record))

@@ -128,31 +128,27 @@ class RunRequest:
                 )
 
     def _traced(self) -> Workload:
-        """The workload in the element type that is asked for, else in the one that the plan was made for.
+        """The workload of the shape that was asked for, in the element type that the plan is for.
 
-        A search chooses it by the device: weights of float32 are planned in bfloat16 where that is fast.
+        A search may have chosen another one than the published, for its machine; the plan's identity tells which.
         """
-        dtypes = [None, *TRAINABLE] if self.shape.dtype is None else [self.shape.dtype]
-        first: Workload | None = None
-        for dtype in dtypes:
-            workload = self._traced_in(dtype)
-            first = first or workload
+        found = None
+        for dtype in (self.shape.dtype,) if self.shape.dtype is not None else (None, *TRAINABLE):
+            workload = resolve_workload(
+                self.model.named,
+                batch_size=self.shape.batch_size,
+                sequence_length=self.shape.sequence_length,
+                dtype=dtype,
+                cache=cache_folder(),
+                warn=warn,
+                options=self.model.options,
+                device_kind=DeviceKind.CUDA if torch.cuda.is_available() else DeviceKind.CPU,
+            )
+            found = found or workload
             if workload.identity == self.plan.workload_id:
                 return workload
-        assert first is not None
-        return first
-
-    def _traced_in(self, dtype: str | None) -> Workload:
-        return resolve_workload(
-            self.model.named,
-            batch_size=self.shape.batch_size,
-            sequence_length=self.shape.sequence_length,
-            dtype=dtype,
-            cache=cache_folder(),
-            warn=warn,
-            options=self.model.options,
-            device_kind=DeviceKind.CUDA if torch.cuda.is_available() else DeviceKind.CPU,
-        )
+        assert found is not None
+        return found
 
     def _check_workload(self, workload: Workload) -> None:
         """Raise PlanError if the plan is for another workload, shape or element type."""

@@ -85,4 +85,4 @@ def test_lora_from_trace_to_training(protwin_here: Protwin, work: Path) -> None:
     assert "loss" in protwin_here(*run, *options).stdout
     other = protwin_here(*run, "--model", "config.json")
     assert other.returncode == 2
-    assert "traced from another model" in other.stderr
+    assert "is another model than the plan's workload" in other.stderr
