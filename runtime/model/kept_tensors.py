@@ -67,7 +67,9 @@ def _parts(value: Any) -> list[Any] | None:
     if isinstance(value, _ROWS):
         return list(value)
     if is_dataclass(value) and not isinstance(value, type):
-        return [getattr(value, field.name, None) for field in fields(value)]
+        # Read without the code of properties, which some configurations answer with errors.
+        held = getattr(value, "__dict__", None)
+        return [held.get(f.name) if held is not None else getattr(value, f.name, None) for f in fields(value)]
     return None
 
 
