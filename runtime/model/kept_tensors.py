@@ -112,9 +112,12 @@ def _changed(value: Any, change: Callable[[torch.Tensor], torch.Tensor], seen: s
 def attributes_as_found(model: nn.Module) -> Iterator[list[torch.Tensor]]:
     """Let plain attributes of a model, and lists, dicts, sets and deques within them, hold afterwards what they did.
 
-    Gives the tensors in them, which live as long as the block.
+    So do hooks on forward: transformers puts some on once, and notes in an attribute that it has.
+
+    Gives the tensors in attributes, which live as long as the block.
     """
     found = [(module, _plain_attributes(module)) for module in model.modules()]
+    hooks = [(module._forward_hooks, dict(module._forward_hooks)) for module in model.modules()]
     contents: dict[int, tuple[Any, Any]] = {}
     for _, attributes in found:
         for value in attributes.values():
@@ -122,6 +125,9 @@ def attributes_as_found(model: nn.Module) -> Iterator[list[torch.Tensor]]:
     try:
         yield list(kept_tensors(model.modules()))
     finally:
+        for table, before in hooks:
+            for key in table.keys() - before.keys():
+                del table[key]
         for container, content in contents.values():
             container.clear()
             (container.extend if isinstance(container, list | deque) else container.update)(content)

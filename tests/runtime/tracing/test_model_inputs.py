@@ -10,13 +10,17 @@ from protwin.runtime.model.byte_text import head_batches
 from protwin.runtime.tracing import known_values
 from protwin.runtime.tracing.configurations import workload_of_configuration
 from protwin.shared.basics.errors import ScheduleError, WorkloadError
-from protwin.shared.schema.workload import Workload
+from protwin.shared.schema.workload import OperationClass, Phase, Workload
 from tests.runtime.modalities import MODALITIES, SPEECH, model_and_batch
 
 
 def traced(name: str) -> Workload:
     config, length, _ = MODALITIES[name]
     return workload_of_configuration(config, name=name, batch_size=2, sequence_length=length)
+
+
+def products(phase: Phase) -> int:
+    return sum(op.flops * op.count for op in phase.operations if op.operation_class is OperationClass.MATMUL)
 
 
 @pytest.mark.parametrize("name", MODALITIES)
@@ -35,7 +39,7 @@ def test_the_trace_without_weights_is_the_real_one(name: str) -> None:
         one, two = fake.profiles[block.profile], real.profiles[other.profile]
         assert one.forward.net_bytes == two.forward.net_bytes, block.name
         assert one.backward.net_bytes == two.backward.net_bytes
-        assert one.forward.flops == two.forward.flops
+        assert products(one.forward) == products(two.forward) > 0
 
 
 def test_blocks_are_in_the_order_in_which_they_run() -> None:
