@@ -65,6 +65,9 @@ def trace_command(
         bool, typer.Option("--real", help="Build the model with random weights and time it on this machine.")
     ] = False,
     seed: Seed = 0,
+    time_limit_s: Annotated[
+        float, typer.Option("--time-limit", metavar="SECONDS", min=1, help="Give up a trace that takes longer.")
+    ] = 300,
     output: OutputPath = None,
     as_json: JsonFlag = False,
 ) -> None:
@@ -86,9 +89,10 @@ def trace_command(
             described, batch_size, sequence_length, dtype=chosen.dtype, seed=seed, options=options
         )
     else:
+        from ..devices.time_limit import time_limit
         from ..tracing.configurations import workload_of_configuration
 
-        with progress_bar("tracing") as on_progress:
+        with progress_bar("tracing") as on_progress, time_limit(f"tracing {described.name}", time_limit_s):
             workload = workload_of_configuration(
                 described.config,
                 name=described.name,

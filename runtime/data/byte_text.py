@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ...shared.basics.errors import FileError, WorkloadError
-from ..model.heads import Head, Labels
+from ..model.heads import Head, Labels, reads_more_than_text
 
 
 def python_reference() -> bytes:
@@ -56,10 +56,12 @@ def head_batches(
     None of them: endless.  Labels that are no tokens follow from the bytes (``Labels.read_off``).  Raises FileError as
     ``byte_batches``, and WorkloadError if the model reads no text.
     """
-    if getattr(model, "main_input_name", "input_ids") != "input_ids":
+    reads = getattr(model, "main_input_name", "input_ids")
+    if reads != "input_ids" or reads_more_than_text(model):
+        reads = "images or sounds beside text" if reads == "input_ids" else reads
         raise WorkloadError(
-            f"{type(model).__name__} reads {model.main_input_name}, and text is all that there is to train on. Train "
-            f"it with batches of its own (protwin.runtime.carry_out)."
+            f"{type(model).__name__} reads {reads}, and text is all that there is to train on. Train it with batches "
+            f"of its own (protwin.runtime.carry_out)."
         )
     labels = Labels.of(model)
     choices = (labels.num_choices,) if labels.head is Head.CHOICES else ()

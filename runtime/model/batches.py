@@ -16,6 +16,10 @@ Loss = Callable[[Any, Any], torch.Tensor]
 """Scalar loss from (output, batch)."""
 
 
+class BatchRefusedError(WorkloadError):
+    """The model's forward does not take the batch."""
+
+
 def call_model(model: nn.Module, batch: Batch) -> Any:
     """The model's output for one batch."""
     # Autocast keeps casts of weights until it ends: those of an earlier call would be no part of this one.
@@ -39,8 +43,9 @@ def loss_of(model: nn.Module, batch: Batch, loss: Loss | None) -> torch.Tensor:
         if isinstance(error, torch.OutOfMemoryError):
             raise
         shapes = ", ".join(f"{name} {list(shape)}" for name, shape in batch_shapes(batch).items())
-        raise WorkloadError(
-            f"{type(model).__name__} refuses the batch ({shapes}): {type(error).__name__}: {error}"
+        raise BatchRefusedError(
+            f"{type(model).__name__} refuses the batch ({shapes}): {type(error).__name__}: "
+            + " ".join(str(error).split())
         ) from error
     value = loss(output, batch) if loss is not None else getattr(output, "loss", None)
     if value is None and isinstance(output, Mapping):

@@ -9,16 +9,19 @@ import logging
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Final
 
 import torch
 
-from ...shared.basics.errors import WorkloadError
+from ...shared.basics.errors import ProtwinError, WorkloadError, shortened
 from ...shared.basics.extras import install_command
 from ...shared.basics.suggestions import did_you_mean
 from ...shared.catalogue.model_check import quantization_complaint
 from ...shared.schema.workload import DType
-from .heads import published_class
+from .heads import own_class, published_class
+
+_LOUD: Final = {"transformers": logging.ERROR, "torch._subclasses.fake_tensor": logging.CRITICAL}
+"""Loggers, and from which level on they are heard: torch logs every operation that fails, which we report ourselves."""
 
 
 def training_dtype(configuration: Mapping[str, Any], override: str | None) -> torch.dtype:
@@ -39,13 +42,12 @@ def build_model(configuration: Mapping[str, Any], name: str, dtype: torch.dtype,
     Raises WorkloadError if transformers is missing or refuses the configuration.
     """
     try:
-        import transformers
         from transformers import CONFIG_MAPPING, AutoConfig
     except ImportError as error:
         raise WorkloadError(
             f"tracing a configuration needs transformers. Install what training needs: {install_command('runtime')}"
         ) from error
-    fields = dict(configuration)
+    fields = _decoded(dict(configuration))
     model_type = fields.pop("model_type", None)
     if not isinstance(model_type, str):
         raise WorkloadError(f"the configuration of {name} has no model_type.")
@@ -58,19 +60,16 @@ def build_model(configuration: Mapping[str, Any], name: str, dtype: torch.dtype,
     try:
         with quiet():
             config = AutoConfig.for_model(model_type, **fields)
-        published = published_class(config, name)
+            made = published_class(config, name) or own_class(config, name)
         with quiet(), torch.device(device):
-            if published is not None:
-                model = published._from_config(config, dtype=dtype)
-            else:
-                model = getattr(transformers, _factory(config)).from_config(config, dtype=dtype)
-    except (TypeError, ValueError, KeyError, AttributeError, RuntimeError, ArithmeticError, AssertionError) as error:
-        raise WorkloadError(f"transformers refuses the configuration of {name}: {_first_line(error)}") from error
-    except Exception as error:
-        # transformers validates configurations with exceptions of a package that we do not depend on.
-        if "validation" in type(error).__name__.lower():
-            raise WorkloadError(f"transformers refuses the configuration of {name}: {error}") from error
+            model = made._from_config(config, dtype=dtype)
+    except ProtwinError:
         raise
+    except ImportError as error:
+        raise WorkloadError(f"{name} needs a package that is not installed: {first_line(error)}") from error
+    except Exception as error:
+        # Configurations are validated, and models built, by every family in its own way.
+        raise WorkloadError(f"transformers refuses the configuration of {name}: {first_line(error)}") from error
     _check_decoder_start(model, name)
     _check_padding(model, name)
     return model
@@ -117,29 +116,36 @@ def _check_decoder_start(model: Any, name: str) -> None:
         ) from error
 
 
-def _factory(config: Any) -> str:
-    """The class of transformers that makes a model which is published without a head: with its family's own."""
-    if getattr(config, "is_encoder_decoder", False):
-        return "AutoModelForSeq2SeqLM"
-    if hasattr(config, "image_size") and hasattr(config, "patch_size") and not hasattr(config, "vocab_size"):
-        return "AutoModelForImageClassification"
-    return "AutoModelForCausalLM"
+def _decoded(value: Any) -> Any:
+    """A configuration with the numbers that JSON has no sign for, which transformers writes in words."""
+    if isinstance(value, Mapping):
+        word = value.get("__float__")
+        if len(value) == 1 and isinstance(word, str):
+            return float(word)
+        return {key: _decoded(part) for key, part in value.items()}
+    return [_decoded(part) for part in value] if isinstance(value, list) else value
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     """What is wrong, without the list of everything that would be right."""
-    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if not lines:
+        return type(error).__name__
+    # The first of a list of complaints says where, the second what.
+    return shortened(" ".join(lines[:2]) if lines[0].endswith(":") else lines[0])
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
     """Keep transformers' advice about generation settings out of our output; errors still surface."""
-    logger = logging.getLogger("transformers")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
+    loggers = {logging.getLogger(name): level for name, level in _LOUD.items()}
+    levels = {logger: logger.level for logger in loggers}
+    for logger, level in loggers.items():
+        logger.setLevel(level)
     try:
         with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
             warnings.simplefilter("ignore")
             yield
     finally:
-        logger.setLevel(level)
+        for logger, level in levels.items():
+            logger.setLevel(level)

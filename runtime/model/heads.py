@@ -32,6 +32,20 @@ class Head(Enum):
     """``start_positions`` and ``end_positions``, (batch_size,): the places of answers."""
     CHOICES = auto()
     """Input of shape (batch_size, num_choices, sequence_length); ``labels``, (batch_size,), are the right choices."""
+    TRANSCRIPTS = auto()
+    """``labels`` are tokens that follow each other somewhere in the input, (batch_size, length): CTC, transducers."""
+    MAPS = auto()
+    """``labels`` are classes of pixels, (batch_size, height, width)."""
+    FIGURES = auto()
+    """``labels`` are figures of pixels, (batch_size, height, width): depths."""
+    PAIRS = auto()
+    """No labels: which text goes with which image is the place in the batch (``return_loss``)."""
+    INPUT = auto()
+    """No labels: the model is trained on its input, some of which it is not shown."""
+
+
+_TEXT_HEADS: Final = (Head.TOKENS, Head.TOKEN_CLASSES, Head.CLASSES, Head.SPANS, Head.CHOICES)
+"""Heads whose labels can be read off text."""
 
 
 _TABLES: Final = (
@@ -44,9 +58,28 @@ _TABLES: Final = (
     ("QUESTION_ANSWERING", Head.SPANS),
     ("MULTIPLE_CHOICE", Head.CHOICES),
     ("IMAGE_CLASSIFICATION", Head.CLASSES),
+    ("IMAGE_TEXT_TO_TEXT", Head.TOKENS),
+    ("MULTIMODAL_LM", Head.TOKENS),
+    ("SPEECH_SEQ_2_SEQ", Head.TOKENS),
+    ("CTC", Head.TRANSCRIPTS),
+    ("VIDEO_CLASSIFICATION", Head.CLASSES),
+    ("AUDIO_CLASSIFICATION", Head.CLASSES),
+    ("AUDIO_XVECTOR", Head.CLASSES),
+    ("ZERO_SHOT_IMAGE_CLASSIFICATION", Head.PAIRS),
+    ("SEMANTIC_SEGMENTATION", Head.MAPS),
+    ("DEPTH_ESTIMATION", Head.FIGURES),
+    ("MASKED_IMAGE_MODELING", Head.INPUT),
+    ("RNNT", Head.TRANSCRIPTS),
+    ("TDT", Head.TRANSCRIPTS),
 )
 """Tables of transformers' auto classes, and the head of the classes in each; a class in several has the first."""
-_INPUTS: Final = ("input_ids", "pixel_values")
+SOUNDS: Final = ("input_features", "input_values")
+"""Inputs of forward that are spectrograms or waveforms."""
+_OWN: Final = tuple(table for table, _ in _TABLES)
+_OWN_OF_IMAGES: Final = ("IMAGE_CLASSIFICATION", *_OWN)
+_OWN_OF_PAIRS: Final = ("IMAGE_TEXT_TO_TEXT", "ZERO_SHOT_IMAGE_CLASSIFICATION", *_OWN)
+_OWN_OF_SEQUENCES: Final = ("SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ", "IMAGE_TEXT_TO_TEXT", *_OWN[3:])
+"""Tables in which the class of a configuration that names none is looked for, by what it describes."""
 
 
 @cache
@@ -90,27 +123,70 @@ def published_class(config: Any, name: str) -> Any | None:
         raise WorkloadError(
             f"{name} names {published} in architectures, which is no {config.model_type} model. {remedy}"
         )
-    takes = inspect.signature(found.forward).parameters
-    main_input = getattr(found, "main_input_name", None)
-    head = _heads().get(published)
-    if (
-        head is None
-        or main_input not in _INPUTS
-        or any(wanted not in takes for wanted in (*_targets(head), main_input))
-    ):
+    takes, head = inspect.signature(found.forward).parameters, _heads().get(published)
+    if head is None or any(wanted not in takes for wanted in _targets(head)):
         raise WorkloadError(
-            f"{name} is a {published}, and protwin makes batches for language models, classification of text and "
-            f"images, question answering and multiple choice alone. Trace the model itself with a batch of its own "
-            f"(protwin.runtime.trace). {remedy}"
+            f"{name} is a {published}, and protwin makes batches for language models, classification of text, images, "
+            f"video and sound, question answering, multiple choice, transcripts, segmentation and pairs of text and "
+            f"image alone. Trace the model itself with a batch of its own (protwin.runtime.trace). {remedy}"
         )
-    if main_input == "pixel_values" and not (hasattr(config, "image_size") and hasattr(config, "num_channels")):
-        missing = "image_size" if not hasattr(config, "image_size") else "num_channels"
-        raise WorkloadError(f"the configuration of {name} has no {missing}, which a batch of images needs. Add it.")
     return found
 
 
+def own_class(config: Any, name: str) -> Any:
+    """The class of transformers with the head that a family is published with, or that comes nearest to it.
+
+    Raises WorkloadError if the family has none that a batch can be made for.
+    """
+    import transformers
+    from transformers.models.auto import modeling_auto
+
+    for table in _own_tables(config):
+        found = getattr(modeling_auto, f"MODEL_FOR_{table}_MAPPING_NAMES").get(config.model_type)
+        for published in (found,) if isinstance(found, str) else found or ():
+            made: Any = getattr(transformers, published)
+            if all(wanted in inspect.signature(made.forward).parameters for wanted in _targets(_heads()[published])):
+                return made
+    base = modeling_auto.MODEL_MAPPING_NAMES.get(config.model_type)
+    without = (
+        f"only {base if isinstance(base, str) else base[0]}, which has no loss"
+        if base
+        else "no model with a head that protwin knows"
+    )
+    raise WorkloadError(
+        f"{name} is a {config.model_type}, for which transformers has {without}: there is nothing to train it by. Name "
+        f"a class with a head in architectures, or trace a model that has a loss in Python: "
+        f"protwin.runtime.trace(model, batch, loss=...)."
+    )
+
+
+def _own_tables(config: Any) -> tuple[str, ...]:
+    if getattr(config, "is_encoder_decoder", False):
+        return _OWN_OF_SEQUENCES
+    if hasattr(config, "image_size") and hasattr(config, "patch_size") and not hasattr(config, "vocab_size"):
+        return _OWN_OF_IMAGES
+    return _OWN_OF_PAIRS if hasattr(config, "text_config") and hasattr(config, "vision_config") else _OWN
+
+
 def _targets(head: Head) -> tuple[str, ...]:
-    return ("start_positions", "end_positions") if head is Head.SPANS else ("labels",)
+    if head is Head.SPANS:
+        return ("start_positions", "end_positions")
+    if head is Head.PAIRS:
+        return ("return_loss",)
+    return () if head is Head.INPUT else ("labels",)
+
+
+def reads_more_than_text(model: Any) -> bool:
+    """Whether images or sounds stand in a sample's text, or go with it."""
+    takes = inspect.signature(type(model).forward).parameters
+    has_images = type(model).__name__ in _readers_of_images() and "pixel_values" in takes
+    has_sounds = head_of(model) is Head.TOKENS and any(name in takes for name in SOUNDS)
+    return has_images or has_sounds or head_of(model) not in _TEXT_HEADS
+
+
+@cache
+def _readers_of_images() -> frozenset[str]:
+    return frozenset({*_classes_in("MODEL_FOR_IMAGE_TEXT_TO_TEXT"), *_classes_in("MODEL_FOR_MULTIMODAL_LM")})
 
 
 def head_of(model: Any) -> Head:
@@ -160,8 +236,10 @@ class Labels:
         )
 
     def shapes(self, batch_size: int, input_length: int, target_length: int) -> dict[str, tuple[int, ...]]:
-        """Shape of every label, by name."""
-        if self.head is Head.TOKENS:
+        """Shape of every label, by name; pixels have the shape of their image instead."""
+        if self.head in (Head.PAIRS, Head.INPUT):
+            return {}
+        if self.head in (Head.TOKENS, Head.TRANSCRIPTS):
             return {"labels": (batch_size, target_length)}
         if self.head is Head.TOKEN_CLASSES:
             return {"labels": (batch_size, input_length)}

@@ -67,7 +67,9 @@ def _parts(value: Any) -> list[Any] | None:
     if isinstance(value, _ROWS):
         return list(value)
     if is_dataclass(value) and not isinstance(value, type):
-        return [getattr(value, field.name, None) for field in fields(value)]
+        # Read without the code of properties, which some configurations answer with errors.
+        held = getattr(value, "__dict__", None)
+        return [held.get(f.name) if held is not None else getattr(value, f.name, None) for f in fields(value)]
     return None
 
 
@@ -110,9 +112,12 @@ def _changed(value: Any, change: Callable[[torch.Tensor], torch.Tensor], seen: s
 def attributes_as_found(model: nn.Module) -> Iterator[list[torch.Tensor]]:
     """Let plain attributes of a model, and lists, dicts, sets and deques within them, hold afterwards what they did.
 
-    Gives the tensors in them, which live as long as the block.
+    So do hooks on forward: transformers puts some on once, and notes in an attribute that it has.
+
+    Gives the tensors in attributes, which live as long as the block.
     """
     found = [(module, _plain_attributes(module)) for module in model.modules()]
+    hooks = [(module._forward_hooks, dict(module._forward_hooks)) for module in model.modules()]
     contents: dict[int, tuple[Any, Any]] = {}
     for _, attributes in found:
         for value in attributes.values():
@@ -120,6 +125,9 @@ def attributes_as_found(model: nn.Module) -> Iterator[list[torch.Tensor]]:
     try:
         yield list(kept_tensors(model.modules()))
     finally:
+        for table, before in hooks:
+            for key in table.keys() - before.keys():
+                del table[key]
         for container, content in contents.values():
             container.clear()
             (container.extend if isinstance(container, list | deque) else container.update)(content)

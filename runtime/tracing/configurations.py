@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Final
 
 import torch
 from torch import nn
 
-from ...shared.basics.errors import WorkloadError
+from ...shared.basics.errors import ProtwinError, WorkloadError
 from ...shared.basics.gc_pause import gc_paused
 from ...shared.schema.hardware import DeviceKind
 from ...shared.schema.training_options import FULL_TRAINING, TrainingOptions
 from ...shared.schema.workload import DType, Workload
 from ...shared.workloads.family import BATCH_SIZE, MAX_TOKENS, SEQUENCE_LENGTH, TARGET_LENGTH, Limit
+from ..devices.time_limit import TimeChecks, time_limit
 from ..model.adapters import add_lora, freeze
-from ..model.configurations import build_model, quiet, training_dtype
-from ..model.heads import Head, Labels, head_of
+from ..model.batches import BatchRefusedError
+from ..model.configurations import build_model, first_line, quiet, training_dtype
+from .known_values import looks_at_values
+from .model_inputs import ModelInputs
 from .tracing import trace
 
 _LEARNED_POSITIONS: Final = ("bert", "gpt2", "gpt_neo", "opt")
@@ -48,11 +51,21 @@ def workload_of_configuration(
             f"a batch of {batch_size} x {sequence_length} tokens cannot be traced; both must be positive and their "
             f"product at most 2**40."
         )
-    model = configured_model(configuration, name, dtype, options)
     given = {BATCH_SIZE: batch_size, SEQUENCE_LENGTH: sequence_length, TARGET_LENGTH: sequence_length}
-    check_limits(model, name, given)
-    with quiet(), autocast_of(options):
-        return trace(model, batch_of(model, given), name=name, device_kind=device_kind, on_progress=on_progress)
+    shape = f"{batch_size} x {sequence_length}" if sequence_length is not None else f"{batch_size}"
+    with time_limit(f"tracing {name} with a batch of {shape}"):
+        with TimeChecks():
+            model = configured_model(configuration, name, dtype, options)
+        check_limits(model, name, given)
+        refused: WorkloadError | None = None
+        for batch in ModelInputs(model).batches(given):
+            try:
+                with quiet(), autocast_of(options), one_message(model, name):
+                    return trace(model, batch, name=name, device_kind=device_kind, on_progress=on_progress)
+            except (BatchRefusedError, ModelFailedError) as error:
+                refused = refused or error
+    assert refused is not None, "there is at least one batch"
+    raise refused
 
 
 def configured_model(
@@ -82,10 +95,7 @@ def autocast_of(options: TrainingOptions) -> AbstractContextManager[Any]:
 
 def variables_of(model: Any) -> tuple[str, ...]:
     """What the shape of the model's batch is made of."""
-    if model.main_input_name == "pixel_values":
-        return (BATCH_SIZE,)
-    has_targets = model.config.is_encoder_decoder and head_of(model) is Head.TOKENS
-    return (BATCH_SIZE, SEQUENCE_LENGTH, *((TARGET_LENGTH,) if has_targets else ()))
+    return ModelInputs(model).variables
 
 
 def limits_of(model: Any) -> tuple[Limit, ...]:
@@ -98,37 +108,71 @@ def limits_of(model: Any) -> tuple[Limit, ...]:
 
 def check_limits(model: Any, name: str, given: Mapping[str, int | None]) -> None:
     """Raise WorkloadError if the model cannot take a batch of this shape; the message names the field."""
-    wanted = variables_of(model)
+    inputs = ModelInputs(model)
+    wanted = inputs.variables
     for variable in (BATCH_SIZE, SEQUENCE_LENGTH):
         if variable in wanted and given[variable] is None:
             raise WorkloadError(f"{variable} is missing; {name} is trained on sequences. State it.")
         if variable not in wanted and given[variable] is not None:
-            raise WorkloadError(f"{variable} is {given[variable]}, but {name} reads images. Leave it out.")
+            raise WorkloadError(f"{variable} is {given[variable]}, but {name} reads {inputs.reads()}. Leave it out.")
     for limit in limits_of(model):
         value = given[limit.variable]
         if value is not None and value > limit.most:
             raise WorkloadError(f"{name} {limit.reason} but {limit.variable} is {value}. Lower it.")
 
 
-def batch_of(model: Any, given: Mapping[str, int | None]) -> dict[str, torch.Tensor]:
-    """A batch of that shape on the meta device, as the model is trained on.
+def batch_of(model: Any, given: Mapping[str, int | None]) -> dict[str, Any]:
+    """A batch of that shape as the model is trained on, on the meta device but for integers that are few.
 
-    Raises WorkloadError if the configuration does not say how many choices a sample has.
+    Raises WorkloadError if the configuration does not say how large its inputs are.
     """
-    batch_size, length = given[BATCH_SIZE] or 0, given[SEQUENCE_LENGTH] or 0
-    labels = Labels.of(model)
-    if model.main_input_name == "pixel_values":
-        config = model.config
-        dims = config.image_size if isinstance(config.image_size, (list, tuple)) else (config.image_size,) * 2
-        inputs = {"pixel_values": _empty((batch_size, config.num_channels, *dims), model.dtype)}
-    else:
-        choices = (labels.num_choices,) if labels.head is Head.CHOICES else ()
-        inputs = {"input_ids": _empty((batch_size, *choices, length), torch.long)}
-    target = TARGET_LENGTH if TARGET_LENGTH in variables_of(model) else SEQUENCE_LENGTH
-    shapes = labels.shapes(batch_size, length, given[target] or 0)
-    dtype = torch.float32 if labels.is_figures else torch.long
-    return inputs | {name: _empty(shape, dtype) for name, shape in shapes.items()}
+    return next(ModelInputs(model).batches(given))
 
 
-def _empty(dims: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty(dims, dtype=dtype, device="meta")
+class ModelFailedError(WorkloadError):
+    """The model's own code fails in a trace."""
+
+
+@contextmanager
+def one_message(model: nn.Module, name: str) -> Iterator[None]:
+    """Turn errors of a model's own code, which its trace runs, into WorkloadError; our own stay what they are."""
+    try:
+        yield
+    except BatchRefusedError as error:
+        if looks_at_values(error):
+            raise BatchRefusedError(f"{type(model).__name__} of {name} {_values_wanted(model)}") from error
+        raise
+    except ProtwinError:
+        raise
+    except Exception as error:
+        if _is_raised_here(error):
+            raise
+        if looks_at_values(error):
+            raise ModelFailedError(f"{type(model).__name__} of {name} {_values_wanted(model)}") from error
+        raise ModelFailedError(
+            f"{type(model).__name__} of {name} cannot be traced without its weights: {first_line(error)}. Trace it "
+            f"with weights and a batch of its own in Python: protwin.runtime.trace(model, batch)."
+        ) from error
+
+
+def _values_wanted(model: nn.Module) -> str:
+    """What to do about a model that decides by values that only a run with weights has."""
+    config = getattr(model, "config", None)
+    chances = {
+        name: value
+        for name, value in (config.to_dict() if config is not None else {}).items()
+        if name.endswith(("layerdrop", "layer_drop", "mask_time_prob", "mask_feature_prob")) and value
+    }
+    wants = "decides what to compute by values that only a run with weights has, so no trace without them holds"
+    if chances:
+        stated = ", ".join(f"{name} {value:g}" for name, value in chances.items())
+        return f"{wants}. Of its settings that draw by chance, set to 0: {stated}."
+    return f"{wants}. Trace it with weights and a batch of its own in Python: protwin.runtime.trace(model, batch)."
+
+
+def _is_raised_here(error: Exception) -> bool:
+    """Whether an error's innermost frame is of this package."""
+    frame = error.__traceback__
+    while frame is not None and frame.tb_next is not None:
+        frame = frame.tb_next
+    return frame is not None and str(frame.tb_frame.f_globals.get("__name__", "")).startswith("protwin.")

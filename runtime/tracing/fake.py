@@ -17,9 +17,10 @@ and every kind of place remains; a block that was taken out does what the one in
 from __future__ import annotations
 
 import copy
+import re
 import sys
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Final
 
 import torch
@@ -30,9 +31,12 @@ from ..model.batches import Batch
 from ..model.blocks import NamedBlock
 from ..model.kept_tensors import kept_tensors, replace_kept_tensors
 from ..model.strides import contiguous_strides, is_dense
+from .known_values import known
 
 _FUSED_ATTENTION: Final = "sdpa"
 _FIND_PACKED: Final = "find_packed_sequence_indices"
+_LAYER_NUMBERS: Final = re.compile("ind(ex|ic)|_layers$")
+"""Fields that may list layers by their numbers, such as ``fullatt_block_indexes``."""
 _LONGEST_PERIOD: Final = 8
 """Blocks after which a pattern of unequal ones may repeat."""
 
@@ -60,12 +64,17 @@ def _faked(tensor: torch.Tensor) -> torch.Tensor:
     return nn.Parameter(empty, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
 
 
-def fake_batch(batch: Batch, mode: FakeTensorMode) -> Batch:
-    """A batch of fake tensors with the shapes, strides and dtypes of ``batch``."""
+def fake_batch(batch: Batch, mode: FakeTensorMode, *, with_values: bool = False) -> Batch:
+    """A batch of fake tensors with the shapes, strides and dtypes of ``batch``.
+
+    With ``with_values``, real integers carry their values along (``known_values.py``).
+    """
 
     def fake(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
+        if with_values and not (value.is_meta or value.is_floating_point() or value.is_complex()):
+            return known(value, mode)
         with mode:
             strides = value.stride() if is_dense(value.shape, value.stride()) else contiguous_strides(value.shape)
             return torch.empty_strided(value.shape, strides, dtype=value.dtype, device="cpu")
@@ -123,16 +132,16 @@ def _unpacked(masking: Any) -> Iterator[None]:
         setattr(masking, _FIND_PACKED, find)
 
 
-def keep_representatives(model: nn.Module, blocks: Sequence[NamedBlock]) -> list[int] | None:
+def keep_representatives(model: nn.Module, blocks: Sequence[NamedBlock]) -> tuple[list[int], list[str]] | None:
     """Shorten every row of blocks in place to representatives (Note: Representatives).
 
-    Gives, for every original block, the index of the remaining block that stands for it; None, with the model
-    unchanged, if the blocks are not whole rows or none can be spared.
+    Gives, for every original block, the index of the remaining block that stands for it, and the remaining blocks'
+    names; None, with the model unchanged, if the blocks do not begin whole lists or none can be spared.
     """
     rows: dict[str, list[int]] = {}
     for index, block in enumerate(blocks):
         rows.setdefault(block.name.rpartition(".")[0], []).append(index)
-    if any(not _is_whole(model, path, [blocks[index].name for index in row]) for path, row in rows.items()):
+    if any(not _is_row(model, path, [blocks[index].name for index in row]) for path, row in rows.items()):
         return None
     if [index for row in rows.values() for index in row] != list(range(len(blocks))):
         return None
@@ -145,16 +154,28 @@ def keep_representatives(model: nn.Module, blocks: Sequence[NamedBlock]) -> list
     if all(len(kept[path]) == len(row) for path, row in rows.items()):
         return None
     for path, places in kept.items():
-        _shorten(model, path, places)
-    return stands_for
+        num_members = len(list(model.get_submodule(path).children()))
+        _shorten(model, path, [*places, *range(len(rows[path]), num_members)])
+    return stands_for, [f"{path}.{place}" for path, places in kept.items() for place in range(len(places))]
 
 
-def _is_whole(model: nn.Module, path: str, names: Sequence[str]) -> bool:
-    """Whether the blocks called ``names`` are all that the list at ``path`` holds."""
+def _is_row(model: nn.Module, path: str, names: Sequence[str]) -> bool:
+    """Whether the blocks called ``names`` are what the list at ``path`` begins with, and nobody numbers them."""
     row = model.get_submodule(path) if path else None
     if not isinstance(row, nn.ModuleList | nn.Sequential):
         return False
-    return [f"{path}.{key}" for key, _ in row.named_children()] == list(names)
+    parent = model.get_submodule(path.rpartition(".")[0])
+    if any(_numbers_layers(owner) for owner in (parent, getattr(parent, "config", None))):
+        return False
+    return [f"{path}.{key}" for key, _ in row.named_children()][: len(names)] == list(names)
+
+
+def _numbers_layers(owner: Any) -> bool:
+    """Whether a module or a configuration lists layers by their numbers, which would be others' in a shorter row."""
+    return any(
+        _LAYER_NUMBERS.search(name) and isinstance(value, list | tuple) and value and all(type(n) is int for n in value)
+        for name, value in getattr(owner, "__dict__", {}).items()
+    )
 
 
 def _before(kept: Mapping[str, Sequence[int]], path: str) -> int:
@@ -216,9 +237,14 @@ def _shorten(model: nn.Module, path: str, places: Sequence[int]) -> None:
         parent, name, nn.Sequential(*kept) if isinstance(getattr(parent, name), nn.Sequential) else nn.ModuleList(kept)
     )
     config: Any = getattr(parent, "config", None)
+    if getattr(config, "num_hidden_layers", None) == len(row):
+        # Features of an inner layer are counted from the end by it.
+        config.num_hidden_layers = len(places)
     listed = getattr(config, "layer_types", None)
     if isinstance(listed, list) and len(listed) == len(row):
-        config.layer_types = [listed[place] for place in places]
+        # Of some families the list follows from other fields, and is not looked at again.
+        with suppress(AttributeError):
+            config.layer_types = [listed[place] for place in places]
 
 
 def _signature(module: nn.Module) -> tuple[Any, ...]:

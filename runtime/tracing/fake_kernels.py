@@ -1,4 +1,4 @@
-"""Kernels that fake tensors lack: attention with dropout, as a GPU runs it, and grouped matrix products.
+"""Kernels that fake tensors lack: attention with dropout, as a GPU runs it, grouped matrix products, and CTC.
 
 [Note: Dropout in attention]
 torch's fused attention on the CPU knows no dropout: there scaled_dot_product_attention falls apart into products, a
@@ -14,6 +14,10 @@ Source: aten/src/ATen/native/transformers/cuda/sdp_utils.cpp.
 [Note: Grouped products]
 Mixtures of experts run all experts at once as one grouped matrix product.  torch knows its result for fake tensors in
 bfloat16 alone, though it computes it in every type.
+
+[Note: Transcripts]
+The size of what the CTC loss keeps for backward follows from the lengths of the targets, so torch refuses it for fake
+tensors.
 """
 
 from __future__ import annotations
@@ -23,9 +27,11 @@ from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..devices.time_limit import check_time
 
 _NAME: Final = "scaled_dot_product_attention"
 _FLASH_DTYPES: Final = (torch.float16, torch.bfloat16)
@@ -94,16 +100,43 @@ class FakeGroupedProducts(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Answer grouped products; hand everything else on."""
+        """Answer grouped products and CTC; hand everything else on, as long as there is time (``time_limit.py``)."""
+        check_time()
         kwargs = kwargs or {}
         if func is torch.ops.prim.device.default and not args[0].fake_mode.in_kernel_invocation:
             # Most of what is asked while fake tensors run: the answer of their own mode, without the way there.
             return args[0].fake_device
+        if func in _TRANSCRIPT_LOSSES and isinstance(args[0], FakeTensor):
+            return _transcript_loss(*args[:4])
+        if func in _TRANSCRIPT_GRADIENTS and isinstance(args[0], FakeTensor):
+            return torch.empty_like(args[1])
         if func is not torch.ops.aten._grouped_mm.default or args[0].dtype is torch.bfloat16:
             return func(*args, **kwargs)
         first, second = args[0], args[1]
         offsets = args[2] if len(args) > 2 else kwargs.get("offs")
         return first.new_empty(_grouped_shape(first, second, offsets), dtype=kwargs.get("out_dtype") or first.dtype)
+
+
+_TRANSCRIPT_LOSSES: Final = (torch.ops.aten._ctc_loss.default, torch.ops.aten._ctc_loss.Tensor)
+_TRANSCRIPT_GRADIENTS: Final = (torch.ops.aten._ctc_loss_backward.default, torch.ops.aten._ctc_loss_backward.Tensor)
+
+
+def _transcript_loss(
+    log_probs: torch.Tensor, targets: torch.Tensor, input_lengths: Any, target_lengths: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Losses, and the probabilities of all prefixes that backward reads, (samples, frames, 2 * longest + 1).
+
+    Targets of all samples in one row are taken to be equally long where their lengths are not known.
+    """
+    num_frames, num_samples = log_probs.shape[0], log_probs.shape[1]
+    lengths = getattr(target_lengths, "constant", None)
+    with unset_fake_temporarily():
+        lengths = lengths.tolist() if lengths is not None else None
+    if isinstance(target_lengths, list | tuple) or lengths is not None:
+        longest = max((int(n) for n in (target_lengths if lengths is None else lengths)), default=0)
+    else:
+        longest = targets.shape[-1] if targets.dim() > 1 else -(-targets.numel() // num_samples)
+    return log_probs.new_empty(num_samples), log_probs.new_empty(num_samples, num_frames, 2 * longest + 1)
 
 
 def _grouped_shape(first: torch.Tensor, second: torch.Tensor, offsets: torch.Tensor | None) -> tuple[int, ...]:

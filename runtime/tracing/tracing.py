@@ -16,7 +16,7 @@ from typing import Final
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ...shared.basics.errors import WorkloadError
+from ...shared.basics.errors import ScheduleError, WorkloadError
 from ...shared.schema.hardware import DeviceKind
 from ...shared.schema.plan import ActivationMode
 from ...shared.schema.schedule import OuterSection, TaskKind
@@ -36,9 +36,11 @@ from ..model.parameters import compute_dtype, describe_parameters
 from ..model.snapshot import left_as_found
 from ..model.strides import unkept_strides
 from .block_inputs import shared_inputs
+from .block_order import blocks_as_run
 from .cuda_autocast import autocast_as_on_cuda
 from .fake import fake_batch, fake_model, keep_representatives, plain_batches
 from .fake_kernels import FakeGroupedProducts, fused_dropout
+from .known_values import values_known, with_values_if_wanted
 from .observing import SeenIterations, observe_sections
 from .stopwatch import WARM_UP_ITERATIONS, time_sections
 
@@ -73,8 +75,29 @@ def trace(
     count_samples_and_tokens(batch)
     check_untaken(model)
     named = find_blocks(model, blocks)
+    traced = partial(_traced, model, batch, loss, repeats, name, device_kind, on_progress)
+    try:
+        return traced(named, blocks)
+    except ScheduleError:
+        order = blocks_as_run(model, batch, loss, named) if blocks is None else None
+        if order is None:
+            raise
+    return traced(find_blocks(model, order), order)
+
+
+def _traced(
+    model: nn.Module,
+    batch: Batch,
+    loss: Loss | None,
+    repeats: int,
+    name: str | None,
+    device_kind: DeviceKind,
+    on_progress: Callable[[int, int], None] | None,
+    named: Sequence[NamedBlock],
+    names: str | Sequence[str] | None,
+) -> Workload:
     if any(parameter.is_meta for parameter in model.parameters()):
-        subject = FakeSubject(model, blocks, device_kind=device_kind)
+        subject = FakeSubject(model, names, device_kind=device_kind)
         facts = traced_model(model, named, subject.stands_for, name=name, traced_with="fake")
         return assemble(facts, subject.at(batch, loss, on_progress))
     seen, seconds = _observe_real(model, batch, loss, named, repeats, on_progress)
@@ -118,23 +141,29 @@ class FakeSubject:
         self._mode = FakeTensorMode()
         self._twin = fake_model(model, self._mode)
         blocks = find_blocks(self._twin, names)
-        stands_for = keep_representatives(self._twin, blocks)
-        if stands_for is not None:
-            paths = dict.fromkeys(block.name.rpartition(".")[0] for block in blocks)
-            blocks = find_blocks(self._twin, list(paths))
-        self._blocks = blocks
-        self.stands_for = stands_for if stands_for is not None else list(range(len(blocks)))
+        kept = keep_representatives(self._twin, blocks)
+        stands_for, remaining = kept if kept is not None else (list(range(len(blocks))), None)
+        self._blocks = blocks if remaining is None else find_blocks(self._twin, remaining)
+        self.stands_for = stands_for
         """For every block of the model, the one that is observed for it."""
 
     def at(
         self, batch: Batch, loss: Loss | None = None, on_progress: Callable[[int, int], None] | None = None
     ) -> TracedShape:
-        """What one iteration on a batch of this shape does."""
+        """What one iteration on a batch of this shape does.
+
+        A model that looks at what the batch holds is run again with the values of its integers.
+        """
+        return with_values_if_wanted(batch, lambda with_values: self._at(batch, loss, on_progress, with_values))
+
+    def _at(
+        self, batch: Batch, loss: Loss | None, on_progress: Callable[[int, int], None] | None, with_values: bool
+    ) -> TracedShape:
         progress = _Progress(len(TRACED_MODES), on_progress)
-        given = fake_batch(batch, self._mode)
+        given = fake_batch(batch, self._mode, with_values=with_values)
         is_cuda = self._device_kind is DeviceKind.CUDA
         with (
-            self._mode,
+            values_known(self._mode) if with_values else self._mode,
             FakeGroupedProducts(),
             fused_dropout() if is_cuda else nullcontext(),
             autocast_as_on_cuda() if is_cuda else nullcontext(),

@@ -107,7 +107,7 @@ def _complaints(config: Mapping[str, Any], *, prefix: str) -> Iterator[str]:
     for field in _SIZES:
         value = config.get(field)
         # Published configurations leave null what is derived; other families have lists, one size per block.
-        if value is None or (required is None and isinstance(value, list | tuple)):
+        if value is None or (required is None and (isinstance(value, list | tuple | dict) or _is_absent(field, value))):
             continue
         bound = _MAX_COUNT if field in _COUNTS else _MAX_SIZE
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= bound:
@@ -126,6 +126,11 @@ def _complaints(config: Mapping[str, Any], *, prefix: str) -> Iterator[str]:
     for name, part in config.items():
         if name.endswith("_config") and isinstance(part, Mapping):
             yield from _complaints(part, prefix=f"{prefix}{name}.")
+
+
+def _is_absent(field: str, value: object) -> bool:
+    """Whether a family says by 0 that it has no such part (DeBERTa has no types of tokens)."""
+    return field in ("type_vocab_size", "head_dim") and value == 0
 
 
 def _nan_complaints(config: Mapping[str, Any], *, prefix: str) -> Iterator[str]:

@@ -83,7 +83,7 @@ def resolve_workload(
     ``cache`` is the folder of traced workloads; None: trace anew and keep nothing.  ``options`` say what of the model
     is trained, ``device`` on what, where that decides which kernels run and, without ``dtype``, in which element type;
     ``device_kind`` stands in for a device that is not described.  ``warn`` gets a message if that folder cannot be
-    written, and if a model of the catalogue has to be traced.
+    written; that a model is traced is ordinary.
 
     Raises ProtwinError if the model is unknown, its file is damaged, or the shape is missing (configurations) or
     another one (saved workloads).
@@ -117,7 +117,7 @@ def resolve_workload(
         options,
         device_kind if device is None else device.kind,
     )
-    found = _shipped(described, request, warn) if known_model(model) is not None else None
+    found = _shipped(described, request) if known_model(model) is not None else None
     return chosen.note_in(found if found is not None else _traced(request, cache, warn))
 
 
@@ -140,7 +140,7 @@ def untraced_workload(
     chosen = choose_dtype(published_dtype(described.config), dtype, device)
     kind = DeviceKind.CUDA if device is None else device.kind
     request = TraceRequest(described.config, described.name, batch_size, sequence_length, chosen.dtype, options, kind)
-    found = _shipped(described, request, _ignore)
+    found = _shipped(described, request)
     return None if found is None else chosen.note_in(found)
 
 
@@ -196,24 +196,23 @@ def _traced(request: TraceRequest, cache: Path | None, warn: Warn) -> Workload:
     return found
 
 
-def _shipped(described: ModelConfiguration, request: TraceRequest, warn: Warn) -> Workload | None:
-    """The answer of the family that comes with the package; None, with a warning, if it has none."""
+def _shipped(described: ModelConfiguration, request: TraceRequest) -> Workload | None:
+    """The answer of the family that comes with the package; None if it has none, so that the model is traced.
+
+    It has none of training with LoRA, frozen parts or autocast, of shapes beyond those proven, and of dropout in
+    attention on a CPU, where that runs otherwise.
+    """
     from .family import OutsideFamilyError
 
     family = resolve_family(described.name, dtype=request.dtype) if request.options.is_full else None
     if family is None:
-        dtype = request.dtype or published_dtype(described.config) or DType.FLOAT32
-        way = "full training" if request.options.is_full else "training with LoRA, frozen parts or autocast"
-        warn(f"no workload of {way} of {described.name} in {dtype} comes with protwin, so it is traced, with torch.")
         return None
     try:
         found = family.at(batch_size=request.batch_size, sequence_length=request.sequence_length)
         if request.device_kind is DeviceKind.CPU and has_fused_dropout(found):
-            warn(f"{described.name} has dropout in attention, which runs otherwise on a CPU: it is traced, with torch.")
             return None
         return found
-    except OutsideFamilyError as error:
-        warn(f"{error} It is traced, with torch.")
+    except OutsideFamilyError:
         return None
 
 
@@ -228,8 +227,11 @@ def usual_shape(model: str) -> tuple[int, int | None]:
 
 
 def _has_sequence(described: ModelConfiguration) -> bool:
-    """Whether a batch has a second dim: images have none."""
-    return "image_size" not in described.config or "vocab_size" in described.config
+    """Whether a batch is guaranteed to have a second dim.
+
+    Images have none, and what a family without a vocabulary of its own reads the trace alone knows.
+    """
+    return "vocab_size" in described.config
 
 
 def _saved_workload(model: str) -> Workload | None:

@@ -1,0 +1,65 @@
+"""In which order a model's blocks run, and which of them its loss depends on.
+
+The module tree tells where blocks are and not when they run: models of text and image list the text first and begin
+with the image, and take features of an inner layer, whose later ones then learn nothing.  So where blocks in the order
+of the tree are refused, one iteration on fake tensors tells.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from ..model.batches import Batch, Loss, loss_of
+from ..model.blocks import NamedBlock, find_blocks
+from ..model.nested_tensors import tensors_in
+from .fake import fake_batch, fake_model, plain_batches
+from .fake_kernels import FakeGroupedProducts
+from .known_values import values_known, with_values_if_wanted
+
+
+def blocks_as_run(model: nn.Module, batch: Batch, loss: Loss | None, blocks: Sequence[NamedBlock]) -> list[str] | None:
+    """Names of the blocks that the loss depends on, in the order in which they run.
+
+    None if this is the order of ``blocks``, or if some do not run once each: then no order is right.
+    """
+    names = [block.name for block in blocks]
+    ran, reached = with_values_if_wanted(batch, lambda with_values: _run(model, batch, loss, names, with_values))
+    times = Counter(ran)
+    if any(times[name] != 1 for name in names):
+        return None
+    order = [name for name in ran if name in reached]
+    return order if order and order != names else None
+
+
+def _run(
+    model: nn.Module, batch: Batch, loss: Loss | None, names: Sequence[str], with_values: bool
+) -> tuple[list[str], set[str]]:
+    """The blocks as they ran in one iteration, and those whose output backward came by, or never can."""
+    mode = FakeTensorMode()
+    twin = fake_model(model, mode)
+    ran: list[str] = []
+    reached: set[str] = set()
+
+    def leave(name: str) -> Callable[..., None]:
+        def left(module: nn.Module, args: Any, output: Any) -> None:
+            ran.append(name)
+            learning = [t for t in tensors_in(output) if t.requires_grad and not t.is_leaf]
+            for tensor in learning:
+                tensor.register_hook(lambda _: reached.add(name))  # type: ignore[no-untyped-call]
+            if not learning:
+                reached.add(name)
+
+        return left
+
+    for block in find_blocks(twin, list(names)):
+        block.module.register_forward_hook(leave(block.name))
+    with values_known(mode) if with_values else mode, FakeGroupedProducts(), plain_batches():
+        value = loss_of(twin, fake_batch(batch, mode, with_values=with_values), loss)
+        torch.autograd.backward(value)
+    return ran, reached

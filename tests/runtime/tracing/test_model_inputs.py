@@ -1,0 +1,90 @@
+"""What a model reads beside text is derived from its signature and its configuration, and the real model takes it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from protwin.runtime import trace
+from protwin.runtime.model.byte_text import head_batches
+from protwin.runtime.tracing import known_values
+from protwin.runtime.tracing.configurations import workload_of_configuration
+from protwin.shared.basics.errors import ScheduleError, WorkloadError
+from protwin.shared.schema.workload import OperationClass, Phase, Workload
+from tests.runtime.modalities import MODALITIES, SPEECH, model_and_batch
+
+
+def traced(name: str) -> Workload:
+    config, length, _ = MODALITIES[name]
+    return workload_of_configuration(config, name=name, batch_size=2, sequence_length=length)
+
+
+def products(phase: Phase) -> int:
+    return sum(op.flops * op.count for op in phase.operations if op.operation_class is OperationClass.MATMUL)
+
+
+@pytest.mark.parametrize("name", MODALITIES)
+def test_the_trace_without_weights_is_the_real_one(name: str) -> None:
+    """The real model learns from the batch, and does on it what was traced: blocks, operations and bytes."""
+    fake = traced(name)
+    assert fake.batch_shapes == MODALITIES[name][2]
+    model, batch = model_and_batch(name)
+    loss = model(**batch).loss
+    loss.backward()
+    assert torch.isfinite(loss)
+    model.zero_grad()
+    real = trace(model, batch, repeats=0)
+    assert [block.name for block in fake.blocks] == [block.name for block in real.blocks]
+    for block, other in zip(fake.blocks, real.blocks, strict=True):
+        one, two = fake.profiles[block.profile], real.profiles[other.profile]
+        assert one.forward.net_bytes == two.forward.net_bytes, block.name
+        assert one.backward.net_bytes == two.backward.net_bytes
+        assert products(one.forward) == products(two.forward) > 0
+
+
+def test_blocks_are_in_the_order_in_which_they_run() -> None:
+    """The text is listed first, the image runs first; nothing is trained behind the features that Llava takes."""
+    clip, llava = ([block.name for block in traced(name).blocks] for name in ("clip", "llava"))
+    assert clip == [f"{part}_model.encoder.layers.{i}" for part in ("vision", "text") for i in range(3)]
+    assert [name for name in llava if "vision" in name] == [
+        f"model.vision_tower.encoder.layers.{i}" for i in range(2)
+    ], llava
+    assert len(llava) == 5
+
+
+def test_names_of_blocks_that_are_given_are_not_reordered() -> None:
+    model, batch = model_and_batch("clip")
+    with pytest.raises(ScheduleError, match="Every block must run once"):
+        trace(model, batch, repeats=0, blocks=["text_model.encoder.layers", "vision_model.encoder.layers"])
+
+
+def test_without_values_models_that_look_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The wrong variant: integers of the batch without their values."""
+    monkeypatch.setattr(known_values, "looks_at_values", lambda _: False)
+    with pytest.raises(WorkloadError, match="values that only a run with weights has"):
+        traced("qwen2_vl")
+
+
+def test_what_is_drawn_by_chance_is_named() -> None:
+    with pytest.raises(WorkloadError, match=r"set to 0: layerdrop 0\.1"):
+        workload_of_configuration(SPEECH, name="speech", batch_size=2, sequence_length=2560)
+
+
+def test_an_image_that_fills_the_text_is_refused() -> None:
+    config = MODALITIES["llava"][0]
+    with pytest.raises(WorkloadError, match=r"images take 4 tokens each .* Raise it to 6 at least"):
+        workload_of_configuration(config, name="mine", batch_size=2, sequence_length=5)
+
+
+@pytest.mark.parametrize(("name", "wrong"), [("segformer", 8), ("whisper", None), ("clip", None)])
+def test_a_length_is_asked_for_where_there_is_one(name: str, wrong: int | None) -> None:
+    message = "Leave it out" if wrong else "State it"
+    with pytest.raises(WorkloadError, match=message):
+        workload_of_configuration(MODALITIES[name][0], name=name, batch_size=2, sequence_length=wrong)
+
+
+@pytest.mark.parametrize("name", ["clip", "qwen2_vl", "whisper"])
+def test_text_is_no_training_of_what_reads_more(name: str) -> None:
+    model, _ = model_and_batch(name, device="meta")
+    with pytest.raises(WorkloadError, match="batches of its own"):
+        next(head_batches(model, b"to be " * 99, batch_size=2, sequence_length=6, num_batches=1))
