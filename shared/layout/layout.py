@@ -14,6 +14,7 @@ from functools import cached_property
 from typing import Final
 
 from ..basics.errors import PlanError
+from ..basics.shown import Shown
 from ..schema.plan import ParallelMode, Plan
 from ..schema.schedule import ChunkId
 from ..schema.workload import DType, Parameter, Workload
@@ -78,8 +79,8 @@ class Chunk:
         return self.num_trainable > 0
 
 
-@dataclass(frozen=True)
-class Layout:
+@dataclass(frozen=True, repr=False)
+class Layout(Shown):
     """All chunks of a workload, in execution order."""
 
     chunk_bytes: int

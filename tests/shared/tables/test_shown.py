@@ -14,13 +14,14 @@ from protwin.shared.basics.documents import Document
 from protwin.shared.basics.shown import Shown
 from protwin.shared.basics.units import format_bytes, format_seconds
 from protwin.shared.catalogue.machines import machine
+from protwin.shared.layout.layout import build_layout
 from protwin.shared.records.comparison import compare_records
 from protwin.shared.schema.advice import Advice
 from protwin.shared.schema.schedule import Schedule
 from protwin.shared.tables.shown import as_html, screenful
 from protwin.shared.tables.table import Table
 from tests.shared.found import result_of
-from tests.shared.laid_out import laid_out
+from tests.shared.laid_out import decoder_workload, laid_out
 from tests.shared.report.test_advice import ranked
 from tests.shared.report_pages import HOSTILE, crowded, hostile, parse
 
@@ -80,6 +81,12 @@ def test_data_that_is_part_of_a_document_is_short_too() -> None:
     assert "<5 entries>" in repr(record)
     assert "MemoryCurve(…)" in repr(record)
     assert "num_ranks" not in repr(record.plan), "what is as it is by default is left out"
+    layout = build_layout(decoder_workload(40).parameters, num_blocks=40, chunk_bytes=2**23)
+    assert (
+        str(layout)
+        == repr(layout)
+        == f"Layout(chunk_bytes=8388608, chunks=<{len(layout.chunks)} entries>, num_blocks=40)"
+    )
     assert "n_swap=3" in repr(record.plan.model_copy(update={"n_swap": 3}))
 
 
