@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 from ..layout.layout import master_bytes, moment_bytes
@@ -16,6 +16,7 @@ from ..schema.workload import DType, OperationClass, Parameter, Workload
 _LORA: Final = re.compile(r"(?:^|\.)lora_(?:embedding_)?[abAB](?:\.|$)")
 """What protwin and PEFT call low-rank matrices."""
 _FIRST_LORA: Final = re.compile(r"(?:^|\.)lora_(?:embedding_)?[aA](?:\.|$)")
+_NUMBER: Final = re.compile(r"(?<=\.)\d+(?=\.|$)")
 _MATRIX_CLASSES: Final = frozenset({OperationClass.MATMUL, OperationClass.ATTENTION})
 
 
@@ -90,7 +91,7 @@ def matrix_dtype(workload: Workload) -> DType:
 
 
 def frozen_modules(parameters: Sequence[Parameter]) -> tuple[str, ...]:
-    """The outermost modules none of whose parameters is trained, in order; layers in a row as ``layers.0-9``.
+    """The outermost modules none of whose parameters is trained, in order; equal layers as ``layers.0-9``.
 
     A parameter that is frozen beside trained ones of its module is named itself.  Empty if all are trained.
     """
@@ -100,7 +101,7 @@ def frozen_modules(parameters: Sequence[Parameter]) -> tuple[str, ...]:
         for p in parameters
         if not p.trainable
     )
-    return _in_rows(tuple(dict.fromkeys(found)))
+    return _in_rows(dict.fromkeys(found))
 
 
 def _prefixes(name: str) -> list[str]:
@@ -109,23 +110,25 @@ def _prefixes(name: str) -> list[str]:
     return [".".join(steps[: place + 1]) for place in range(len(steps))]
 
 
-def _in_rows(names: Sequence[str]) -> tuple[str, ...]:
-    """Names that count up at their end, joined: ``layers.0``, ``layers.1`` to ``layers.0-1``."""
-    rows: list[tuple[str, int, int] | str] = []
+def _in_rows(names: Iterable[str]) -> tuple[str, ...]:
+    """Names that differ in their first number alone, joined: ``a.0.b`` and ``a.1.b`` to ``a.0-1.b``."""
+    rows: dict[tuple[str, str], list[int]] = {}
     for name in names:
-        stem, dot, last = name.rpartition(".")
-        if not dot or not last.isdecimal():
-            rows.append(name)
-            continue
-        before = rows[-1] if rows else ""
-        if isinstance(before, tuple) and before[0] == stem and before[2] + 1 == int(last):
-            rows[-1] = (stem, before[1], int(last))
+        found = _NUMBER.search(name)
+        before, after = (name, "") if found is None else (name[: found.start()], name[found.end() :])
+        rows.setdefault((before, after), []).extend([] if found is None else [int(found[0])])
+    return tuple(f"{before}{_ranges(numbers)}{after}" for (before, after), numbers in rows.items())
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """``"0-3,5"``; empty for no numbers."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and runs[-1][-1] + 1 == number:
+            runs[-1].append(number)
         else:
-            rows.append((stem, int(last), int(last)))
-    return tuple(
-        row if isinstance(row, str) else f"{row[0]}.{row[1]}" + (f"-{row[2]}" if row[2] > row[1] else "")
-        for row in rows
-    )
+            runs.append([number])
+    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
 
 
 def _target(name: str) -> str:

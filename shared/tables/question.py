@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 from ..basics.units import format_bytes, format_count
@@ -10,6 +11,8 @@ from ..schema.workload import DType, DTypeOrigin
 from .labels import format_share
 from .table import Table
 
+_MOST_NAMES: Final = 8
+"""A transformer's layer has seven linear maps."""
 _DEVICE_CHOICE: Final = {
     DType.BFLOAT16: "since the device computes in it",
     DType.FLOAT16: "since the device computes in it and not in bfloat16",
@@ -46,8 +49,14 @@ def _model(question: Question) -> str:
     if question.num_parameters:
         trained += f" ({format_share(question.num_trained / question.num_parameters)})"
     if question.lora_rank is not None:
-        return f"{size}, {trained}: LoRA of rank {question.lora_rank} on {', '.join(question.lora_targets)}"
-    return f"{size}, {trained}; frozen: {', '.join(question.frozen)}"
+        return f"{size}, {trained}: LoRA of rank {question.lora_rank} on {_first(question.lora_targets)}"
+    return f"{size}, {trained}; frozen: {_first(question.frozen)}"
+
+
+def _first(names: Sequence[str]) -> str:
+    """The first names, and how many more there are."""
+    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    return f"{', '.join(names[:_MOST_NAMES])}{more}"
 
 
 def weights_words(chosen: DType, published: DType | None, origin: DTypeOrigin | None) -> str:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from ..basics.errors import WorkloadError
-from ..schema.hardware import Device
+from ..schema.hardware import Device, DeviceKind
 from ..schema.workload import DType, DTypeOrigin, Workload
 
 TRAINABLE: Final = (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16)
@@ -32,8 +32,9 @@ def choose_dtype(published: str | None, asked: str | None, device: Device | None
     """The element type to train in.
 
     That which is asked for; else the published one if it has 16 bits and the device computes in it; else the first of
-    bfloat16 and float16 that the device computes in, with float32 masters; else float32.  Without a device it is the
-    published one.  A configuration that names none counts as float32, as transformers has it.
+    bfloat16 and float16 that the device computes in, with float32 masters; else float32.  Without a device, and on the
+    CPU as a device, whose rates vary from one probe to the next, it is the published one.  A configuration that names
+    none counts as float32, as transformers has it.
 
     Raises WorkloadError if nothing can be trained in ``asked``, or, without it, in the published type.
     """
@@ -45,7 +46,7 @@ def choose_dtype(published: str | None, asked: str | None, device: Device | None
         return ChosenDType(wanted, DTypeOrigin.ASKED, own)
     if own not in TRAINABLE:
         raise WorkloadError(f"dtype {published!r} cannot be trained; use {', '.join(TRAINABLE)}.")
-    if device is None or (own in _NARROW and computes_in(device, own)):
+    if device is None or device.kind is DeviceKind.CPU or (own in _NARROW and computes_in(device, own)):
         chosen = own
     else:
         chosen = next((dtype for dtype in _NARROW if computes_in(device, dtype)), DType.FLOAT32)
@@ -61,9 +62,6 @@ def _called(name: str) -> DType | None:
 
 
 def computes_in(device: Device, dtype: DType) -> bool:
-    """Whether the device states a rate of its own for products of ``dtype``, no lower than for float32.
-
-    A processor may know bfloat16 and be slower in it.
-    """
+    """Whether the device states a rate of its own for products of ``dtype``, no lower than for float32."""
     rate = device.peak_flop_per_s.get(dtype)
     return rate is not None and rate >= device.peak_flop_per_s.get(DType.FLOAT32, 0.0)

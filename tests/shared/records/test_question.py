@@ -38,7 +38,11 @@ def _plan(workload: Workload) -> Plan:
             ("m.layers.0-1", "m.n"),
         ),
         ({"m.norm.weight": True, "m.norm.bias": False}, ("m.norm.bias",)),
-        ({"m.9.w": False, "m.10.w": False, "m.12.w": False, "m.13.w": True}, ("m.9-10", "m.12")),
+        ({"m.9.w": False, "m.10.w": False, "m.12.w": False, "m.13.w": True}, ("m.9-10,12",)),
+        (
+            {f"m.{layer}.{part}.w": part == "norm" for layer in range(12) for part in ("q", "k", "norm")},
+            ("m.0-11.q", "m.0-11.k"),
+        ),
     ],
 )
 def test_frozen_modules_are_the_outermost(named: dict[str, bool], found: tuple[str, ...]) -> None:

@@ -11,7 +11,7 @@ from protwin.shared.basics.errors import FileError, WorkloadError
 from protwin.shared.catalogue.machines import load_hardware
 from protwin.shared.catalogue.models import load_model_configuration
 from protwin.shared.records.question import question_of
-from protwin.shared.schema.hardware import Device
+from protwin.shared.schema.hardware import Device, DeviceKind
 from protwin.shared.schema.plan import Plan
 from protwin.shared.schema.workload import DType, DTypeOrigin
 from protwin.shared.tables.question import question_lines
@@ -37,7 +37,7 @@ def device(**rates: float) -> Device:
 
 AMPERE, TURING = device(float32=10.0, bfloat16=80.0, float16=80.0), device(float32=8.0, float16=65.0)
 SLOW_IN_BFLOAT16 = device(float32=4.0, bfloat16=1.0)
-"""A processor: probed in both, and faster in float32."""
+PROCESSOR = device(float32=1.0, bfloat16=4.0).model_copy(update={"kind": DeviceKind.CPU})
 
 
 @pytest.mark.parametrize(
@@ -52,6 +52,8 @@ SLOW_IN_BFLOAT16 = device(float32=4.0, bfloat16=1.0)
         (F16, TURING, F16, PUBLISHED),
         (F32, SLOW_IN_BFLOAT16, F32, PUBLISHED),
         (BF16, SLOW_IN_BFLOAT16, F32, DEVICE),
+        (F32, PROCESSOR, F32, PUBLISHED),
+        (F16, PROCESSOR, F16, PUBLISHED),
         (F32, None, F32, PUBLISHED),
         (BF16, None, BF16, PUBLISHED),
     ],

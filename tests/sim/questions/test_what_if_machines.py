@@ -23,11 +23,13 @@ GIB = 2**30
 
 def test_a_part_takes_the_place_of_the_machines_own() -> None:
     device, host, link = (one.hardware for one in changed_machines(["rtx-4090", "epyc-96", "pcie5-x16"], HERE))
-    assert device == HERE.model_copy(update={"device": device_part("rtx-4090"), "name": "rtx-4090"})
-    assert host == HERE.model_copy(update={"host": host_part("epyc-96")})
+    named = {"device": device_part("rtx-4090"), "name": "rtx-4090", "overrides": ("device=rtx-4090",)}
+    assert device == HERE.model_copy(update=named)
+    assert host == HERE.model_copy(update={"host": host_part("epyc-96"), "overrides": ("host=epyc-96",)})
     pair = link_part("pcie5-x16")
     links = {"host_to_device": pair.host_to_device, "device_to_host": pair.device_to_host}
-    assert link == HERE.model_copy(update=links | {"full_duplex": pair.full_duplex})
+    changed = {"full_duplex": pair.full_duplex, "overrides": ("link=pcie5-x16",)}
+    assert link == HERE.model_copy(update=links | changed)
 
 
 def test_several_changes_make_one_question_in_any_order() -> None:
