@@ -18,6 +18,7 @@ from typing import Final
 
 import numpy as np
 
+from ..engine.folding import Repeating
 from ..space.compute_table import FloatArray
 from ..space.lane_order import NOTHING, Waits
 from ..space.side_lanes import COLLECTIVE, COMPUTE, CPU_OPTIM, D2H, H2D, SideLanes
@@ -119,6 +120,22 @@ def copy_programs(side_lanes: SideLanes, depth: int, slowest: FloatArray) -> tup
         durations_s = np.zeros(0) if lane == COMPUTE or not len(begins) else np.add.reduceat(seconds, begins)
         fused.append(LaneProgram(begins, durations_s, kept))
     return tuple(fused)
+
+
+def repeating_programs(side_lanes: SideLanes, programs: tuple[LaneProgram, ...]) -> Repeating | None:
+    """Where the fused programs of all lanes repeat, micro-batch after micro-batch; None if they do not."""
+    middle = side_lanes.positions.micro_batches - 3
+    num_fused = []
+    for program, (first, num_tasks) in zip(programs, side_lanes.micro_batch_places(middle), strict=True):
+        before, within, after = (
+            program.begins[(program.begins >= begin) & (program.begins < begin + num_tasks)] - begin
+            for begin in (first - num_tasks, first, first + num_tasks)
+        )
+        if not (np.array_equal(before, within) and np.array_equal(within, after)):
+            return None
+        num_fused.append(len(within))
+    mark = int(np.searchsorted(programs[COMPUTE].begins, (middle + 1) * side_lanes.positions.micro_length)) - 1
+    return Repeating(tuple(num_fused), mark)
 
 
 def _compute_joins(side_lanes: SideLanes, waits: Waits, met: dict[int, BoolArray]) -> BoolArray:
