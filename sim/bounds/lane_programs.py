@@ -148,6 +148,8 @@ def _compute_joins(side_lanes: SideLanes, waits: Waits, met: dict[int, BoolArray
     joins[positions.step_begin(np.flatnonzero(begins))] = False
     # Device Adam is what the length of an iteration is read off.
     joins[[0, -1]] = False
+    # Micro-batches are told apart by a task that ends with each ([Note: Folded iterations]).
+    joins[: -1 : positions.micro_length] = False
     return joins
 
 

@@ -80,7 +80,7 @@ def find_folds(ends_s: Sequence[Sequence[Ends]], repeating: Repeating) -> Folds 
         begin_s = float(lanes[0][repeating.mark])
         end_s = float(lanes[0][repeating.mark + per_compute])
         marks.append((begin_s, end_s - begin_s))
-        window = _repeats(lanes, repeating.num_tasks, begin_s, end_s)
+        window = _repeats(lanes, repeating.num_tasks, begin_s, end_s) if end_s > begin_s else None
         if window is None:
             return None
         windows.append(window)
