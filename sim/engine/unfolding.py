@@ -14,9 +14,8 @@ import numpy as np
 
 from ...shared.records.flops import hardware_flops
 from ...shared.records.phase_waits import SpanOf, phase_waits
-from ...shared.schema.record import MemoryCurve, TaskTiming
+from ...shared.schema.record import MemoryCurve, PhaseWait, TaskTiming
 from ...shared.schema.schedule import Lane, Task, TaskKind
-from ...shared.schema.time_accounts import PhaseWait
 from .timing import Fold
 
 MOST_LISTED: Final = 50_000
