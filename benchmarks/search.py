@@ -283,7 +283,7 @@ def _other_ways(problem: SearchProblem, workload: Workload, sample: int) -> tupl
 
     def replay_all() -> None:
         plans = [ReplayPlan(one.side_lanes, depths[one.index[1]], one.index[2]) for one in candidates]
-        Replayer(problem.compute, problem.contention).periods_s(plans)
+        Replayer(problem.contention).periods_s(plans)
 
     return (
         *(_seconds(simulate_all) / len(compiled), len(compiled)),

@@ -18,6 +18,7 @@ from typing import Final
 
 import numpy as np
 
+from ..engine.folding import Repeating
 from ..space.compute_table import FloatArray
 from ..space.lane_order import NOTHING, Waits
 from ..space.side_lanes import COLLECTIVE, COMPUTE, CPU_OPTIM, D2H, H2D, SideLanes
@@ -121,6 +122,22 @@ def copy_programs(side_lanes: SideLanes, depth: int, slowest: FloatArray) -> tup
     return tuple(fused)
 
 
+def repeating_programs(side_lanes: SideLanes, programs: tuple[LaneProgram, ...]) -> Repeating | None:
+    """Where the fused programs of all lanes repeat, micro-batch after micro-batch; None if they do not."""
+    middle = side_lanes.positions.micro_batches - 3
+    num_fused = []
+    for program, (first, num_tasks) in zip(programs, side_lanes.micro_batch_places(middle), strict=True):
+        before, within, after = (
+            program.begins[(program.begins >= begin) & (program.begins < begin + num_tasks)] - begin
+            for begin in (first - num_tasks, first, first + num_tasks)
+        )
+        if not (np.array_equal(before, within) and np.array_equal(within, after)):
+            return None
+        num_fused.append(len(within))
+    mark = int(np.searchsorted(programs[COMPUTE].begins, (middle + 1) * side_lanes.positions.micro_length)) - 1
+    return Repeating(tuple(num_fused), mark)
+
+
 def _compute_joins(side_lanes: SideLanes, waits: Waits, met: dict[int, BoolArray]) -> BoolArray:
     """(L,) whether a compute task waits for nothing new; ``waits``: of steps, and of device Adam."""
     positions = side_lanes.positions
@@ -131,6 +148,8 @@ def _compute_joins(side_lanes: SideLanes, waits: Waits, met: dict[int, BoolArray
     joins[positions.step_begin(np.flatnonzero(begins))] = False
     # Device Adam is what the length of an iteration is read off.
     joins[[0, -1]] = False
+    # Micro-batches are told apart by a task that ends with each ([Note: Folded iterations]).
+    joins[: -1 : positions.micro_length] = False
     return joins
 
 

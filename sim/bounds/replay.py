@@ -6,22 +6,27 @@ plans along one numpy axis, without building tasks.  Every lane of every plan ru
 each plan's time pass to its next end of a task, under the rates of the lanes that run.  Where the tasks have become
 periodic after as many iterations as the simulator runs at least, the period is the simulator's up to rounding, and
 ``REPLAY_FRAC`` of it a lower bound.  Where they have not, there is no answer.
+
+Of many micro-batches few are replayed ([Note: Folded iterations] in ``sim/engine/folding.py``); where the micro-batches
+themselves are not periodic then, there is no answer either.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Final
 
 import numpy as np
 
 from ..costs.contention import ContentionModel
+from ..engine.folding import Repeating, find_folds, settled_period_s
 from ..engine.simulator import MIN_ITERATIONS
-from ..space.compute_table import ComputeTable, FloatArray
+from ..space.compute_table import FloatArray
 from ..space.side_lanes import COMPUTE, SideLanes
 from ..space.space import BoolArray, IntArray
-from .lane_programs import WAITS_FOR, LaneProgram, copy_programs
+from .lane_programs import WAITS_FOR, LaneProgram, copy_programs, repeating_programs
 
 REPLAY_FRAC: Final = 1 - 1e-5
 """Covers the tolerance of "periodic" and the rounding of sums in another order."""
@@ -35,6 +40,8 @@ _NEVER: Final = 2**40
 _SIMULTANEOUS: Final = 1 + 1e-12
 _FOREVER_S: Final = 1e300
 _STEPS_BETWEEN_LOOKS: Final = 32
+_MOST_KNOWN: Final = 1024
+"""Copies that are kept from one batch of plans to the next."""
 _WORTH_DROPPING: Final = 0.75
 """Plans that are done leave the arrays once fewer than this share is left."""
 
@@ -48,6 +55,19 @@ class ReplayPlan:
     """Prefetch depth."""
     mode: int
     """Row of the compute table."""
+    num_left_out: int = 0
+    """Micro-batches that the plan has beyond those of its lanes."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Copies:
+    """What is kept of the lanes of many plans."""
+
+    side_lanes: SideLanes
+    """Keeps its ``id`` from being reused."""
+    programs: tuple[LaneProgram, ...]
+    repeating: Repeating | None
+    """None where no micro-batch repeats the one before."""
 
 
 @dataclass(frozen=True)
@@ -69,30 +89,90 @@ class _Programs:
 class Replayer:
     """Replays plans of one workload on one machine; what it has learnt of their copies it keeps."""
 
-    def __init__(self, compute: ComputeTable, contention: ContentionModel) -> None:
-        self._compute = compute
+    def __init__(self, contention: ContentionModel) -> None:
         self._slowdowns = _slowdown_table(contention)
-        self._known: dict[tuple[int, int], tuple[SideLanes, tuple[LaneProgram, ...]]] = {}
-        """By ``id`` and depth; the entry keeps the id from being reused."""
+        self._known: dict[tuple[int, int], _Copies] = {}
+        """By ``id`` and depth."""
 
     def periods_s(self, plans: Sequence[ReplayPlan]) -> FloatArray:
         """(J,) the period of every plan, NaN where it is not periodic after ``MIN_ITERATIONS`` iterations."""
         if not plans:
             return np.zeros(0)
-        builder = _Builder(self._compute)
-        programs = builder.programs([builder.lanes(plan, self._copies(plan)) for plan in plans])
-        ends_s = _run(programs, self._slowdowns)
+        # Copies of earlier plans rarely come again, and take much room together.
+        if len(self._known) > _MOST_KNOWN:
+            self._known.clear()
+        known = [self._copies(plan) for plan in plans]
+        periods_s = np.full(len(plans), np.nan)
+        folded = [number for number, plan in enumerate(plans) if plan.num_left_out and known[number].repeating]
+        if folded:
+            periods_s[folded] = self._settled_s([plans[number] for number in folded])
+        left = np.flatnonzero(np.isnan(periods_s)).tolist()
+        if left:
+            periods_s[left] = self._steady_s([plans[number] for number in left])
+        return periods_s
+
+    def _programs(self, plans: Sequence[ReplayPlan]) -> _Programs:
+        builder = _Builder()
+        return builder.programs([builder.lanes(plan, self._copies(plan).programs) for plan in plans])
+
+    def _settled_s(self, plans: Sequence[ReplayPlan]) -> FloatArray:
+        """(J,) the periods of plans of which micro-batches are left out, where two iterations tell them; else NaN."""
+        repeating = [self._copies(plan).repeating for plan in plans]
+        programs = self._programs(plans)
+        targets = np.zeros_like(programs.lengths)
+        targets[:, COMPUTE] = programs.lengths[:, COMPUTE] + [
+            one.mark + one.num_tasks[COMPUTE] + 2 for one in repeating if one
+        ]
+        ends_s = _run(programs, self._slowdowns, targets)[:2]
+        stops = programs.lengths.cumsum().tolist()
+        lanes = [[row[begin:stop] for row in ends_s] for begin, stop in pairwise([0, *stops])]
+        num_lanes = programs.lengths.shape[1]
+        periods_s = np.full(len(plans), np.nan)
+        for number, (plan, one) in enumerate(zip(plans, repeating, strict=True)):
+            assert one is not None, "only plans that repeat are settled"
+            of_plan = lanes[number * num_lanes : (number + 1) * num_lanes]
+            period_s = settled_period_s(list(zip(*of_plan, strict=True)), one, plan.num_left_out)
+            if period_s is not None:
+                periods_s[number] = period_s
+        return periods_s
+
+    def _steady_s(self, plans: Sequence[ReplayPlan]) -> FloatArray:
+        """(J,) the periods by the simulator's rule."""
+        known = [self._copies(plan) for plan in plans]
+        programs = self._programs(plans)
+        ends_s = _run(programs, self._slowdowns, programs.lengths * MIN_ITERATIONS)
         lengths = programs.lengths
         begins = np.append(0, lengths.sum(axis=1).cumsum()[:-1])
-        return _periods_s(ends_s, begins, begins + lengths[:, COMPUTE] - 1)
+        is_known = np.ones(len(plans), dtype=np.bool_)
+        for number, (plan, copies) in enumerate(zip(plans, known, strict=True)):
+            if plan.num_left_out:
+                stop = begins[number] + lengths[number].sum()
+                is_known[number] = _unfold(
+                    ends_s[:, begins[number] : stop], lengths[number], copies.repeating, plan.num_left_out
+                )
+        return np.where(is_known, _periods_s(ends_s, begins, begins + lengths[:, COMPUTE] - 1), np.nan)
 
-    def _copies(self, plan: ReplayPlan) -> tuple[LaneProgram, ...]:
+    def _copies(self, plan: ReplayPlan) -> _Copies:
         key = id(plan.side_lanes), plan.depth
         known = self._known.get(key)
         if known is None:
-            known = plan.side_lanes, copy_programs(plan.side_lanes, plan.depth, self._slowdowns.max(axis=0))
-            self._known[key] = known
-        return known[1]
+            programs = copy_programs(plan.side_lanes, plan.depth, self._slowdowns.max(axis=0))
+            repeating = repeating_programs(plan.side_lanes, programs) if plan.num_left_out else None
+            known = self._known[key] = _Copies(plan.side_lanes, programs, repeating)
+        return known
+
+
+def _unfold(ends_s: FloatArray, lengths: IntArray, repeating: Repeating | None, num_left_out: int) -> bool:
+    """Make the ends of one plan's tasks, (iterations, tasks), those with all micro-batches; whether they are known."""
+    if repeating is None:
+        return False
+    parts = np.append(0, lengths.cumsum()).tolist()
+    folds = find_folds([[row[begin:stop] for begin, stop in pairwise(parts)] for row in ends_s], repeating)
+    if folds is None:
+        return False
+    for iteration, row in enumerate(ends_s):
+        row += folds.shifts_s(num_left_out, iteration, lengths.tolist())
+    return True
 
 
 def _periods_s(ends_s: FloatArray, begins: IntArray, last: IntArray) -> FloatArray:
@@ -127,8 +207,7 @@ class _Lane:
 class _Builder:
     """Lays programs end to end; plans share what travels."""
 
-    def __init__(self, compute: ComputeTable) -> None:
-        self._compute = compute
+    def __init__(self) -> None:
         self._durations: list[FloatArray] = []
         self._waits: list[IntArray] = []
         self._num_durations = self._num_waits = 0
@@ -151,7 +230,7 @@ class _Builder:
             )
             self._copies[key] = self._add_waits(compute.waits, lengths[waits_for[COMPUTE]]), lanes
         first_wait, lanes = self._copies[key]
-        seconds = self._compute.iteration_s(plan.mode, plan.side_lanes.residency.device_adam_s)
+        seconds = plan.side_lanes.compute.iteration_s(plan.mode, plan.side_lanes.residency.device_adam_s)
         durations_s = np.add.reduceat(seconds, copies[COMPUTE].begins)
         return (_Lane(int(lengths[COMPUTE]), self._add_durations(durations_s), first_wait), *lanes)
 
@@ -195,13 +274,13 @@ class _Builder:
 class _Lanes:
     """All lanes of all plans, flat and lane by lane: entry ``l * J + j`` is lane l of plan j."""
 
-    def __init__(self, programs: _Programs, first_end: IntArray) -> None:
+    def __init__(self, programs: _Programs, first_end: IntArray, targets: IntArray) -> None:
         lengths = programs.lengths.T
         self.num_lanes = len(lengths)
         self.others = np.ascontiguousarray(WAITS_FOR[self.num_lanes].T)[: len(programs.waits)]
         """The lanes that each waits for, by column of its waits."""
         self.lane_bits = (1 << np.arange(self.num_lanes)).astype(np.uint8)
-        self.target = lengths.ravel() * MIN_ITERATIONS
+        self.target = targets.T.ravel()
         """Tasks to end."""
         self.first_wait = programs.first_wait.T.ravel()
         self.first_duration = programs.first_duration.T.ravel()
@@ -231,10 +310,10 @@ class _Lanes:
         self._number(int(np.count_nonzero(plans)))
 
 
-def _run(programs: _Programs, slowdown_table: FloatArray) -> FloatArray:
-    """Let every plan complete ``MIN_ITERATIONS`` iterations; the ends of all tasks, (iterations, tasks of all plans).
+def _run(programs: _Programs, slowdown_table: FloatArray, targets: IntArray) -> FloatArray:
+    """Let every lane end so many tasks, (J, L); the ends of all tasks, (iterations, tasks of all plans).
 
-    A plan's tasks follow each other lane by lane.
+    A plan's tasks follow each other lane by lane; those that have not ended are infinite.
     """
     # Idle lanes are what a step knows, so that the table is turned around.
     slowdowns = np.ascontiguousarray(slowdown_table[::-1].T)
@@ -242,8 +321,8 @@ def _run(programs: _Programs, slowdown_table: FloatArray) -> FloatArray:
     # Ends are noted lane by lane, all iterations of a lane in a row.
     places = lengths.ravel() * _UNROLLED
     first_end = (places.cumsum() - places).reshape(lengths.shape)
-    ends_s = np.zeros(int(places.sum()))
-    lanes = _Lanes(programs, first_end)
+    ends_s = np.full(int(places.sum()), np.inf)
+    lanes = _Lanes(programs, first_end, targets)
     now_s = np.zeros(len(lengths))
     while True:
         for _ in range(_STEPS_BETWEEN_LOOKS):

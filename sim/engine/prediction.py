@@ -15,15 +15,25 @@ from ...shared.schema.calibration import Calibration
 from ...shared.schema.hardware import Hardware
 from ...shared.schema.plan import Plan
 from ...shared.schema.record import LaneUse, Origin, Record, TaskTiming
-from ...shared.schema.schedule import LANES_ALONE, Schedule, TaskId, TaskKind
+from ...shared.schema.schedule import LANES_ALONE, Schedule, Task, TaskId, TaskKind
 from ...shared.schema.workload import Workload
 from ...shared.verify.guaranteed_peak import guaranteed_device_peak
 from ...shared.verify.happens_before import HappensBefore
 from ...shared.verify.verify import verify_schedule
 from ..memory.host import host_memory
 from ..memory.reserved import device_reserved
+from ..memory.rules import round_size
 from .device_memory import DeviceMemory, pinned_host_curve, window_s
-from .timing import Timing
+from .timing import Fold, Timing
+from .unfolding import (
+    count_left_out,
+    more_phase_times_s,
+    repeated_tasks,
+    unfold_curve,
+    unfold_flops,
+    unfold_tasks,
+    unfold_waits,
+)
 
 Figure = TypeVar("Figure", int, float)
 _ITERATIONS: Final = 3
@@ -70,18 +80,32 @@ def predicted_record(
     """
     hardware = machine.hardware
     _check_takes_time(workload, hardware, timing)
+    fold = timing.fold
     begin_s, end_s = window_s(schedule, timing)
     tasks = _task_timings(schedule, timing, begin_s)
     forward_s, backward_s = phase_times_s(schedule, [task.end_s for task in tasks])
+    optimizer_s = max(0.0, end_s - begin_s - forward_s - backward_s)
     if layout is None:
         layout = build_layout(workload.parameters, num_blocks=workload.num_blocks, chunk_bytes=plan.chunk_bytes)
-    verify_schedule(schedule, plan, workload, layout)
+    verify_schedule(schedule, plan.model_copy(update={"micro_batches": schedule.micro_batches}), workload, layout)
+    lanes = _lane_uses(schedule, tasks, fold)
+    waits, flops = phase_waits(schedule, _spans(timing), (begin_s, end_s)), hardware_flops(schedule)
+    if fold is not None:
+        # The proof of one micro-batch is that of all that are like it.
+        more_s = more_phase_times_s(fold, tasks)
+        forward_s, backward_s = forward_s + more_s[0], backward_s + more_s[1]
+        tasks = unfold_tasks(fold, tasks)
+        waits = unfold_waits(fold, waits, _spans(timing), begin_s)
+        flops = unfold_flops(fold, flops)
+        schedule = fold.kept.with_all_left_over()
     order = HappensBefore(schedule, _ITERATIONS)
-    device_curve = DeviceMemory(schedule, timing).curve()
+    device_curve, pinned_curve = DeviceMemory(schedule, timing).curve(), pinned_host_curve(schedule, timing)
+    if fold is not None:
+        device_curve, pinned_curve = (unfold_curve(fold, curve, begin_s) for curve in (device_curve, pinned_curve))
     return Record(
         origin=Origin.SIMULATED,
         plan=plan,
-        plan_id=schedule.plan_id,
+        plan_id=plan.identity,
         model_name=workload.model_name,
         hardware_name=hardware.name,
         num_samples=workload.num_samples * plan.micro_batches * plan.num_ranks,
@@ -90,24 +114,29 @@ def predicted_record(
         iteration_noise_frac=calibration.iteration_noise_frac if calibration is not None else 0.0,
         forward_s=forward_s,
         backward_s=backward_s,
-        optimizer_s=max(0.0, end_s - begin_s - forward_s - backward_s),
-        waits=phase_waits(schedule, _spans(timing), (begin_s, end_s)),
+        optimizer_s=optimizer_s,
+        waits=waits,
         tasks=tasks,
-        lanes=_lane_uses(schedule, tasks),
-        memory=(device_curve, pinned_host_curve(schedule, timing)),
+        lanes=lanes,
+        memory=(device_curve, pinned_curve),
         guaranteed_peak_device_bytes=guaranteed_device_peak(schedule, order).size_bytes,
         device_reserved=device_reserved(
-            schedule, workload, layout, hardware.device, order=order, beside_bytes=machine.collective_bytes
+            schedule if fold is None else fold.kept.with_all_left_over(round_size),
+            workload,
+            layout,
+            hardware.device,
+            order=order,
+            beside_bytes=machine.collective_bytes,
         ),
         host_memory=host_memory(
             schedule, workload.parameters, layout, hardware, device_peak_bytes=device_curve.peak_bytes
         ),
         price_usd_per_hour=machine.price_usd_per_hour,
         model_flops=_times(plan.micro_batches * plan.num_ranks, model_flops(workload)),
-        hardware_flops=_times(plan.num_ranks, hardware_flops(schedule)),
+        hardware_flops=_times(plan.num_ranks, flops),
         peak_flop_per_s=_times(plan.num_ranks, hardware.device.matrix_flop_per_s(matrix_dtype(workload))),
         power_w=_times(plan.num_ranks, hardware.device.power_w),
-        num_gathers=_num_gathers(schedule),
+        num_gathers=_num_gathers(schedule, fold),
         num_cpu_adam_steps=sum(task.kind is TaskKind.CPU_ADAM for task in schedule.tasks),
         question=question_of(workload, plan, hardware, calibration),
     )
@@ -125,10 +154,14 @@ def _times(number: int, of_one: Figure | None) -> Figure | None:
     return None if of_one is None else number * of_one
 
 
-def _num_gathers(schedule: Schedule) -> int:
+def _num_gathers(schedule: Schedule, fold: Fold | None) -> int:
     """Gathers that fill a buffer, by a copy or by a collective."""
-    gathers = [task for task in schedule.tasks if task.kind in (TaskKind.GATHER, TaskKind.ALL_GATHER)]
-    return sum(len(task.allocates) > 0 for task in gathers)
+
+    def fills(task: Task) -> bool:
+        return task.kind in (TaskKind.GATHER, TaskKind.ALL_GATHER) and len(task.allocates) > 0
+
+    found = sum(fills(task) for task in schedule.tasks)
+    return found if fold is None else found + int(count_left_out(fold, fills))
 
 
 def _task_timings(schedule: Schedule, timing: Timing, begin_s: float) -> tuple[TaskTiming, ...]:
@@ -160,14 +193,21 @@ def _spans(timing: Timing) -> SpanOf:
     return span_of
 
 
-def _lane_uses(schedule: Schedule, tasks: tuple[TaskTiming, ...]) -> tuple[LaneUse, ...]:
-    return tuple(
-        LaneUse(
-            lane=lane,
-            num_tasks=len(program),
-            busy_s=sum(tasks[task].duration_s for task in program),
-            moved_bytes=sum(schedule.tasks[task].moved_bytes for task in program),
-        )
-        for lane, program in schedule.lanes.items()
-        if program or lane in LANES_ALONE
-    )
+def _lane_uses(schedule: Schedule, tasks: tuple[TaskTiming, ...], fold: Fold | None) -> tuple[LaneUse, ...]:
+    repeated = [] if fold is None else repeated_tasks(fold)
+    num_left_out = 0 if fold is None else fold.kept.num_left_out
+    found = []
+    for lane, program in schedule.lanes.items():
+        if program or lane in LANES_ALONE:
+            more = [task.id for task in repeated if task.lane is lane]
+            found.append(
+                LaneUse(
+                    lane=lane,
+                    num_tasks=len(program) + num_left_out * len(more),
+                    busy_s=sum(tasks[task].duration_s for task in program)
+                    + num_left_out * sum(tasks[task].duration_s for task in more),
+                    moved_bytes=sum(schedule.tasks[task].moved_bytes for task in program)
+                    + num_left_out * sum(schedule.tasks[task].moved_bytes for task in more),
+                )
+            )
+    return tuple(found)

@@ -20,12 +20,16 @@ from ...shared.schema.workload import Workload
 from ..costs.contention import ContentionModel
 from ..costs.task_costs import CostModel
 from ..memory.libraries import collective_bytes
+from .folding import Folds, find_folds, kept_micro_batches
+from .kept_schedule import KeptSchedule, kept_schedule
 from .lanes import LaneProcesses
 from .prediction import RankMachine, predicted_record
-from .timing import Seconds, Timing, slowest_period_s, steady_period_s
+from .timing import Fold, Seconds, Timing, slowest_period_s, steady_period_s
 
 MIN_ITERATIONS: Final = 3
 MAX_ITERATIONS: Final = 12
+_MORE_KEPT: Final = 4
+"""Times as many micro-batches are simulated where the least that are kept do not settle."""
 
 
 def simulate(
@@ -57,13 +61,14 @@ def simulate(
     the calibration belongs to another machine, HardwareError if the machine lacks a figure that the workload needs or a
     device for a rank, and WorkloadError if the workload says nothing of how long it takes on this machine.
     """
-    if schedule is None:
-        schedule = compile_schedule(plan, workload, layout)
     costs = CostModel.of(workload, hardware, calibration, num_ranks=plan.num_ranks)
     contention = ContentionModel.of(hardware, calibration, num_ranks=plan.num_ranks)
-    timing = simulate_timing(
-        schedule, costs.durations_s(schedule), contention, num_more_iterations=1, on_progress=on_progress
-    )
+    if schedule is None:
+        schedule, timing = simulate_plan(plan, workload, costs, contention, layout=layout, on_progress=on_progress)
+    else:
+        timing = simulate_timing(
+            schedule, costs.durations_s(schedule), contention, num_more_iterations=1, on_progress=on_progress
+        )
     return predicted_record(
         plan,
         workload,
@@ -77,6 +82,84 @@ def simulate(
         timing,
         layout=layout,
     )
+
+
+def simulate_plan(
+    plan: Plan,
+    workload: Workload,
+    costs: CostModel,
+    contention: ContentionModel,
+    *,
+    layout: Layout | None = None,
+    on_progress: OnProgress = no_progress,
+) -> tuple[Schedule, Timing]:
+    """The timing of a plan, with the schedule that was simulated: that of few micro-batches where these tell of all.
+
+    See [Note: Folded iterations] in ``sim/engine/folding.py``.  Errors as of ``simulate``.
+    """
+    least = kept_micro_batches(plan.micro_batches, workload.num_blocks, plan.prefetch_depth)
+    # Where the least do not settle, a few more often do, and cost far less than all.
+    for num_kept in (number for number in (least, _MORE_KEPT * least) if number < plan.micro_batches):
+        few = compile_schedule(plan.model_copy(update={"micro_batches": num_kept}), workload, layout)
+        kept = kept_schedule(few, plan.micro_batches - num_kept)
+        if kept is not None:
+            timing = _simulate_kept(kept, costs.durations_s(few), contention, on_progress)
+            if timing is not None:
+                return few, timing
+    schedule = compile_schedule(plan, workload, layout)
+    durations_s = costs.durations_s(schedule)
+    return schedule, simulate_timing(schedule, durations_s, contention, num_more_iterations=1, on_progress=on_progress)
+
+
+def _simulate_kept(
+    kept: KeptSchedule, durations_s: Sequence[float], contention: ContentionModel, on_progress: OnProgress
+) -> Timing | None:
+    """What ``simulate_timing`` says with all micro-batches; None if those kept do not tell."""
+    schedule = kept.schedule
+    on_progress(0, 2 * MIN_ITERATIONS)
+    lanes = LaneProcesses(schedule, [durations_s], [contention])
+    (group,) = lanes.groups
+    num_tasks = [len(schedule.lanes[lane]) for lane in Lane]
+    folds: Folds | None = None
+    period_s: float | None = None
+    for number in range(1, MAX_ITERATIONS + 1):
+        lanes.run_iteration()
+        on_progress(number, 2 * max(MIN_ITERATIONS, number))
+        if number < MIN_ITERATIONS:
+            continue
+        noted_s = [
+            [
+                np.array(ends_s[iteration * length : (iteration + 1) * length])
+                for ends_s, length in zip(group.ends_s, num_tasks, strict=True)
+            ]
+            for iteration in range(number)
+        ]
+        folds = find_folds(noted_s, kept.repeating)
+        if folds is None:
+            return None
+        ends_s = [
+            by_task(schedule, group.ends_s, iteration)
+            + by_task(schedule, _split(folds.shifts_s(kept.num_left_out, iteration, num_tasks), num_tasks), 0)
+            for iteration in range(number)
+        ]
+        period_s = steady_period_s(ends_s)
+        if period_s is not None:
+            break
+    if folds is None or period_s is None:
+        return None
+    lanes.run_iteration()
+    window = number - 1
+    return Timing(
+        np.stack([by_task(schedule, group.starts_s, iteration) for iteration in range(number + 1)]),
+        np.stack([by_task(schedule, group.ends_s, iteration) for iteration in range(number + 1)]),
+        iteration_s=period_s,
+        is_steady=True,
+        fold=Fold(kept, folds.cuts, folds.begins_s[window], folds.periods_s[window]),
+    )
+
+
+def _split(values: Seconds, lengths: Sequence[int]) -> list[Seconds]:
+    return np.split(values, np.cumsum(lengths)[:-1])
 
 
 def simulate_timing(
@@ -113,7 +196,7 @@ def simulate_timing(
     return Timing(np.stack(starts_s), np.stack(ends_s), iteration_s=iteration_s, is_steady=period_s is not None)
 
 
-def by_task(schedule: Schedule, times_s: Sequence[Sequence[float]], iteration: int) -> Seconds:
+def by_task(schedule: Schedule, times_s: Sequence[Sequence[float] | Seconds], iteration: int) -> Seconds:
     """One iteration of what the lanes noted, in the order of the schedule's tasks."""
     by_task = np.empty(len(schedule.tasks))
     for lane, noted_s in zip(Lane, times_s, strict=True):

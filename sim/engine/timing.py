@@ -20,6 +20,8 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from .kept_schedule import KeptSchedule
+
 Seconds = NDArray[np.float64]
 
 _TOLERANCE_FRAC: Final = 1e-6
@@ -41,6 +43,19 @@ class Timeline:
 
 
 @dataclass(frozen=True, eq=False)
+class Fold:
+    """Micro-batches that are left out of the window; see [Note: Folded iterations] in ``sim/engine/folding.py``."""
+
+    kept: KeptSchedule
+    cuts: tuple[int, ...]
+    """By lane, the first task of the micro-batch that those left out are like."""
+    begin_s: float
+    """Since the simulation began: when that micro-batch begins."""
+    period_s: float
+    """How long it takes, and each of those left out."""
+
+
+@dataclass(frozen=True, eq=False)
 class Timing(Timeline):
     """A timeline that reaches into the steady state."""
 
@@ -48,6 +63,8 @@ class Timing(Timeline):
     """Period of the steady state."""
     is_steady: bool
     """Whether the tasks became periodic; if not, ``iteration_s`` is that of the lane which falls behind."""
+    fold: Fold | None = None
+    """Where the timeline leaves micro-batches out, which ``iteration_s`` has."""
 
     @property
     def window(self) -> int:

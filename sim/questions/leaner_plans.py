@@ -6,13 +6,13 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Final
 
-from ...shared.compile.compile import compile_schedule
 from ...shared.layout.layout import Layout
 from ...shared.schema.memory_accounts import DeviceReserved
 from ...shared.schema.plan import ActivationMode, ParallelMode, Plan
 from ...shared.schema.schedule import Memory, Schedule
 from ...shared.schema.workload import Workload
 from ...shared.verify.guaranteed_peak import guaranteed_device_peak
+from ..engine.kept_schedule import memory_schedule
 
 _MOST_TRIED: Final = 4
 """Each takes a compilation and a guaranteed peak, tens of milliseconds together."""
@@ -46,7 +46,7 @@ def plan_with_room(plan: Plan, workload: Workload, layout: Layout, room: Room) -
     for _ in range(_MOST_TRIED):
         if tried is None:
             return None
-        schedule = compile_schedule(tried, workload, layout)
+        schedule = memory_schedule(tried, workload, layout)
         over_bytes = guaranteed_device_peak(schedule).size_bytes - room.device_bytes
         if over_bytes <= 0:
             host_bytes = schedule.static_bytes(Memory.PINNED_HOST) + schedule.static_bytes(Memory.HOST)

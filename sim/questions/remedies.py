@@ -12,7 +12,6 @@ from typing import Final
 
 from ...shared.basics.errors import WorkloadError
 from ...shared.catalogue.rank_share import machine_of_rank
-from ...shared.compile.compile import compile_schedule
 from ...shared.layout.layout import build_layout
 from ...shared.schema.calibration import Calibration
 from ...shared.schema.hardware import Hardware
@@ -23,7 +22,8 @@ from ...shared.schema.search_result import BatchSearchResult
 from ...shared.schema.workload import Phase, Workload
 from ..costs.contention import ContentionModel
 from ..costs.task_costs import CostModel
-from ..engine.simulator import simulate_timing
+from ..engine.kept_schedule import memory_schedule
+from ..engine.simulator import simulate_plan, simulate_timing
 from ..searching.request import GlobalBatch, SearchRequest
 from ..searching.survival import SegmentRoom
 from .faster_parts import faster_device, faster_device_links, faster_host, faster_links, faster_network
@@ -72,7 +72,7 @@ def remedies(
     """
     plan = record.plan
     if schedule is None:
-        schedule = compile_schedule(plan, workload)
+        schedule = memory_schedule(plan, workload)
     found = [
         _remedy(kind, record, plan, schedule, workload, _FASTER[kind](hardware), calibration)
         for kind in dict.fromkeys(_decisive_parts(record, workload, hardware))
@@ -169,7 +169,10 @@ def _remedy(
     """The simulation of ``plan`` on ``hardware`` beside the record."""
     costs = _costs(workload, hardware, calibration, plan.num_ranks)
     contention = ContentionModel.of(hardware, calibration, num_ranks=plan.num_ranks)
-    iteration_s = simulate_timing(schedule, costs.durations_s(schedule), contention).iteration_s
+    if schedule.micro_batches == plan.micro_batches:
+        iteration_s = simulate_timing(schedule, costs.durations_s(schedule), contention).iteration_s
+    else:
+        iteration_s = simulate_plan(plan, workload, costs, contention)[1].iteration_s
     num_tokens = workload.num_tokens * plan.micro_batches * plan.num_ranks
     return Remedy(
         kind=kind,

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from typing import Final
 
 from ...shared.basics.errors import PlanError
-from ...shared.compile.compile import compile_schedule
 from ...shared.layout.kinds import kind_of
 from ...shared.layout.layout import aligned, build_layout
 from ...shared.schema.plan import ParallelMode, Plan
@@ -26,7 +25,8 @@ from ...shared.schema.schedule import Memory
 from ...shared.schema.search_result import Baseline, Lack
 from ...shared.verify.guaranteed_peak import guaranteed_device_peak
 from ...shared.verify.happens_before import HappensBefore
-from ..engine.simulator import simulate_timing
+from ..engine.kept_schedule import memory_schedule
+from ..engine.simulator import simulate_plan
 from ..memory.reserved import expected_segments_bytes
 from .problem import SearchProblem
 from .survival import SegmentRoom
@@ -177,7 +177,7 @@ class _Need:
         self._name, self._how, self._plan, self._problem = name, how, plan, problem
         workload = problem.workload
         self._layout = build_layout(workload.parameters, num_blocks=workload.num_blocks, chunk_bytes=plan.chunk_bytes)
-        self._schedule = compile_schedule(plan, workload, self._layout)
+        self._schedule = memory_schedule(plan, workload, self._layout)
         order = HappensBefore(self._schedule, _ITERATIONS)
         self._peak_bytes = guaranteed_device_peak(self._schedule, order).size_bytes
         self._pinned_bytes, self._state_bytes = (
@@ -198,7 +198,7 @@ class _Need:
     def baseline(self) -> Baseline:
         """The plan, simulated."""
         problem, plan, workload = self._problem, self._plan, self._problem.workload
-        timing = simulate_timing(self._schedule, problem.costs.durations_s(self._schedule), problem.contention)
+        _, timing = simulate_plan(plan, workload, problem.costs, problem.contention, layout=self._layout)
         return Baseline(
             name=self._name,
             how=self._how,

@@ -9,12 +9,11 @@ from typing import Final
 
 import numpy as np
 
-from ...shared.compile.compile import compile_schedule
 from ...shared.schema.plan import Plan
 from ...shared.schema.plan_kind import PlanKind
 from ...shared.schema.schedule import Schedule
 from ..bounds.replay import REPLAY_FRAC, ReplayPlan
-from ..engine.simulator import simulate_timing
+from ..engine.simulator import simulate_plan
 from ..engine.timing import Timing
 from .candidates import Candidate, Candidates
 from .problem import SearchProblem
@@ -179,7 +178,7 @@ class BranchAndBound:
     def _replay(self, batch: list[Candidate]) -> None:
         depths = self.problem.layouts[0].grid.prefetch_depth.tolist()
         plans = [
-            ReplayPlan(candidate.side_lanes, depths[depth], mode)
+            ReplayPlan(candidate.side_lanes, depths[depth], mode, self.problem.num_left_out_of(candidate.side_lanes))
             for candidate in batch
             for _, depth, mode in (candidate.index,)
         ]
@@ -194,9 +193,8 @@ class BranchAndBound:
         """Compile and simulate a plan that was replayed."""
         problem = self.problem
         plan = problem.plan(candidate.layout, *candidate.index)
-        schedule = compile_schedule(plan, problem.workload, problem.layouts[candidate.layout].grid.layout)
-        durations_s = problem.costs.durations_s(schedule)
-        timing = simulate_timing(schedule, durations_s, problem.contention, num_more_iterations=1)
+        layout = problem.layouts[candidate.layout].grid.layout
+        schedule, timing = simulate_plan(plan, problem.workload, problem.costs, problem.contention, layout=layout)
         found = Simulated(candidate, plan, schedule, timing)
         self.simulated.append(found)
         if self.best is None or found.order < self.best.order:

@@ -22,7 +22,6 @@ import numpy as np
 from ...shared.schema.plan_kind import PlanKind
 from ..bounds.exact_peaks import guaranteed_peaks
 from ..space.compute_table import FloatArray
-from ..space.rank_side_lanes import side_lanes_of
 from ..space.side_lanes import SideLanes
 from ..space.space import BoolArray, IntArray
 from .problem import SearchProblem
@@ -235,11 +234,8 @@ class Candidates:
 
     def _add_plans(self, found: _Residency) -> None:
         problem, layout = self._problem, self._problem.layouts[found.layout]
-        side_lanes = side_lanes_of(
-            problem.gather_plan(found.layout, found.row),
-            problem.compute,
-            int(layout.grid.modes.n_swap[found.modes[0]]),
-        )
+        n_swap = int(layout.grid.modes.n_swap[found.modes[0]])
+        side_lanes = problem.side_lanes(problem.gather_plan(found.layout, found.row), n_swap)
         peaks = guaranteed_peaks(side_lanes, layout.grid.prefetch_depth, found.modes, problem.workload.resident_bytes)
         is_open = np.isfinite(found.bound_s)
         fits = is_open & (peaks <= self.device_limit_bytes)

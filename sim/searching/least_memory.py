@@ -10,8 +10,6 @@ import numpy as np
 
 from ...shared.schema.plan import Plan
 from ..bounds.exact_peaks import guaranteed_peaks
-from ..space.gather_plan import residency
-from ..space.rank_side_lanes import side_lanes_of
 from .problem import SearchProblem
 
 
@@ -104,7 +102,7 @@ def _cheapest_of_prefix(problem: SearchProblem, index: int, group: int, prefix: 
     for bound_bytes, row in sorted(zip(bounds.tolist(), rows.tolist(), strict=True)):
         if best is not None and bound_bytes > best[0]:
             break
-        side_lanes = side_lanes_of(residency(layout.table, prefix, int(grid.n_buffer[row])), problem.compute, n_swap)
+        side_lanes = problem.side_lanes(problem.gather_plan(index, row), n_swap)
         peaks = guaranteed_peaks(side_lanes, grid.prefetch_depth, modes, problem.workload.resident_bytes)
         for depth, place in np.argwhere(peaks == peaks.min()).tolist():
             mode = int(modes[place])

@@ -21,11 +21,14 @@ from ..bounds.throughput import Throughput
 from ..bounds.time_bounds import TimeBounds
 from ..costs.contention import ContentionModel
 from ..costs.task_costs import CostModel
+from ..engine.folding import kept_micro_batches
 from ..memory.host import default_host_budget_bytes, shares_of_one_memory
 from ..space.chunk_table import ChunkTable, chunk_table
-from ..space.compute_table import ComputeTable, compute_table
+from ..space.compute_table import ComputeTable, Positions, compute_table
 from ..space.enumerate import enumerate_space
 from ..space.gather_plan import GatherPlan, residency
+from ..space.rank_side_lanes import side_lanes_of
+from ..space.side_lanes import SideLanes
 from ..space.space import IntArray, LayoutGrid, SearchSpace
 from ..space.step_spec import StepSpec
 from .request import SearchRequest
@@ -39,6 +42,8 @@ class LayoutProblem:
     table: ChunkTable
     time: TimeBounds
     memory: MemoryBounds
+    kept_table: ChunkTable
+    """The same of the micro-batches that are replayed and simulated."""
 
     @cached_property
     def prefixes(self) -> IntArray:
@@ -74,6 +79,8 @@ class SearchProblem:
     costs: CostModel
     contention: ContentionModel
     compute: ComputeTable
+    kept_compute: ComputeTable
+    """The same of the micro-batches that are replayed and simulated."""
     step: StepSpec
     layouts: tuple[LayoutProblem, ...]
     is_shared: bool = False
@@ -88,20 +95,45 @@ class SearchProblem:
     @cached_property
     def replayer(self) -> Replayer:
         """Replays plans of all kinds: they share what is known of their copies."""
-        return Replayer(self.compute, self.contention)
+        return Replayer(self.contention)
 
     def gather_plan(self, layout: int, row: int) -> GatherPlan:
-        """What is gathered, and into which buffers, under one residency of a layout; kinds and groups share it."""
+        """What is gathered, and into which buffers, under one residency of a layout; kinds and groups share it.
+
+        In the micro-batches that are kept, or in all where buffers are not used alike in each.
+        """
         known = self._gather_plans.get((layout, row))
         if known is None:
-            found = self.layouts[layout]
-            known = residency(found.table, int(found.grid.prefix[row]), int(found.grid.n_buffer[row]))
+            tables = self.layouts[layout]
+            knobs = int(tables.grid.prefix[row]), int(tables.grid.n_buffer[row])
+            known = residency(tables.kept_table, *knobs)
+            if self.num_left_out and not known.repeats:
+                known = residency(tables.table, *knobs)
             self._gather_plans[layout, row] = known
         return known
 
     def plan(self, layout: int, residency: int, depth: int, mode: int) -> Plan:
         """The plan at these indices."""
         return self.layouts[layout].grid.plan(self.workload, residency, depth, mode)
+
+    @property
+    def num_left_out(self) -> int:
+        """Micro-batches that are neither replayed nor simulated; see [Note: Folded iterations]."""
+        return self.step.micro_batches - self.kept_compute.positions.micro_batches
+
+    def num_left_out_of(self, side_lanes: SideLanes) -> int:
+        """Micro-batches that the lanes have no tasks of."""
+        return self.step.micro_batches - side_lanes.positions.micro_batches
+
+    def side_lanes(self, gathers: GatherPlan, n_swap: int) -> SideLanes:
+        """The lanes beside compute, of as many micro-batches as ``gathers``."""
+        is_kept = gathers.positions == self.kept_compute.positions
+        return side_lanes_of(gathers, self.kept_compute if is_kept else self._whole_compute, n_swap)
+
+    @cached_property
+    def _whole_compute(self) -> ComputeTable:
+        """The compute lane with the levels of every micro-batch."""
+        return compute_table(self.workload, self.compute.modes, self.costs, self.step)
 
     def pinned_host_bytes(self, layout: int, prefix: IntArray, n_swap: int) -> IntArray:
         """(R,) pinned host memory: of offloaded chunks, and of what blocks swap."""
@@ -138,7 +170,8 @@ def search_problem(
     costs = CostModel(hardware, calibration, use_measured=use_measured, together=together)
     contention = ContentionModel.of(together, calibration, num_ranks=num_ranks)
     grids = enumerate_space(workload, request.space, step, is_offloading=is_offloading)
-    compute = compute_table(workload, grids[0].modes, costs, step)
+    compute, kept_compute = _compute_tables(workload, grids[0], costs, step)
+    kept_step = replace(step, micro_batches=kept_compute.positions.micro_batches)
     throughput = Throughput.of(contention)
     tables = [chunk_table(workload, grid.layout, costs, step, grid.places) for grid in grids]
     problem = SearchProblem(
@@ -153,6 +186,7 @@ def search_problem(
         costs=costs,
         contention=contention,
         compute=compute,
+        kept_compute=kept_compute,
         step=step,
         layouts=tuple(
             LayoutProblem(
@@ -162,12 +196,29 @@ def search_problem(
                 if num_ranks == 1
                 else RankBounds(table, compute, throughput, contention),
                 MemoryBounds(table, compute, workload.resident_bytes),
+                table if kept_compute is compute else replace(table, step=kept_step),
             )
             for grid, table in zip(grids, tables, strict=True)
         ),
     )
     is_budget_given = request.device_budget_bytes is not None or request.host_budget_bytes is not None
     return problem if is_budget_given or hardware.device.kind is not DeviceKind.CPU else _with_shares(problem)
+
+
+def _compute_tables(
+    workload: Workload, grid: LayoutGrid, costs: CostModel, step: StepSpec
+) -> tuple[ComputeTable, ComputeTable]:
+    """The compute lane of all micro-batches, and of those that are kept."""
+    deepest = int(grid.prefetch_depth[-1])
+    num_kept = kept_micro_batches(step.micro_batches, workload.num_blocks, deepest)
+    if num_kept < step.micro_batches:
+        kept = compute_table(workload, grid.modes, costs, replace(step, micro_batches=num_kept))
+        levels = kept.levels.folded(step.micro_batches - num_kept)
+        if levels is not None:
+            kept = replace(kept, levels=levels)
+            return replace(kept, positions=Positions(workload.num_blocks, step.micro_batches)), kept
+    compute = compute_table(workload, grid.modes, costs, step)
+    return compute, compute
 
 
 def _with_shares(problem: SearchProblem) -> SearchProblem:

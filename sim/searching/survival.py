@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from ...shared.schema.hardware import Device
 from ..memory.reserved import expected_segments_bytes
+from ..memory.rules import round_size
 from .branch_and_bound import Simulated
 from .problem import SearchProblem
 from .request import SearchRequest
@@ -45,8 +46,9 @@ class SegmentRoom:
 
     def wanted_bytes(self, found: Simulated, problem: SearchProblem, *, expandable_segments: bool = False) -> int:
         """Segments that the plan is expected to hold."""
+        fold = found.timing.fold
         return expected_segments_bytes(
-            found.schedule,
+            found.schedule if fold is None else fold.kept.with_all_left_over(round_size),
             problem.workload,
             problem.layouts[found.candidate.layout].grid.layout,
             self.device,

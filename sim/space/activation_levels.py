@@ -8,7 +8,7 @@ swaps is counted by those who know when it travels; here it is only taken off wh
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
@@ -43,6 +43,26 @@ class ActivationLevels:
         ``adds``: (W,) whether a task adds all its gradients, if it comes in a later micro-batch.
         """
         return self.peak_bytes if kind == 0 else np.where(adds, self.adding_bytes, self.peak_bytes)
+
+    def folded(self, num_left_out: int) -> ActivationLevels | None:
+        """The levels of so many micro-batches more, without those before the last two; None if not all rise alike.
+
+        From one micro-batch to the next each level rises by the same bytes, by what a backward leaves until the step or
+        by none, so that no micro-batch that is left out is higher than both the one before them and the one after.
+        """
+        tables = self.alive_bytes[:, self.kind]  # (K, M, W)
+        rises = np.diff(tables[:, 2:], axis=1)
+        if not np.all(rises == rises[:, :1]):
+            return None
+        rise = rises[:, 0]
+        after = (tables[:, -2:] + num_left_out * rise[:, None]) if rise.any() else tables[:, -2:]
+        # Whatever a backward leaves until the step is there from the start of the next micro-batch on.
+        return replace(
+            self,
+            alive_bytes=np.concatenate([tables[:, :-2], after], axis=1),
+            kind=np.arange(len(self.kind)),
+            end_bytes=self.end_bytes + num_left_out * rise[:, 0],
+        )
 
 
 def activation_levels(workload: Workload, modes: ModeRows, micro_batches: int) -> ActivationLevels:

@@ -11,7 +11,7 @@ from functools import cached_property
 
 import numpy as np
 
-from ...shared.layout.slots import assign_slots
+from ...shared.layout.slots import Stay, assign_slots
 from ...shared.schema.schedule import ChunkId
 from .chunk_table import ChunkTable
 from .compute_table import Positions
@@ -46,6 +46,10 @@ class GatherPlan:
     """(U,) in the order in which their gradients leave, in every micro-batch."""
     part_chunk: IntArray
     """(V,) in the order in which their gradients are reduced, in every micro-batch."""
+    repeats: bool
+    """Whether chunks lie in the same buffers when the third micro-batch begins and when the fourth does.
+
+    From there on all that follow are alike, but for the last one: what makes room depends on nothing else."""
 
     @cached_property
     def copied(self) -> IntArray:
@@ -119,4 +123,15 @@ def residency(table: ChunkTable, prefix: int, n_buffer: int) -> GatherPlan:
         slot_free=positions.step_end(before % positions.num_steps) + 1 - np.where(is_previous, positions.length, 0),
         update_chunk=table.update_order[is_offloaded[table.update_order]],
         part_chunk=table.update_order[(is_gathered & ~is_offloaded)[table.update_order]],
+        repeats=_repeats(stays, 2 * positions.num_blocks),
     )
+
+
+def _repeats(stays: list[Stay], num_steps: int) -> bool:
+    """Whether the chunks in all slots are the same before the third micro-batch as before the fourth."""
+    if not stays or stays[-1].first_step < 3 * num_steps:
+        # Nothing is gathered any more, or there are too few micro-batches to say.
+        return True
+    third = {stay.slot: stay.chunk for stay in stays if stay.first_step < 2 * num_steps}
+    fourth = third | {stay.slot: stay.chunk for stay in stays if 2 * num_steps <= stay.first_step < 3 * num_steps}
+    return third == fourth

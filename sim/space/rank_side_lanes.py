@@ -139,6 +139,17 @@ class RankSideLanes(SideLanes):
             waited[row] = gathered_s[pressed].sum() + reduced_s[:-1][is_step[1:]].sum()
         return waited
 
+    def micro_batch_places(self, micro_batch: int) -> tuple[tuple[int, int], ...]:
+        """By lane, the place about which a micro-batch begins, and how many tasks it has."""
+        residency, num_steps = self.residency, 2 * self.positions.num_blocks
+        num_tasks = len(residency.update_chunk) + len(residency.part_chunk)
+        begin = micro_batch * num_tasks
+        if self.is_sharded:
+            steps = (micro_batch * num_steps, (micro_batch + 1) * num_steps)
+            gathers = np.searchsorted(residency.gather_step, steps).tolist()
+            begin, num_tasks = begin + gathers[0], num_tasks + gathers[1] - gathers[0]
+        return (*super().micro_batch_places(micro_batch), (begin, num_tasks))
+
     def collectives(self, depths: IntArray) -> CollectiveLane:
         """The lane of collectives; see [Note: Order of collectives]."""
         steps, seconds = self._reductions

@@ -303,6 +303,24 @@ class SideLanes:
             compute[CPU_OPTIM][-1] = self.norm_place + 1
         return LaneWork((compute, h2d, d2h, cpu), (np.zeros(0), self.h2d_s, self.d2h_s, self.cpu_s))
 
+    # -- micro-batches -----------------------------------------------------------------------------------------------
+
+    def micro_batch_places(self, micro_batch: int) -> tuple[tuple[int, int], ...]:
+        """By lane, the place about which a middle micro-batch begins, and how many tasks it has.
+
+        Lanes run ahead and behind: tasks of neighbours may lie on either side.
+        """
+        positions, num_updates = self.positions, self._num_updates
+        num_steps, num_d2h = 2 * positions.num_blocks, len(self.swapped) + num_updates
+        h2d = np.searchsorted(self.h2d_step, (micro_batch * num_steps, (micro_batch + 1) * num_steps)).tolist()
+        return (
+            (micro_batch * positions.micro_length, positions.micro_length),
+            (h2d[0], h2d[1] - h2d[0]),
+            (micro_batch * num_d2h, num_d2h),
+            # Nothing is added up of the first micro-batch.
+            ((micro_batch - 1) * num_updates, num_updates),
+        )
+
     # -- guaranteed order ---------------------------------------------------------------------------------------------
 
     def order(self, depths: IntArray) -> Order:

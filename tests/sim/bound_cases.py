@@ -103,7 +103,7 @@ class Case:
 
     def replayed_s(self) -> float:
         plans = [ReplayPlan(self.side_lanes(), self.plan.prefetch_depth, int(self.mode[0]))]
-        return float(Replayer(self.compute, self.contention).periods_s(plans)[0])
+        return float(Replayer(self.contention).periods_s(plans)[0])
 
 
 def case(model: Workload, chosen: Plan, layout: Layout, costs: CostModel, contention: ContentionModel) -> Case:

@@ -159,8 +159,8 @@ def test_plans_that_are_replayed_together_do_not_disturb_each_other(data: st.Dat
         chunks = chunk_table(found.workload, layout, found.costs, found.chunks.step)
         side_lanes = SideLanes(residency(chunks, chosen.n_persist, chosen.n_buffer), found.compute, chosen.n_swap)
         rows.append(ReplayPlan(side_lanes, chosen.prefetch_depth, int(found.mode[0])))
-    together = Replayer(found.compute, found.contention).periods_s(rows)
-    alone = [Replayer(found.compute, found.contention).periods_s([row])[0] for row in rows]
+    together = Replayer(found.contention).periods_s(rows)
+    alone = [Replayer(found.contention).periods_s([row])[0] for row in rows]
     np.testing.assert_array_equal(together, alone)
 
 

@@ -22,8 +22,8 @@ from protwin.shared.schema.schedule import Lane, Memory, Schedule, TaskKind
 from protwin.shared.schema.search_result import SearchResult
 from protwin.shared.schema.workload import Workload
 from protwin.shared.verify.verify import verify_schedule
+from protwin.sim.engine import simulator
 from protwin.sim.memory.host import default_host_budget_bytes
-from protwin.sim.searching import branch_and_bound
 from protwin.sim.searching import problem as search_problem
 from protwin.sim.searching.choice import Chooser
 from protwin.sim.searching.request import Effort
@@ -158,7 +158,7 @@ def test_the_schedule_that_is_returned_was_verified(monkeypatch: pytest.MonkeyPa
         gather = next(task for task in schedule.tasks if task.kind is TaskKind.GATHER)
         return with_task(schedule, gather.id, after=(), after_previous=())
 
-    monkeypatch.setattr(branch_and_bound, "compile_schedule", hasty)
+    monkeypatch.setattr(simulator, "compile_schedule", hasty)
     space = SearchSpace(chunk_bytes=256, n_persist=0)
     with pytest.raises(ScheduleError):
         search(fastest_request(workload=workload(num_blocks=4), hardware=machine(), space=space))

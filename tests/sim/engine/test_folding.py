@@ -1,0 +1,214 @@
+"""Iterations of many micro-batches, known from few: against the simulation of all of them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from hypothesis.strategies import DrawFn
+
+from protwin.shared.compile.compile import compile_schedule
+from protwin.shared.schema.hardware import Hardware
+from protwin.shared.schema.plan import Plan
+from protwin.shared.schema.record import Record
+from protwin.shared.schema.schedule import Schedule
+from protwin.shared.schema.workload import Workload
+from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
+from protwin.sim.bounds.exact_peaks import guaranteed_peaks
+from protwin.sim.bounds.replay import REPLAY_FRAC, Replayer, ReplayPlan
+from protwin.sim.engine import simulator, unfolding
+from protwin.sim.engine.folding import KEPT_MICRO_BATCHES, Repeating, find_folds, settled_period_s
+from protwin.sim.engine.simulator import simulate, simulate_timing
+from protwin.sim.searching.problem import SearchProblem, search_problem
+from protwin.sim.searching.request import SearchRequest, Step
+from protwin.sim.space.space import SearchSpace
+from protwin.sim.space.step_spec import StepSpec
+from tests.proof_size import examples
+from tests.sim import brute_force
+from tests.sim.hand_made import machine, plan, workload
+from tests.sim.ranked_cases import RANKS, nodes
+from tests.strategies import PlannedWorkload, hardware, planned_workloads, workloads
+
+MANY = st.integers(KEPT_MICRO_BATCHES + 1, KEPT_MICRO_BATCHES + 4)
+
+
+# -- records ---------------------------------------------------------------------------------------------------------
+
+
+@given(planned_workloads(max_blocks=4), hardware(), MANY)
+@settings(max_examples=examples(200, 25))
+def test_a_folded_record_says_what_the_simulation_of_all_micro_batches_says(
+    planned: PlannedWorkload, box: Hardware, micro_batches: int
+) -> None:
+    _assert_equal_records(planned.plan.model_copy(update={"micro_batches": micro_batches}), planned.workload, box)
+
+
+def _takes_time(model: Workload) -> bool:
+    return any(model.profile_of(block).backward.measured_s for block in range(model.num_blocks))
+
+
+def _assert_equal_records(chosen: Plan, model: Workload, box: Hardware) -> None:
+    box = box.model_copy(update={"name": model.measured_on})
+    assume(_takes_time(model))
+    whole = simulate(chosen, model, box, schedule=compile_schedule(chosen, model))
+    folded = simulate(chosen, model, box)
+    near = 1e-8 * whole.iteration_s
+    assert folded.iteration_s == pytest.approx(whole.iteration_s, rel=1e-9)
+    for name in ("forward_s", "backward_s", "optimizer_s"):
+        assert getattr(folded, name) == pytest.approx(getattr(whole, name), rel=1e-8, abs=near)
+    for name in ("plan_id", "num_gathers", "num_cpu_adam_steps", "guaranteed_peak_device_bytes", "hardware_flops"):
+        assert getattr(folded, name) == getattr(whole, name)
+    assert [(one.task, one.name) for one in folded.tasks] == [(one.task, one.name) for one in whole.tasks]
+    for name in ("start_s", "end_s", "duration_s"):
+        found, expected = ([getattr(one, name) for one in record.tasks] for record in (folded, whole))
+        np.testing.assert_allclose(found, expected, rtol=0, atol=near)
+    assert folded.host_memory == whole.host_memory
+    _assert_equal_waits(folded, whole, near)
+    for one, other in zip(folded.lanes, whole.lanes, strict=True):
+        assert (one.lane, one.num_tasks, one.moved_bytes) == (other.lane, other.num_tasks, other.moved_bytes)
+        assert one.busy_s == pytest.approx(other.busy_s, rel=1e-8, abs=near)
+    for curve, expected in zip(folded.memory, whole.memory, strict=True):
+        assert curve.peak_bytes == expected.peak_bytes
+        assert curve.alive_at_peak == expected.alive_at_peak
+
+
+def _assert_equal_waits(folded: Record, whole: Record, near: float) -> None:
+    found, expected = ({(wait.phase, wait.cause): wait.seconds for wait in of.waits} for of in (folded, whole))
+    for part in found.keys() | expected.keys():
+        assert found.get(part, 0.0) == pytest.approx(expected.get(part, 0.0), rel=1e-6, abs=100 * near)
+
+
+def test_thousands_of_micro_batches_cost_no_more_than_a_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[int] = []
+
+    def compile_few(chosen: Plan, *others: object) -> Schedule:
+        compiled.append(chosen.micro_batches)
+        return compile_schedule(chosen, *others)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(simulator, "compile_schedule", compile_few)
+    model = workload(num_blocks=3)
+    chosen = plan(model, n_buffer=2)
+    record, less, least = (
+        simulate(chosen.model_copy(update={"micro_batches": number}), model, machine()) for number in (4096, 1024, 512)
+    )
+    assert max(compiled) == KEPT_MICRO_BATCHES
+    # Each micro-batch adds as much: twice as many more take twice as much longer.
+    assert record.iteration_s - less.iteration_s == pytest.approx(6 * (less.iteration_s - least.iteration_s))
+    assert record.num_gathers - less.num_gathers == 6 * (less.num_gathers - least.num_gathers)
+    # What is not listed is counted all the same, and tasks have the names and ids of the whole schedule.
+    assert len(record.tasks) < unfolding.MOST_LISTED < sum(use.num_tasks for use in record.lanes)
+    assert record.tasks[-1].task == sum(use.num_tasks for use in record.lanes) - 1
+    assert any(timing.name == "backward 0 of micro-batch 4095" for timing in record.tasks)
+
+
+# -- searches --------------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def problems(draw: DrawFn) -> SearchProblem:
+    """Spaces of plans of many micro-batches, of one rank or of several."""
+    model = draw(workloads(max_blocks=4))
+    micro_batches, norm = draw(MANY), draw(st.sampled_from((None, 1.0)))
+    num_ranks = draw(st.sampled_from((1, 1, RANKS)))
+    box = draw(hardware() if num_ranks == 1 else nodes()).model_copy(update={"name": model.measured_on})
+    step = Step(micro_batches=micro_batches, max_gradient_norm=norm, num_ranks=num_ranks)
+    space = SearchSpace(chunk_bytes=(draw(st.sampled_from((512, 4096, 100_000))),), n_swap=None)
+    return search_problem(
+        SearchRequest(workload=model, hardware=box, space=space, step=step, device_budget_bytes=2**60,
+                      host_budget_bytes=2**60),
+        step=step.spec(draw(st.sampled_from(step.allowed_modes[-2:])), micro_batches),
+    )  # fmt: skip
+
+
+@given(problems(), st.data())
+@settings(max_examples=examples(200, 40))
+def test_replays_of_few_micro_batches_have_the_period_and_the_peak_of_all(
+    problem: SearchProblem, data: st.DataObject
+) -> None:
+    (layout,) = problem.layouts
+    grid = layout.grid
+    row, depth, mode = (
+        data.draw(st.integers(0, len(of) - 1)) for of in (grid.prefix, grid.prefetch_depth, grid.modes.n_swap)
+    )
+    side_lanes = problem.side_lanes(problem.gather_plan(0, row), int(grid.modes.n_swap[mode]))
+    chosen = problem.plan(0, row, depth, mode)
+    schedule = compile_schedule(chosen, problem.workload, grid.layout)
+    depths, modes = np.array([chosen.prefetch_depth]), np.array([mode])
+    peaks = guaranteed_peaks(side_lanes, depths, modes, problem.workload.resident_bytes)
+    assert peaks[0, 0] == guaranteed_device_peak(schedule).size_bytes
+    num_left_out = problem.num_left_out_of(side_lanes)
+    replayed_s = Replayer(problem.contention).periods_s(
+        [ReplayPlan(side_lanes, chosen.prefetch_depth, mode, num_left_out)]
+    )
+    timing = simulate_timing(schedule, problem.costs.durations_s(schedule), problem.contention)
+    if not np.isnan(replayed_s[0]):
+        assert replayed_s[0] == pytest.approx(timing.iteration_s, rel=(1 - REPLAY_FRAC) / 2)
+
+
+@given(workloads(max_blocks=3), hardware(), st.data())
+@settings(max_examples=examples(40, 5))
+def test_a_search_of_many_micro_batches_finds_what_brute_force_over_all_of_them_finds(
+    model: Workload, box: Hardware, data: st.DataObject
+) -> None:
+    assume(_takes_time(model))
+    box = box.model_copy(update={"name": model.measured_on})
+    step = StepSpec(data.draw(MANY), data.draw(st.sampled_from((None, 1.0))))
+    space = SearchSpace(
+        chunk_bytes=(data.draw(st.sampled_from((512, 4096))),),
+        n_persist=(0, data.draw(st.integers(1, 4))),
+        n_buffer=(1000, data.draw(st.integers(1, 5))),
+        prefetch_depth=(data.draw(st.integers(1, 2)),),
+        n_checkpoint=(0, model.num_blocks),
+        n_swap=(0,),
+    )
+    outcomes = brute_force.brute_force(model, box, None, space, step)
+    found = brute_force.Case(model, box, None, space, step, outcomes)
+    budget_bytes = data.draw(st.sampled_from([outcome.device_bytes for outcome in outcomes]))
+    result = found.search(budget_bytes)
+    best_s = min(outcome.iteration_s for outcome in found.feasible(budget_bytes))
+    assert result.prediction.iteration_s == pytest.approx(best_s, rel=1e-9)
+
+
+# -- when micro-batches repeat ---------------------------------------------------------------------------------------
+
+
+def _iteration(begin_s: float, periods_s: list[float]) -> list[np.ndarray]:  # type: ignore[type-arg]
+    """Compute, two tasks in each micro-batch, and a lane that follows it, by the lengths of micro-batches."""
+    begins_s = begin_s + np.append(0.0, np.cumsum(periods_s))
+    compute = np.stack([(begins_s[:-1] + begins_s[1:]) / 2, begins_s[1:]], axis=1).ravel()
+    return [np.append(compute, compute[-1] + 0.5), begins_s[1:] + 0.25]
+
+
+REPEATING = Repeating((2, 1), 7)
+"""The fourth micro-batch of six ends with the eighth task of compute."""
+
+
+def test_micro_batches_of_one_length_are_left_out_and_others_are_not() -> None:
+    steady = [3.0, 2.5, 2.0, 2.0, 2.0, 2.0]
+    folds = find_folds([_iteration(0.0, steady), _iteration(16.0, steady)], REPEATING)
+    assert folds is not None
+    assert folds.periods_s == (2.0, 2.0)
+    assert folds.begins_s == (9.5, 25.5)
+    # 3 and 2.5 and twice 2: four micro-batches of compute come before the cut; of the other lane, the fourth is late.
+    assert folds.cuts == (8, 3)
+    np.testing.assert_array_equal(folds.shifts_s(10, 1, (13, 6)), [20.0] * 8 + [40.0] * 5 + [20.0] * 3 + [40.0] * 3)
+    assert settled_period_s([_iteration(0.0, steady), _iteration(16.0, steady)], REPEATING, 10) == 36.0
+    for uneven in ([3.0, 2.5, 2.0, 2.1, 2.0, 2.0], [3.0, 2.0, 2.0, 2.0, 2.1, 2.0]):
+        assert find_folds([_iteration(0.0, steady), _iteration(16.0, uneven)], REPEATING) is None
+    late = _iteration(16.0, steady)
+    late[1][2] += 0.1
+    assert find_folds([late], REPEATING) is None
+    # A second iteration that repeats, but not the first one, tells nothing of the third.
+    other = _iteration(16.0, steady)
+    other[1][2:] += 0.1
+    assert find_folds([_iteration(0.0, steady), other], REPEATING) is not None
+    assert settled_period_s([_iteration(0.0, steady), other], REPEATING, 10) is None
+
+
+def test_a_lane_that_does_not_repeat_must_rest_meanwhile() -> None:
+    steady = [3.0, 2.5, 2.0, 2.0, 2.0, 2.0]
+    compute = _iteration(0.0, steady)[0]
+    once = Repeating((2, 0), 7)
+    for end_s, is_known in ((5.0, True), (8.0, False), (10.0, False), (15.0, True)):
+        assert (find_folds([[compute, np.array([end_s])]], once) is not None) == is_known
