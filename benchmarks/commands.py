@@ -13,11 +13,9 @@ import datetime
 import json
 import os
 import shlex
-import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
@@ -88,40 +86,39 @@ def lines_of_documents() -> list[Command]:
     ]
 
 
+_LAUNCHER: Final = """
+import json, os, signal, sys, time
+began_s = time.perf_counter()
+child = os.posix_spawnp(sys.argv[3], sys.argv[3:], os.environ, setpgroup=0)
+signal.signal(signal.SIGALRM, lambda *_: os.killpg(child, signal.SIGKILL))
+signal.setitimer(signal.ITIMER_REAL, float(sys.argv[2]))
+_, status, usage = os.wait4(child, 0)
+told = (time.perf_counter() - began_s, usage.ru_utime + usage.ru_stime, usage.ru_maxrss, status)
+os.write(int(sys.argv[1]), json.dumps(told).encode())
+"""
+"""A small process that starts the command: the system counts the memory of whoever starts it as its first peak."""
+
+
 def cost_of(arguments: Sequence[str | Path], folder: Path, environment: Mapping[str, str], limit_s: float) -> Cost:
     """Run a command to its end, or to the limit."""
-    with tempfile.TemporaryFile() as errors:
-        began_s = time.perf_counter()
-        process = subprocess.Popen(
-            arguments,
-            cwd=folder,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=errors,
-            start_new_session=True,
-        )
-        while True:
-            # wait4 tells what this child took; the module's own counters add up all children.
-            ended, status, usage = os.wait4(process.pid, os.WNOHANG)
-            if ended:
-                break
-            if time.perf_counter() - began_s > limit_s:
-                os.killpg(process.pid, signal.SIGKILL)
-                _, status, usage = os.wait4(process.pid, 0)
-                break
-            time.sleep(0.005)
-        wall_s = time.perf_counter() - began_s
-        process.returncode = os.waitstatus_to_exitcode(status)
-        errors.seek(0)
-        told = errors.read().decode(errors="replace").strip().splitlines()
-    return Cost(
-        wall_s,
-        usage.ru_utime + usage.ru_stime,
-        usage.ru_maxrss * _RSS_UNIT_BYTES,
-        process.returncode,
-        told[-1][:_LONGEST_MESSAGE] if process.returncode and told else "",
+    reading, writing = os.pipe()
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", _LAUNCHER, str(writing), str(limit_s), *arguments],
+        cwd=folder,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        pass_fds=(writing,),
+        check=True,
     )
+    os.close(writing)
+    with os.fdopen(reading, "rb") as answer:
+        wall_s, cpu_s, peak_rss, status = json.loads(answer.read())
+    exit_code = os.waitstatus_to_exitcode(status)
+    told = done.stderr.decode(errors="replace").strip().splitlines()
+    message = told[-1][:_LONGEST_MESSAGE] if exit_code and told else ""
+    return Cost(wall_s, cpu_s, peak_rss * _RSS_UNIT_BYTES, exit_code, message)
 
 
 def measured(lines: Sequence[Command], limit_s: float) -> Iterator[Row]:

@@ -9,7 +9,7 @@ scales the host's bandwidth, unless that is set too.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any, Final
 
@@ -83,6 +83,7 @@ def override_hardware(hardware: Hardware, overrides: Mapping[str, str]) -> Hardw
     overrides = {_usual(name): value for name, value in overrides.items()}
     for name in overrides:
         _check_name(name)
+    overrides = {name: _MEANT[name](value) if name in _MEANT else value for name, value in overrides.items()}
     content: dict[str, Any] = hardware.model_dump()
     if "device" in overrides:
         content["device"] = device_part(overrides["device"]).model_dump()
@@ -125,6 +126,16 @@ def _fields() -> Iterator[str]:
                 yield from (f"{part}.{field}.{key}" for key in keys)
             elif field not in _UNSETTABLE and f"{part}.{field}" not in _WITHIN:
                 yield f"{part}.{field}"
+
+
+_MEANT: Final[Mapping[str, Callable[[str], str]]] = {
+    "device": lambda name: device_part(name).name,
+    "host": lambda name: host_part(name).name,
+    **dict.fromkeys(("link", *_DIRECTIONS), lambda name: link_part(name).host_to_device.name),
+    "node": lambda name: node_part(name).name,
+    "network": lambda name: network_part(name).name,
+}
+"""The catalogue's name of a part as people write it, by the part."""
 
 
 def _usual(name: str) -> str:

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import os
 import shlex
-import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
-from contextvars import ContextVar
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Final
 
 import typer
 
-from ..basics.errors import FileError, ProtwinError, shortened
+from ..basics.errors import FileError, ProtwinError
 from ..basics.units import parse_bytes, parse_bytes_per_s, parse_count
 from ..schema.plan import Plan
 from ..schema.training_options import LoraOptions, TrainingOptions
 from ..schema.workload import DType
 from .output import check_standard_output, is_standard_output
+from .told import warn as warn
 
 
 def writable(path: Path | None) -> Path | None:
@@ -287,27 +286,3 @@ def cache_folder() -> Path:
     base = os.environ.get("XDG_CACHE_HOME", "")
     root = Path(base) if Path(base).is_absolute() else Path.home() / ".cache"
     return root / "protwin" / "workloads"
-
-
-_WARNINGS: Final = ContextVar[tuple[str, ...]]("_WARNINGS", default=())
-
-
-def warn(message: str) -> None:
-    """Print a warning on standard error; the command goes on, and a report that it writes says it too."""
-    _WARNINGS.set((*_WARNINGS.get(), message))
-    sys.stderr.write(f"warning: {shortened(message)}\n")
-
-
-def warnings_so_far() -> tuple[str, ...]:
-    """What the running command has warned of, in order, each once."""
-    return tuple(dict.fromkeys(_WARNINGS.get()))
-
-
-@contextmanager
-def warnings_apart() -> Iterator[None]:
-    """While a command runs: it knows of its own warnings alone."""
-    before = _WARNINGS.set(())
-    try:
-        yield
-    finally:
-        _WARNINGS.reset(before)

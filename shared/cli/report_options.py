@@ -11,7 +11,8 @@ import typer
 
 from ..basics.documents import write_atomically
 from ..basics.errors import FileError
-from .options import warnings_so_far, writable
+from .options import writable
+from .told import warnings_so_far
 
 if TYPE_CHECKING:
     from ..report.page import Report

@@ -24,8 +24,8 @@ from ..basics.gc_pause import gc_paused
 from ..basics.plain_text import plain
 from .blas import one_blas_thread
 from .exits import discard_output, report_interruption, report_mistake
-from .options import warnings_apart
 from .streams import say
+from .told import warnings_apart
 
 COMMANDS: Final[dict[str, str]] = {
     "hardware": "List and show known machines, or probe this one.",

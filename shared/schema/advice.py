@@ -43,7 +43,7 @@ class MachineAdvice(FrozenModel):
     """Whether the search proved its plan the best within its tolerance; false where there is no plan, and where it
     ended early: then ``gap_frac`` is what it proved."""
     gap_frac: NonNegativeFloat | None = None
-    """How much faster any plan of the space could at most be."""
+    """How much faster any plan of the space could at most be; None where nothing is proven."""
     reason: str = ""
     """Why no plan fits; empty where one does."""
 

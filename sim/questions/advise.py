@@ -335,7 +335,7 @@ def search_machine(request: AdviceRequest, offer: Offer, *, cache: Path | None =
         "num_tokens": prediction.num_tokens,
         "guaranteed_peak_device_bytes": prediction.guaranteed_peak_device_bytes,
         "is_certified": found.result.certificate.is_certified,
-        "gap_frac": max(0.0, 1 - min(bounds_s) / prediction.iteration_s),
+        "gap_frac": max(0.0, 1 - min(bounds_s) / prediction.iteration_s) if bounds_s else None,
     }
     return offer.priced(nothing.model_copy(update=best))
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from protwin.shared.cli.options import warn, warnings_apart
 from protwin.shared.cli.report_options import write_report
+from protwin.shared.cli.told import warn, warnings_apart
 from protwin.shared.report.page import Report
 from protwin.shared.schema.record import Origin, Record
 from tests.cli.conftest import Protwin

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.sim.hand_made import workload
+from tests.cli.saved import decoder
 
 NEVER = (
     "numpy.ma",
@@ -49,7 +49,7 @@ def imported(arguments: list[str], watched: tuple[str, ...], extra: str = "") ->
 @pytest.fixture
 def arguments(tmp_path: Path) -> list[str]:
     """A search of a saved workload."""
-    workload().save(tmp_path / "workload.json")
+    decoder().save(tmp_path / "workload.json")
     return ["search", "--model", str(tmp_path / "workload.json"), "--hardware", "rtx-3090"]
 
 

@@ -14,6 +14,7 @@ from protwin.shared.basics.progress import no_progress
 from protwin.shared.catalogue.machines import machine as known_machine
 from protwin.shared.schema.advice import Advice, MachineAdvice
 from protwin.shared.schema.hardware import Hardware
+from protwin.shared.schema.search_result import BatchSearchResult
 from protwin.shared.tables.advice import advice_tables
 from protwin.shared.tables.terminal import as_text
 from protwin.sim.questions.advise import AdviceRequest, Offer, advise, machines_with, search_machine, whole_machines
@@ -134,6 +135,25 @@ def test_a_machine_is_searched_over_the_sizes_of_the_micro_batch(tmp_path: Path)
 
 
 # -- machines with several devices -----------------------------------------------------------------------------------
+
+
+def test_a_search_that_proves_nothing_has_no_gap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answer is a plan all the same, and its row says so."""
+    decoder().save(tmp_path / "workload.json")
+
+    def unproven(request: SearchRequest) -> BatchSearchResult:
+        found = search_batches(request)
+        choices = tuple(one.model_copy(update={"shortest_possible_s": None}) for one in found.choices)
+        return found.model_copy(update={"choices": choices})
+
+    monkeypatch.setattr("protwin.sim.questions.advise.search_batches", unproven)
+    box = known_machine("rtx-3090")
+    request = AdviceRequest(str(tmp_path / "workload.json"), None, None, 2, None, "")
+    found = search_machine(request, Offer(box))
+    assert found.plan is not None
+    assert found.gap_frac is None
+    advice = Advice(model="ours", sequence_length=None, global_batch_size=2, machines=(found,))
+    assert box.name in as_text(advice_tables(advice))
 
 
 def test_a_whole_machine_is_asked_about_with_all_devices_that_can_share_the_batch() -> None:
