@@ -237,10 +237,10 @@ def _shorten(model: nn.Module, path: str, places: Sequence[int]) -> None:
         parent, name, nn.Sequential(*kept) if isinstance(getattr(parent, name), nn.Sequential) else nn.ModuleList(kept)
     )
     config: Any = getattr(parent, "config", None)
-    if getattr(config, "num_hidden_layers", None) == len(row):
+    listed = getattr(config, "layer_types", None)
+    if listed is None and getattr(config, "num_hidden_layers", None) == len(row):
         # Features of an inner layer are counted from the end by it.
         config.num_hidden_layers = len(places)
-    listed = getattr(config, "layer_types", None)
     if isinstance(listed, list) and len(listed) == len(row):
         # Of some families the list follows from other fields, and is not looked at again.
         with suppress(AttributeError):

@@ -74,39 +74,28 @@ def trace(
     _check_model(model)
     count_samples_and_tokens(batch)
     check_untaken(model)
-    named = find_blocks(model, blocks)
-    traced = partial(_traced, model, batch, loss, repeats, name, device_kind, on_progress)
+
+    def traced(names: str | Sequence[str] | None) -> Workload:
+        named = find_blocks(model, names)
+        if any(parameter.is_meta for parameter in model.parameters()):
+            subject = FakeSubject(model, names, device_kind=device_kind)
+            facts = traced_model(model, named, subject.stands_for, name=name, traced_with="fake")
+            return assemble(facts, subject.at(batch, loss, on_progress))
+        seen, seconds = _observe_real(model, batch, loss, named, repeats, on_progress)
+        return assemble(
+            traced_model(model, named, range(len(named)), name=name, traced_with="real"),
+            _traced_shape(model, batch, seen, range(len(named))),
+            seconds=seconds,
+            measured_on=device_description(next(model.parameters()).device) if repeats > 0 else None,
+        )
+
     try:
-        return traced(named, blocks)
+        return traced(blocks)
     except ScheduleError:
-        order = blocks_as_run(model, batch, loss, named) if blocks is None else None
+        order = blocks_as_run(model, batch, loss, find_blocks(model)) if blocks is None else None
         if order is None:
             raise
-    return traced(find_blocks(model, order), order)
-
-
-def _traced(
-    model: nn.Module,
-    batch: Batch,
-    loss: Loss | None,
-    repeats: int,
-    name: str | None,
-    device_kind: DeviceKind,
-    on_progress: Callable[[int, int], None] | None,
-    named: Sequence[NamedBlock],
-    names: str | Sequence[str] | None,
-) -> Workload:
-    if any(parameter.is_meta for parameter in model.parameters()):
-        subject = FakeSubject(model, names, device_kind=device_kind)
-        facts = traced_model(model, named, subject.stands_for, name=name, traced_with="fake")
-        return assemble(facts, subject.at(batch, loss, on_progress))
-    seen, seconds = _observe_real(model, batch, loss, named, repeats, on_progress)
-    return assemble(
-        traced_model(model, named, range(len(named)), name=name, traced_with="real"),
-        _traced_shape(model, batch, seen, range(len(named))),
-        seconds=seconds,
-        measured_on=device_description(next(model.parameters()).device) if repeats > 0 else None,
-    )
+    return traced(order)
 
 
 def traced_model(

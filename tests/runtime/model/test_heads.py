@@ -142,7 +142,7 @@ def test_batches_of_text_are_as_traced(config: dict[str, Any], published: str) -
         (LLAMA, "GPT2LMHeadModel", "names GPT2LMHeadModel in architectures, which is no llama model"),
         (LLAMA, "Trainer", "no model 'Trainer'"),
         (BERT, "BertForPreTraining", "is a BertForPreTraining, and protwin makes batches for"),
-        ({"model_type": "wav2vec2"}, "Wav2Vec2ForCTC", "is a Wav2Vec2ForCTC"),
+        ({"model_type": "wav2vec2"}, "Wav2Vec2ForPreTraining", "is a Wav2Vec2ForPreTraining"),
         ({"model_type": "detr"}, "DetrForObjectDetection", "is a DetrForObjectDetection"),
         ({"model_type": "resnet"}, "ResNetForImageClassification", "no image_size"),
         (BERT | {"num_choices": None}, "BertForMultipleChoice", "Add num_choices"),
