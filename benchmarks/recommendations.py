@@ -87,7 +87,7 @@ _ON_ONE: Final = (
     ("llama-3-70b", "h200-141gb", 1),
 )
 _WITH_LORA: Final = (
-    ("smollm2-135m", "rtx-4090", 16),
+    ("smollm2-135m", "rtx-4090", 8),
     ("qwen2.5-0.5b", "rtx-3090", 4),
     ("llama-3.2-1b", "rtx-3090", 4),
     ("qwen2.5-1.5b", "a100-40gb", 8),

@@ -35,14 +35,14 @@ def in_own_units(predicted: Predicted) -> Parts:
         numbers = [_number(note, notes) for note in run.approximations]
         for place, (unit, measured, likely) in enumerate(_figures(run, predicted[run.id])):
             named = (run.trained, run.where) if place == 0 else ("", "")
-            note = " ".join(f"[{number}]" for number in numbers) if place == 0 else ""
+            note = ", ".join(f"note {number}" for number in numbers) if place == 0 else ""
             rows.append((*named, unit, _show(measured), _show(likely), f"{likely / measured - 1:+.1%}", note))
     used = dict.fromkeys(run.source for run in MEASURED_RUNS if run.is_shown)
     lines = [
         "Errors are signed in the unit itself: too much of a rate is too short a time.",
         "MFU is predicted as records count it, without tables that are looked up; sources count all parameters.",
     ]
-    lines += [f"[{number}] {note}" for number, note in enumerate(notes, start=1)]
+    lines += [f"note {number}: {note}" for number, note in enumerate(notes, start=1)]
     lines += [f"{name}: {SOURCES[name].about}. {SOURCES[name].url}" for name in used]
     columns = ("trained", "on", "unit", ">measured", ">predicted", ">error", "differs")
     return Table(title="Published runs in their own units", columns=columns, rows=rows), "\n".join(lines)

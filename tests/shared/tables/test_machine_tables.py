@@ -29,7 +29,7 @@ def test_the_table_has_a_row_for_every_machine_and_fits_a_terminal() -> None:
     assert rows["a100-80gb"] == ["a100-80gb", "80", "2039", "312", "19.5", "64", "512", "171.5", "25.6"]
     assert "…" not in "\n".join(lines)
     with pytest.raises(CatalogueError, match="rtx-3090"):
-        hardware_table(["rtx3090"])
+        hardware_table(["rtx-3091"])
 
 
 def test_the_table_of_clusters_has_a_row_for_each_and_fits_a_terminal() -> None:

@@ -163,7 +163,7 @@ def test_a_whole_machine_is_asked_about_with_all_devices_that_can_share_the_batc
     def asked(num_parts: int) -> set[tuple[str, int, int]]:
         return {(one.hardware.name, one.num_ranks, one.num_devices) for one in whole_machines(boxes, num_parts)}
 
-    alone = {(box.name, 1, 1) for box in boxes}
+    alone = {(box.name, 1, box.num_devices) for box in boxes}
     assert asked(16) == alone | {(eight.name, 8, 8), (two.name, 2, 2)}
     assert asked(6) == alone | {(eight.name, 6, 8), (two.name, 2, 2)}, "idle devices are paid for"
     assert asked(7) == alone | {(eight.name, 7, 8)}
@@ -223,8 +223,8 @@ def test_advice_about_a_machine_is_that_of_a_search_asked_directly(tmp_path: Pat
         one, seconds = found[num_ranks], result.prediction.iteration_s
         assert (one.plan, one.iteration_s) == (result.plan, seconds)
         assert one.num_tokens == result.prediction.num_tokens == 16 * model.num_tokens
-        assert one.price_usd_per_hour == 2.0 * num_ranks
-        assert one.usd_per_million_tokens == pytest.approx(2.0 * num_ranks / 3600 * 1e6 * seconds / one.num_tokens)
+        assert one.price_usd_per_hour == 16.0, "the machine is rented whole"
+        assert one.usd_per_million_tokens == pytest.approx(16.0 / 3600 * 1e6 * seconds / one.num_tokens)
         # The simplest plan within the tolerance of the fastest, of which nothing is faster by more than the tolerance.
         assert one.gap_frac == result.gap_frac
         assert result.certificate.tolerance_frac == 0.005
@@ -252,24 +252,23 @@ def answer(name: str, num_ranks: int, num_devices: int, tokens_per_s: float | No
 def test_one_device_alone_is_shown_where_its_tokens_cost_less() -> None:
     machines = (
         answer("scales well", 8, 8, 80.0),
-        answer("scales well", 1, 1, 9.0),
-        answer("scales badly", 8, 8, 60.0),
-        answer("scales badly", 1, 1, 9.0),
+        answer("scales well", 1, 8, 9.0),
+        answer("scales not at all", 8, 8, 8.0),
+        answer("scales not at all", 1, 8, 9.0),
         answer("idle", 6, 8, 60.0),
-        answer("idle", 1, 1, 9.0),
+        answer("idle", 1, 8, 9.0),
         answer("too small alone", 8, 8, 8.0),
-        answer("too small alone", 1, 1, None),
+        answer("too small alone", 1, 8, None),
         answer("too small", 8, 8, None),
-        answer("too small", 1, 1, None),
+        answer("too small", 1, 8, None),
         answer("alone", 1, 1, 1.0),
     )
     advice = Advice(model="m", sequence_length=None, global_batch_size=8, machines=machines)
     assert [(one.hardware_name, one.num_ranks) for one in advice.deals] == [
         ("scales well", 8),
-        ("scales badly", 8),
-        ("scales badly", 1),
+        ("scales not at all", 8),
+        ("scales not at all", 1),
         ("idle", 6),
-        ("idle", 1),
         ("too small alone", 8),
         ("alone", 1),
     ]
@@ -290,7 +289,7 @@ def test_equal_machines_are_searched_once_and_keep_their_names_and_prices() -> N
     advice = advise(request, asked, search_one=searches, num_processes=1, on_progress=no_progress)
     assert searches.asked == [box.name, "changed"]
     prices = {one.hardware_name: one.price_usd_per_hour for one in advice.machines}
-    assert prices == {box.name: None, "other": 1.0, "changed": None}
+    assert prices == {box.name: None, "other": 8.0, "changed": None}
     # A workload of one's own may hold seconds that were measured on a machine of that very name.
     ask(searches := Searches(), ("fast", "slow"))
     assert searches.asked == ["fast", "slow"]
