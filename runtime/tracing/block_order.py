@@ -26,7 +26,8 @@ from .known_values import values_known, with_values_if_wanted
 def blocks_as_run(model: nn.Module, batch: Batch, loss: Loss | None, blocks: Sequence[NamedBlock]) -> list[str] | None:
     """Names of the blocks that the loss depends on, in the order in which they run.
 
-    None if this is the order of ``blocks``, or if some do not run once each: then no order is right.
+    None if this is the order of ``blocks``, and where no order is right: if some do not run once each, or gradients end
+    between them.
     """
     names = [block.name for block in blocks]
     ran, reached = with_values_if_wanted(batch, lambda with_values: _run(model, batch, loss, names, with_values))
@@ -34,7 +35,23 @@ def blocks_as_run(model: nn.Module, batch: Batch, loss: Loss | None, blocks: Seq
     if any(times[name] != 1 for name in names):
         return None
     order = [name for name in ran if name in reached]
-    return order if order and order != names else None
+    return order if order and order != names and not _has_gap(ran, reached) else None
+
+
+def _has_gap(ran: Sequence[str], reached: set[str]) -> bool:
+    """Whether a block that learns nothing is followed by one of its own list that learns.
+
+    Features of an inner layer leave out a list's end.  Gradients that end within a list are a mistake, or are said
+    with ``requires_grad_(False)``.
+    """
+    lists_reached: set[str] = set()
+    for name in reversed(ran):
+        parent = name.rpartition(".")[0]
+        if name in reached:
+            lists_reached.add(parent)
+        elif parent in lists_reached:
+            return True
+    return False
 
 
 def _run(

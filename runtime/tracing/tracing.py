@@ -91,8 +91,13 @@ def trace(
 
     try:
         return traced(blocks)
-    except ScheduleError:
-        order = blocks_as_run(model, batch, loss, find_blocks(model)) if blocks is None else None
+    except ScheduleError as refused:
+        if blocks is not None:
+            raise
+        try:
+            order = blocks_as_run(model, batch, loss, find_blocks(model))
+        except RuntimeError:
+            raise refused from None  # the model cannot be copied: the iteration left tensors of its own on it
         if order is None:
             raise
     return traced(order)
