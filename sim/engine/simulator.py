@@ -91,11 +91,13 @@ def simulate_plan(
     contention: ContentionModel,
     *,
     layout: Layout | None = None,
+    schedule: Schedule | None = None,
     on_progress: OnProgress = no_progress,
 ) -> tuple[Schedule, Timing]:
     """The timing of a plan, with the schedule that was simulated: that of few micro-batches where these tell of all.
 
-    See [Note: Folded iterations] in ``sim/engine/folding.py``.  Errors as of ``simulate``.
+    ``schedule``: of the plan, which spares compiling it where it has to be simulated whole.  See [Note: Folded
+    iterations] in ``sim/engine/folding.py``.  Errors as of ``simulate``.
     """
     least = kept_micro_batches(plan.micro_batches, workload.num_blocks, plan.prefetch_depth)
     # Where the least do not settle, a few more often do, and cost far less than all.
@@ -106,7 +108,8 @@ def simulate_plan(
             timing = _simulate_kept(kept, costs.durations_s(few), contention, on_progress)
             if timing is not None:
                 return few, timing
-    schedule = compile_schedule(plan, workload, layout)
+    if schedule is None:
+        schedule = compile_schedule(plan, workload, layout)
     durations_s = costs.durations_s(schedule)
     return schedule, simulate_timing(schedule, durations_s, contention, num_more_iterations=1, on_progress=on_progress)
 

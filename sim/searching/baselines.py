@@ -17,6 +17,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+import numpy as np
+
 from ...shared.basics.errors import PlanError
 from ...shared.layout.kinds import kind_of
 from ...shared.layout.layout import aligned, build_layout
@@ -146,7 +148,7 @@ def baselines(
         tries = (
             _Need(system_name(system, is_checkpointed=ticked), system.how, plan, problems[size], room)
             for size in sizes
-            for ticked in system.n_checkpoint
+            for ticked in _tried(system, problems[size])
             for plan in [system_plan(system, problems[size], like, is_checkpointed=ticked)]
         )
         found.append(_first_that_fits(tries).baseline())
@@ -158,6 +160,18 @@ def baselines(
             )
         found.append(_Need(name, "a plan of your own", plan, problems[sizes[-1]], room).baseline())
     return tuple(found)
+
+
+def _tried(system: System, problem: SearchProblem) -> tuple[bool, ...]:
+    """Whether blocks are checkpointed, for every try: what cannot fit without is not tried where there is another."""
+    if len(system.n_checkpoint) == 1:
+        return system.n_checkpoint
+    layout = problem.layouts[0]
+    modes = layout.grid.modes
+    keeps = np.flatnonzero((modes.n_swap == 0) & (modes.n_checkpoint == 0))
+    static_bytes = layout.table.static_device_bytes(layout.prefixes, problem.workload.resident_bytes).min()
+    needed = static_bytes + layout.memory.activation_bytes[keeps]
+    return (True,) if (needed > problem.device_budget_bytes).any() else system.n_checkpoint
 
 
 def _first_that_fits(tries: Iterable[_Need]) -> _Need:
@@ -198,7 +212,10 @@ class _Need:
     def baseline(self) -> Baseline:
         """The plan, simulated."""
         problem, plan, workload = self._problem, self._plan, self._problem.workload
-        _, timing = simulate_plan(plan, workload, problem.costs, problem.contention, layout=self._layout)
+        whole = self._schedule if self._schedule.plan_id == plan.identity else None  # not of few micro-batches
+        _, timing = simulate_plan(
+            plan, workload, problem.costs, problem.contention, layout=self._layout, schedule=whole
+        )
         return Baseline(
             name=self._name,
             how=self._how,

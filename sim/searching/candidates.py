@@ -78,6 +78,8 @@ class _Residency:
     """(K,) choices of modes that a bound of the peak leaves, as rows of ``ModeRows``."""
     bound_s: FloatArray
     """(D, K), infinite for plans that do not fit or are not distinct."""
+    least_peaks: IntArray
+    """(D, K) bounds of the peaks."""
 
 
 class _Plans:
@@ -218,7 +220,7 @@ class Candidates:
         fits = is_open & (peaks <= self.device_limit_bytes)
         self.num_bounded_by_memory += int(np.count_nonzero(is_open & ~fits))
         may_fit = fits.any(axis=(0, 1))
-        modes, fits = modes[may_fit], fits[:, :, may_fit]
+        modes, fits, peaks = modes[may_fit], fits[:, :, may_fit], peaks[:, :, may_fit]
         row, depth = np.nonzero(fits.any(axis=2))
         if not len(row):
             return
@@ -229,15 +231,18 @@ class Candidates:
         bounds_s[row, depth] = np.where(fits[row, depth], found_s, np.inf)
         for number in np.flatnonzero(np.bincount(row)).tolist():
             index, bound_s = int(rows[number]), bounds_s[number]
-            found = _Residency(family.layout, family.group, index, modes, bound_s)
+            found = _Residency(family.layout, family.group, index, modes, bound_s, peaks[number])
             self._push(float(bound_s.min()), _RESIDENCY, (n_swap, family.layout, index), found)
 
     def _add_plans(self, found: _Residency) -> None:
         problem, layout = self._problem, self._problem.layouts[found.layout]
+        is_open = np.isfinite(found.bound_s)
+        if not (is_open & (found.least_peaks <= self.device_limit_bytes)).any():
+            self.num_bounded_by_memory += int(np.count_nonzero(is_open))  # the limit was lowered meanwhile
+            return
         n_swap = int(layout.grid.modes.n_swap[found.modes[0]])
         side_lanes = problem.side_lanes(problem.gather_plan(found.layout, found.row), n_swap)
         peaks = guaranteed_peaks(side_lanes, layout.grid.prefetch_depth, found.modes, problem.workload.resident_bytes)
-        is_open = np.isfinite(found.bound_s)
         fits = is_open & (peaks <= self.device_limit_bytes)
         self.num_bounded_by_memory += int(np.count_nonzero(is_open & ~fits))
         sharper_s = layout.time.side_lanes_s(side_lanes, layout.grid.prefetch_depth, found.modes)

@@ -67,9 +67,8 @@ class Chooser:
         self._branches = {where: branches[where] for where in sorted(branches, key=_simplest)}
         self._on_progress = on_progress
         self._room = SegmentRoom.of(request)
-        self._expandable: Chosen | None = None
-        self._last_fragile: Chosen | None = None
-        """The one that came closest to surviving, if none does."""
+        self._fragile: list[Chosen] = []
+        """Plans that do not survive, the last of which came closest to it."""
         self._survivors: set[Simulated] = set()
         self._lowered: dict[PlanKind, tuple[int, int]] = {}
         """By kind: the limit of its guaranteed peaks, and the least peak that is known not to survive."""
@@ -103,7 +102,7 @@ class Chooser:
         while found is None:
             kind = self._kind_worth_it(explores=False)
             if kind is None:
-                fallback = self._expandable or self._last_fragile
+                fallback = self._expandable(np.inf) or next(reversed(self._fragile), None)
                 return None if fallback is None else Choice(fallback, survives=False)
             found = self._settled(kind, explores=False)
             if not self._keeps(found):
@@ -111,11 +110,10 @@ class Chooser:
         fastest = self._fastest() or found
         tolerance_frac = self._request.effort.tolerance_frac
         limit_s = found.iteration_s * (1 - tolerance_frac)
-        expandable = self._expandable
         return Choice(
             found,
             survives=True,
-            expandable=expandable if expandable is not None and expandable.iteration_s < limit_s else None,
+            expandable=self._expandable(limit_s),
             passed_over=fastest if fastest.where[2] is not found.where[2] and fastest.iteration_s < limit_s else None,
         )
 
@@ -213,16 +211,24 @@ class Chooser:
         if wanted_bytes <= room.limit_bytes:
             self._survivors.add(found.plan)
             return True
-        self._last_fragile = found
-        is_fastest = self._expandable is None or found.iteration_s < self._expandable.iteration_s
-        if is_fastest and room.wanted_bytes(found.plan, problem, expandable_segments=True) <= room.limit_bytes:
-            self._expandable = found
+        self._fragile.append(found)
         kind, peak_bytes = found.where[2], found.plan.candidate.peak_bytes
         limit_bytes = room.lowered_peak_bytes(found.plan, wanted_bytes)
         self._lowered[kind] = (limit_bytes, peak_bytes)
         for branch in self._of(kind).values():
             branch.lower_limit(limit_bytes)
         return False
+
+    def _expandable(self, limit_s: float) -> Chosen | None:
+        """The fastest plan below ``limit_s`` that needs expandable segments, if there is one."""
+        room = self._room
+        for found in sorted(self._fragile, key=lambda one: one.iteration_s):
+            if room is None or found.iteration_s >= limit_s:
+                break
+            problem = found.branch.problem
+            if room.wanted_bytes(found.plan, problem, expandable_segments=True) <= room.limit_bytes:
+                return found
+        return None
 
     def _left_out_too_far(self, kind: PlanKind) -> bool:
         """Whether nothing is left of a kind between a plan that does not survive and a limit far below its peak."""
