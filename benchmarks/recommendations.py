@@ -125,8 +125,9 @@ bfloat16 with float32 masters, AdamW steps, sequences have 2,048 tokens; LoRA ha
 blocks. *Recommended* is the simplest plan that is worth it: a plan of a less simple kind must be faster by more than
 the uncertainty of the comparison ([predictions](predictions.md)), and its memory must fit with the allocator's default
 settings and 5 % of the device to spare. *Without a search* is the fastest of plain training, FSDP2 and DeepSpeed
-ZeRO-3, carried out as plans on the same machine, that fits. Published runs are 15 to 30 % slower than data sheets say;
-[the published runs](predictions.md) have the errors by class.
+ZeRO-3, carried out as plans on the same machine, that fits. Predictions from data sheets are too fast: by 11 % for
+published runs with LoRA, 18 % for MPT on A100, 32 % on H100, and 55 % where parameters are offloaded (means, `make
+published`; [Results](results.md#published-runs) has every run).
 """
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Final
 
 from ..basics.units import format_number, format_seconds
 from ..schema.advice import Advice, MachineAdvice
 from ..tables.advice import interruption_sentence, machine_table, meaning_sentence, reason_table
+from ..tables.question import asked_of_all_table
 from .axes import ONE, BarRow, Scale, Segment, across, bar_rows, time_unit, x_axis, y_axis
 from .page import Card, PageTable, Report, Section, quiet
 from .svg import PLOT_PX, Figure, area_mark, circle, joined, share, shortened, spread, text, zoomable
@@ -22,6 +24,9 @@ def advice_report(advice: Advice) -> Report:
     ranked, sections = advice.deals, []
     if not advice.is_complete:
         sections.append(Section("Not complete", (quiet(interruption_sentence(advice)),)))
+    if advice.question is not None:
+        asked = asked_of_all_table(advice.question, advice.global_batch_size)
+        sections.append(Section(asked.title, (PageTable(replace(asked, title="")),)))
     if ranked:
         table = PageTable(machine_table("Best plans, fastest first", ranked))
         sections.append(Section("Machines by time", (ranking_chart(ranked), quiet(meaning_sentence(advice)), table)))

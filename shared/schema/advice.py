@@ -25,6 +25,8 @@ class MachineAdvice(FrozenModel):
     price_usd_per_hour: PositiveFloat | None
     """Of these machines."""
     plan: Plan | None = None
+    question: Question | None = None
+    """What was asked of this machine: element types and micro-batches may differ from machine to machine."""
     plan_kind: PlanKind | None = None
     survives: bool | None = None
     """As of ``SearchResult``."""
@@ -76,12 +78,15 @@ class Advice(Document):
     """Samples per step."""
     ranks: tuple[PositiveInt, ...] = ()
     """The numbers of devices that were asked about; empty: all devices of every machine, and one of them alone."""
-    question: Question | None = None
-    """What was asked of the first machine with a plan; others may choose other micro-batches and element types."""
     machines: tuple[MachineAdvice, ...]
     """Fastest first; a machine with several devices more than once."""
     unanswered: tuple[str, ...] = ()
     """Machines that were asked about too, but that Ctrl-C left no time for."""
+
+    @property
+    def question(self) -> Question | None:
+        """What was asked of the fastest machine with a plan; None if there is none."""
+        return next((one.question for one in self.deals if one.question is not None), None)
 
     @property
     def is_complete(self) -> bool:

@@ -8,6 +8,7 @@ from typing import Final
 from ..basics.units import format_bytes, format_duration, format_number, format_seconds
 from ..schema.advice import Advice, MachineAdvice
 from .labels import NO_VALUE, format_share
+from .question import asked_of_all_table
 from .table import Parts, Row, Table
 
 _PRICES: Final = (">USD per\nhour", ">USD per\nM tokens")
@@ -20,6 +21,8 @@ def advice_tables(advice: Advice) -> Parts:
     """Machines by time, what a million tokens costs where a price is known, and why others cannot."""
     title = f"{advice.model}, global batch {advice.global_batch_size:,}: machines by time"
     parts: list[Table | str] = [machine_table(title, advice.deals)]
+    if advice.question is not None:
+        parts.insert(0, asked_of_all_table(advice.question, advice.global_batch_size))
     if sentence := meaning_sentence(advice):
         parts.append(sentence)
     if advice.by_cost:

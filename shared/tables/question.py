@@ -36,6 +36,22 @@ def question_table(question: Question) -> Table:
     return Table(title="Asked", columns=("", ""), rows=rows)
 
 
+def asked_of_all_table(question: Question, global_batch_size: int) -> Table:
+    """What was asked of every machine of a ranking, read off one answer: it has element types by its device."""
+    samples = _counted(global_batch_size, "sample")
+    if question.sequence_length is not None:
+        samples += f" of {question.sequence_length:,} tokens: {global_batch_size * question.sequence_length:,} tokens"
+    rows = [
+        ("model", _model(question)),
+        ("weights", weights_words(question.weight_dtype, question.published_dtype, question.dtype_origin)),
+        ("training", _training(question)),
+        ("step", samples),
+    ]
+    if question.overrides:
+        rows.append(("machines", f"with {', '.join(question.overrides)}"))
+    return Table(title=f"Asked (element types as on {question.hardware_name})", columns=("", ""), rows=rows)
+
+
 def question_lines(question: Question) -> tuple[str, ...]:
     """The same as lines of text."""
     return tuple(f"{name}: {words}" for name, words in question_table(question).rows)

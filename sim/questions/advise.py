@@ -129,6 +129,7 @@ class Offer:
         return found.model_copy(
             update={
                 "hardware_name": self.hardware.name,
+                "question": found.question and found.question.model_copy(update={"hardware_name": self.hardware.name}),
                 "num_ranks": self.num_ranks,
                 "num_devices": self.num_devices,
                 "price_usd_per_hour": price,
@@ -327,6 +328,7 @@ def search_machine(request: AdviceRequest, offer: Offer, *, cache: Path | None =
     best = {
         "tokens_per_s": prediction.num_tokens / prediction.iteration_s,
         "plan": found.result.plan,
+        "question": prediction.question,
         "plan_kind": found.result.plan_kind,
         "survives": found.result.survives,
         "run": None if request.num_tokens is None else prediction.for_tokens(request.num_tokens).run,
