@@ -2,11 +2,11 @@
 
 [Note: The recommended plan]
 The fastest plan is found first, of all kinds.  Then the kinds are asked in the order of their simplicity
-(``PlanKind``): the first whose best plan is slower by no more than the uncertainty of the comparison is chosen ([Note:
-Uncertainty of a comparison] in ``sim/searching/confidence.py``).  Of its plans within the tolerance of its best, the
-simplest mode counts, then the fewest micro-batches, then the simplest plan; if a known plan of the same kind is as fast
-and needs less memory, that one takes its place.  A plan that does not survive ([Note: Plans that survive] in
-``sim/searching/survival.py``) makes room for the next.
+(``PlanKind``): the first is chosen whose best plan no less simple kind beats by more than the uncertainty of the
+comparison ([Note: Uncertainty of a comparison] in ``sim/searching/confidence.py``).  Of its plans within the tolerance
+of its best, the simplest mode counts, then the fewest micro-batches, then the simplest plan; if a known plan of the
+same kind is as fast and needs less memory, that one takes its place.  A plan that does not survive ([Note: Plans that
+survive] in ``sim/searching/survival.py``) makes room for the next.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class Chooser:
         return min(found, key=lambda one: one.iteration_s, default=None)
 
     def _kind_worth_it(self, *, explores: bool = True) -> PlanKind | None:
-        """The simplest kind whose best plan is slower than the fastest by no more than the uncertainty.
+        """The simplest kind whose best plan no less simple kind beats by more than the uncertainty.
 
         Where it ``explores``, also a simpler kind that was left out too far.  None if nothing fits.
         """
@@ -149,9 +149,22 @@ class Chooser:
                 if self._left_out_too_far(kind):
                     return kind
             own = self._fastest(kind)
-            if own is not None and own.iteration_s <= limit_s:
+            is_near = own is not None and own.iteration_s <= limit_s
+            if own is not None and is_near and not self._is_beaten(own, explores=explores):
                 return kind
         return None
+
+    def _is_beaten(self, own: Chosen, *, explores: bool) -> bool:
+        """Whether a plan of a less simple kind than the one of ``own`` is faster by more than the uncertainty."""
+        kind = own.where[2]
+        for other in tuple(PlanKind)[kind.complexity + 1 :]:
+            limit_s = own.iteration_s * (1 - self._request.uncertainty.between(kind, other))
+            if explores and self._of(other):
+                self._run(self._of(other).values(), limit_s)
+            best = self._fastest(other)
+            if best is not None and best.iteration_s < limit_s:
+                return True
+        return False
 
     def _settled(self, kind: PlanKind, *, explores: bool = True) -> Chosen:
         """Of the plans of one kind, the simplest within the tolerance that none outdoes."""

@@ -56,13 +56,16 @@ def simplest_worth_it(found: Case, budget_bytes: int, uncertainty: Uncertainty) 
         ):
             kind = kind_of(outcome.plan.model_copy(update={"n_swap": 0}), layout)
         best_s[kind] = min(best_s[kind], outcome.iteration_s)
-    fastest = min(best_s, key=lambda kind: (best_s[kind], kind.complexity))
     allowed: dict[PlanKind, float] = {}
     for kind in sorted(best_s, key=lambda kind: kind.complexity):
-        frac = 0.0 if kind is fastest else uncertainty.between(kind, fastest)
-        if best_s[kind] * (1 - frac) <= best_s[fastest] * (1 + 1e-9):
+        limits_s = {
+            other: best_s[kind] * (1 - uncertainty.between(kind, other))
+            for other in best_s
+            if other.complexity > kind.complexity
+        }
+        if not any(best_s[other] < limit_s * (1 - 1e-9) for other, limit_s in limits_s.items()):
             allowed[kind] = best_s[kind]
-            if best_s[kind] * (1 - frac) <= best_s[fastest] * (1 - 1e-9) or kind is fastest:
+            if all(best_s[other] > limit_s * (1 + 1e-9) for other, limit_s in limits_s.items()):
                 break
     return allowed
 
