@@ -21,6 +21,10 @@ TRACE_LIMIT_S: Final = 300.0
 """Most traces take seconds; the longest published model of many unlike blocks takes one minute on two cores."""
 
 
+_QUESTIONS: Final = ("sym_", "is_", "size", "stride", "storage_offset", "numel", "dim")
+"""How the names of operations begin that ask for a tensor's layout."""
+
+
 class TimeLimitError(WorkloadError):
     """Work was given up since it took too long."""
 
@@ -59,6 +63,15 @@ def check_time() -> None:
             f"for every token takes as long as its sequence is: shorten it. For more time, trace it by itself, "
             f"protwin trace --time-limit {4 * limit.limit_s:g} --output workload.json, and pass that file as --model."
         )
+
+
+def check_time_before(operator: Any) -> None:
+    """``check_time`` where a dispatch mode sees ``operator``, unless it only asks about a tensor.
+
+    Such questions come from C++ that lets no exception through: one of ours would end the process.
+    """
+    if operator.namespace == "aten" and not operator.overloadpacket.__name__.startswith(_QUESTIONS):
+        check_time()
 
 
 class TimeChecks(TorchFunctionMode):

@@ -31,7 +31,7 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..devices.time_limit import check_time
+from ..devices.time_limit import check_time_before
 
 _NAME: Final = "scaled_dot_product_attention"
 _FLASH_DTYPES: Final = (torch.float16, torch.bfloat16)
@@ -101,7 +101,7 @@ class FakeGroupedProducts(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Answer grouped products and CTC; hand everything else on, as long as there is time (``time_limit.py``)."""
-        check_time()
+        check_time_before(func)
         kwargs = kwargs or {}
         if func is torch.ops.prim.device.default and not args[0].fake_mode.in_kernel_invocation:
             # Most of what is asked while fake tensors run: the answer of their own mode, without the way there.

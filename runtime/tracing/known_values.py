@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..devices.time_limit import check_time
+from ..devices.time_limit import check_time_before
 
 _LIMIT: Final = "CONSTANT_NUMEL_LIMIT"
 _MADE: Final = frozenset({"arange", "zeros", "ones", "full", "scalar_tensor", "eye", "tril_indices", "triu_indices"})
@@ -69,7 +69,7 @@ class KnownValues(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """What the operation gives, with its values if it makes integers."""
-        check_time()
+        check_time_before(func)
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if not isinstance(result, FakeTensor) or result.constant is not None or not _is_small_integer(result):
