@@ -15,6 +15,7 @@ from ..basics.errors import CatalogueError, FileError, HardwareError
 from ..basics.suggestions import did_you_mean
 from ..schema.hardware import Hardware
 from .machines import cluster_names, machine_names
+from .names import machine_called
 from .plausibility import price_range
 
 _EXAMPLE: Final = "h100-80gb-x8=24"
@@ -47,6 +48,7 @@ def parse_prices(entries: Iterable[str]) -> Prices:
         if equals and not entry.endswith((".toml", ".json")):
             if not name:
                 raise HardwareError(f"the price {entry!r} names no machine. Write it as {_EXAMPLE}.")
+            name = machine_called(name) or name
             if name in named:
                 raise HardwareError(f"the price {entry!r} is the second one of {name}. Give it one.")
             named[name] = _checked(name, price, origin="the price")

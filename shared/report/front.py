@@ -66,7 +66,7 @@ def front_chart(result: SearchResult) -> Figure | None:
         drawing=joined([*axes, zoomable(_BOTTOM, *drawn)]),
         label=f"Iteration time against device memory: {len(points)} plans, none of which is slower and larger than "
         f"another",
-        caption=("The price of memory", ": the fastest plan that was found for every size. Axes begin above 0."),
+        caption=("The price of memory", ": the recommended plan, and what less memory costs. Axes begin above 0."),
         legend=(
             (_diamond(12, 6, 5.5), "the plan"),
             (circle(12, 6, 4, "dot"), "simulated"),

@@ -34,7 +34,7 @@ def baseline_table(result: SearchResult) -> Table:
             format_bytes(record.guaranteed_peak_device_bytes),
             _bytes(segments_bytes),
             _bytes(None if host is None else host.pinned_requested_bytes + host.state_bytes),
-            "may run out of memory" if result.survives is False else "fits",
+            _fits_words(result),
         )
     )
     return Table(
@@ -50,6 +50,15 @@ def baseline_table(result: SearchResult) -> Table:
         expendable=(">in\nsegments",),
         notes=_notes(result),
     )
+
+
+def _fits_words(result: SearchResult) -> str:
+    if result.survives is not False:
+        return "fits"
+    reserved = result.prediction.device_reserved
+    if reserved is not None and reserved.expected_bytes <= reserved.limit_bytes:
+        return "fits, without the margin"
+    return "may run out of memory"
 
 
 def _baseline_row(baseline: Baseline) -> tuple[str, ...]:
@@ -103,14 +112,11 @@ def _gain(result: SearchResult) -> str:
     if best is None:
         return f"{head}. None of the others fits."
     ratio = result.prediction.tokens_per_s / best.tokens_per_s
-    gain = f"{ratio:.2f} times as fast as {best.name}, the best of the others that fit"
-    if abs(ratio - 1) < result.uncertainty.between(result.plan_kind, best.plan_kind):
-        gain = f"as fast as {best.name} within the uncertainty of a comparison ({_percent(ratio - 1)})"
+    gain = f"{ratio:.2f} times the tokens per second of {best.name}, the best of the others that fit"
+    uncertainty_frac = result.uncertainty.between(result.plan_kind, best.plan_kind)
+    if 1 - uncertainty_frac < ratio < 1 / (1 - uncertainty_frac):
+        gain += f", which is within the uncertainty of such a comparison, {format_share(uncertainty_frac)}"
     return f"{head}; {gain}."
-
-
-def _percent(frac: float) -> str:
-    return f"{frac * 100:+.1f} %".replace("-", "−")
 
 
 def _survival(result: SearchResult) -> str:
@@ -123,9 +129,10 @@ def _survival(result: SearchResult) -> str:
             f"With {DEFAULT_SETTINGS} its segments are expected to take {held}; the margin of "
             f"{format_share(result.margin_frac)} of the device stays free."
         )
+    remedy = f" It fits with {EXPANDABLE_SETTING}." if reserved.needs_expandable else ""
     return (
         f"No plan leaves the margin of {format_share(result.margin_frac)} with {DEFAULT_SETTINGS}: this one's segments "
-        f"are expected to take {held}."
+        f"are expected to take {held}.{remedy}"
     )
 
 
@@ -134,7 +141,7 @@ def _expandable(result: SearchResult) -> str:
     if other is None:
         return ""
     return (
-        f"With {EXPANDABLE_SETTING} a plan fits that is {_faster(other, result)} faster: {short_plan(other)}, "
+        f"With {EXPANDABLE_SETTING} a plan fits that takes {_faster(other, result)} less time: {short_plan(other)}, "
         f"{format_bytes(other.guaranteed_peak_device_bytes)}."
     )
 
@@ -143,10 +150,10 @@ def _passed_over(result: SearchResult) -> str:
     other = result.passed_over
     if other is None:
         return ""
+    uncertainty = format_share(result.uncertainty.between(result.plan_kind, other.plan_kind))
     return (
-        f"Less simple plans ({other.plan_kind.words}) would be {_faster(other, result)} faster: within the uncertainty "
-        f"of such a comparison, {format_share(result.uncertainty.between(result.plan_kind, other.plan_kind))} "
-        f"({result.uncertainty.source})."
+        f"Less simple plans ({other.plan_kind.words}) would take {_faster(other, result)} less time: within the "
+        f"uncertainty of such a comparison, {uncertainty} ({result.uncertainty.source})."
     )
 
 

@@ -189,7 +189,7 @@ def search_command(
     check_budget(device_budget_bytes, machine)
     factors = Calibration.load(calibration) if calibration is not None else None
     num_ranks = ranks_to_search(machine, num_ranks, parallel or ())
-    if (unused := unused_devices(machine, num_ranks)) is not None:
+    if goal is not Goal.CHEAPEST and (unused := unused_devices(machine, num_ranks)) is not None:
         warn(unused)
     what_ifs = _what_ifs(questions, machine, factors)
     allowed = {

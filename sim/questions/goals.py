@@ -14,11 +14,13 @@ from ...shared.basics.units import format_bytes
 from ...shared.catalogue.rank_share import rent_of_ranks
 from ...shared.schema.search_result import BatchSearchResult, Goal
 from ...shared.schema.workload import Workload
+from ..searching.baselines import baselines
 from ..searching.branch_and_bound import OnProgress
 from ..searching.least_memory import least_device
 from ..searching.problem import search_problem
 from ..searching.request import GlobalBatch, SearchRequest
 from ..searching.search import search_batches
+from ..searching.survival import SegmentRoom
 from ..space.step_spec import SEVERAL
 
 SEQUENCE_STEP: Final = 128
@@ -119,8 +121,26 @@ def _least_memory(request: SearchRequest, on_progress: OnProgress | None) -> Bat
                 least = need.device_bytes
     if least is None or least > request.budgets_bytes()[0]:
         return search_batches(request, on_progress=on_progress)  # which says why nothing fits
-    answer = search_batches(replace(request, device_budget_bytes=least), on_progress=on_progress)
+    asked = replace(request, device_budget_bytes=least, baselines=None)
+    answer = _beside_others(search_batches(asked, on_progress=on_progress), request)
     return _said(answer, Goal.LEAST_MEMORY, f"no plan has a guaranteed device peak below {format_bytes(least)}")
+
+
+def _beside_others(answer: BatchSearchResult, request: SearchRequest) -> BatchSearchResult:
+    """``answer`` with the budgets and baselines of ``request``: a goal's own limit is no limit of the machine."""
+    result = answer.result
+    device_bytes, _ = request.budgets_bytes()
+    told: dict[str, object] = {
+        "device_budget_bytes": device_bytes,
+        "prediction": result.prediction.asking(device_budget_bytes=device_bytes),
+    }
+    if request.baselines is not None:
+        problems = {
+            size: search_problem(request, workload, request.step.spec(result.plan.parallel, micro_batches))
+            for size, workload, micro_batches in request.micro_batches()
+        }
+        told["baselines"] = baselines(problems, SegmentRoom.of(request), result.plan, own=request.baselines)
+    return answer.model_copy(update={"result": result.model_copy(update=told)})
 
 
 def _largest(

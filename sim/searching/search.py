@@ -23,6 +23,8 @@ some, SHARDED those that offload some or shard some over the devices.  A mode th
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ...shared.basics.errors import InfeasibleError, PlanError
 from ...shared.schema.plan import ParallelMode
 from ...shared.schema.plan_kind import PlanKind
@@ -57,6 +59,19 @@ def search_batches(
     request: SearchRequest, *, on_progress: OnProgress | None = None, keep_interrupted: bool = False
 ) -> BatchSearchResult:
     """What ``search`` finds, and besides what became of every size of the micro-batch.  Errors as of ``search``."""
+    found = _search(request, on_progress=on_progress, keep_interrupted=keep_interrupted)
+    is_tight = found.result.survives is False and not found.result.certificate.is_interrupted
+    if not is_tight or not request.margin_frac:
+        return found
+    # No plan leaves the margin: one that fits without it is better than one that does not.
+    without = _search(replace(request, margin_frac=0.0), on_progress=on_progress, keep_interrupted=keep_interrupted)
+    if not without.result.survives:
+        return found
+    told = {"survives": False, "margin_frac": request.margin_frac}
+    return without.model_copy(update={"result": without.result.model_copy(update=told)})
+
+
+def _search(request: SearchRequest, *, on_progress: OnProgress | None, keep_interrupted: bool) -> BatchSearchResult:
     branches, refusals = _branches(request)
     report = on_progress or (lambda done, total: None)
     chooser = Chooser(request, branches, report)

@@ -15,10 +15,11 @@ from protwin.shared.layout.kinds import kind_of
 from protwin.shared.layout.layout import build_layout
 from protwin.shared.schema.hardware import DeviceKind, Hardware
 from protwin.shared.schema.plan_kind import PlanKind, Uncertainty
-from protwin.shared.schema.search_result import SearchResult
+from protwin.shared.schema.search_result import Goal, SearchResult
 from protwin.shared.schema.workload import DType, Workload
 from protwin.shared.workloads.shipped import shipped_family
 from protwin.sim.engine.simulator import simulate
+from protwin.sim.questions.goals import search_goal
 from protwin.sim.searching.request import Effort, SearchRequest, Step
 from protwin.sim.searching.search import search
 from protwin.sim.space.space import SearchSpace
@@ -150,3 +151,29 @@ def test_a_plan_of_ones_own_is_laid_beside() -> None:
     of_two = own.model_copy(update={"num_ranks": 2, "parallel": "sharded"})
     with pytest.raises(PlanError, match="for 2 ranks"):
         search(replace(request, baselines=(("two.json", of_two),)))
+
+
+def test_where_no_plan_leaves_the_margin_one_that_fits_without_it_is_recommended() -> None:
+    """gpt2 at 30 sequences on 24 GB: 22.4 GiB of segments at the least, of 23.06 GiB less 1.2 GiB."""
+    family = shipped_family("gpt2", DType.BFLOAT16)
+    assert family is not None
+    model, box = family.at(batch_size=30, sequence_length=1024), load_hardware("rtx-3090")
+    result = search(SearchRequest(workload=model, hardware=box))
+    reserved = result.prediction.device_reserved
+    assert reserved is not None
+    assert not result.survives
+    assert reserved.num_retries == 0, "it fits with the allocator's default settings"
+    assert result.plan_kind is PlanKind.CHECKPOINTED, "the simplest kind that does"
+
+
+def test_the_least_memory_is_no_limit_of_the_baselines() -> None:
+    family = shipped_family("gpt2", DType.BFLOAT16)
+    assert family is not None
+    model, box = family.at(batch_size=8, sequence_length=1024), load_hardware("rtx-3090")
+    request = SearchRequest(workload=model, hardware=box, baselines=())
+    least = search_goal(Goal.LEAST_MEMORY, request).result
+    plain = search(request)
+    assert [baseline.lacking for baseline in least.baselines] == [baseline.lacking for baseline in plain.baselines]
+    assert least.device_budget_bytes == plain.device_budget_bytes
+    own = least.prediction.guaranteed_peak_device_bytes
+    assert all(own <= one.guaranteed_peak_device_bytes for one in (*plain.pareto, *plain.alternatives))
