@@ -107,8 +107,10 @@ class Certificate(FrozenModel):
     best_unsimulated_bound_s: NonNegativeFloat | None
     """No decided plan that fits and was not simulated has a shorter iteration; None if all of these were simulated."""
     tolerance_frac: NonNegativeFloat
-    """No plan that was left out is faster than the fastest one by more.  Plans that are slower than the fastest by less
-    count as equals, of which the simplest is chosen."""
+    """Plans that are slower than the fastest one by less count as equals, of which the simplest is chosen."""
+    left_out_frac: NonNegativeFloat | None = None
+    """No plan that was left out is faster than the fastest one by more: ``tolerance_frac``, or more where several
+    micro-batches left too many plans to look at.  None in documents that do not say: then ``tolerance_frac``."""
 
     @property
     def is_certified(self) -> bool:

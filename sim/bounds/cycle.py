@@ -42,10 +42,14 @@ class Cycle:
         """
         return self.rows.gathers_again_s(block, self.rows.sums.positions.num_steps - step)
 
-    def earlier_offloads_s(self, cuts: IntArray) -> FloatArray | float:
-        """Copies of the gradients of all micro-batches but the last one, where they are gone before the cut."""
+    def earlier_offloads_s(self, cuts: IntArray, num_earlier: int | None = None) -> FloatArray | float:
+        """Copies of the gradients of micro-batches before the cut's own, where they are gone before the cut.
+
+        ``num_earlier``: how many these are; None for all but the last one.
+        """
         sums = self.rows.sums
-        num_earlier = sums.positions.micro_batches - 1
+        if num_earlier is None:
+            num_earlier = sums.positions.micro_batches - 1
         if not num_earlier:
             return 0.0
         gone = np.where(self.depth + 1 <= 2 * sums.num_blocks - cuts, num_earlier, num_earlier - 1)

@@ -41,7 +41,7 @@ _SIMULTANEOUS: Final = 1 + 1e-12
 _FOREVER_S: Final = 1e300
 _STEPS_BETWEEN_LOOKS: Final = 32
 _MOST_KNOWN: Final = 1024
-"""Copies that are kept from one batch of plans to the next."""
+"""Copies of one micro-batch that are kept from one batch of plans to the next; of several, as many fewer."""
 _WORTH_DROPPING: Final = 0.75
 """Plans that are done leave the arrays once fewer than this share is left."""
 
@@ -98,8 +98,8 @@ class Replayer:
         """(J,) the period of every plan, NaN where it is not periodic after ``MIN_ITERATIONS`` iterations."""
         if not plans:
             return np.zeros(0)
-        # Copies of earlier plans rarely come again, and take much room together.
-        if len(self._known) > _MOST_KNOWN:
+        # Copies of earlier plans rarely come again, and take much room together: more with every micro-batch.
+        if len(self._known) * max(plan.side_lanes.positions.micro_batches for plan in plans) > _MOST_KNOWN:
             self._known.clear()
         known = [self._copies(plan) for plan in plans]
         periods_s = np.full(len(plans), np.nan)

@@ -24,6 +24,11 @@ CPU Adam and copies of blocks after j may fall in either of the first two stretc
 of their two weights: for weights v and w of the stretches, v . work1 + w . work2 + min(v, w) . floating work is a
 lower bound, since whatever share of it falls in a stretch weighs at least min(v, w) there.
 
+*Through sums.*  Where CPU Adam is slow, the sums of the gradients fall behind, from the second micro-batch on, in which
+the first of them are added.  Then the way leads, with three micro-batches or more, from the start of the forward of p
+to the end of the backward of j in the second one; from there all later sums, these gradients, and CPU Adam; then the
+chunks of p are gathered.  Sums of blocks after j in the second micro-batch count in neither.
+
 *Through compute.*  Let q = p - d - 1, if that is a block: all gathers begin after its forward, all gradients have left
 before its backward.  (Otherwise the period is measured at the start of the forward of p, as above, and what its
 updates do after its backward is counted in the last stretch.)
@@ -124,6 +129,13 @@ class TimeBounds:
 
         ``modes``: (K,) rows of the compute table, all with the same ``n_swap``.
         """
+        return self._iteration_s((prefix, n_buffer, depths), modes, self._sums.least(prefix, n_buffer))
+
+    def _iteration_s(
+        self, knobs: tuple[IntArray, IntArray, IntArray], modes: IntArray, least_s: FloatArray
+    ) -> FloatArray:
+        """(R, K) as ``iteration_s``; ``least_s``: (R,) gathers in any pass over the blocks but the first and last."""
+        prefix, n_buffer, depths = knobs
         sums = self._sums
         n_swap = int(self._n_swap[modes[0]])
         if self._step.num_ranks == 1:
@@ -140,7 +152,7 @@ class TimeBounds:
                 sums,
                 prefixes[:, None],
                 sums.again(prefixes, buffers)[:, None],
-                sums.least(prefixes, buffers)[:, None],
+                least_s[is_cycle, None],
                 together_s[is_cycle],
                 modes,
                 n_swap,
@@ -152,8 +164,20 @@ class TimeBounds:
         return bound
 
     def side_lanes_s(self, side_lanes: SideLanes, depths: IntArray, modes: IntArray) -> FloatArray | float:
-        """(D, K) bounds by what one residency brings about, where these are worth their price: several ranks."""
-        return 0.0
+        """(D, K) bounds by what one residency brings about, where these are worth their price.
+
+        Of one rank, where several micro-batches gather more often than the number of buffers alone would tell.
+        """
+        if self._sums.positions.micro_batches <= 2 or self._step.num_ranks > 1:
+            return 0.0
+        gathers = side_lanes.residency
+        passes = gathers.gather_step // self._sums.num_blocks
+        between_s = np.bincount(
+            passes, gathers.table.gather_s[gathers.gather_chunk], minlength=2 * gathers.positions.micro_batches
+        )[1:-1]
+        # Passes that are left out are like some of those that are kept.
+        prefix, n_buffer = (np.full(len(depths), knob) for knob in (gathers.prefix, gathers.n_buffer))
+        return self._iteration_s((prefix, n_buffer, depths), modes, np.full(len(depths), between_s.min()))
 
     def _whole_s(
         self, prefix: IntArray, n_buffer: IntArray, modes: IntArray, together_s: FloatArray | None = None
@@ -272,8 +296,41 @@ class TimeBounds:
         awaited_s = rows.offloads_s(cuts + cycle.depth + 1)
         floating = np.stack([rows.offloads_s(cuts + 1) - awaited_s, rows.adam_s(cuts + 1)], axis=-1)
         floated = self._with_floating(self._weigh(first.of_first_cut), self._weigh(second.of_first_cut), floating[:, 0])
-        bound: FloatArray = np.maximum(found, floated) + cycle.last_gathers_s
+        found = np.maximum(found, floated)
+        if self._sums.positions.micro_batches > 2:
+            found = np.maximum(found, self._through_sums(cycle))
+        bound: FloatArray = found + cycle.last_gathers_s
         return bound
+
+    def _through_sums(self, cycle: Cycle) -> FloatArray:
+        """(R, K) from the forward of p to the end of CPU Adam, through the backward of a cut in micro-batch 2."""
+        rows, cuts, p = cycle.rows, cycle.cuts, cycle.first
+        positions, num_blocks = self._sums.positions, self._sums.num_blocks
+        num_later = positions.micro_batches - 2
+        start, middle = 1 + p, positions.micro_length + positions.backward(cuts) + 1
+        step = p + cycle.depth + 1
+        first_s = self._least_s(
+            _Stretch(
+                rows.compute_s(start, middle),
+                rows.gathers_s(step) + rows.passes_s(step, until=2),
+                cycle.earlier_offloads_s(cuts, 1) + rows.offloads_s(cuts + cycle.depth + 1),
+                _NONE,
+            )
+        )
+        after = 4 * num_blocks - cuts + cycle.depth
+        """Gathers from this step on begin after the cut."""
+        cpu_s = rows.sums_s(p, cuts + 1) + (num_later - 1) * rows.sums_s(p) + rows.adam_s(p)
+        second_s = self._least_s(
+            _Stretch(
+                rows.compute_s(middle, cycle.backward(p) + 1),
+                rows.passes_s(after) + cycle.gathers_again_s(after, p),
+                rows.offloads_s(p, cuts + 1) + num_later * rows.offloads_s(p),
+                cpu_s,
+            )
+        )
+        serial_s = cycle.shortest_offload_s + cpu_s
+        found: FloatArray = (first_s + np.maximum(second_s, serial_s[..., None])).max(axis=1)
+        return found
 
     def _through_norm(self, cycle: Cycle) -> FloatArray:
         """(R, K) the way through the norm: to a chunk that CPU Adam steps after it, and to its block's forward."""

@@ -188,10 +188,13 @@ class WorkRows:
         """Their copies to the host."""
         return _range_s(self.sums.swap_out_s, first, np.minimum(stop, self.n_swap))
 
-    def passes_s(self, step: IntArray) -> FloatArray:
-        """Gathers for the passes between the first one and the last one, of those that begin with ``step`` or later."""
+    def passes_s(self, step: IntArray, until: int | None = None) -> FloatArray:
+        """Gathers for the passes between the first one and the last one, of those that begin with ``step`` or later.
+
+        ``until``: of the first so many of them alone.
+        """
         sums = self.sums
-        num_passes = 2 * sums.positions.micro_batches - 2
+        num_passes = 2 * sums.positions.micro_batches - 2 if until is None else until
         if not num_passes:
             return np.zeros_like(self.least_s)
         before = _within(-(-step // sums.num_blocks) - 1, num_passes)
@@ -212,6 +215,10 @@ class WorkRows:
         if self.sums.positions.micro_batches == 1:
             return adam_s
         return adam_s + self._between(self.sums.sum_s, first, stop)
+
+    def sums_s(self, first: IntArray, stop: IntArray | None = None) -> FloatArray:
+        """Adding up the gradients of these chunks in one micro-batch."""
+        return self._between(self.sums.sum_s, first, stop)
 
     def gathers_again_s(self, first: IntArray, stop: IntArray) -> FloatArray:
         """Gathers in backward of the chunks whose last block is ``first`` or later, and before ``stop``."""

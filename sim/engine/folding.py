@@ -23,6 +23,8 @@ from numpy.typing import NDArray
 
 KEPT_MICRO_BATCHES: Final = 6
 """Micro-batches that are simulated of more."""
+MORE_KEPT: Final = 4
+"""Times as many micro-batches are simulated where the least that are kept do not settle."""
 _TOLERANCE_FRAC: Final = 1e-10
 """How far, as a share of a micro-batch's period, ends may be from repeating."""
 

@@ -20,7 +20,7 @@ from ...shared.schema.workload import Workload
 from ..costs.contention import ContentionModel
 from ..costs.task_costs import CostModel
 from ..memory.libraries import collective_bytes
-from .folding import Folds, find_folds, kept_micro_batches
+from .folding import MORE_KEPT, Folds, find_folds, kept_micro_batches
 from .kept_schedule import KeptSchedule, kept_schedule
 from .lanes import LaneProcesses
 from .prediction import RankMachine, predicted_record
@@ -28,8 +28,6 @@ from .timing import Fold, Seconds, Timing, slowest_period_s, steady_period_s
 
 MIN_ITERATIONS: Final = 3
 MAX_ITERATIONS: Final = 12
-_MORE_KEPT: Final = 4
-"""Times as many micro-batches are simulated where the least that are kept do not settle."""
 
 
 def simulate(
@@ -101,7 +99,7 @@ def simulate_plan(
     """
     least = kept_micro_batches(plan.micro_batches, workload.num_blocks, plan.prefetch_depth)
     # Where the least do not settle, a few more often do, and cost far less than all.
-    for num_kept in (number for number in (least, _MORE_KEPT * least) if number < plan.micro_batches):
+    for num_kept in (number for number in (least, MORE_KEPT * least) if number < plan.micro_batches):
         few = compile_schedule(plan.model_copy(update={"micro_batches": num_kept}), workload, layout)
         kept = kept_schedule(few, plan.micro_batches - num_kept)
         if kept is not None:

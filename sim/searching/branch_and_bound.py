@@ -15,11 +15,16 @@ from ...shared.schema.schedule import Schedule
 from ..bounds.replay import REPLAY_FRAC, ReplayPlan
 from ..engine.simulator import simulate_plan
 from ..engine.timing import Timing
+from ..space.compute_table import FloatArray
+from ..space.side_lanes import SideLanes
 from .candidates import Candidate, Candidates
 from .problem import SearchProblem
+from .spent_effort import SpentEffort
 
 _BATCH: Final = 512
 """Plans replayed at once."""
+_IN_PART: Final = 2048
+"""Micro-batches of as many plans are replayed side by side."""
 _FIRST_BATCH: Final = 32
 """Until a good plan is known: with one, few others need to be looked at."""
 _SIMPLEST: Final = 64
@@ -67,10 +72,20 @@ class BranchAndBound:
     ``incumbent_s``: the best time known from elsewhere; plans that cannot beat it are not looked at.
     """
 
-    def __init__(self, problem: SearchProblem, kind: PlanKind | None = None, *, tolerance_frac: float) -> None:
+    def __init__(
+        self,
+        problem: SearchProblem,
+        kind: PlanKind | None = None,
+        *,
+        tolerance_frac: float,
+        spent: SpentEffort | None = None,
+    ) -> None:
         self.problem = problem
         self.kind = kind
         self.tolerance_frac = tolerance_frac
+        self._spent = SpentEffort(widens=problem.step.micro_batches > 1) if spent is None else spent
+        self._settles = True
+        """Whether the micro-batches that are kept tell of all, for most plans."""
         self.max_replays: int | None = None
         """Ends the search after this many plans were replayed, once one fits."""
         self.candidates = Candidates(problem, kind)
@@ -99,8 +114,13 @@ class BranchAndBound:
 
     @property
     def limit_s(self) -> float:
-        """Bounds from here on cannot win by more than the tolerance."""
-        return self.best_s * (1 - self.tolerance_frac)
+        """Bounds from here on cannot win by more than plans that are left out may."""
+        return self.best_s * (1 - self.left_out_frac)
+
+    @property
+    def left_out_frac(self) -> float:
+        """By which share plans that are left out may be faster; see [Note: Widening]."""
+        return self._spent.left_out_frac(self.tolerance_frac)
 
     @property
     def near_s(self) -> float:
@@ -175,14 +195,36 @@ class BranchAndBound:
             batch += self.candidates.simplest_known(near_s, _SIMPLEST)
         return batch
 
-    def _replay(self, batch: list[Candidate]) -> None:
+    def _periods_s(self, batch: list[Candidate]) -> FloatArray:
+        """(J,) as of ``Replayer``: with as many micro-batches as the simulator needs too."""
+        problem = self.problem
+        periods_s = np.full(len(batch), np.nan)
+        if self._settles:
+            periods_s = self._replayed_s(batch, [candidate.side_lanes for candidate in batch])
+        left = np.flatnonzero(np.isnan(periods_s)).tolist()
+        if problem.num_left_out and left:
+            self._settles = 2 * len(left) <= len(batch)
+            chosen = [batch[number] for number in left]
+            known = {candidate.side_lanes: candidate.layout for candidate in chosen}
+            longer = {lanes: problem.longer_side_lanes(lanes, layout) for lanes, layout in known.items()}
+            periods_s[left] = self._replayed_s(chosen, [longer[candidate.side_lanes] for candidate in chosen])
+        return periods_s
+
+    def _replayed_s(self, batch: list[Candidate], side_lanes: list[SideLanes]) -> FloatArray:
         depths = self.problem.layouts[0].grid.prefetch_depth.tolist()
         plans = [
-            ReplayPlan(candidate.side_lanes, depths[depth], mode, self.problem.num_left_out_of(candidate.side_lanes))
-            for candidate in batch
+            ReplayPlan(lanes, depths[depth], mode, self.problem.num_left_out_of(lanes))
+            for candidate, lanes in zip(batch, side_lanes, strict=True)
             for _, depth, mode in (candidate.index,)
         ]
-        periods_s = self.problem.replayer.periods_s(plans)
+        self._spent.add_replayed(sum(lanes.positions.micro_batches for lanes in side_lanes), settles=self._settles)
+        # In parts, for the programs of many micro-batches take much room.
+        size = max(_FIRST_BATCH, _IN_PART // side_lanes[0].positions.micro_batches)
+        parts = [plans[place : place + size] for place in range(0, len(plans), size)]
+        return np.concatenate([self.problem.replayer.periods_s(part) for part in parts])
+
+    def _replay(self, batch: list[Candidate]) -> None:
+        periods_s = self._periods_s(batch)
         found = []
         for candidate, period_s in zip(batch, periods_s.tolist(), strict=True):
             bound_s = candidate.bound_s if np.isnan(period_s) else max(candidate.bound_s, period_s * REPLAY_FRAC)
@@ -197,6 +239,7 @@ class BranchAndBound:
         schedule, timing = simulate_plan(plan, problem.workload, problem.costs, problem.contention, layout=layout)
         found = Simulated(candidate, plan, schedule, timing)
         self.simulated.append(found)
+        self._spent.add_simulated(schedule.micro_batches)
         if self.best is None or found.order < self.best.order:
             self.best = found
         return found

@@ -145,7 +145,7 @@ class Chooser:
                     limit_s /= 1 - self._request.uncertainty.between(kind, fastest.where[2])
             if explores:
                 # What ties with the limit is worth it.
-                self._run(self._of(kind).values(), np.nextafter(limit_s, np.inf) / (1 - self._tolerance_frac))
+                self._run(self._of(kind).values(), np.nextafter(limit_s, np.inf) / (1 - self._left_out_frac))
                 if self._left_out_too_far(kind):
                     return kind
             own = self._fastest(kind)
@@ -173,8 +173,8 @@ class Chooser:
         return self._undominated(self._simplest_near(self._of(kind), fastest.iteration_s, explores=explores))
 
     @property
-    def _tolerance_frac(self) -> float:
-        return self._request.effort.tolerance_frac
+    def _left_out_frac(self) -> float:
+        return max(branch.left_out_frac for branch in self._branches.values())
 
     def _run(self, branches: Iterable[BranchAndBound], incumbent_s: float = np.inf) -> None:
         run_in_turns(

@@ -84,7 +84,8 @@ def certify(branches: Sequence[BranchAndBound], chosen_s: float, *, is_interrupt
     """
     best_s = min(chosen_s, *(branch.own_best_s for branch in branches))
     tolerance_frac = branches[0].tolerance_frac
-    limit_s = best_s * (1 - tolerance_frac)
+    left_out_frac = max(branch.left_out_frac for branch in branches)
+    limit_s = best_s * (1 - left_out_frac)
     num_bounded_by_time = num_undecided = 0
     bounds_s: list[float] = []
     for branch in branches:
@@ -109,6 +110,7 @@ def certify(branches: Sequence[BranchAndBound], chosen_s: float, *, is_interrupt
         best_iteration_s=best_s,
         best_unsimulated_bound_s=min(bounds_s, default=None),
         tolerance_frac=tolerance_frac,
+        left_out_frac=left_out_frac,
     )
 
 

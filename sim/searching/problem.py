@@ -21,7 +21,7 @@ from ..bounds.throughput import Throughput
 from ..bounds.time_bounds import TimeBounds
 from ..costs.contention import ContentionModel
 from ..costs.task_costs import CostModel
-from ..engine.folding import kept_micro_batches
+from ..engine.folding import MORE_KEPT, kept_micro_batches
 from ..memory.host import default_host_budget_bytes, shares_of_one_memory
 from ..space.chunk_table import ChunkTable, chunk_table
 from ..space.compute_table import ComputeTable, Positions, compute_table
@@ -129,6 +129,23 @@ class SearchProblem:
         """The lanes beside compute, of as many micro-batches as ``gathers``."""
         is_kept = gathers.positions == self.kept_compute.positions
         return side_lanes_of(gathers, self.kept_compute if is_kept else self._whole_compute, n_swap)
+
+    def longer_side_lanes(self, side_lanes: SideLanes, layout: int) -> SideLanes:
+        """The same lanes of more micro-batches than are kept, as many as the simulator takes where these do not settle.
+
+        The lanes themselves if they have as many.
+        """
+        num_kept = self.kept_compute.positions.micro_batches
+        num_longer = min(MORE_KEPT * num_kept, self.step.micro_batches)
+        if side_lanes.positions.micro_batches >= num_longer:
+            return side_lanes
+        table = self.layouts[layout].table
+        longer = replace(table, step=replace(self.step, micro_batches=num_longer))
+        gathers = residency(longer, side_lanes.residency.prefix, side_lanes.residency.n_buffer)
+        if num_longer < self.step.micro_batches and not gathers.repeats:
+            return side_lanes
+        compute = replace(self.kept_compute, positions=Positions(self.workload.num_blocks, num_longer))
+        return side_lanes_of(gathers, compute, side_lanes.n_swap)
 
     @cached_property
     def _whole_compute(self) -> ComputeTable:

@@ -37,6 +37,7 @@ from .infeasible import nothing_fits
 from .outcomes import batch_choice, mode_choice, search_result
 from .problem import search_problem
 from .request import GlobalBatch, SearchRequest
+from .spent_effort import SpentEffort
 from .survival import SegmentRoom
 
 
@@ -115,9 +116,11 @@ def _branches(request: SearchRequest) -> tuple[dict[Where, BranchAndBound], dict
     branches: dict[Where, BranchAndBound] = {}
     refusals: dict[ParallelMode, PlanError] = {}
     modes = request.step.allowed_modes
+    sizes = list(request.micro_batches())
+    spent = SpentEffort(widens=any(micro_batches > 1 for *_, micro_batches in sizes))
     if not modes:
         raise PlanError("no parallel mode is allowed. Name ddp, replicated or sharded.")
-    for size, workload, micro_batches in request.micro_batches():
+    for size, workload, micro_batches in sizes:
         refusals = {}
         for mode in modes:
             try:
@@ -127,7 +130,7 @@ def _branches(request: SearchRequest) -> tuple[dict[Where, BranchAndBound], dict
                 refusals[mode] = error
                 continue
             for kind in PlanKind:
-                branch = BranchAndBound(problem, kind, tolerance_frac=request.effort.tolerance_frac)
+                branch = BranchAndBound(problem, kind, tolerance_frac=request.effort.tolerance_frac, spent=spent)
                 if branch.num_candidates:
                     branches[size, mode, kind] = branch
         if len(refusals) == len(modes):

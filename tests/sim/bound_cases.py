@@ -87,6 +87,12 @@ class Case:
         )
         return float(bounds.iteration_s(*(np.array([knob]) for knob in knobs), self.mode)[0, 0])
 
+    def residency_bound_s(self) -> float:
+        """The bound by the gathers that really come; 0 where there is none."""
+        bounds = TimeBounds(self.chunks, self.compute, Throughput.of(self.contention))
+        found = bounds.side_lanes_s(self.side_lanes(), np.array([self.plan.prefetch_depth]), self.mode)
+        return float(np.max(found))
+
     def memory_bound_bytes(self) -> int:
         bounds = MemoryBounds(self.chunks, self.compute, self.workload.resident_bytes)
         knobs = (np.array([self.plan.n_buffer]), np.array([self.plan.prefetch_depth]))

@@ -123,6 +123,7 @@ def test_adding_the_tail_to_the_work_of_the_busiest_lane_is_no_bound_of_time() -
 def test_time_bounds_never_exceed_the_simulated_period(found: Case) -> None:
     bound_s = found.time_bound_s()
     assert found.whole_bound_s() <= bound_s <= found.simulated_s()
+    assert found.residency_bound_s() <= found.simulated_s()
     most_generous_s = found.time_bound_s(
         n_buffer=len(found.layout.chunks), prefetch_depth=found.plan.prefetch_depth + 2
     )
@@ -137,6 +138,19 @@ def test_the_cycle_through_cpu_adam_is_counted() -> None:
     found = hand_made(model, plan(model, n_buffer=2), machine(cpu_adam_s=10.0))
     assert found.simulated_s() == pytest.approx(28)
     assert found.time_bound_s() == pytest.approx(28, rel=1e-4)
+
+
+def test_the_cycle_through_sums_that_fall_behind_is_counted() -> None:
+    # By hand: the first micro-batch takes 2 + 2 + 4 = 8 s, the prologue's backward and forward 2 s, and the second one
+    # 2 + 2 + 2 = 6 s up to the end of its first backward; the gradient leaves in 1 s.  From there the lane of CPU Adam
+    # never rests: 3 * 2 sums of 6 s, which move 3 bytes where a step of 14 s moves 7, and 2 steps; then the chunk of
+    # block 0 comes back in 1 s.  Neither the work of the lane nor the way through the last micro-batch says as much.
+    model = workload(num_blocks=2)
+    of_four = plan(model, n_buffer=2).model_copy(update={"micro_batches": 4})
+    found = hand_made(model, of_four, machine(cpu_adam_s=14.0))
+    assert found.chunks.accumulate_s[0] == pytest.approx(6)
+    assert found.simulated_s() == pytest.approx(16 + 1 + 36 + 28 + 1)
+    assert found.time_bound_s() == pytest.approx(82, rel=1e-4)
 
 
 # -- replays ---------------------------------------------------------------------------------------------------------
