@@ -177,3 +177,15 @@ def test_the_least_memory_is_no_limit_of_the_baselines() -> None:
     assert least.device_budget_bytes == plain.device_budget_bytes
     own = least.prediction.guaranteed_peak_device_bytes
     assert all(own <= one.guaranteed_peak_device_bytes for one in (*plain.pareto, *plain.alternatives))
+
+
+def test_a_kind_that_another_beats_is_left_though_the_fastest_uses_the_host() -> None:
+    """llama-3.2-3b on eight H100: the fastest plan offloads, within 25 %; sharded ones beat DDP by more than 10 %."""
+    family = shipped_family("llama-3.2-3b", DType.BFLOAT16)
+    assert family is not None
+    model, box = family.at(batch_size=4, sequence_length=2048), load_hardware("h100-80gb-x8")
+    result = search(SearchRequest(workload=model, hardware=box, step=Step(num_ranks=8), baselines=()))
+    own_s, uncertainty = result.prediction.iteration_s, result.uncertainty
+    for other in (one for one in result.baselines if one.fits):
+        assert other.iteration_s >= own_s * (1 - uncertainty.between(result.plan_kind, other.plan_kind)), other.name
+    assert result.plan_kind is PlanKind.SHARDED
