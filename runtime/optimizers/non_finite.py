@@ -5,13 +5,14 @@ The cheapest look at a gradient reads all of it once, which takes a sixth of wha
 (one core of a CPU).  Gradients that stay on the device until the step can be looked at while backward goes on: on the
 CPU by a thread beside it, on an accelerator by kernels that nobody waits for.  What a look found holds as long as the
 gradient is the same tensor in the same version; what was changed since, or never looked at, is looked at when it is
-stepped.
+stepped.  The thread gives plain answers, not tensors: it may hold what it gave a little longer, and an account of the
+device's memory would find that.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 
@@ -23,6 +24,8 @@ _MOST_NAMES = 3
 """Parameters that a message names."""
 _Noted = tuple["weakref.ref[torch.Tensor]", int]
 """A gradient and the version that was looked at."""
+_Seen = torch.Tensor | Future[list[bool]]
+"""What a look at several gradients gives: their sums on an accelerator, whether each is finite from the thread."""
 
 
 class NonFiniteGradientError(ProtwinError):
@@ -33,7 +36,7 @@ class GradientLooks:
     """Looks at gradients ahead of their step (Note: Looking ahead)."""
 
     def __init__(self, device: torch.device) -> None:
-        self._looks: list[tuple[list[_Noted], Callable[[], torch.Tensor]]] = []
+        self._looks: list[tuple[list[_Noted], _Seen]] = []
         self._thread = _single_thread() if device.type == "cpu" else None
 
     def look(self, gradients: Iterable[torch.Tensor | None]) -> None:
@@ -43,22 +46,15 @@ class GradientLooks:
             noted = [(weakref.ref(gradient), gradient._version) for gradient in present]
             self._looks.append((noted, self._begin(present)))
 
-    def _begin(self, gradients: list[torch.Tensor]) -> Callable[[], torch.Tensor]:
-        if self._thread is None:
-            sums = _sums(gradients)
-            return lambda: sums
-        under_way: Future[torch.Tensor] = self._thread.submit(_emptying_sums, gradients)
-        return under_way.result
+    def _begin(self, gradients: list[torch.Tensor]) -> _Seen:
+        return _sums(gradients) if self._thread is None else self._thread.submit(_look_and_empty, gradients)
 
     def refuse_non_finite(self, gradients: Sequence[torch.Tensor | None], labels: Sequence[str]) -> None:
         """``refuse_non_finite``, with the help of what was seen; forgets that.  Waits for looks under way."""
         looks, self._looks = self._looks, []
         finite: dict[int, _Noted] = {}
-        # One wait for all, where it is an accelerator that looked.
-        sums = [of().double() for _, of in looks]
-        are_finite = torch.cat(sums).isfinite().tolist() if sums else []
         for (reference, version), is_finite in zip(
-            (one for noted, _ in looks for one in noted), are_finite, strict=True
+            (one for noted, _ in looks for one in noted), _what_was_seen([seen for _, seen in looks]), strict=True
         ):
             gradient = reference()
             if is_finite and gradient is not None:
@@ -72,8 +68,9 @@ class GradientLooks:
     def forget(self) -> None:
         """Wait for looks under way, and forget what they saw."""
         looks, self._looks = self._looks, []
-        for _, of in looks:
-            of()
+        for _, seen in looks:
+            if isinstance(seen, Future):
+                seen.result()
 
     def let_end(self) -> None:
         """As ``close``, without waiting."""
@@ -109,12 +106,20 @@ def _sums(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.stack([of.cpu() for of in sums] if is_spread else sums)
 
 
-def _emptying_sums(gradients: list[torch.Tensor]) -> torch.Tensor:
-    """``_sums``, which holds no gradient when it is known."""
+def _look_and_empty(gradients: list[torch.Tensor]) -> list[bool]:
+    """Whether the sum of each gradient is finite; holds no gradient when it is known."""
     try:
-        return _sums(gradients)
+        return _sums(gradients).isfinite().tolist()
     finally:
         gradients.clear()
+
+
+def _what_was_seen(looks: Sequence[_Seen]) -> list[bool]:
+    """Whether each sum was finite, in order.  One wait for all looks of an accelerator."""
+    if any(isinstance(seen, torch.Tensor) for seen in looks):
+        sums = [seen.double() for seen in looks if isinstance(seen, torch.Tensor)]
+        return torch.cat(sums).isfinite().tolist()
+    return [is_finite for seen in looks if isinstance(seen, Future) for is_finite in seen.result()]
 
 
 def non_finite(gradients: Sequence[torch.Tensor | None]) -> list[int]:

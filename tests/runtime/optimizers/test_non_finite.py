@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
+from concurrent.futures import Future
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import protwin.runtime.optimizers.non_finite as non_finite_module
+from protwin.runtime.devices.ledger import MemoryLedger
 from protwin.runtime.optimizers.non_finite import GradientLooks, NonFiniteGradientError
 
 CHANGES = (
@@ -71,8 +73,9 @@ def outcome(case: list[tuple[torch.dtype, bool, bool, str]]) -> tuple[bool, bool
         for (_, _, is_seen, _), one in zip(case, gradients, strict=True):
             if is_seen:
                 looks.look([one, None])
-        for _, sums in looks._looks:
-            sums()
+        for _, seen in looks._looks:
+            assert isinstance(seen, Future)
+            seen.result()
         for place, (_, _, _, name) in enumerate(case):
             one = gradients[place]
             assert one is not None
@@ -115,3 +118,20 @@ def test_looks_keep_no_gradient_alive_and_end_their_thread() -> None:
     assert threading.active_count() == before
     assert torch.get_num_threads() == threads
     looks.close()
+
+
+def test_an_account_of_memory_finds_nothing_of_the_looks() -> None:
+    """What the thread gave may live a little longer than the step: no later operation of the loop may meet it."""
+    gradients = [torch.ones(5, 3), torch.ones(7)]
+    ledger = MemoryLedger()
+    ledger.adopt(gradients)
+    with ledger.metering():
+        before = dict(ledger.watched)
+        ledger.changes = []
+        looks = GradientLooks(torch.device("cpu"))
+        looks.look(gradients)
+        assert not is_refused(looks, list(gradients))
+        changes, _ = ledger.take_changes()
+        looks.close()
+    assert changes == []
+    assert ledger.watched == before
