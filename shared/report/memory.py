@@ -243,12 +243,11 @@ def _from_zero(points: Sequence[tuple[float, int]]) -> list[tuple[float, int]]:
 def thinned(times_s: Sequence[float], levels: Sequence[int], per_px: float) -> list[tuple[float, int]]:
     """The points of a step curve, at most four per pixel: first, lowest, highest and last, in order of time.
 
-    Levels that hold for no time at all are left out.
+    A level that holds too briefly to be timed is a level all the same: the peak may be one.
     """
-    held = [index for index in range(len(times_s)) if index + 1 == len(times_s) or times_s[index + 1] > times_s[index]]
     columns: dict[int, list[int]] = {}
-    for index in held:
-        columns.setdefault(int((times_s[index] - times_s[0]) / per_px) if per_px > 0 else index, []).append(index)
+    for index, at_s in enumerate(times_s):
+        columns.setdefault(int((at_s - times_s[0]) / per_px) if per_px > 0 else index, []).append(index)
     kept: set[int] = set()
     for members in columns.values():
         kept |= {members[0], members[-1]}

@@ -55,7 +55,10 @@ class MemoryCurve(FrozenModel):
 
     memory: Memory
     times_s: tuple[float, ...]
-    """Ascending; the level holds from each time to the next."""
+    """Ascending; the level holds from each time to the next.
+
+    Of several levels at one time, all but the last held too briefly to be timed.
+    """
     levels_bytes: tuple[NonNegativeInt, ...]
     peak_bytes: NonNegativeInt
     peak_at: str

@@ -122,14 +122,10 @@ def test_thinning_keeps_the_extremes_of_every_pixel(steps: list[tuple[float, int
     kept = thinned(times_s, levels, per_px=1.0)
     assert [at for at, _ in kept] == sorted(at for at, _ in kept)
     assert kept[-1] == (times_s[-1], levels[-1])
-    held = [
-        (at, level)
-        for place, (at, level) in enumerate(zip(times_s, levels, strict=True))
-        if place + 1 == len(times_s) or times_s[place + 1] > at
-    ]
-    assert set(kept) <= set(held)
-    for column in {int(at - times_s[0]) for at, _ in held}:
-        before = [level for at, level in held if int(at - times_s[0]) == column]
+    points = list(zip(times_s, levels, strict=True))
+    assert set(kept) <= set(points)
+    for column in {int(at - times_s[0]) for at in times_s}:
+        before = [level for at, level in points if int(at - times_s[0]) == column]
         after = [level for at, level in kept if int(at - times_s[0]) == column]
         assert (min(after), max(after), after[-1]) == (min(before), max(before), before[-1])
         assert len(after) <= 4
