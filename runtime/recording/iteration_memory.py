@@ -7,6 +7,11 @@ be theirs too.  What transfers allocate is counted in every iteration, as it hap
 from one iteration to the next, and was watched in another one, task by task: there it is laid over the times that the
 tasks took here.  Each watched operation is slower by about as much as any other.  So the time that a task took longer
 there is taken off in equal parts, one for every operation.
+
+Where a task was much shorter here, several of its moments fall on one time.  Moments that were apart where they were
+watched stay apart here, in the order in which they were watched: the level between them was reached in both iterations.
+Changes at one watched moment change hands, and have one level wherever the moment is laid.  Named changes at the time
+at which one task ends and the next stretch begins belong to that moment: whatever the task did comes before them.
 """
 
 from __future__ import annotations
@@ -27,6 +32,7 @@ Held = Mapping[Content | None, int]
 """Bytes by what they hold; None: what operations made."""
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
@@ -34,6 +40,7 @@ class MemoryOverTime:
     """The curve of one iteration, in seconds of ``time.perf_counter``; the level holds until the next time."""
 
     times_s: Floats
+    """Ascending; of several levels at one time, all but the last held too briefly to be told from no time."""
     levels_bytes: Ints
     peak_bytes: int
     peak_at: str
@@ -65,23 +72,29 @@ class WatchedStretch:
     """How long it took."""
     num_operations: int
     changes: tuple[tuple[float, int, Content | None, int], ...] = ()
-    """(seconds since it began, operations since it began, content, more bytes), in order."""
+    """(seconds since it began, operations since it began, content, more bytes), in order, all before its end."""
 
     @cached_property
     def levels_bytes(self) -> Ints:
-        """(changes + 1,): the level at the beginning and after every change."""
+        """(moments,): the level at the beginning, and after the last of the changes at each later moment."""
         begin_bytes = sum(self.held.values())
-        return begin_bytes + np.cumsum([0, *(more for _, _, _, more in self.changes)], dtype=np.int64)
+        levels = begin_bytes + np.cumsum([0, *(more for _, _, _, more in self.changes)], dtype=np.int64)
+        return levels[self._num_changes]
+
+    @cached_property
+    def _num_changes(self) -> Ints:
+        """(moments,): how many changes there were when each moment had passed."""
+        at_s = np.array([0.0, *(at for at, _, _, _ in self.changes)])
+        return np.flatnonzero(np.append(np.diff(at_s) > 0, True))
 
     @cached_property
     def _moments(self) -> tuple[Floats, Ints]:
-        return (
-            np.array([0.0, *(at for at, _, _, _ in self.changes)]),
-            np.array([0, *(number for _, number, _, _ in self.changes)], dtype=np.int64),
-        )
+        at_s = np.array([0.0, *(at for at, _, _, _ in self.changes)])
+        numbers = np.array([0, *(number for _, number, _, _ in self.changes)], dtype=np.int64)
+        return at_s[self._num_changes], numbers[self._num_changes]
 
     def times_s(self, seconds: float) -> Floats:
-        """(changes + 1,): when the levels begin if it takes ``seconds`` where nobody watches."""
+        """(moments,): when the levels begin if it takes ``seconds`` where nobody watches; ascending, from 0 on."""
         at_s, numbers = self._moments
         longer_s = self.seconds - seconds
         if longer_s > 0 and self.num_operations > 0:
@@ -89,10 +102,10 @@ class WatchedStretch:
             return np.minimum(at_s, seconds)
         return at_s * (seconds / self.seconds) if self.seconds > 0 else np.zeros_like(at_s)
 
-    def held_after(self, num_changes: int) -> dict[Content | None, int]:
-        """What was held after so many changes."""
+    def held_after(self, moment: int) -> dict[Content | None, int]:
+        """What was held from one of its moments on, counted from 0."""
         held = dict(self.held)
-        for _, _, content, more_bytes in self.changes[:num_changes]:
+        for _, _, content, more_bytes in self.changes[: self._num_changes[moment]]:
             held[content] = held.get(content, 0) + more_bytes
         return held
 
@@ -127,33 +140,58 @@ class CountedMemory(IterationMemory):
         return self._found[0]
 
     def _over_time(self) -> MemoryOverTime:
-        ends_s = [stretch.begin_s for stretch in self.stretches[1:]] + [self.end_s]
-        made_s, made_bytes, sources = [], [], []
-        for number, (stretch, end_s) in enumerate(zip(self.stretches, ends_s, strict=True)):
-            times_s = stretch.begin_s + stretch.watched.times_s(max(0.0, end_s - stretch.begin_s))
-            made_s.append(times_s)
-            made_bytes.append(stretch.watched.levels_bytes)
-            sources.append(np.full(len(times_s), number))
-        by_operations = np.concatenate(made_s), np.concatenate(made_bytes)
+        made_s, is_over = self._moments()
         begin_s = self.stretches[0].begin_s
-        named_s = np.array([begin_s, *(change.at_s for change in self.changes)])
+        # A change between the end of the iteration before and the reading of the clock belongs to the beginning.
+        named_s = np.maximum([begin_s, *(change.at_s for change in self.changes)], begin_s)
+        at_made, at_named = _in_order(made_s, is_over, named_s)
+        made_bytes = np.concatenate([stretch.watched.levels_bytes for stretch in self.stretches])
         named_bytes = np.cumsum([sum(self.named.values()), *(c.more_bytes for c in self.changes)], dtype=np.int64)
-        times_s = np.unique(np.concatenate([by_operations[0], named_s]))
-        # The last of several changes at one moment counts: what changes hands there does so at once.
-        at_made = np.searchsorted(by_operations[0], times_s, side="right") - 1
-        at_named = np.searchsorted(named_s, times_s, side="right") - 1
-        levels = by_operations[1][at_made] + named_bytes[at_named]
+        levels = made_bytes[at_made] + named_bytes[at_named]
         peak = int(np.argmax(levels))
-        source = int(np.concatenate(sources)[at_made[peak]])
-        first = sum(len(times) for times in made_s[:source])
-        stretch = self.stretches[source]
-        alive = stretch.watched.held_after(int(at_made[peak]) - first)
+        stretch, alive = self._held_after(int(at_made[peak]))
         for change in self.changes[: int(at_named[peak])]:
             alive[change.content] = alive.get(change.content, 0) + change.more_bytes
         for content, size_bytes in self.named.items():
             alive[content] = alive.get(content, 0) + size_bytes
         holdings = _holdings(alive, stretch.watched.left_bytes)
+        times_s = np.maximum(made_s[at_made], named_s[at_named])
         return MemoryOverTime(times_s, levels, int(levels[peak]), stretch.task, holdings)
+
+    def _moments(self) -> tuple[Floats, Bools]:
+        """(moments,) each: when the levels of operations begin here, and whether their stretch is over by then."""
+        ends_s = [stretch.begin_s for stretch in self.stretches[1:]] + [self.end_s]
+        times_s, is_over = [], []
+        for stretch, end_s in zip(self.stretches, ends_s, strict=True):
+            own_s = stretch.begin_s + stretch.watched.times_s(end_s - stretch.begin_s)
+            times_s.append(np.minimum(own_s, end_s))  # a sum may be rounded to beyond it
+            is_over.append(own_s >= end_s)
+        return np.concatenate(times_s), np.concatenate(is_over)
+
+    def _held_after(self, moment: int) -> tuple[Stretch, dict[Content | None, int]]:
+        """The stretch that a moment of the iteration lies in, and what operations held from there on."""
+        for stretch in self.stretches:
+            num_moments = len(stretch.watched.levels_bytes)
+            if moment < num_moments:
+                return stretch, stretch.watched.held_after(moment)
+            moment -= num_moments
+        raise AssertionError("a moment after the last one")
+
+
+def _in_order(made_s: Floats, is_over: Bools, named_s: Floats) -> tuple[Ints, Ints]:
+    """(levels,) each: the latest moment of operations and the latest of named changes, from one level to the next.
+
+    Every moment of operations has a level of its own, whatever its time.  Named changes at one time have one together,
+    and share it with the first moment of operations at that time, those left out whose stretch is over.
+    """
+    before, until = (np.searchsorted(named_s, made_s, side=side) - 1 for side in ("left", "right"))
+    named_of_made = np.where(is_over, np.maximum(before, 0), until)  # 0: what there was at the beginning
+    made_of_named = np.searchsorted(made_s, named_s, side="right") - 1
+    last_named = np.searchsorted(named_s, named_s, side="right") - 1
+    made = np.append(np.arange(len(made_s)), made_of_named)
+    named = np.append(named_of_made, last_named)
+    at_made, at_named = np.divmod(np.unique(made * len(named_s) + named), len(named_s))
+    return at_made, at_named
 
 
 def _holdings(alive: Held, left_bytes: int) -> tuple[Holding, ...]:
