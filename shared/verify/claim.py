@@ -5,14 +5,31 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NoReturn
+from typing import Final, NoReturn
 
 from ..basics.errors import ScheduleError
 from ..layout.layout import Chunk, Layout
 from ..schema.plan import ActivationMode, Plan
-from ..schema.schedule import Allocation, AllocationId, ChunkId, Content, Lane, Schedule, Task, TaskId, TaskKind
+from ..schema.schedule import (
+    Allocation,
+    AllocationId,
+    ChunkId,
+    Content,
+    Lane,
+    OuterSection,
+    Schedule,
+    Task,
+    TaskId,
+    TaskKind,
+)
 from ..schema.workload import BlockId, Workload
+from .happens_before import HappensBefore, Occurrence, OrderError
 from .shards import Held, held
+
+ITERATIONS: Final = 3
+"""The first, the one that is examined, and the one after it; dependencies reach no further."""
+_EXAMINED: Final = 1
+"""The first iteration has no previous one; the second is like all that follow."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +40,38 @@ class Claim:
     plan: Plan
     workload: Workload
     layout: Layout
+
+    @cached_property
+    def order(self) -> HappensBefore:
+        """What the schedule guarantees about order.  Raises ScheduleError if some task can never start."""
+        try:
+            return HappensBefore(self.schedule, ITERATIONS)
+        except OrderError as error:
+            raise ScheduleError(f"the schedule deadlocks: {error}.") from error
+
+    def before(self, first: TaskId, second: TaskId, distance: int = 0) -> bool:
+        """Whether ``first`` is guaranteed to end before ``second`` starts, ``distance`` iterations later."""
+        return self.order.before(Occurrence(_EXAMINED, first), Occurrence(_EXAMINED + distance, second))
+
+    @cached_property
+    def steps(self) -> list[list[TaskId]]:
+        """The compute tasks of every step: forwards of the blocks, then backwards with their recomputations."""
+        steps: list[list[TaskId]] = []
+        is_open = False
+        for task in self.tasks_of(TaskKind.FORWARD, TaskKind.RECOMPUTE, TaskKind.BACKWARD):
+            if isinstance(task.section, OuterSection):
+                continue
+            if is_open:
+                steps[-1].append(task.id)
+            else:
+                steps.append([task.id])
+            is_open = task.kind is TaskKind.RECOMPUTE
+        return steps
+
+    @cached_property
+    def step_of(self) -> dict[TaskId, int]:
+        """The step of every compute task of a block."""
+        return {task: step for step, tasks in enumerate(self.steps) for task in tasks}
 
     @cached_property
     def modes(self) -> tuple[ActivationMode, ...]:
@@ -91,9 +140,9 @@ class Claim:
         """What the tasks of one kind free."""
         return [buffer for task in self.tasks_of(kind) for buffer in task.frees]
 
-    def tasks_of(self, kind: TaskKind) -> list[Task]:
-        """The tasks of one kind, in the order of the program."""
-        return [task for task in self.schedule.tasks if task.kind is kind]
+    def tasks_of(self, *kinds: TaskKind) -> list[Task]:
+        """The tasks of some kinds, in the order of the program."""
+        return [task for task in self.schedule.tasks if task.kind in kinds]
 
     def on_compute(self, tasks: Iterable[TaskId]) -> list[TaskId]:
         """Those of ``tasks`` that the compute lane runs."""
@@ -218,11 +267,26 @@ def compare_buffers(task: Task, found: Iterable[AllocationId], expected: Iterabl
         reject(f"{task.name} {verb} buffers {sorted(found)}, not {sorted(buffer.id for buffer in expected)}")
 
 
+def check_in_place(task: Task, buffers: Iterable[Allocation]) -> None:
+    """Raise ScheduleError unless a task reads and writes ``buffers``, and neither allocates nor frees any."""
+    buffers = list(buffers)
+    compare_buffers(task, task.reads, buffers, "reads")
+    compare_buffers(task, task.writes, buffers, "writes")
+    compare_buffers(task, task.allocates, [], "allocates")
+    compare_buffers(task, task.frees, [], "frees")
+
+
 def check_amounts(task: Task, *, moved_bytes: int = 0, num_stepped: int = 0, stepped_bytes: int = 0) -> None:
-    """Raise ScheduleError unless a task moves and steps so much."""
+    """Raise ScheduleError unless a task moves and steps these amounts."""
     found = (task.moved_bytes, task.num_stepped, task.stepped_bytes)
     if found != (moved_bytes, num_stepped, stepped_bytes):
         reject(
             f"{task.name} moves {found[0]} B and steps {found[1]} scalars over {found[2]} B, "
             f"not {moved_bytes} B, {num_stepped} scalars and {stepped_bytes} B"
         )
+
+
+def check_earlier(claim: Claim, first: TaskId, second: TaskId) -> None:
+    """Raise ScheduleError unless the first task is guaranteed to end before the second starts; or they are one."""
+    if first != second and not claim.before(first, second):
+        reject(f"{claim.name(second)} may start before {claim.name(first)} has ended")

@@ -1,12 +1,14 @@
 """Proof that a schedule is safe, before anything runs.
 
 The verifier shares no code with the compiler beyond the data types: it derives what must hold from plan, workload and
-layout.  Three parts: ``verify_sections`` states what every compute task runs on, makes and drops; ``verify_chunks``
-states how parameters, gradients and optimizer state move; ``verify_order`` checks, with the happens-before relation
-of the unrolled program, that this holds for every timing.
+layout.  Its rules stand by policy: ``sections`` (what computes, in which order), ``residency`` (what lies where, when)
+and ``updates`` (what happens to a gradient until its parameter is new); ``full_training`` lists them.  Rules of order
+read the happens-before relation of the unrolled program, so that they hold for every timing.
 """
 
 from __future__ import annotations
+
+from typing import Final
 
 from ..basics.errors import ScheduleError
 from ..basics.units import format_bytes
@@ -14,16 +16,15 @@ from ..layout.layout import Layout, build_layout, check_layout
 from ..schema.plan import Plan
 from ..schema.schedule import Memory, Schedule
 from ..schema.workload import Workload, check_plan
-from .chunks import check_chunks, check_swaps
 from .claim import Claim, check_form
-from .collectives import check_collectives
+from .data_flow import check_no_deadlock
+from .full_training import FULL_TRAINING
 from .guaranteed_peak import guaranteed_device_peak
-from .happens_before import HappensBefore, OrderError
-from .order import check_order
-from .sections import check_sections
+from .happens_before import HappensBefore
+from .rules import Rule, Rules, Stage
 
-_ITERATIONS = 3
-"""The first, the one that is examined, and the one after it; dependencies reach no further."""
+COMMON: Final = (Rule(Stage.FORM, check_form), Rule(Stage.DATA_FLOW, check_no_deadlock))
+"""Rules of every method."""
 
 
 def verify_schedule(
@@ -32,6 +33,7 @@ def verify_schedule(
     workload: Workload,
     layout: Layout | None = None,
     *,
+    rules: Rules = FULL_TRAINING,
     device_limit_bytes: int | None = None,
     pinned_limit_bytes: int | None = None,
     host_limit_bytes: int | None = None,
@@ -45,6 +47,8 @@ def verify_schedule(
     limit of their norm, after all gradients); of several ranks, chunks are gathered whole and gradients added up before
     anybody needs them, in one order on all ranks; buffers of one slot never overlap; gathers and gradients keep to the
     prefetch window; the memory that no timing can exceed stays under the limits.
+    ``rules``: of the training method, where it is another than full training; a task of a kind for which none of them
+    answers is refused.
     ``host_limit_bytes`` bounds pinned and pageable host memory together; ``layout`` spares building it again.
 
     Raises PlanError if plan, workload and layout do not belong together.
@@ -54,18 +58,10 @@ def verify_schedule(
         layout = build_layout(workload.parameters, num_blocks=workload.num_blocks, chunk_bytes=plan.chunk_bytes)
     check_layout(layout, plan, workload)
     claim = Claim(schedule, plan, workload, layout)
-    check_form(claim)
-    check_sections(claim)
-    check_chunks(claim)
-    check_swaps(claim)
-    check_collectives(claim)
-    try:
-        order = HappensBefore(schedule, _ITERATIONS)
-    except OrderError as error:
-        raise ScheduleError(f"the schedule deadlocks: {error}.") from error
-    check_order(claim, order)
+    for rule in rules.in_order(*COMMON, Rule(Stage.FORM, rules.check_kinds)):
+        rule.check(claim)
     if device_limit_bytes is not None:
-        _check_device(schedule, order, device_limit_bytes)
+        _check_device(schedule, claim.order, device_limit_bytes)
     pinned_bytes = schedule.static_bytes(Memory.PINNED_HOST)
     _check_host("pinned host memory", pinned_bytes, pinned_limit_bytes)
     _check_host("host memory", pinned_bytes + schedule.static_bytes(Memory.HOST), host_limit_bytes)

@@ -128,6 +128,26 @@ def swapped_neighbours(schedule: Schedule) -> Iterator[Fault]:
             yield Fault(f"{schedule.tasks[first].name} and {schedule.tasks[second].name} swapped", swap)
 
 
+def postponed_tasks(schedule: Schedule) -> Iterator[Fault]:
+    """Every wait, turned round: what was waited for waits itself, and those that read its data later wait for it.
+
+    The task that comes first then waits for what the other waited for.
+    """
+    for task in schedule.tasks:
+        for other in task.after:
+
+            def postpone(task: Task = task, other: TaskId = other) -> Schedule:
+                late = schedule.tasks[other]
+                changed = with_task(schedule, task.id, after=tuple({*task.after, *late.after} - {other}))
+                changed = with_task(changed, other, after=(*late.after, task.id))
+                for user in schedule.tasks[task.id + 1 :]:
+                    if not {*late.writes}.isdisjoint(user.reads):
+                        changed = with_task(changed, user.id, after=(*user.after, other))
+                return renumbered(changed, _listed_after_waits(changed.tasks))
+
+            yield Fault(f"{other} {schedule.tasks[other].name} comes after {task.id} {task.name}", postpone)
+
+
 def _listed_after_waits(tasks: Sequence[Task]) -> Sequence[Task]:
     """The tasks with each lane in this order and every task after those it waits for; as they are if they deadlock."""
     waiting = {lane: [task for task in tasks if task.lane is lane] for lane in Lane}

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+
 from protwin.shared.basics.errors import ScheduleError
 from protwin.shared.compile.compile import compile_schedule
 from protwin.shared.schema.schedule import Schedule
+from protwin.shared.verify.claim import Claim
+from protwin.shared.verify.full_training import FULL_TRAINING
 from protwin.shared.verify.happens_before import HappensBefore, Occurrence
-from protwin.shared.verify.verify import verify_schedule
+from protwin.shared.verify.rules import Rule
+from protwin.shared.verify.verify import COMMON, verify_schedule
 from tests.shared.abstract_machine import AbstractMachine, Violation
 from tests.shared.adversaries import holding
+from tests.shared.faults import Fault
 from tests.strategies import PlannedWorkload
 
 
@@ -20,6 +26,30 @@ def is_accepted(schedule: Schedule, case: PlannedWorkload) -> bool:
     try:
         verify_schedule(schedule, case.plan, case.workload, case.layout)
     except ScheduleError:
+        return False
+    return True
+
+
+def only_rejections(faults: Iterable[Fault], case: PlannedWorkload) -> Iterator[Rule]:
+    """The rule of full training that alone rejects a fault, for every fault where one does.  Its form is sound."""
+    for fault in faults:
+        claim = Claim(fault.make(), case.plan, case.workload, case.layout)
+        if not _holds(COMMON[0], claim):
+            continue
+        broken: list[Rule] = []
+        for rule in FULL_TRAINING.in_order():
+            if not _holds(rule, claim):
+                broken.append(rule)
+                if len(broken) > 1:
+                    break
+        if len(broken) == 1:
+            yield broken[0]
+
+
+def _holds(rule: Rule, claim: Claim) -> bool:
+    try:
+        rule.check(claim)
+    except Exception:  # rules may rely on those of earlier stages
         return False
     return True
 

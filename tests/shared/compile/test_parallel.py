@@ -18,9 +18,9 @@ from protwin.shared.schema.plan import ParallelMode, Plan
 from protwin.shared.schema.schedule import Content, Lane, Memory, Schedule, TaskKind
 from protwin.shared.schema.workload import DType
 from protwin.shared.tables.explain import explain
-from protwin.shared.verify import order as verify_order
-from protwin.shared.verify import verify
+from protwin.shared.verify.full_training import FULL_TRAINING
 from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
+from protwin.shared.verify.rules import Stage
 from protwin.shared.verify.verify import verify_schedule
 from tests.proof_size import examples, share
 from tests.shared import faults
@@ -28,7 +28,7 @@ from tests.shared.abstract_machine import AbstractMachine
 from tests.shared.adversaries import at_random, holding
 from tests.shared.faults import Fault
 from tests.shared.small_models import chain, parameter, plan, workload
-from tests.shared.verdicts import compiled, guarantees, is_accepted, violation
+from tests.shared.verdicts import compiled, guarantees, is_accepted, only_rejections, violation
 from tests.strategies import PlannedWorkload, parallel_workloads
 
 SEEDS = st.integers(0, 2**32 - 1)
@@ -112,22 +112,20 @@ def test_every_data_fault_of_the_example_is_rejected(
     assert [fault for fault in share(family(schedule), one_in=7) if is_accepted(fault.make(), case)] == []
 
 
-@pytest.mark.parametrize("check", [(verify, "check_collectives"), (verify_order, "check_collective_order")])
-@pytest.mark.parametrize("n_shard", [0, 4])
-def test_every_check_of_collectives_earns_its_place(
-    check: tuple[object, str], n_shard: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Without it, some fault of the example passes."""
-    case = example(n_shard=n_shard)
+def test_every_rule_of_ranks_earns_its_place() -> None:
+    """Some fault of the example is rejected by this rule and no other."""
+    case = example()
     schedule = compiled(case)
-    found = [
-        *faults.dropped_dependencies(schedule),
-        *faults.missing_tasks(schedule),
-        *faults.swapped_neighbours(schedule),
-    ]
-    caught = [fault for fault in found if not is_accepted(fault.make(), case)]
-    monkeypatch.setattr(*check, lambda *_: None)
-    assert any(is_accepted(fault.make(), case) for fault in caught)
+    data_faults = [*faults.changed_buffer_lists(schedule), *faults.changed_task_fields(schedule)]
+    random.Random(0).shuffle(data_faults)
+    found = [*faults.postponed_tasks(schedule), *faults.dropped_dependencies(schedule), *data_faults]
+    about_ranks = (Stage.RANKS, Stage.RANK_ORDER)
+    waiting = {rule.check.__name__ for rule in FULL_TRAINING.in_order() if rule.stage in about_ranks}
+    for rule in only_rejections(found, case):
+        waiting.discard(rule.check.__name__)
+        if not waiting:
+            return
+    pytest.fail(f"{', '.join(sorted(waiting))} reject nothing that other rules let pass")
 
 
 # -- policies --------------------------------------------------------------------------------------------------------

@@ -1,0 +1,306 @@
+"""Updates: what happens to a gradient until its parameter is new.
+
+Ranks add gradients up, they leave the device, micro-batches are added up, their norm is taken, and one Adam steps every
+chunk, once per step.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
+from ..layout.adam_memory import WIDENED_SCALARS
+from ..schema.plan import ParallelMode
+from ..schema.schedule import ChunkId, Content, OuterSection, Task, TaskKind
+from ..schema.workload import BlockId, DType, Phase
+from .claim import Claim, check_amounts, check_earlier, check_in_place, chunk_of, compare_buffers, reject
+from .collectives import Meeting
+from .compute_tasks import Expected, Name, check_compute_task, gradients_of_block, name_of_part
+from .shards import fullest_regions, trained_scalars
+
+_NORM_BYTES = 8
+"""A float64."""
+
+# -- on their way ----------------------------------------------------------------------------------------------------
+
+
+def check_gradient_offloads(claim: Claim) -> None:
+    """The gradients of every chunk that CPU Adam steps leave the device once per micro-batch, all of them."""
+    _check_served(claim, TaskKind.GRADIENT_OFFLOAD, range(claim.plan.micro_batches))
+    for task in claim.tasks_of(TaskKind.GRADIENT_OFFLOAD):
+        _check_offload(claim, task)
+
+
+def check_accumulations(claim: Claim) -> None:
+    """What arrives of every micro-batch but the first is added to what is staged: two reads, one write."""
+    _check_served(claim, TaskKind.GRADIENT_ACCUMULATE, range(1, claim.plan.micro_batches))
+    for task in claim.tasks_of(TaskKind.GRADIENT_ACCUMULATE):
+        chunk = chunk_of(claim, task)
+        staged = claim.homes[Content.GRADIENTS, chunk.id]
+        compare_buffers(task, task.reads, [staged, claim.homes[Content.ARRIVING_GRADIENTS, chunk.id]], "reads")
+        compare_buffers(task, task.writes, [staged], "writes")
+        compare_buffers(task, task.allocates, [], "allocates")
+        compare_buffers(task, task.frees, [], "frees")
+        check_amounts(task, stepped_bytes=3 * claim.held[chunk.id].gradient_bytes)
+
+
+def _check_served(claim: Claim, kind: TaskKind, micro_batches: Iterable[int]) -> None:
+    """Every chunk that CPU Adam steps has one task of ``kind`` per micro-batch, and nobody else has any."""
+    found = sorted((str(task.chunk), task.micro_batch) for task in claim.tasks_of(kind))
+    expected = sorted((str(chunk), micro_batch) for chunk in claim.updated for micro_batch in micro_batches)
+    if found != expected:
+        reject(f"tasks of kind {kind} serve (chunk, micro-batch) {found}, not {expected}")
+
+
+def _check_offload(claim: Claim, task: Task) -> None:
+    """All gradients of the chunk to its staging buffer, those of later micro-batches beside it; then they go.
+
+    Sharded, what leaves is the shard that was left of them.
+    """
+    chunk = chunk_of(claim, task)
+    gradients = claim.gradients.get((chunk.id, task.micro_batch), [])
+    if claim.plan.parallel is ParallelMode.SHARDED:
+        named = (Content.REDUCED_GRADIENTS, chunk.id, task.micro_batch)
+        gradients = [b for b in claim.schedule.buffers if (b.content, b.chunk, b.micro_batch) == named]
+    content = Content.ARRIVING_GRADIENTS if task.micro_batch else Content.GRADIENTS
+    compare_buffers(task, task.reads, gradients, "reads")
+    compare_buffers(task, task.frees, gradients, "frees")
+    compare_buffers(task, task.writes, [claim.homes[content, chunk.id]], "writes")
+    compare_buffers(task, task.allocates, [], "allocates")
+    check_amounts(task, moved_bytes=claim.held[chunk.id].gradient_bytes)
+
+
+# -- steps -----------------------------------------------------------------------------------------------------------
+
+
+def check_norm(claim: Claim) -> None:
+    """Under a limit, the norm of all gradients is taken once, wherever they are; without one, never."""
+    norms = claim.tasks_of(TaskKind.GRADIENT_NORM)
+    if len(norms) != (0 if claim.plan.max_gradient_norm is None else 1):
+        reject(f"it takes the norm of the gradients {len(norms)} times")
+    for task in norms:
+        _check_norm(claim, task)
+
+
+def _check_norm(claim: Claim, task: Task) -> None:
+    """It reads every gradient: staged, waiting on the device whole or in part, or outside every block."""
+    if task.chunk is not None or task.section is not None or task.phase is not None or task.micro_batch:
+        reject(f"{task.name} names a chunk, a section, a phase or a micro-batch")
+    left = [claim.buffer(b) for b in claim.freed_by(TaskKind.DEVICE_ADAM)]
+    staged = [claim.homes[Content.GRADIENTS, chunk] for chunk in claim.updated]
+    parts = [claim.homes[Content.REDUCED_GRADIENTS, chunk] for chunk in claim.scattered]
+    compare_buffers(task, task.reads, [*staged, *parts, *left], "reads")
+    compare_buffers(task, task.writes, [], "writes")
+    compare_buffers(task, task.allocates, [], "allocates")
+    compare_buffers(task, task.frees, [], "frees")
+    check_amounts(task, stepped_bytes=sum(claim.held[chunk].gradient_bytes for chunk in claim.updated))
+
+
+def check_cpu_adam(claim: Claim) -> None:
+    """One CPU Adam steps every trainable chunk whose home is on a host, from its staged gradients."""
+    # It belongs to the micro-batch whose gradients it waited for last; after the norm of all of them, to none.
+    last = claim.plan.micro_batches - 1 if claim.plan.max_gradient_norm is None else 0
+    _check_served(claim, TaskKind.CPU_ADAM, (last,))
+    for task in claim.tasks_of(TaskKind.CPU_ADAM):
+        chunk = chunk_of(claim, task)
+        stepped = [claim.homes[content, chunk.id] for content in (Content.PARAMETERS, Content.OPTIMIZER_STATE)]
+        compare_buffers(task, task.reads, [*stepped, claim.homes[Content.GRADIENTS, chunk.id]], "reads")
+        compare_buffers(task, task.writes, stepped, "writes")
+        compare_buffers(task, task.allocates, [], "allocates")
+        compare_buffers(task, task.frees, [], "frees")
+        scalars = claim.held[chunk.id].stepped
+        check_amounts(task, num_stepped=scalars.total(), stepped_bytes=_stepped_bytes(claim, scalars))
+
+
+def check_device_adam(claim: Claim) -> None:
+    """One device Adam steps every trainable chunk that stays on the device, whole or in part, and drops its gradients.
+
+    It ends the iteration, and is there even where nothing is left for it to step.
+    """
+    tasks = claim.tasks_of(TaskKind.DEVICE_ADAM)
+    if len(tasks) != 1:
+        reject(f"device Adam runs {len(tasks)} times, not once")
+    (task,) = tasks
+    check_compute_task(claim, task, _device_adam(claim))
+    stepped = trained_scalars((c for c in claim.layout.chunks if c.id in claim.persistent), claim.workload.parameters)
+    for chunk in claim.scattered:
+        stepped += claim.held[chunk].stepped
+    check_amounts(task, num_stepped=stepped.total(), stepped_bytes=_stepped_bytes(claim, stepped))
+
+
+def _device_adam(claim: Claim) -> Expected:
+    trainable = {chunk.id for chunk in claim.layout.chunks if chunk.is_trainable and chunk.id in claim.persistent}
+    updates: set[Name] = {(Content.PARAMETERS, chunk, None, 0) for chunk in trainable}
+    updates |= {(Content.OPTIMIZER_STATE, chunk, None, 0) for chunk in trainable}
+    drops: set[Name] = {
+        (Content.INCOMING_GRADIENT, None, OuterSection.PROLOGUE, micro_batch)
+        for micro_batch in range(claim.plan.micro_batches)
+    }
+    for block in range(claim.workload.num_blocks):
+        made, _ = gradients_of_block(claim, BlockId(block), 0)
+        drops |= {name for name in made if name[1] in trainable}
+    parts: set[Name] = {name_of_part(Content.REDUCED_GRADIENTS, chunk) for chunk in claim.scattered}
+    for content in (Content.PARAMETERS, Content.OPTIMIZER_STATE):
+        updates |= {name_of_part(content, chunk) for chunk in claim.scattered}
+    phase = _widening(claim, trainable)
+    return Expected(TaskKind.DEVICE_ADAM, None, 0, phase, updates | drops | parts, updates=updates, drops=drops)
+
+
+def _widening(claim: Claim, stepped: set[ChunkId]) -> Phase | None:
+    """Device Adam's curve: one narrow gradient after another in float32, when the wide ones have gone.
+
+    Last come those of parts, run by run, which stay.
+    """
+    chunks = (chunk for chunk in claim.layout.chunks if chunk.id in stepped)
+    places = (placed.index for chunk in chunks for placed in chunk.parameters)
+    found = [p for p in (claim.workload.parameters[place] for place in places) if p.trainable]
+    level = -sum(p.size_bytes for p in found if p.dtype.item_bytes >= 4)
+    highest = 0
+    for parameter in found:
+        if parameter.dtype.item_bytes < 4:
+            highest = max(highest, level + 4 * min(parameter.num_elements, WIDENED_SCALARS))
+            level -= parameter.size_bytes
+    for chunk_id in claim.scattered:
+        runs = fullest_regions(claim.layout.chunks[chunk_id], claim.workload.parameters, claim.plan.num_ranks)
+        for dtype, scalars in runs:
+            if dtype.item_bytes < 4:
+                highest = max(highest, level + 4 * min(scalars, WIDENED_SCALARS))
+    return Phase(curve=((1.0, highest),)) if highest else None
+
+
+def _stepped_bytes(claim: Claim, stepped: Counter[DType]) -> int:
+    """Adam reads and writes two moments and the weights, float32 or wider, reads gradients, writes narrow weights.
+
+    Under a limit of their norm, gradients are read and written once more to be scaled.
+    """
+    is_scaled = claim.plan.max_gradient_norm is not None
+    return sum(
+        count
+        * (2 * 3 * max(4, dtype.item_bytes) + dtype.item_bytes * ((1 if dtype.item_bytes >= 4 else 2) + 2 * is_scaled))
+        for dtype, count in stepped.items()
+    )
+
+
+# -- between ranks ---------------------------------------------------------------------------------------------------
+
+
+def reductions(claim: Claim) -> Iterator[Meeting]:
+    """Gradients that leave are added up in every micro-batch, those that stay in the last, parts of the norm once."""
+    plan = claim.plan
+    if plan.parallel is ParallelMode.SINGLE:
+        return
+    last = plan.micro_batches - 1
+    stay = [c for c in claim.layout.chunks if c.is_trainable and c.id in claim.persistent]
+    yield from ((TaskKind.ALL_REDUCE, chunk.id, None, last) for chunk in stay if chunk.blocks)
+    if any(sum(chunk.gradient_bytes) for chunk in stay if not chunk.blocks):
+        yield TaskKind.ALL_REDUCE, None, OuterSection.PROLOGUE, last
+    is_sharded = plan.parallel is ParallelMode.SHARDED
+    leaving = TaskKind.REDUCE_SCATTER if is_sharded else TaskKind.ALL_REDUCE
+    for chunk_id in claim.updated + (claim.scattered if is_sharded else []):
+        yield from ((leaving, chunk_id, None, micro_batch) for micro_batch in range(plan.micro_batches))
+    if is_sharded and plan.max_gradient_norm is not None and (claim.updated or claim.scattered):
+        yield TaskKind.ALL_REDUCE, None, None, 0
+
+
+def check_reduce_scatters(claim: Claim) -> None:
+    """A reduce-scatter leaves each rank its shard of a chunk's gradients, where they leave or where they stay."""
+    for task in claim.tasks_of(TaskKind.REDUCE_SCATTER):
+        _check_reduce_scatter(claim, task)
+
+
+def _check_reduce_scatter(claim: Claim, task: Task) -> None:
+    """From all gradients of the chunk, through a flat buffer that comes and goes, to the rank's shard of them.
+
+    Sharded over the devices, the shard of the first micro-batch is written where it stays; those of later ones are made
+    beside it, added to it, and go.
+    """
+    chunk = chunk_of(claim, task)
+    part = claim.held[chunk.id]
+    gradients = claim.gradients.get((chunk.id, task.micro_batch), [])
+    made = [claim.buffer(b) for b in task.allocates]
+    sizes = {Content.FLAT_GRADIENTS: part.num_parts * part.gradient_bytes}
+    kept = [claim.homes[Content.REDUCED_GRADIENTS, chunk.id]] if chunk.id in claim.sharded else []
+    added = kept if task.micro_batch else []
+    if added or not kept:
+        sizes[Content.REDUCED_GRADIENTS] = part.gradient_bytes
+    if sorted(b.content for b in made) != sorted(sizes) or any(
+        (b.chunk, b.section, b.size_bytes) != (chunk.id, None, sizes[b.content]) for b in made
+    ):
+        reject(f"{task.name} does not make {', '.join(sizes)} of chunk {chunk.id}, and nothing else")
+    compare_buffers(task, task.reads, [*gradients, *added], "reads")
+    compare_buffers(task, task.writes, [*made, *kept], "writes")
+    passing = [b for b in made if kept or b.content is Content.FLAT_GRADIENTS]
+    compare_buffers(task, task.frees, [*gradients, *passing], "frees")
+    check_amounts(task, moved_bytes=sizes[Content.FLAT_GRADIENTS])
+
+
+def check_all_reduces(claim: Claim) -> None:
+    """An all-reduce adds gradients up where they lie, or the parts of their norm."""
+    for task in claim.tasks_of(TaskKind.ALL_REDUCE):
+        _check_all_reduce(claim, task)
+
+
+def _check_all_reduce(claim: Claim, task: Task) -> None:
+    """Gradients where they lie; or, of the norm, nothing that has a buffer."""
+    if task.phase is not None:
+        reject(f"{task.name} has a phase")
+    if task.chunk is not None:
+        chunk = chunk_of(claim, task)
+        micro_batch = 0 if chunk.id in claim.persistent else task.micro_batch
+        gradients = claim.gradients.get((chunk.id, micro_batch), [])
+        size_bytes = sum(chunk.gradient_bytes)
+    elif task.section is not None:
+        gradients = [
+            claim.buffer(b)
+            for b in claim.freed_by(TaskKind.DEVICE_ADAM)
+            if claim.buffer(b).content is Content.INCOMING_GRADIENT
+        ]
+        size_bytes = sum(sum(claim.layout.chunks[chunk].gradient_bytes) for chunk in claim.layout.unowned)
+    else:
+        gradients, size_bytes = [], _NORM_BYTES
+    check_in_place(task, gradients)
+    check_amounts(task, moved_bytes=size_bytes)
+
+
+# -- order -----------------------------------------------------------------------------------------------------------
+
+
+def check_gradient_window(claim: Claim) -> None:
+    """Gradients on their way are gone ``prefetch_depth + 1`` steps after their chunk's last backward.
+
+    To the host, or into the part that stays on the device.
+    """
+    steps = claim.steps
+    num_steps = len(steps)
+    steps_each = num_steps // claim.plan.micro_batches
+    alone = [task for task in claim.tasks_of(TaskKind.REDUCE_SCATTER) if task.chunk in claim.sharded]
+    for offload in (*claim.tasks_of(TaskKind.GRADIENT_OFFLOAD), *alone):
+        assert offload.chunk is not None
+        last_step = steps_each * (offload.micro_batch + 1) - 1 - min(claim.layout.chunks[offload.chunk].blocks)
+        distance, step = divmod(last_step + claim.plan.prefetch_depth + 1, num_steps)
+        # Beyond the next iteration the chunk's own next gather, which waits for its Adam, is the tighter bound.
+        if distance <= 1 and not claim.before(offload.id, steps[step][0], distance):
+            reject(f"the gradients of chunk {offload.chunk} may wait too long for {offload.name}")
+
+
+def check_reduction_order(claim: Claim) -> None:
+    """Gradients are complete before they are added up, and added up before anybody else looks at them."""
+    for task in claim.tasks_of(TaskKind.REDUCE_SCATTER, TaskKind.ALL_REDUCE):
+        for buffer_id in task.reads:
+            readers, writers = claim.readers[buffer_id], claim.writers[buffer_id]
+            for source in claim.on_compute(writers):
+                check_earlier(claim, source, task.id)
+            # Backwards of later micro-batches read what they add to: they write it too.
+            for user in readers:
+                if user not in writers:
+                    check_earlier(claim, task.id, user)
+
+
+def check_norm_order(claim: Claim) -> None:
+    """Under a limit, every Adam comes after the norm of all ranks."""
+    shared = [t for t in claim.tasks_of(TaskKind.ALL_REDUCE) if t.chunk is None and t.section is None]
+    for norm in claim.tasks_of(TaskKind.GRADIENT_NORM):
+        for task in shared:
+            check_earlier(claim, norm.id, task.id)
+        for adam in (*claim.tasks_of(TaskKind.CPU_ADAM), *claim.tasks_of(TaskKind.DEVICE_ADAM)):
+            check_earlier(claim, shared[0].id if shared else norm.id, adam.id)
