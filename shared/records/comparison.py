@@ -16,7 +16,7 @@ from pydantic import NonNegativeFloat, NonNegativeInt
 from ..basics.documents import Document, FrozenModel
 from ..basics.errors import ProtwinError
 from ..schema.record import Origin, Record, TaskTiming
-from ..schema.schedule import Lane, Memory, TaskKind
+from ..schema.schedule import Lane, Memory, TaskKind, in_kind_order
 
 MIN_TOLERANCE_FRAC: Final = 0.10
 """Tasks that differ by less are not said to part, however quiet the machine."""
@@ -192,17 +192,13 @@ def _peaks(predicted: Record, measured: Record, memory: Memory) -> BytesPair | N
 
 
 def _compare_kinds(predicted: Record, measured: Record) -> tuple[KindComparison, ...]:
-    """Kinds that occur in either record, in the order of TaskKind."""
+    """Kinds that occur in either record, in their order."""
     compared = []
-    for kind in TaskKind:
+    for kind in in_kind_order(timing.kind for timing in (*predicted.tasks, *measured.tasks)):
         left = [timing.duration_s for timing in predicted.tasks if timing.kind is kind]
         right = [timing.duration_s for timing in measured.tasks if timing.kind is kind]
-        if left or right:
-            compared.append(
-                KindComparison(
-                    kind=kind, num_predicted=len(left), num_measured=len(right), duration=_times(sum(left), sum(right))
-                )
-            )
+        duration = _times(sum(left), sum(right))
+        compared.append(KindComparison(kind=kind, num_predicted=len(left), num_measured=len(right), duration=duration))
     return tuple(compared)
 
 

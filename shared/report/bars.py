@@ -14,8 +14,8 @@ from ..records.chrome_trace import subject_of
 from ..records.period import Piece, folded
 from ..records.waits import Waits, waits_of
 from ..schema.record import Record, TaskTiming
-from ..schema.schedule import Lane, Schedule, TaskKind
-from ..tables.labels import KIND_NAMES, task_name
+from ..schema.schedule import Lane, Schedule, TaskKind, in_kind_order
+from ..tables.labels import kind_name, task_name
 from .axes import Scale, room_class
 from .svg import share, tag, text
 
@@ -35,6 +35,15 @@ KIND_COLOURS: Final[dict[TaskKind, str]] = {
     TaskKind.REDUCE_SCATTER: "magenta",
     TaskKind.ALL_REDUCE: "navy",
 }
+"""Of protwin's own kinds; ``kind_colour`` has a colour for all."""
+_LANE_COLOURS: Final[dict[Lane, str]] = {
+    Lane.COMPUTE: KIND_COLOURS[TaskKind.FORWARD],
+    Lane.H2D: KIND_COLOURS[TaskKind.GATHER],
+    Lane.D2H: KIND_COLOURS[TaskKind.GRADIENT_OFFLOAD],
+    Lane.CPU_OPTIM: KIND_COLOURS[TaskKind.CPU_ADAM],
+    Lane.COLLECTIVE: KIND_COLOURS[TaskKind.ALL_GATHER],
+}
+"""The colour of a lane's most frequent kind."""
 
 TOP_PX: Final = 22.0
 LANE_PX: Final = 34.0
@@ -49,6 +58,11 @@ _NARROWEST_PX: Final = 1.5
 _EDGED_ABOVE_PX: Final = 4.0
 """Bars narrower than this have no edge: it would hide them."""
 _CHARACTER_PX: Final = 7.0
+
+
+def kind_colour(kind: TaskKind) -> str:
+    """The colour of a kind's bars; of a kind that a training method has added, its lane's."""
+    return KIND_COLOURS.get(kind) or _LANE_COLOURS[kind.lane]
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +171,7 @@ class Bars:
         stretch = self.stretches[place]
         left, right = max(scale(stretch.start_s), scale.low_px), min(scale(stretch.end_s), scale.high_px)
         width = max(right - left, _NARROWEST_PX)
-        colour = KIND_COLOURS[stretch.kind]
+        colour = kind_colour(stretch.kind)
         top = TOP_PX + (tuple(Lane).index(stretch.pieces[0].timing.lane) + 0.5) * LANE_PX - BAR_PX / 2
         edge = "neighbours" if stretch.is_neighbours else "task" if width > _EDGED_ABOVE_PX else "thin"
         bar = tag(
@@ -191,7 +205,7 @@ class Bars:
             return f"{name}{whose}\n{span} ({format_seconds(timing.duration_s)}){moved}{self._held_up(timing)}"
         span = f"{format_seconds(stretch.start_s)} to {format_seconds(stretch.end_s)}"
         counts = Counter(piece.timing.kind for piece in stretch.pieces)
-        kinds = ", ".join(f"{KIND_NAMES[kind]} × {counts[kind]}" for kind in TaskKind if counts[kind])
+        kinds = ", ".join(f"{kind_name(kind)} × {counts[kind]}" for kind in in_kind_order(counts))
         seconds = sum(piece.end_s - piece.start_s for piece in stretch.pieces)
         return f"{len(stretch.pieces)} tasks: {kinds}\n{span} (busy {format_seconds(seconds)}){moved}"
 

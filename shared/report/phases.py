@@ -10,7 +10,7 @@ from ..schema.record import IterationPhase, Record
 from ..schema.schedule import TaskKind
 from ..tables.labels import ORIGIN_NAMES, PhasePart, format_share, phase_parts, remedy_sentence
 from .axes import BarRow, Segment, across, bar_rows, time_unit
-from .bars import KIND_COLOURS
+from .bars import KIND_COLOURS, kind_colour
 from .svg import Figure, area_mark, joined, tag
 
 _COMPUTING: Final[dict[IterationPhase, str]] = {
@@ -67,7 +67,7 @@ def _row(record: Record, phase: IterationPhase, parts: Sequence[PhasePart], *, w
 def _colour(part: PhasePart, phase: IterationPhase) -> str:
     if not part.is_waiting:
         return _COMPUTING[phase]
-    return "rest" if part.cause is None else KIND_COLOURS[part.cause]
+    return "rest" if part.cause is None else kind_colour(part.cause)
 
 
 def _legend_words(part: PhasePart, phase: IterationPhase) -> str:

@@ -15,10 +15,10 @@ from ..basics.units import format_seconds
 from ..records.period import folded
 from ..records.waits import Waits
 from ..schema.record import Record
-from ..schema.schedule import Lane, Schedule, TaskKind
-from ..tables.labels import KIND_NAMES, LANE_NAMES, ORIGIN_NAMES, bottleneck, busy_frac, format_share, task_name
+from ..schema.schedule import Lane, Schedule, in_kind_order
+from ..tables.labels import LANE_NAMES, ORIGIN_NAMES, bottleneck, busy_frac, format_share, kind_name, task_name
 from .axes import Scale, across, time_unit, x_axis
-from .bars import BAR_PX, KIND_COLOURS, LANE_PX, TOP_PX, Bars
+from .bars import BAR_PX, LANE_PX, TOP_PX, Bars, kind_colour
 from .svg import Figure, area_mark, joined, line, share, tag, text, zoomable
 
 _CLOSER_ABOVE_FRAC: Final = 0.3
@@ -160,7 +160,7 @@ def _chart(
         label=label,
         caption=caption,
         legend=(
-            *((area_mark(KIND_COLOURS[kind]), KIND_NAMES[kind]) for kind in TaskKind if kind in kinds),
+            *((area_mark(kind_colour(kind)), kind_name(kind)) for kind in in_kind_order(kinds)),
             *([(_NEIGHBOURS_MARK, "of the previous or for the next iteration")] if has_neighbours else []),
         ),
         class_="lanes",
@@ -218,7 +218,7 @@ def task_list(record: Record, waits: Mapping[int, Waits], name: str) -> Markup |
                 cells.append("" if held is None else f"{held}{on_lane}")
             lines.append("\t".join(cells))
     kinds = {timing.kind for timing in record.tasks}
-    colours = ";".join(f"{KIND_NAMES[kind]}={KIND_COLOURS[kind]}" for kind in TaskKind if kind in kinds)
+    colours = ";".join(f"{kind_name(kind)}={kind_colour(kind)}" for kind in in_kind_order(kinds))
     listed = tag(
         "pre",
         "\n".join(lines),

@@ -8,6 +8,7 @@ when it ends.  Iterations follow each other without a barrier: the same program 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
@@ -51,7 +52,11 @@ def lanes_of(num_ranks: int) -> tuple[Lane, ...]:
 
 
 class TaskKind(StrEnum):
-    """What a task does."""
+    """What a task does.
+
+    The members are protwin's own kinds, and iterating gives these.  A training method may add others
+    (``add_task_kind``): ``TaskKind(name)`` finds them, and so do files.
+    """
 
     FORWARD = "forward"
     RECOMPUTE = "recompute"
@@ -80,6 +85,24 @@ class TaskKind(StrEnum):
     ALL_REDUCE = "all_reduce"
     """Add up gradients, or the norm's parts, over all ranks; each keeps all."""
 
+    @classmethod
+    def _missing_(cls, value: object) -> TaskKind | None:
+        """The added kind of this name."""
+        return _ADDED.get(value) if isinstance(value, str) else None
+
+    @property
+    def lane(self) -> Lane:
+        """The lane that runs it."""
+        return LANE_OF[self]
+
+    @property
+    def is_added(self) -> bool:
+        """Whether a training method has added it."""
+        return self.value in _ADDED
+
+
+_ADDED: Final[dict[str, TaskKind]] = {}
+"""Kinds beside protwin's own, by name; filled by ``add_task_kind``."""
 
 LANE_OF: dict[TaskKind, Lane] = {
     TaskKind.FORWARD: Lane.COMPUTE,
@@ -97,6 +120,36 @@ LANE_OF: dict[TaskKind, Lane] = {
     TaskKind.REDUCE_SCATTER: Lane.COLLECTIVE,
     TaskKind.ALL_REDUCE: Lane.COLLECTIVE,
 }
+"""The lane of every kind, of added ones too."""
+
+
+def add_task_kind(name: str, lane: Lane) -> TaskKind:
+    """A kind of task beside protwin's own: that of a training method, which ``lane`` runs.
+
+    Records that name it can be read once it is added.  Adding it again gives the same kind.  Until a price of the kind
+    stands in ``sim/costs``, its tasks state their seconds (``Task.stated_s``); tables call it by its name, reports draw
+    it in its lane's colour, a calibration without a factor of it leaves it as it is.  The verifier refuses it unless a
+    rule answers for it.
+
+    Raises ValueError if the name is no lower-case identifier, or that of another kind.
+    """
+    if not (name.isidentifier() and name.isascii() and name.islower()):
+        raise ValueError(f"a task kind has a name such as 'gather', in lower case, not {name!r}")
+    known = _ADDED.get(name)
+    if name in (own.value for own in TaskKind) or (known is not None and known.lane is not lane):
+        raise ValueError(f"task kind {name!r} exists already, on lane {TaskKind(name).lane}. Choose another name.")
+    if known is None:
+        # Made as an enumeration makes its members, but for the list of them, which stays as it is.
+        known = str.__new__(TaskKind, name)
+        known._name_, known._value_ = name.upper(), name
+        _ADDED[name], LANE_OF[known] = known, lane
+    return known
+
+
+def in_kind_order(kinds: Iterable[TaskKind]) -> list[TaskKind]:
+    """Each of ``kinds`` once: protwin's own in the order of ``TaskKind``, then added ones by name."""
+    own = {kind: place for place, kind in enumerate(TaskKind)}
+    return sorted(set(kinds), key=lambda kind: (own.get(kind, len(own)), kind))
 
 
 class OuterSection(StrEnum):
@@ -188,6 +241,8 @@ class Task:
     """Bytes of memory that a task of Adam, of adding gradients up or of their norm reads and writes."""
     num_ranks: int = 1
     """Ranks that do it together."""
+    stated_s: float | None = None
+    """Seconds that the schedule itself states: of an added kind, which has no price in ``sim/costs``; else None."""
 
     @property
     def lane(self) -> Lane:

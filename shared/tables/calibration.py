@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..basics.units import format_seconds
 from ..schema.calibration import Calibration
 from ..schema.schedule import LANES_ALONE
-from .labels import KIND_NAMES, LANE_NAMES
+from .labels import LANE_NAMES, kind_name
 from .table import Parts, Table
 
 
@@ -13,7 +13,7 @@ def calibration_tables(calibration: Calibration) -> Parts:
     """The factor of every task kind and the slowdowns of every measured set of lanes."""
     factors = [
         (
-            KIND_NAMES[kind],
+            kind_name(kind),
             f"{factor.value:.3f}",
             f"{factor.relative_std * factor.value:.3f}",
             format_seconds(calibration.overhead_s.get(kind, 0.0)),

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ..basics.units import format_bytes, format_seconds
 from ..records.comparison import BytesPair, Comparison, TaskComparison, TimePair
-from .labels import KIND_NAMES, LANE_NAMES, NO_VALUE, format_error, format_share, task_name
+from .labels import LANE_NAMES, NO_VALUE, format_error, format_share, kind_name, task_name
 from .table import Heading, Parts, Row, Table
 
 _Pair = TimePair | BytesPair | None
@@ -70,7 +70,7 @@ def _kinds_table(comparison: Comparison) -> Table:
         count = str(kind.num_predicted)
         if kind.num_measured != kind.num_predicted:
             count = f"{kind.num_predicted} / {kind.num_measured}"
-        pairs.append(((KIND_NAMES[kind.kind], count), kind.duration))
+        pairs.append(((kind_name(kind.kind), count), kind.duration))
     return _pair_table("Task kinds, seconds together", ("kind", ">tasks"), pairs)
 
 

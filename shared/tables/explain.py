@@ -11,10 +11,21 @@ from ..basics.units import format_bytes
 from ..compile.compile import compile_schedule
 from ..layout.layout import Chunk, Layout, build_layout, master_bytes
 from ..schema.plan import ActivationMode, ParallelMode, Plan
-from ..schema.schedule import Allocation, ChunkId, Content, Lane, Memory, OuterSection, Schedule, Section, TaskKind
+from ..schema.schedule import (
+    Allocation,
+    ChunkId,
+    Content,
+    Lane,
+    Memory,
+    OuterSection,
+    Schedule,
+    Section,
+    TaskKind,
+    in_kind_order,
+)
 from ..schema.workload import BlockId, Workload
 from ..verify.guaranteed_peak import guaranteed_device_peak
-from .labels import KIND_NAMES, LANE_NAMES, MEMORY_NAMES, NO_VALUE, format_share, knobs
+from .labels import LANE_NAMES, MEMORY_NAMES, NO_VALUE, format_share, kind_name, knobs
 from .table import Heading, Parts, Table
 from .terminal import as_text
 
@@ -349,11 +360,11 @@ def _task_table(schedule: Schedule) -> Table:
     rows = []
     for lane, program in schedule.lanes.items():
         tasks = [schedule.tasks[task] for task in program]
-        for kind in TaskKind:
-            if found := [task for task in tasks if task.kind is kind]:
-                moved_bytes = sum(task.moved_bytes for task in found)
-                moved = format_bytes(moved_bytes) if moved_bytes else ""
-                rows.append((LANE_NAMES[lane], KIND_NAMES[kind], f"{len(found):,}", moved))
+        for kind in in_kind_order(task.kind for task in tasks):
+            found = [task for task in tasks if task.kind is kind]
+            moved_bytes = sum(task.moved_bytes for task in found)
+            moved = format_bytes(moved_bytes) if moved_bytes else ""
+            rows.append((LANE_NAMES[lane], kind_name(kind), f"{len(found):,}", moved))
     return Table(title="Tasks", columns=("lane", "kind", ">tasks", ">moved"), rows=rows)
 
 

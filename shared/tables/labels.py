@@ -28,6 +28,7 @@ KIND_NAMES: Final[dict[TaskKind, str]] = {
     TaskKind.REDUCE_SCATTER: "reduce-scatter",
     TaskKind.ALL_REDUCE: "all-reduce",
 }
+"""Of protwin's own kinds; ``kind_name`` names all."""
 LANE_NAMES: Final[dict[Lane, str]] = {
     Lane.COMPUTE: "compute",
     Lane.H2D: "host to device",
@@ -104,9 +105,14 @@ def how_much_faster(gap_frac: float) -> str:
     return f"is more than {format_share(gap_frac)} faster"
 
 
+def kind_name(kind: TaskKind) -> str:
+    """``"CPU Adam"``; of a kind that a training method has added, its own name."""
+    return KIND_NAMES.get(kind) or kind.replace("_", " ")
+
+
 def task_name(name: str, kind: TaskKind) -> str:
     """``"CPU Adam chunk 7"`` for ``"cpu_adam chunk 7"``."""
-    return name.replace(str(kind), KIND_NAMES[kind], 1) if name.startswith(str(kind)) else name
+    return name.replace(str(kind), kind_name(kind), 1) if name.startswith(str(kind)) else name
 
 
 _PARALLEL_WORDS: Final[dict[ParallelMode, str]] = {
@@ -235,7 +241,7 @@ def phase_parts(record: Record, phase: IterationPhase, *, smallest_frac: float =
 def cause_name(cause: TaskKind | None, origin: Origin) -> str:
     """``"CPU Adam"``; where no task is the cause, what is then to blame."""
     if cause is not None:
-        return KIND_NAMES[cause]
+        return kind_name(cause)
     return "slower ranks" if origin is Origin.SIMULATED else "tasks to be started"
 
 

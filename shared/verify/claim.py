@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import isfinite
 from typing import Final, NoReturn
 
 from ..basics.errors import ScheduleError
@@ -218,6 +219,8 @@ def check_form(claim: Claim) -> None:
             reject(f"{task.name} names micro-batch {task.micro_batch} of {plan.micro_batches}")
         if task.num_ranks != (plan.num_ranks if task.lane is Lane.COLLECTIVE else 1):
             reject(f"{task.name} is done by {task.num_ranks} ranks together of {plan.num_ranks}")
+        if task.stated_s is not None and not (task.kind.is_added and isfinite(task.stated_s) and task.stated_s >= 0):
+            reject(f"{task.name} states that it takes {task.stated_s} s")
         _check_names(claim, task)
     _check_coming_and_going(claim)
 

@@ -18,7 +18,7 @@ from itertools import accumulate
 from math import exp, log
 from typing import Final, Self
 
-from ...shared.basics.errors import CalibrationError, HardwareError, WorkloadError
+from ...shared.basics.errors import CalibrationError, HardwareError, ScheduleError, WorkloadError
 from ...shared.catalogue.rank_share import machine_of_rank
 from ...shared.schema.calibration import Calibration
 from ...shared.schema.hardware import Device, DeviceKind, Hardware, Host, Link
@@ -90,7 +90,12 @@ class CostModel:
         return tuple([self.task_s(task) for task in schedule.tasks])
 
     def task_s(self, task: Task) -> float:
-        """Seconds of ``task`` alone on its lane: modelled or measured seconds * factor + overhead of its kind."""
+        """Seconds of ``task`` alone on its lane: modelled, measured or stated seconds * factor + overhead of its kind.
+
+        Raises ScheduleError if its kind has no price here and it states no seconds.
+        """
+        if task.stated_s is not None:
+            return self._calibrated(task.stated_s, task.kind)
         match task.kind:
             case TaskKind.FORWARD | TaskKind.RECOMPUTE | TaskKind.BACKWARD:
                 assert task.phase is not None
@@ -106,6 +111,11 @@ class CostModel:
                 return self.adam_s(task.num_stepped, task.stepped_bytes, task.kind)
             case TaskKind.ALL_GATHER | TaskKind.REDUCE_SCATTER | TaskKind.ALL_REDUCE:
                 return self._calibrated(self.collective_s(task.kind, task.moved_bytes, task.num_ranks), task.kind)
+            case _:
+                raise ScheduleError(
+                    f"{task.name} states no seconds, and no task of kind {task.kind} has a price. Let the schedule "
+                    f"state its seconds (Task.stated_s)."
+                )
 
     def phase_s(self, phase: Phase, kind: TaskKind) -> float:
         """Seconds of a compute phase that runs as a task of ``kind``; calibrated."""

@@ -17,6 +17,8 @@ from ...shared.schema.plan import Plan
 from ...shared.schema.record import Record
 from ...shared.schema.schedule import Lane, Schedule
 from ...shared.schema.workload import Workload
+from ...shared.verify.full_training import FULL_TRAINING
+from ...shared.verify.rules import Rules
 from ..costs.contention import ContentionModel
 from ..costs.task_costs import CostModel
 from ..memory.libraries import collective_bytes
@@ -38,6 +40,7 @@ def simulate(
     *,
     schedule: Schedule | None = None,
     layout: Layout | None = None,
+    rules: Rules = FULL_TRAINING,
     on_progress: OnProgress = no_progress,
 ) -> Record:
     """What one steady-state iteration of ``workload`` under ``plan`` does on ``hardware``.
@@ -53,6 +56,7 @@ def simulate(
         calibration: Factors measured on that machine; None for its data sheet.
         schedule: Spares compiling ``plan`` again; it is verified to carry the plan out.
         layout: Spares building the layout of ``plan`` again.
+        rules: By which the schedule is verified, where the training method is another than full training.
         on_progress: Told of every simulated iteration; the memory that follows takes about as long.
 
     Raises PlanError if the plan does not fit the workload, ScheduleError if ``schedule`` is unsafe, CalibrationError if
@@ -79,6 +83,7 @@ def simulate(
         schedule,
         timing,
         layout=layout,
+        rules=rules,
     )
 
 

@@ -17,7 +17,7 @@ from ...shared.schema.calibration import Calibration
 from ...shared.schema.hardware import Hardware
 from ...shared.schema.plan import Plan
 from ...shared.schema.record import Record, Remedy, RemedyKind
-from ...shared.schema.schedule import LANE_OF, Lane, Schedule, TaskKind
+from ...shared.schema.schedule import Lane, Schedule, TaskKind
 from ...shared.schema.search_result import BatchSearchResult
 from ...shared.schema.workload import Phase, Workload
 from ..costs.contention import ContentionModel
@@ -131,7 +131,7 @@ def _decisive_parts(record: Record, workload: Workload, hardware: Hardware) -> I
         kind = _part_of(lane, workload, hardware, record.plan.num_ranks)
         if kind is None:
             continue
-        waits_s = sum(w.seconds for w in record.waits or () if w.cause is not None and LANE_OF[w.cause] is lane)
+        waits_s = sum(w.seconds for w in record.waits or () if w.cause is not None and w.cause.lane is lane)
         lane_s = record.lane(lane).busy_s
         busy_s[kind] = max(busy_s.get(kind, 0.0), lane_s)
         spent_s[kind] = spent_s.get(kind, 0.0) + (lane_s if lane is Lane.COMPUTE else waits_s)

@@ -313,6 +313,7 @@ def changed_task_fields(schedule: Schedule) -> Iterator[Fault]:
             *({field: getattr(task, field) + 1} for field in ("moved_bytes", "num_stepped", "stepped_bytes")),
             {"micro_batch": task.micro_batch + 1},
             {"phase": other_phase if task.phase != other_phase else None},
+            {"stated_s": 1.0},
             {"id": TaskId(task.id + 1)},
             {"after": (*task.after, task.id)},
             {"after": (*task.after, TaskId(len(schedule.tasks)))},
