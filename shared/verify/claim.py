@@ -143,7 +143,15 @@ class Claim:
 
     def tasks_of(self, *kinds: TaskKind) -> list[Task]:
         """The tasks of some kinds, in the order of the program."""
-        return [task for task in self.schedule.tasks if task.kind in kinds]
+        found = [task for kind in kinds for task in self._by_kind.get(kind, ())]
+        return found if len(kinds) == 1 else sorted(found, key=lambda task: task.id)
+
+    @cached_property
+    def _by_kind(self) -> dict[TaskKind, list[Task]]:
+        found: dict[TaskKind, list[Task]] = {}
+        for task in self.schedule.tasks:
+            found.setdefault(task.kind, []).append(task)
+        return found
 
     def on_compute(self, tasks: Iterable[TaskId]) -> list[TaskId]:
         """Those of ``tasks`` that the compute lane runs."""

@@ -21,7 +21,7 @@ _Home = tuple[Content, Memory, ChunkId | None, Section | None, int]
 
 
 def check_homes(claim: Claim) -> None:
-    """What is there for good is what the layout says, each once, in its memory and with its size.
+    """Everything that is there for good is as the layout says, each once, in its memory and with its size.
 
     Parameters and optimizer state of every chunk, what gradients are staged in, what blocks swap, and what the model
     holds beside parameters.
@@ -85,10 +85,10 @@ def check_gathers(claim: Claim) -> None:
     for task in claim.tasks_of(TaskKind.GATHER):
         if (chunk := chunk_of(claim, task)).id in claim.persistent | claim.sharded:
             reject(f"{task.name} copies chunk {chunk.id}, which no host has")
-        _check_gather(claim, task, moved_bytes=claim.held[chunk.id].parameter_bytes)
+        check_one_gather(claim, task, moved_bytes=claim.held[chunk.id].parameter_bytes)
 
 
-def _check_gather(claim: Claim, task: Task, *, moved_bytes: int) -> None:
+def check_one_gather(claim: Claim, task: Task, *, moved_bytes: int) -> None:
     """From the chunk's home into a fresh buffer of the chunk's size, which some block uses."""
     chunk = chunk_of(claim, task)
     compare_buffers(task, task.reads, [claim.homes[Content.PARAMETERS, chunk.id]], "reads")
@@ -112,7 +112,7 @@ def check_all_gathers(claim: Claim) -> None:
     """An all-gather makes a chunk whole: from the shards on the devices, or in the buffer that a gather has filled."""
     for task in claim.tasks_of(TaskKind.ALL_GATHER):
         if task.chunk in claim.sharded:
-            _check_gather(claim, task, moved_bytes=claim.held[task.chunk].gathered_bytes)
+            check_one_gather(claim, task, moved_bytes=claim.held[task.chunk].gathered_bytes)
         else:
             _check_all_gather(claim, task)
 

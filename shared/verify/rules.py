@@ -26,8 +26,11 @@ class Stage(IntEnum):
     DATA_FLOW = 5
     """From here on order: who uses a buffer before whom."""
     CHUNK_ORDER = 6
+    """When chunks and their gradients come and go."""
     ACTIVATION_ORDER = 7
+    """When activations leave and come back."""
     RANK_ORDER = 8
+    """What collectives come before and after."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ def check_gradient_offloads(claim: Claim) -> None:
 
 
 def check_accumulations(claim: Claim) -> None:
-    """What arrives of every micro-batch but the first is added to what is staged: two reads, one write."""
+    """Gradients of every micro-batch but the first are added to those that are staged: two reads, one write."""
     _check_served(claim, TaskKind.GRADIENT_ACCUMULATE, range(1, claim.plan.micro_batches))
     for task in claim.tasks_of(TaskKind.GRADIENT_ACCUMULATE):
         chunk = chunk_of(claim, task)

@@ -20,9 +20,11 @@ from protwin.shared.compile.compile import compile_schedule
 from protwin.shared.layout.layout import build_layout
 from protwin.shared.schema.schedule import LANE_OF, Lane, Memory, Schedule, TaskId, TaskKind
 from protwin.shared.verify import data_flow, verify
+from protwin.shared.verify.claim import Claim
 from protwin.shared.verify.full_training import FULL_TRAINING
 from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
 from protwin.shared.verify.happens_before import HappensBefore, Occurrence
+from protwin.shared.verify.residency import check_gathers, check_one_gather
 from protwin.shared.verify.rules import Stage
 from protwin.shared.verify.verify import verify_schedule
 from tests.proof_size import examples, share
@@ -168,6 +170,30 @@ def test_every_rule_states_itself_and_every_kind_has_a_rule() -> None:
     assert all(rule.check.__doc__ for rule in rules)
     answered = [kind for rule in rules for kind in rule.kinds]
     assert sorted(answered) == sorted(TaskKind)
+
+
+def test_a_method_replaces_a_rule() -> None:
+    """One that gathers chunks at half the bytes, say."""
+
+    def check_half_gathers(claim: Claim) -> None:
+        for task in claim.tasks_of(TaskKind.GATHER):
+            assert task.chunk is not None
+            check_one_gather(claim, task, moved_bytes=claim.held[task.chunk].parameter_bytes // 2)
+
+    residency = [
+        replace(rule, check=check_half_gathers) if rule.check is check_gathers else rule
+        for rule in FULL_TRAINING.residency
+    ]
+    rules = replace(FULL_TRAINING, residency=tuple(residency))
+    case = example()
+    schedule = compiled(case)
+    halved = tuple(
+        replace(task, moved_bytes=task.moved_bytes // 2) if task.kind is TaskKind.GATHER else task
+        for task in schedule.tasks
+    )
+    verify_schedule(replace(schedule, tasks=halved), case.plan, case.workload, case.layout, rules=rules)
+    with pytest.raises(ScheduleError, match="gather chunk 2 moves"):
+        verify_schedule(schedule, case.plan, case.workload, case.layout, rules=rules)
 
 
 def test_every_rule_earns_its_place() -> None:
