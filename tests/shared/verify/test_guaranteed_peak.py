@@ -61,8 +61,12 @@ def test_some_timing_reaches_it_if_no_gradients_leave(case: PlannedWorkload) -> 
     schedule = compile_schedule(case.plan, case.workload, case.layout)
     if any(task.kind is TaskKind.GRADIENT_OFFLOAD for task in schedule.tasks):
         return
-    machine = AbstractMachine(schedule, case.plan, case.workload, case.layout).run(preferring(Lane.H2D))
-    assert machine.peak_bytes == guaranteed_device_peak(schedule).size_bytes
+    # Swapped activations leave late in the one run; in the other they leave early, so that they come back early.
+    peaks_bytes = [
+        AbstractMachine(schedule, case.plan, case.workload, case.layout).run(preferring(*lanes)).peak_bytes
+        for lanes in ((Lane.H2D,), (Lane.H2D, Lane.D2H))
+    ]
+    assert max(peaks_bytes) == guaranteed_device_peak(schedule).size_bytes
 
 
 @pytest.mark.parametrize("num_blocks", [2, 3, 6])
