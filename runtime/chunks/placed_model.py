@@ -159,6 +159,9 @@ class PlacedModel:
         NonFiniteGradientError if one of them is not finite; a ``scale`` comes from a norm that was.
         """
         self.check_gradients()
+        if scale is not None and self._device.ledger is not None:
+            # It is the host's, and lives until the next norm is known.
+            self._device.ledger.ignore([scale])
         if scale is not None and self._scaler is None:
             for gradient in self.gradients():
                 gradient.mul_(scale.to(gradient.device))

@@ -118,6 +118,15 @@ def test_without_concurrency_the_guarantee_is_what_happens(name: str, n_checkpoi
     assert measured / guaranteed == pytest.approx(1, rel=5e-3)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_a_limit_of_the_norm_takes_no_byte_of_the_device(name: str) -> None:
+    """The scale that it gives is the host's, and lives until the next one is known."""
+    case = long_case(name)
+    plan = all_persistent(case, 0).model_copy(update={"max_gradient_norm": 1e-3})
+    guaranteed = guaranteed_bytes(case, plan)
+    assert measured_bytes(case, plan, CpuDevice(guaranteed)) <= guaranteed
+
+
 def test_a_later_micro_batch_adds_to_gradients_that_are_there() -> None:
     """The equality above would not hold if its backward were reckoned like the first one's."""
     case = long_case("gpt2 with dropout, tied")
