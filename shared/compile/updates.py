@@ -1,280 +1,382 @@
-"""How gradients leave and parameters are stepped."""
+"""What happens to gradients until their parameters are new ([Note: Steps] and [Note: Ranks] in ``compile.py``)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import cached_property
+
+import numpy as np
 
 from ..layout.adam_memory import device_adam_peak_bytes, part_peak_bytes
-from ..layout.layout import Chunk, Layout
-from ..layout.shards import stepped_bytes
-from ..schema.plan import ParallelMode, Plan
-from ..schema.schedule import NORM_BYTES, AllocationId, ChunkId, Content, Memory, OuterSection, TaskId, TaskKind
-from ..schema.workload import BlockId, Parameter, Phase
-from .builder import ScheduleBuilder
-from .gathers import Homes
+from ..schema.schedule import NORM_BYTES, Content, Memory, TaskKind
+from ..schema.workload import Phase
+from .family import Family
+from .homes import Homes
+from .program import NOT_THERE, BufferGroup, Draft, IntArray, Operand, Part, TaskGroup, Work, spread
+from .sections import FullTraining
+
+_REDUCES, _OFFLOADS, _ACCUMULATES, _STEPS, _TASKS_PER_CHUNK = range(5)
+"""The order of what becomes of one chunk's gradients behind a backward."""
+_OUTER, _NORM, _NORM_PARTS, _CPU_ADAM = range(4)
+"""The order of what follows the last backward of all."""
 
 
 class Updates:
-    """Gradients of blocks, how ranks add them up, their copies to the host, CPU Adam and device Adam.
+    """Reductions over ranks, copies to the host, sums, the norm, and Adam on the host and on the device.
 
-    See [Note: Steps] and [Note: Ranks] in ``compile.py``.
+    Shapes: C chunks, D depths, M micro-batches; U chunks whose gradients leave, V chunks that are sharded over the
+    devices, P chunks of blocks whose gradients stay, each in the order in which they are complete.
     """
 
-    def __init__(
-        self,
-        builder: ScheduleBuilder,
-        plan: Plan,
-        parameters: Sequence[Parameter],
-        layout: Layout,
-        homes: Homes,
-        persistent: frozenset[ChunkId],
-    ) -> None:
-        self.builder = builder
-        self.prefetch_depth = plan.prefetch_depth
-        self.parameters = parameters
-        self.layout = layout
-        self.homes = homes
-        self.persistent = persistent
-        self.adam_of: dict[ChunkId, TaskId] = {}
-        """What steps every trainable chunk that is gathered: its CPU Adam, or device Adam if it is sharded."""
-        self._gradients: dict[ChunkId, list[AllocationId]] = {chunk.id: [] for chunk in layout.chunks}
-        self._leaving_at_step: dict[int, list[TaskId]] = {}
-        """What takes gradients off the device: copies to the host, reductions to the rank's part of them."""
-        self._arrived: dict[ChunkId, TaskId] = {}
-        """The latest task that brought gradients of a chunk into its staging buffer."""
-        self.max_gradient_norm = plan.max_gradient_norm
-        self.last_micro_batch = plan.micro_batches - 1
-        self._norm: tuple[TaskId, ...] = ()
-        self.num_ranks = plan.num_ranks
-        self.has_shards = plan.parallel is ParallelMode.SHARDED
-        self._summed: list[TaskId] = []
-        """What has added up the gradients that stay on the device, whole or in parts."""
+    def __init__(self, family: Family, draft: Draft, sections: FullTraining) -> None:
+        self.family = family
+        self.draft = draft
+        self.sections = sections
+        order = family.facts.update_order
+        self.leaving: IntArray = order[family.is_offloaded[order]]
+        """(U,) chunks."""
+        self.parted: IntArray = order[(family.is_gathered & ~family.is_offloaded)[order]]
+        """(V,) chunks."""
+        self.staying: IntArray = order[~family.is_gathered[order]]
+        """(P,) chunks."""
+        self.place_of: IntArray = np.zeros(len(family.layout.chunks), dtype=np.int64)
+        self.place_of[order] = np.arange(len(order))
+        self.summed: list[IntArray] = []
+        """What adds up the gradients that stay on the device, whole or in parts."""
+        self._reduce()
+        self._offload()
+        self._reduce_outer()
+        self._step()
+        self._add_gradients()
 
-    def make_gradients(self, block: BlockId) -> tuple[list[AllocationId], list[AllocationId], int]:
-        """New buffers for the gradients of the block in each of its chunks, those that it adds to, and all its bytes.
+    def _behind_backward(
+        self, kind: TaskKind, work: Work, chunks: IntArray, number: int, micro_batches: slice = slice(None)
+    ) -> IntArray:
+        """(M', n) a task for each of ``chunks``, behind its last backward in each of these micro-batches."""
+        position = self.sections.end_position[self._last_steps(chunks)[micro_batches]]
+        micro_batch = self.sections.micro_batch[micro_batches]
+        shape = position.shape
+        group = TaskGroup(
+            kind,
+            position.ravel(),
+            Part.LEAVES,
+            work,
+            spread(chunks, shape),
+            within=spread(_TASKS_PER_CHUNK * self.place_of[chunks] + number, shape),
+            chunk=spread(chunks, shape),
+            micro_batch=spread(micro_batch, shape),
+        )
+        return self.draft.tasks(group).reshape(shape)
 
-        Gradients of persistent chunks stay from one micro-batch to the next, which adds to them.
+    def _behind_all(self, kind: TaskKind, work: Work, number: int, **facts: int) -> IntArray:
+        """(1,) a task behind the last backward of all."""
+        position = np.array([self.sections.positions.prologue_backward])
+        rows = np.zeros(1, dtype=np.int64)
+        return self.draft.tasks(TaskGroup(kind, position, Part.LEAVES, work, rows, within=number, **facts))
+
+    def _last_steps(self, chunks: IntArray) -> IntArray:
+        """(M, n) the steps of the last backwards of ``chunks``."""
+        return self.sections.backward_step(self.family.facts.first_block[chunks])
+
+    def _ends(self, chunks: IntArray) -> IntArray:
+        """(M, n) the last backwards of ``chunks``."""
+        ends: IntArray = self.sections.step_end[self._last_steps(chunks)]
+        return ends
+
+    # -- reductions, and copies to the host --------------------------------------------------------------------------
+
+    def _reduce(self) -> None:
+        """Add up gradients over ranks: those that leave, in every micro-batch, and those that stay, in the last."""
+        facts, step, draft = self.family.facts, self.family.step, self.draft
+        self.parting = self._behind_backward(TaskKind.REDUCE_SCATTER, facts.scatter_work, self.parted, _REDUCES)
+        """(M, V) reductions to each rank's part on its device."""
+        draft.wait(self.parting.ravel(), self._ends(self.parted).ravel())
+        self._leave_in_time(self.parting, self.parted)
+        self.reducing: IntArray = np.zeros((len(self.parting), 0), dtype=np.int64)
+        """(M, U) reductions of gradients that leave; none of one rank alone."""
+        self.summing: IntArray = np.zeros(0, dtype=np.int64)
+        """(P,) reductions of gradients that stay."""
+        if step.num_ranks > 1:
+            kind = TaskKind.REDUCE_SCATTER if step.is_sharded else TaskKind.ALL_REDUCE
+            work = facts.scatter_work if step.is_sharded else facts.all_reduce_work
+            self.reducing = self._behind_backward(kind, work, self.leaving, _REDUCES)
+            draft.wait(self.reducing.ravel(), self._ends(self.leaving).ravel())
+            (self.summing,) = self._behind_backward(
+                TaskKind.ALL_REDUCE, facts.all_reduce_work, self.staying, _REDUCES, slice(-1, None)
+            )
+            draft.wait(self.summing, self._ends(self.staying)[-1])
+        self.summed += [self.parting.ravel(), self.summing]
+
+    def _offload(self) -> None:
+        """Copy gradients to the host, where those of later micro-batches are added to the first ones'."""
+        facts, draft, leaving = self.family.facts, self.draft, self.leaving
+        self.offloads = self._behind_backward(TaskKind.GRADIENT_OFFLOAD, facts.offload_work, leaving, _OFFLOADS)
+        """(M, U)"""
+        complete = self.reducing if self.family.step.num_ranks > 1 else self._ends(leaving)
+        draft.wait(self.offloads.ravel(), complete.ravel())
+        self._leave_in_time(self.offloads, leaving)
+        self.sums = self._behind_backward(
+            TaskKind.GRADIENT_ACCUMULATE, facts.accumulate_work, leaving, _ACCUMULATES, slice(1, None)
+        )
+        """(M - 1, U)"""
+        draft.wait(self.sums.ravel(), self.offloads[1:].ravel())
+        # The arrivals of the micro-batch before must have been added.
+        draft.wait(self.offloads[2:].ravel(), self.sums[:-1].ravel())
+        self._arrived = self.sums[-1] if len(self.sums) else self.offloads[-1]
+        """(U,) the last task that brought gradients of a chunk to where they are added up."""
+
+    def _leave_in_time(self, tasks: IntArray, chunks: IntArray) -> None:
+        """Gradients have left before the step ``depth + 1`` after their last backward, perhaps of the next iteration.
+
+        Of the next iteration, its first steps wait for those alone that leave less than an iteration before them.
         """
-        made: list[AllocationId] = []
-        added: list[AllocationId] = []
-        total = 0
-        for chunk_id in self.layout.chunks_of_block[block]:
-            chunk = self.layout.chunks[chunk_id]
-            size_bytes = chunk.gradient_bytes[chunk.blocks.index(block)]
-            total += size_bytes
-            if size_bytes and self.builder.micro_batch and chunk_id in self.persistent:
-                added += [b for b in self._gradients[chunk_id] if self.builder.buffers[b].section == block]
-            elif size_bytes:
-                buffer = self.builder.buffer(
-                    Content.GRADIENTS, Memory.DEVICE, size_bytes, chunk=chunk_id, section=block
+        begin = self.sections.step_begin
+        over = self._last_steps(chunks).ravel() + self.family.depths[:, None] + 1
+        for first in (0, len(begin)):
+            is_here = (over >= first) & (over < first + len(begin))
+            if is_here.any():
+                waiting = np.where(is_here, begin[np.where(is_here, over - first, 0)], NOT_THERE)
+                self.draft.wait(waiting, tasks.ravel(), is_previous=first > 0)
+
+    # -- at the end of the step --------------------------------------------------------------------------------------
+
+    def _reduce_outer(self) -> None:
+        """Add up what ranks have of the gradients outside every block, behind the last backward."""
+        size_bytes, num_ranks = self.family.facts.outer_gradient_bytes, self.family.step.num_ranks
+        self.outer: IntArray = np.zeros(0, dtype=np.int64)
+        """(1,), or (0,) if there is nothing to add up."""
+        if num_ranks > 1 and size_bytes:
+            self.outer = self._behind_all(
+                TaskKind.ALL_REDUCE,
+                Work(moved_bytes=size_bytes, num_ranks=num_ranks),
+                _OUTER,
+                section=self.sections.num_blocks,
+                micro_batch=self.family.step.micro_batches - 1,
+            )
+            self.draft.wait(self.outer, self.sections.backwards[-1, -1:])
+        self.summed.append(self.outer)
+
+    def _step(self) -> None:
+        """Add the norm if it is limited, Adam of every offloaded chunk, and device Adam."""
+        draft, facts = self.draft, self.family.facts
+        self.norm: IntArray = np.zeros(0, dtype=np.int64)
+        """(1,), or (0,) if it is not limited."""
+        if not self.family.step.limits_norm:
+            last = slice(-1, None)
+            (self.cpu_adams,) = self._behind_backward(
+                TaskKind.CPU_ADAM, facts.cpu_adam_work, self.leaving, _STEPS, last
+            )
+            """(U,)"""
+            draft.wait(self.cpu_adams, self._arrived)
+            known = self.norm
+        else:
+            known = self._limit_norm()
+            self.cpu_adams = draft.tasks(
+                TaskGroup(
+                    TaskKind.CPU_ADAM,
+                    np.full(len(self.leaving), self.sections.positions.prologue_backward),
+                    Part.LEAVES,
+                    facts.cpu_adam_work,
+                    self.leaving,
+                    # In the order in which the next iteration needs them.
+                    within=_CPU_ADAM + self.leaving,
+                    chunk=self.leaving,
                 )
-                self._gradients[chunk_id].append(buffer)
-                made.append(buffer)
-        return made, added, total
+            )
+            draft.wait(self.cpu_adams, known)
+        self.device_adam = draft.tasks(
+            TaskGroup(
+                TaskKind.DEVICE_ADAM,
+                np.array([self.sections.positions.device_adam]),
+                Part.RUNS,
+                self._device_adam_work,
+                np.zeros(1, dtype=np.int64),
+            )
+        )
+        """(1,)"""
+        self._wait_for_all(self.device_adam, known, *self.summed)
+        self.stepped_by: IntArray = np.full(len(facts.size_bytes), NOT_THERE)
+        """(C,) what steps each chunk that is gathered."""
+        self.stepped_by[self.leaving] = self.cpu_adams
+        self.stepped_by[self.parted] = self.device_adam
 
-    def gone_before(self, step: int) -> tuple[TaskId, ...]:
-        """What must have taken gradients off the device before ``step`` begins, of what this iteration began."""
-        return tuple(self._leaving_at_step.get(step - self.prefetch_depth - 1, ()))
+    def _limit_norm(self) -> IntArray:
+        """Add the norm of all gradients; gives the task after which it is known."""
+        draft, step = self.draft, self.family.step
+        read_bytes = int(self.family.facts.part("gradient_bytes")[self.leaving].sum())
+        self.norm = self._behind_all(TaskKind.GRADIENT_NORM, Work(stepped_bytes=read_bytes), _NORM)
+        self._wait_for_all(self.norm, self.sections.backwards[-1, -1:], self._arrived, *self.summed)
+        if not step.is_sharded or not len(self.leaving) + len(self.parted):
+            return self.norm
+        # Of sharded gradients every rank knows the norm of its own shards only.
+        work = Work(moved_bytes=NORM_BYTES, num_ranks=step.num_ranks)
+        known = self._behind_all(TaskKind.ALL_REDUCE, work, _NORM_PARTS)
+        draft.wait(known, self.norm)
+        return known
 
-    def end_backward(self, block: BlockId, *, step: int) -> None:
-        """Send the gradients on their way whose chunk has had its last backward, in the order they were filled."""
-        for chunk_id in reversed(self.layout.chunks_of_block[block]):
-            chunk = self.layout.chunks[chunk_id]
-            if not chunk.is_trainable or chunk.blocks[0] != block:
-                continue
-            end = self.builder.step_end[step]
-            if chunk.id in self.homes.sharded:
-                scattered = self._scatter(chunk, after=end)
-                self._summed.append(scattered)
-                self._leaving_at_step.setdefault(step, []).append(scattered)
-            elif chunk.id not in self.persistent:
-                self._leaving_at_step.setdefault(step, []).append(self._offload(chunk, after=end))
-            elif self.num_ranks > 1 and self.builder.micro_batch == self.last_micro_batch:
-                self._summed.append(self._all_reduce(chunk, tuple(self._gradients[chunk.id]), after=end))
+    def _wait_for_all(self, task: IntArray, *others: IntArray) -> None:
+        """Let one task wait for many."""
+        joined = np.concatenate(others)
+        self.draft.wait(task, joined)
 
-    def _all_reduce(self, chunk: Chunk, gradients: tuple[AllocationId, ...], *, after: TaskId) -> TaskId:
-        """Add up the gradients of a chunk where they lie."""
-        return self.builder.task(
-            TaskKind.ALL_REDUCE,
-            chunk=chunk.id,
-            after=(after,),
-            reads=gradients,
-            updates=gradients,
-            moved_bytes=sum(chunk.gradient_bytes),
-            num_ranks=self.num_ranks,
+    @cached_property
+    def _device_adam_work(self) -> Work:
+        facts, parted = self.family.facts, self.parted
+        whole = ~self.family.is_gathered & facts.is_trainable
+        return Work(
+            num_stepped=int(facts.num_stepped[whole].sum() + facts.part("num_stepped")[parted].sum()),
+            stepped_bytes=int(facts.whole_stepped_bytes[whole].sum() + facts.part_stepped_bytes[parted].sum()),
         )
 
-    def reduce_outer(self, left_over: Sequence[AllocationId], *, after: TaskId) -> None:
-        """Add up what ranks have of the gradients outside every block; ``left_over`` hold them."""
-        outer = [self.layout.chunks[chunk] for chunk in self.layout.unowned]
-        moved_bytes = sum(sum(chunk.gradient_bytes) for chunk in outer)
-        if self.num_ranks > 1 and moved_bytes:
-            self._summed.append(
-                self.builder.task(
-                    TaskKind.ALL_REDUCE,
-                    section=OuterSection.PROLOGUE,
-                    after=(after,),
-                    reads=left_over,
-                    updates=left_over,
-                    moved_bytes=moved_bytes,
-                    num_ranks=self.num_ranks,
-                )
+    # -- buffers -----------------------------------------------------------------------------------------------------
+
+    def _add_gradients(self) -> None:
+        """Add the gradients that backwards leave, and what reductions make of them."""
+        facts, sections, family = self.family.facts, self.sections, self.family
+        chunks, blocks, sizes = facts.gradients
+        # What takes the gradients of each chunk away, by micro-batch.
+        taken_by = np.full((len(sections.micro_batch), len(facts.size_bytes)), self.device_adam[0])
+        taken_by[:, self.parted] = self.parting
+        taken_by[:, self.leaving] = self.reducing if family.step.is_sharded else self.offloads
+        places = np.lexsort((-blocks, chunks)).argsort()  # of gradients among others of their chunk: last block first
+        # Gradients of persistent chunks stay from the first micro-batch on.
+        is_made = family.is_gathered[chunks] | (sections.micro_batch == 0)
+        micro_batch, pairs = np.nonzero(is_made)
+        group = BufferGroup(
+            Content.GRADIENTS,
+            Memory.DEVICE,
+            sizes[pairs],
+            chunk=chunks[pairs],
+            section=blocks[pairs],
+            micro_batch=micro_batch,
+            made_by=sections.backward_of(blocks)[is_made],
+            made_at=Operand.GRADIENTS.at(chunks[pairs]),
+            freed_by=taken_by[micro_batch, chunks[pairs]],
+            freed_at=Operand.GRADIENTS.at(places[pairs]),
+        )
+        self.gradients: IntArray = np.full(is_made.shape, NOT_THERE)
+        """(M, E) the buffers of (chunk, block) pairs."""
+        self.gradients[is_made] = self.draft.buffers(group)
+        self.gradient_places = places
+        self.reduced = self._add_reduced()
+        """(M, U) each rank's part of gradients that leave; none unless ranks share chunks."""
+
+    def _add_reduced(self) -> IntArray:
+        """Add what scatterings make: gradients laid flat, and parts that leave or are added to others."""
+        facts, none = self.family.facts, np.zeros((len(self.sections.micro_batch), 0), dtype=np.int64)
+        if not self.family.step.is_sharded:
+            return none
+
+        def add(content: Content, sizes: IntArray, chunks: IntArray, made_by: IntArray, freed_by: IntArray) -> IntArray:
+            first = len(self.sections.micro_batch) - len(made_by)
+            micro_batch = self.sections.micro_batch[first:]
+            number = 0 if content is Content.FLAT_GRADIENTS else 1
+            group = BufferGroup(
+                content,
+                Memory.DEVICE,
+                spread(sizes[chunks], made_by.shape),
+                chunk=spread(chunks, made_by.shape),
+                micro_batch=spread(micro_batch, made_by.shape),
+                made_by=made_by.ravel(),
+                made_at=number,
+                freed_by=freed_by.ravel(),
+                freed_at=Operand.RELEASED.at(number),
             )
+            return self.draft.buffers(group).reshape(made_by.shape)
 
-    def _reduce(self, chunk: Chunk, *, after: TaskId) -> tuple[TaskId, tuple[AllocationId, ...]]:
-        """What the copy of a chunk's gradients waits for, and the buffers that it reads; ranks have added them up."""
-        if self.has_shards:
-            task = self._scatter(chunk, after=after)
-            return task, tuple(b for b in self.builder.tasks[task].allocates if self._is_reduced(b))
-        gradients = tuple(self._gradients[chunk.id])
-        self._gradients[chunk.id].clear()
-        if self.num_ranks == 1:
-            return after, gradients
-        return self._all_reduce(chunk, gradients, after=after), gradients
+        for chunks, tasks in ((self.parted, self.parting), (self.leaving, self.reducing)):
+            add(Content.FLAT_GRADIENTS, facts.part("reduced_bytes"), chunks, tasks, tasks)
+        parts = facts.part("gradient_bytes")
+        # Parts that lie for good take the first micro-batch's gradients as they come; later ones are added to them.
+        later = self.parting[1:]
+        add(Content.REDUCED_GRADIENTS, parts, self.parted, later, later)
+        return add(Content.REDUCED_GRADIENTS, parts, self.leaving, self.reducing, self.offloads)
 
-    def _is_reduced(self, buffer: AllocationId) -> bool:
-        return self.builder.buffers[buffer].content is Content.REDUCED_GRADIENTS
+    # -- one plan ----------------------------------------------------------------------------------------------------
 
-    def _scatter(self, chunk: Chunk, *, after: TaskId) -> TaskId:
-        """Add up the gradients of a chunk, of which every rank keeps its part: made anew, or where it lies for good.
+    def wire(self, homes: Homes, left_over: IntArray) -> None:
+        """Add what tasks read and write in the family's one plan, and the phase of device Adam.
 
-        A part that lies for good takes the first micro-batch's gradients as they come; later ones are added to it.
+        ``left_over``: (M,) the gradients outside every block.
         """
-        gradients = tuple(self._gradients[chunk.id])
-        self._gradients[chunk.id].clear()
-        part = self.homes.parts[chunk.id]
-        home = self.homes.reduced.get(chunk.id)
-        is_added = home is not None and self.builder.micro_batch > 0
-        made = [self.builder.buffer(Content.FLAT_GRADIENTS, Memory.DEVICE, part.reduced_bytes, chunk=chunk.id)]
-        if home is None or is_added:
-            made.append(
-                self.builder.buffer(Content.REDUCED_GRADIENTS, Memory.DEVICE, part.gradient_bytes, chunk=chunk.id)
-            )
-        kept = () if home is None else (home,)
-        return self.builder.task(
-            TaskKind.REDUCE_SCATTER,
-            chunk=chunk.id,
-            after=(after,),
-            reads=(*gradients, *kept) if is_added else gradients,
-            makes=made,
-            updates=kept,
-            frees=(*gradients, *(made if is_added else made[:1])),
-            moved_bytes=part.reduced_bytes,
-            num_ranks=self.num_ranks,
+        self._wire_device(homes)
+        self._wire_hosts(homes)
+        draft = self.draft
+        draft.read(self.outer[:, None], left_over, np.arange(len(left_over)))
+        draft.update(self.outer[:, None], left_over, np.arange(len(left_over)))
+        _, staying, places = self._gradients_of(np.flatnonzero(~self.family.is_gathered))
+        whole = (left_over, staying[0][np.argsort(places)])
+        parts = homes.gradients[np.sort(self.parted)]
+        self._read_in_order(self.norm, homes.gradients[np.sort(self.leaving)], parts, *whole)
+        chunks = np.concatenate(
+            [np.flatnonzero(~self.family.is_gathered & self.family.facts.is_trainable), np.sort(self.parted)]
         )
+        stepped = (homes.parameters[chunks], homes.state[chunks])
+        self._read_in_order(self.device_adam, *whole, parts, *stepped)
+        written = np.concatenate(stepped)
+        draft.update(self.device_adam, written, np.arange(len(written)))
+        if widened_bytes := self._widened_bytes():
+            draft.phases[int(self.device_adam[0])] = Phase(curve=((1.0, widened_bytes),))
 
-    def _offload(self, chunk: Chunk, *, after: TaskId) -> TaskId:
-        """The copy of a chunk's gradients to the host, and what follows it there; returns the copy."""
-        after, gradients = self._reduce(chunk, after=after)
-        part = self.homes.parts[chunk.id]
-        staging = self.homes.staging[chunk.id]
-        is_first = self.builder.micro_batch == 0
-        waits = [after]
-        if self.builder.micro_batch > 1:
-            # The arrivals of the micro-batch before must have been added.
-            waits.append(self._arrived[chunk.id])
-        offload = self._arrived[chunk.id] = self.builder.task(
-            TaskKind.GRADIENT_OFFLOAD,
-            chunk=chunk.id,
-            after=waits,
-            frees=gradients,
-            reads=gradients,
-            updates=(staging if is_first else self.homes.arrivals[chunk.id],),
-            moved_bytes=part.gradient_bytes,
-        )
-        if not is_first:
-            arrivals = self.homes.arrivals[chunk.id]
-            self._arrived[chunk.id] = self.builder.task(
-                TaskKind.GRADIENT_ACCUMULATE,
-                chunk=chunk.id,
-                after=(offload,),
-                reads=(arrivals, staging),
-                updates=(staging,),
-                stepped_bytes=3 * part.gradient_bytes,
-            )
-        if self.builder.micro_batch == self.last_micro_batch and self.max_gradient_norm is None:
-            self._cpu_adam(chunk, after=self._arrived[chunk.id])
-        return offload
+    def _wire_device(self, homes: Homes) -> None:
+        """Gradients that backwards add to, and what adds them up over ranks."""
+        draft, added = self.draft, ~self.family.is_gathered[self.family.facts.gradients[0]]
+        chunks, blocks, _ = (of[added] for of in self.family.facts.gradients)
+        adding = self.sections.backward_of(blocks)[1:]
+        for use in (draft.read, draft.update):
+            use(adding, self.gradients[:1, added], Operand.GRADIENTS.at(chunks))
+        number, gradients, places = self._gradients_of(self.parted)
+        draft.read(self.parting[:, number], gradients, places)
+        draft.read(self.parting[1:], homes.gradients[self.parted], Operand.RELEASED.at())
+        draft.update(self.parting, homes.gradients[self.parted], 0)
+        number, gradients, places = self._gradients_of(self.staying)
+        if len(self.summing):
+            for use in (draft.read, draft.update):
+                use(self.summing[number], gradients[0], places)
+        number, gradients, places = self._gradients_of(self.leaving)
+        if self.family.step.num_ranks > 1:
+            draft.read(self.reducing[:, number], gradients, places)
+            if not self.family.step.is_sharded:
+                draft.update(self.reducing[:, number], gradients, places)
+        if self.family.step.is_sharded:
+            draft.read(self.offloads, self.reduced, 0)
+        else:
+            draft.read(self.offloads[:, number], gradients, places)
 
-    def _cpu_adam(self, chunk: Chunk, *, after: TaskId) -> None:
-        stepped = (self.homes.state[chunk.id], self.homes.parameters[chunk.id])
-        part = self.homes.parts[chunk.id]
-        self.adam_of[chunk.id] = self.builder.task(
-            TaskKind.CPU_ADAM,
-            chunk=chunk.id,
-            after=(after,),
-            reads=(self.homes.staging[chunk.id], *stepped),
-            updates=stepped,
-            num_stepped=part.num_stepped,
-            stepped_bytes=part.stepped_bytes + self._scaling_bytes(part.gradient_bytes),
-        )
+    def _wire_hosts(self, homes: Homes) -> None:
+        """Copies to the host, sums there, and CPU Adam."""
+        draft, leaving = self.draft, self.leaving
+        staging, arrivals = homes.gradients[leaving], homes.arrivals[leaving]
+        draft.update(self.offloads[:1], staging, 0)
+        draft.update(self.offloads[1:], arrivals, 0)
+        draft.read(self.sums, arrivals, 0)
+        draft.read(self.sums, staging, 1)
+        draft.update(self.sums, staging, 0)
+        draft.read(self.cpu_adams, staging, 0)
+        for place, stepped in enumerate((homes.state[leaving], homes.parameters[leaving])):
+            draft.read(self.cpu_adams, stepped, 1 + place)
+            draft.update(self.cpu_adams, stepped, place)
 
-    def _scaling_bytes(self, gradient_bytes: int) -> int:
-        """Traffic of scaling gradients down to the limit of their norm: in and out."""
-        return 0 if self.max_gradient_norm is None else 2 * gradient_bytes
+    def _gradients_of(self, chunks: IntArray) -> tuple[IntArray, IntArray, IntArray]:
+        """The gradients of ``chunks``: (E',) the chunk's number among these, (M, E') buffers, (E',) their places."""
+        number = np.full(len(self.place_of), NOT_THERE)
+        number[chunks] = np.arange(len(chunks))
+        of_pairs = number[self.family.facts.gradients[0]]
+        pairs = np.flatnonzero(of_pairs >= 0)
+        return of_pairs[pairs], self.gradients[:, pairs], self.gradient_places[pairs]
 
-    def limit_norm(self, left_over: Sequence[AllocationId], *, after: TaskId) -> None:
-        """If there is a limit: the norm of all gradients, and CPU Adam of every offloaded chunk after it.
+    def _read_in_order(self, task: IntArray, *buffers: IntArray) -> None:
+        """Let a task, if it is there, read ``buffers`` in this order."""
+        joined = np.concatenate(buffers)
+        self.draft.read(task[:, None], joined, np.arange(len(joined)))
 
-        Adam takes the chunks in the order in which the next iteration needs them.
-        """
-        if self.max_gradient_norm is None:
-            return
-        staged = sorted(self._arrived)
-        parts = self.homes.reduced.values()
-        waiting = [b for chunk in self.layout.chunks if chunk.id in self.persistent for b in self._gradients[chunk.id]]
-        norm = self.builder.task(
-            TaskKind.GRADIENT_NORM,
-            after=(after, *self._arrived.values(), *self._summed),
-            reads=(*(self.homes.staging[chunk] for chunk in staged), *parts, *left_over, *waiting),
-            stepped_bytes=sum(self.homes.parts[chunk].gradient_bytes for chunk in staged),
-        )
-        if self.has_shards and (staged or parts):
-            # Of sharded gradients every rank knows the norm of its own shards only.
-            norm = self.builder.task(
-                TaskKind.ALL_REDUCE, after=(norm,), moved_bytes=NORM_BYTES, num_ranks=self.num_ranks
-            )
-        self._norm = (norm,)
-        for chunk_id in staged:
-            self._cpu_adam(self.layout.chunks[chunk_id], after=norm)
-
-    def device_adam(self, left_over: Sequence[AllocationId]) -> None:
-        """Step persistent and sharded chunks; ``left_over`` are the gradients outside every block."""
-        chunks = [c for c in self.layout.chunks if c.id in self.persistent and c.is_trainable]
-        shards = [c for c in self.layout.chunks if c.id in self.homes.reduced]
-        parts = [self.homes.parts[chunk.id] for chunk in shards]
-        gradients = tuple(buffer for chunk in chunks for buffer in self._gradients[chunk.id])
-        stepped = (
-            *(self.homes.parameters[chunk.id] for chunk in (*chunks, *shards)),
-            *(self.homes.state[chunk.id] for chunk in (*chunks, *shards)),
-        )
-        widened_bytes = max(
-            device_adam_peak_bytes(chunks, self.parameters),
-            part_peak_bytes(shards, chunks, self.parameters, self.num_ranks),
-        )
-        adam = self.builder.task(
-            TaskKind.DEVICE_ADAM,
-            phase=Phase(curve=((1.0, widened_bytes),)) if widened_bytes else None,
-            after=(*self._norm, *self._summed),
-            frees=(*left_over, *gradients),
-            reads=(*left_over, *gradients, *self.homes.reduced.values(), *stepped),
-            updates=stepped,
-            num_stepped=sum(chunk.num_trainable for chunk in chunks) + sum(part.num_stepped for part in parts),
-            stepped_bytes=sum(
-                stepped_bytes(chunk, self.parameters) + self._scaling_bytes(sum(chunk.gradient_bytes))
-                for chunk in chunks
-            )
-            + sum(part.stepped_bytes + self._scaling_bytes(part.gradient_bytes) for part in parts),
-        )
-        self.adam_of.update(dict.fromkeys(self.homes.reduced, adam))
-
-    def link_previous_iteration(self) -> None:
-        """Add which gradients of the previous iteration must have gone before the first steps begin."""
-        num_steps = len(self.builder.step_end)
-        self.builder.wait_for_previous(
-            {
-                self.builder.step_begin[step]: offloads
-                for step in range(min(num_steps, self.prefetch_depth + 1))
-                if (offloads := self._leaving_at_step.get(step - self.prefetch_depth - 1 + num_steps))
-            }
+    def _widened_bytes(self) -> int:
+        """The most that device Adam adds to the level at its start."""
+        family = self.family
+        chunks = family.layout.chunks
+        whole = [chunks[chunk] for chunk in np.flatnonzero(~family.is_gathered & family.facts.is_trainable).tolist()]
+        parted = [chunks[chunk] for chunk in np.sort(self.parted).tolist()]
+        parameters = family.workload.parameters
+        return max(
+            device_adam_peak_bytes(whole, parameters),
+            part_peak_bytes(parted, whole, parameters, family.step.num_ranks),
         )

@@ -8,10 +8,10 @@ Source of the packing: ProTrain (arXiv 2406.08334), hierarchical chunk managemen
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Final
+from typing import Any, Final
 
 from ..basics.errors import PlanError
 from ..basics.shown import Shown
@@ -86,6 +86,11 @@ class Layout(Shown):
     chunk_bytes: int
     chunks: tuple[Chunk, ...]
     num_blocks: int
+
+    @cached_property
+    def derived(self) -> dict[Hashable, Any]:
+        """What others have derived from the layout, by what else it depends on; kept as long as the layout is."""
+        return {}
 
     @cached_property
     def unowned(self) -> frozenset[ChunkId]:

@@ -12,14 +12,11 @@ backward that it goes with.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
 from typing import Annotated
 
 from pydantic import Field, NonNegativeInt
 
 from ..basics.documents import FrozenModel
-from .plan import ActivationMode
 
 
 class SharedInput(FrozenModel):
@@ -42,34 +39,3 @@ class SharedInput(FrozenModel):
         """All blocks that it names."""
         held = {*self.kept_by, *self.checkpointed_by, *self.freed_in_kept, *self.freed_in_checkpointed}
         return held if self.let_go_by is None else held | {self.let_go_by}
-
-    def is_counted_off_by(self, block: int, mode: ActivationMode) -> bool:
-        """Whether the phase of a block's backward lets it go."""
-        return block in (self.freed_in_checkpointed if mode is ActivationMode.CHECKPOINT else self.freed_in_kept)
-
-    def last_holder(self, modes: Sequence[ActivationMode]) -> int | None:
-        """The block whose backward lets it go: the first that holds it; None where none does."""
-        kept = (block for block in self.kept_by if modes[block] is not ActivationMode.CHECKPOINT)
-        checkpointed = (block for block in self.checkpointed_by if modes[block] is ActivationMode.CHECKPOINT)
-        return min((*kept, *checkpointed), default=None)
-
-
-class SharedBytes:
-    """What shared inputs change in the phases of one choice of activation modes."""
-
-    def __init__(self, inputs: Sequence[SharedInput], modes: Sequence[ActivationMode]) -> None:
-        self.let_go_later: Counter[int | None] = Counter()
-        """By block, None for the epilogue: bytes that its forward would let go of if no block held them."""
-        self.freed_later: Counter[int] = Counter()
-        """By block: bytes that its backward counts off although they stay."""
-        self.freed_now: Counter[int] = Counter()
-        """By block: bytes that go with its backward although that does not count them off."""
-        for shared in inputs:
-            holder = shared.last_holder(modes)
-            if holder is not None:
-                self.let_go_later[shared.let_go_by] += shared.size_bytes
-                if not shared.is_counted_off_by(holder, modes[holder]):
-                    self.freed_now[holder] += shared.size_bytes
-            for block in {*shared.freed_in_kept, *shared.freed_in_checkpointed} - {holder}:
-                if shared.is_counted_off_by(block, modes[block]):
-                    self.freed_later[block] += shared.size_bytes

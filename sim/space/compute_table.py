@@ -1,19 +1,6 @@
 """The compute lane under every choice of activation modes at once: seconds and device bytes, position by position.
 
-[Note: Positions]
-The program of the compute lane, with a place for every recomputation whether the plan has it or not.  For n blocks,
-each micro-batch has 3n + 4 positions:
-
-    0              forward of the prologue
-    1 + b          forward of block b
-    n + 1, n + 2   forward and backward of the epilogue
-    n + 3 + 2s     recomputation of block n - 1 - s (of no length where the block keeps its activations)
-    n + 4 + 2s     backward of block n - 1 - s
-    3n + 3         backward of the prologue
-
-and the last position of the iteration is device Adam.  So plans that differ in activation modes alone have their tasks
-at the same positions, and one numpy axis holds them.  A step (see [Note: Steps] in ``shared/compile/compile.py``) is
-one forward position, or a recomputation and its backward.
+Positions are those of [Note: Positions] in ``shared/compile/positions.py``.
 """
 
 from __future__ import annotations
@@ -25,10 +12,11 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from ...shared.compile.activation_levels import NO_TASK_BYTES, ActivationLevels, activation_levels
+from ...shared.compile.positions import Positions
 from ...shared.schema.schedule import Task, TaskId, TaskKind
 from ...shared.schema.workload import Phase, Workload
 from ..costs.task_costs import CostModel
-from .activation_levels import NO_TASK_BYTES, ActivationLevels, activation_levels
 from .space import BoolArray, IntArray, ModeRows
 from .step_spec import StepSpec
 
@@ -37,66 +25,6 @@ FloatArray = npt.NDArray[np.float64]
 __all__ = ["NO_TASK_BYTES", "ComputeTable", "FloatArray", "Positions", "compute_table"]
 
 _PLAIN_STEP: Final = StepSpec()
-
-
-@dataclass(frozen=True)
-class Positions:
-    """Where tasks stand in the program of the compute lane; see [Note: Positions]."""
-
-    num_blocks: int
-    micro_batches: int = 1
-
-    @property
-    def num_steps(self) -> int:
-        """Steps of one iteration."""
-        return 2 * self.num_blocks * self.micro_batches
-
-    @property
-    def micro_length(self) -> int:
-        """Positions of one micro-batch."""
-        return 3 * self.num_blocks + 4
-
-    @property
-    def length(self) -> int:
-        """Positions of one iteration."""
-        return self.micro_length * self.micro_batches + 1
-
-    @property
-    def device_adam(self) -> int:
-        """The last position."""
-        return self.length - 1
-
-    def backward(self, block: IntArray, micro_batch: int | IntArray = 0) -> IntArray:
-        """The backward of each block."""
-        return self.micro_length * micro_batch + self.num_blocks + 4 + 2 * (self.num_blocks - 1 - block)
-
-    def last_backward(self, block: IntArray) -> IntArray:
-        """The backward of each block in the last micro-batch."""
-        return self.backward(block, self.micro_batches - 1)
-
-    def step_begin(self, step: IntArray) -> IntArray:
-        """The first position of each step of the iteration."""
-        found: IntArray = self._begins[step]
-        return found
-
-    def step_end(self, step: IntArray) -> IntArray:
-        """The last position of each step of the iteration."""
-        found: IntArray = self._ends[step]
-        return found
-
-    @cached_property
-    def _begins(self) -> IntArray:
-        return self._position(3)
-
-    @cached_property
-    def _ends(self) -> IntArray:
-        return self._position(4)
-
-    def _position(self, offset: int) -> IntArray:
-        """(S,) compute positions of steps, those of a backward shifted by ``offset``."""
-        micro_batch, within = np.divmod(np.arange(self.num_steps), 2 * self.num_blocks)
-        place = np.where(within < self.num_blocks, 1 + within, offset - self.num_blocks + 2 * within)
-        return self.micro_length * micro_batch + place
 
 
 @dataclass(frozen=True)
@@ -140,7 +68,7 @@ def compute_table(workload: Workload, modes: ModeRows, costs: CostModel, step: S
         modes=modes,
         positions=Positions(workload.num_blocks, step.micro_batches),
         seconds=_seconds(workload, modes.is_checkpoint, costs),
-        levels=activation_levels(workload, modes, step.micro_batches),
+        levels=activation_levels(workload, modes.is_checkpoint, modes.is_swap, step.micro_batches),
         swap_bytes=swap_bytes,
         swap_out_s=copies_s(TaskKind.ACTIVATION_OFFLOAD),
         swap_in_s=copies_s(TaskKind.ACTIVATION_FETCH),

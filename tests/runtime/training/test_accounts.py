@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -123,8 +124,8 @@ def test_parameters_that_nothing_uses_leave_no_gradients(monkeypatch: pytest.Mon
 
     assert worst_error() < 1e-3
     monkeypatch.setattr(
-        "protwin.shared.compile.compile._Compiler._own_gradient_bytes",
-        lambda compiler, phase, buffers_bytes: max(buffers_bytes, compiler._added_bytes(phase)),
+        "protwin.shared.compile.activation_levels.ActivationAccount.own_gradient_bytes",
+        lambda account, is_later: np.maximum(account.room_bytes, account.stated_bytes if is_later else 0),
     )
     assert worst_error() > 2e-3
 
@@ -161,7 +162,7 @@ def test_no_gradients_are_not_the_same_as_gradients_that_nobody_counted(monkeypa
     head_bytes = sum(p.size_bytes for p in case.workload.parameters if p.name.startswith("exit"))
     assert guaranteed_bytes() - head_bytes / 2 < measured_bytes <= guaranteed_bytes()
     monkeypatch.setattr(
-        "protwin.shared.compile.compile._Compiler._own_gradient_bytes",
-        lambda compiler, phase, buffers_bytes: phase.gradient_bytes or buffers_bytes,
+        "protwin.shared.compile.activation_levels.ActivationAccount.own_gradient_bytes",
+        lambda account, is_later: np.where(account.stated_bytes > 0, account.stated_bytes, account.room_bytes),
     )
     assert measured_bytes > guaranteed_bytes() + head_bytes / 2

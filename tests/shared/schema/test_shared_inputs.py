@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import product
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from protwin.shared.compile.compile import compile_schedule
+from protwin.shared.compile.shared_bytes import SharedBytes
 from protwin.shared.layout.layout import build_layout
 from protwin.shared.schema.plan import ActivationMode, Plan
 from protwin.shared.schema.schedule import OuterSection, Section, TaskKind
-from protwin.shared.schema.shared_inputs import SharedBytes, SharedInput
+from protwin.shared.schema.shared_inputs import SharedInput
 from protwin.shared.schema.workload import BlockId, Phase, Workload
 from protwin.shared.workloads.observed_inputs import ObservedInput, PhaseKey
 from tests.shared.small_models import chain
@@ -39,16 +42,23 @@ MASK = ObservedInput(SIZE, ROW, kept=EPILOGUE, checkpointed=backward(0))
 """Added to what attention saves, and so saved by no block, but given to all."""
 
 
-def going(shared: SharedInput, modes: tuple[ActivationMode, ...]) -> tuple[str, int | None]:
+def shared_bytes(shared: SharedInput, modes: Sequence[ActivationMode]) -> SharedBytes:
+    """Of one choice of modes."""
+    return SharedBytes.of([shared], np.array([[mode is CHECKPOINT for mode in modes]]))
+
+
+def going(shared: SharedInput, modes: Sequence[ActivationMode]) -> tuple[str, int | None]:
     """Where the tensor goes, by what the phases say once everything is put together."""
-    found = SharedBytes([shared], modes)
+    found = shared_bytes(shared, modes)
     counted = {
         block
-        for block in range(NUM_BLOCKS)
-        if shared.is_counted_off_by(block, modes[block]) and not found.freed_later[block]
+        for block, mode in enumerate(modes)
+        if block in (shared.freed_in_checkpointed if mode is CHECKPOINT else shared.freed_in_kept)
+        and not found.freed_later[0, block]
     }
-    backwards = counted | {block for block, size in found.freed_now.items() if size}
-    forwards = [] if found.let_go_later[shared.let_go_by] else [shared.let_go_by]
+    backwards = counted | set(np.flatnonzero(found.freed_now[0]).tolist())
+    column = NUM_BLOCKS if shared.let_go_by is None else shared.let_go_by
+    forwards = [] if found.let_go_later[0, column] else [shared.let_go_by]
     assert len(backwards) + len(forwards) == 1, "it goes once"
     return ("backward", backwards.pop()) if backwards else ("forward", forwards[0])
 
@@ -78,7 +88,7 @@ def test_the_last_holder_is_the_first_block_that_holds_it_in_its_mode(
 ) -> None:
     held = [block for block, mode in enumerate(modes) if block in (checkpointed_by if mode is CHECKPOINT else kept_by)]
     shared = SharedInput(size_bytes=SIZE, kept_by=kept_by, checkpointed_by=checkpointed_by)
-    assert shared.last_holder(modes) == (held[0] if held else None)
+    assert going(shared, modes) == (("backward", held[0]) if held else ("forward", None))
 
 
 def test_swapping_is_keeping() -> None:
@@ -86,7 +96,7 @@ def test_swapping_is_keeping() -> None:
     seen = ObservedInput(SIZE, (0, 1, 2, 3), kept=backward(1), checkpointed=backward(0)).shared_input(ROW)
     for modes in product((KEEP, CHECKPOINT, SWAP), repeat=NUM_BLOCKS):
         as_kept = tuple(KEEP if mode is SWAP else mode for mode in modes)
-        assert seen.last_holder(modes) == seen.last_holder(as_kept)
+        assert going(seen, modes) == going(seen, as_kept)
 
 
 def test_the_encoder_lets_go_of_its_own() -> None:
@@ -102,7 +112,7 @@ def test_one_block_may_be_seen_for_many_of_which_one_alone_frees_it() -> None:
     seen = ObservedInput(SIZE, (1, 2), kept=EPILOGUE, checkpointed=backward(1))
     shared = seen.shared_input((0, 1, 1, 2))
     assert shared.checkpointed_by == (1, 2, 3)
-    assert SharedBytes([shared], (CHECKPOINT,) * 4).freed_later == {2: SIZE}
+    assert shared_bytes(shared, (CHECKPOINT,) * 4).freed_later.tolist() == [[0, 0, SIZE, 0]]
     assert going(shared, (CHECKPOINT,) * 4) == ("backward", 1)
     assert going(shared, (CHECKPOINT, KEEP, CHECKPOINT, KEEP)) == ("backward", 2)
 

@@ -6,6 +6,7 @@ import numpy as np
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from protwin.shared.compile.activation_levels import activation_levels
 from protwin.shared.compile.compile import compile_schedule
 from protwin.shared.layout.layout import Layout
 from protwin.shared.schema.hardware import Hardware
@@ -14,7 +15,6 @@ from protwin.shared.schema.workload import Workload
 from protwin.sim.costs.contention import ContentionModel
 from protwin.sim.costs.task_costs import CostModel
 from protwin.sim.engine.simulator import simulate_timing
-from protwin.sim.space.activation_levels import activation_levels
 from protwin.sim.space.space import ModeRows
 from tests.proof_size import examples
 from tests.strategies import PlannedWorkload, hardware, planned_workloads, workloads
@@ -89,7 +89,7 @@ def test_more_checkpointing_never_raises_the_activation_account(model: Workload)
     )
     num_blocks = equal.num_blocks
     rows = ModeRows(num_blocks, np.zeros(num_blocks + 1, dtype=np.int64), np.arange(num_blocks + 1))
-    at_turn = activation_levels(equal, rows, 1).alive_bytes[:, 0, num_blocks + 1]
+    at_turn = activation_levels(equal, rows.is_checkpoint, rows.is_swap, 1).alive_bytes[:, 0, num_blocks + 1]
     assert (np.diff(at_turn) <= 0).all()
 
 

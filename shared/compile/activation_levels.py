@@ -1,20 +1,24 @@
 """Device bytes of activations at every compute position, for every choice of activation modes at once.
 
-This follows the compiler's accounts (``shared/compile/activations.py``) in sums instead of buffers.  While a task runs,
-everything that the tasks before it left is alive, and the task adds its own peak.  What backwards leave is the measured
-level, or what must still be alive if that is more: the incoming gradient is the difference, and not below 0.  What
-swaps is counted by those who know when it travels; here it is only taken off what the phases leave.
+A block's forward leaves its output and what it saves; what a forward frees that was there before, its input if nobody
+saves that, is taken off its output.  Whatever a checkpointed forward leaves beside its output (the random generator's
+state) goes with it.  While a task runs, everything that the tasks before it left is alive, and the task adds its own
+peak.  What backwards leave is the measured level, or what must still be alive if that is more: the gradient that a
+backward hands on is the difference, and not below 0.  What swaps is counted by those who know when it travels; here it
+is only taken off what the phases leave.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Final
 
 import numpy as np
 
-from ...shared.schema.workload import Phase, Workload
-from .space import BoolArray, IntArray, ModeRows
+from ..schema.workload import Phase, Workload
+from .program import BoolArray, IntArray
+from .shared_bytes import SharedBytes
 
 NO_TASK_BYTES: Final = -(2**62)
 """The level at a position without a task: below everything that can be added to it."""
@@ -65,64 +69,79 @@ class ActivationLevels:
         )
 
 
-def activation_levels(workload: Workload, modes: ModeRows, micro_batches: int) -> ActivationLevels:
-    """The levels of ``workload`` under every choice of ``modes``."""
-    books = _Books(workload, modes)
-    nothing = np.zeros(len(modes.n_swap), dtype=np.int64)
-    state = (nothing, nothing)
-    tables: list[IntArray] = []
-    kind: list[int] = []
-    repeats = False
-    for micro_batch in range(micro_batches):
-        if not repeats:
-            table, following = books.micro_batch(*state, is_later=micro_batch > 0)
-            tables.append(table)
-            # From the second micro-batch on, equal states give equal tables.
-            repeats = micro_batch > 0 and all(np.array_equal(*pair) for pair in zip(state, following, strict=True))
-            state = following
-        kind.append(len(tables) - 1)
+@dataclass(frozen=True)
+class _MicroBatch:
+    """Shapes: K choices of modes, W positions, n blocks."""
+
+    alive: IntArray
+    """(K, W) levels."""
+    handed: IntArray
+    """(K, n + 2) what the backwards of the epilogue, of all blocks from the last on, and of the prologue hand on."""
+    level: IntArray
+    """(K,) what phases have left in the end by their net bytes, without the gradients of blocks."""
+    left: IntArray
+    """(K,) gradients outside every block that stay until the step."""
+
+
+def activation_levels(
+    workload: Workload, is_checkpoint: BoolArray, is_swap: BoolArray, micro_batches: int
+) -> ActivationLevels:
+    """The levels of ``workload`` under every choice of modes: (K, n) blocks in mode CHECKPOINT, and in mode SWAP."""
+    account = ActivationAccount(workload, is_checkpoint, is_swap)
+    found, kind = account.micro_batches(micro_batches)
     return ActivationLevels(
-        alive_bytes=np.stack(tables, axis=1),
-        peak_bytes=books.peak_bytes(is_adding=False),
-        adding_bytes=books.peak_bytes(is_adding=True),
-        kind=np.array(kind),
-        end_bytes=state[1],
+        alive_bytes=np.stack([one.alive for one in found], axis=1),
+        peak_bytes=account.peak_bytes(is_adding=False),
+        adding_bytes=account.peak_bytes(is_adding=True),
+        kind=kind,
+        end_bytes=found[-1].left,
     )
 
 
-class _Books:
-    """Shapes: K choices of modes, n blocks."""
+class ActivationAccount:
+    """What sections leave on the device for their backward.  Shapes: K choices of modes, n blocks."""
 
-    def __init__(self, workload: Workload, modes: ModeRows) -> None:
+    def __init__(self, workload: Workload, is_checkpoint: BoolArray, is_swap: BoolArray) -> None:
         self.workload = workload
-        self.is_checkpoint = modes.is_checkpoint
-        self.let_go_later, self.freed_later, self.freed_now = _shared_bytes(workload, modes.is_checkpoint)
+        self.is_checkpoint = is_checkpoint
+        self.shared = SharedBytes.of(workload.shared_inputs, is_checkpoint)
         profiles = self.profiles = [workload.profile_of(block) for block in range(workload.num_blocks)]
         output_bytes = np.array([profile.output_bytes for profile in profiles])
         forward_bytes = np.array([profile.forward.net_bytes for profile in profiles])
         checkpointed_bytes = np.array([profile.checkpoint_forward.net_bytes for profile in profiles])
         swappable_bytes = np.array([profile.swappable_bytes for profile in profiles])
-        is_checkpoint = self.is_checkpoint
-        self.swapped: IntArray = np.where(modes.is_swap, swappable_bytes, 0)
-        self.forward: IntArray = np.where(is_checkpoint, checkpointed_bytes, forward_bytes) + self.let_go_later[:, :-1]
+        self.swapped: IntArray = np.where(is_swap, swappable_bytes, 0)
+        self.forward: IntArray = np.where(is_checkpoint, checkpointed_bytes, forward_bytes)
+        self.forward += self.shared.let_go_later[:, :-1]
         left_bytes = np.maximum(self.forward - self.swapped, 0)
         self.outputs: IntArray = np.where(is_checkpoint, left_bytes, np.minimum(output_bytes, left_bytes))
+        """(K, n) outputs of blocks."""
         self.saved: IntArray = left_bytes - self.outputs
+        """(K, n) what forwards save and keep on the device."""
         recompute_bytes = np.array([profile.recompute.net_bytes for profile in profiles])
         self.recomputed: IntArray = np.where(is_checkpoint, recompute_bytes, 0)
+
+    def micro_batches(self, micro_batches: int) -> tuple[list[_MicroBatch], IntArray]:
+        """Every distinct micro-batch, and (M,) which of them each of so many is."""
+        nothing = np.zeros(len(self.is_checkpoint), dtype=np.int64)
+        found: list[_MicroBatch] = []
+        state = (nothing, nothing)
+        for number in range(micro_batches):
+            one = self._micro_batch(*state, is_later=number > 0)
+            found.append(one)
+            # From the second micro-batch on, equal states give equal tables.
+            if number > 0 and np.array_equal(state[0], one.level) and np.array_equal(state[1], one.left):
+                break
+            state = one.level, one.left
+        return found, np.minimum(np.arange(micro_batches), len(found) - 1)
 
     @property
     def epilogue_forward(self) -> IntArray:
         """(K,) bytes that the epilogue's forward leaves."""
-        return self.workload.epilogue_forward.net_bytes + self.let_go_later[:, -1]
+        return self.workload.epilogue_forward.net_bytes + self.shared.let_go_later[:, -1]
 
-    def micro_batch(
-        self, level: IntArray, left: IntArray, *, is_later: bool
-    ) -> tuple[IntArray, tuple[IntArray, IntArray]]:
-        """(K, W) levels, and what comes after: the measured level, and gradients outside every block.
-
-        ``level`` and ``left``, (K,), are those before it.
-        """
+    def _micro_batch(self, level: IntArray, left: IntArray, *, is_later: bool) -> _MicroBatch:
+        """``level`` and ``left``, (K,), are those before it."""
         workload, num_blocks = self.workload, self.workload.num_blocks
         alive = np.zeros((len(level), 3 * num_blocks + 4), dtype=np.int64)
         alive[:, 0] = left
@@ -143,7 +162,7 @@ class _Books:
             [p.checkpoint_backward.net_bytes for p in self.profiles],
             [p.backward.net_bytes for p in self.profiles],
         )
-        left_behind = left_behind + self.freed_later - self.freed_now - self._gradient_bytes(is_later)
+        left_behind = left_behind + self.shared.freed_later - self.shared.freed_now - self.own_gradient_bytes(is_later)
         levels = _with_start(level, self.recomputed + left_behind)
         consumed = self.saved.copy()
         consumed[:, 1:] += self.outputs[:, :-1]
@@ -156,21 +175,36 @@ class _Books:
         alive[:, -1] = after[:, -1]
         last = workload.prologue_backward
         level = levels[:, -1] + last.net_bytes - _added(last, is_later)
-        return alive, (level, left + np.maximum(level - left, 0))
+        end = np.maximum(level - left, 0)
+        return _MicroBatch(alive, np.concatenate([after - others, end[:, None]], axis=1), level, left + end)
 
-    def _gradient_bytes(self, is_later: bool) -> IntArray:
-        """(K, n) gradients in buffers of their own, or added to ones of an earlier micro-batch."""
-        sizes = np.zeros(self.workload.num_blocks, dtype=np.int64)
+    @cached_property
+    def room_bytes(self) -> IntArray:
+        """(n,) room for gradients: of all trainable parameters, whether they have any or not."""
+        sizes = [0] * self.workload.num_blocks
         for parameter in self.workload.parameters:
             if parameter.block is not None and parameter.trainable:
                 sizes[parameter.block] += parameter.size_bytes
-        stated = np.where(
+        return np.array(sizes, dtype=np.int64)
+
+    @cached_property
+    def stated_bytes(self) -> IntArray:
+        """(K, n) gradients that a backward says it leaves in the first micro-batch; below 0 where it does not say."""
+        return np.where(
             self.is_checkpoint,
             [_stated_bytes(p.checkpoint_backward) for p in self.profiles],
             [_stated_bytes(p.backward) for p in self.profiles],
         )
-        left: IntArray = np.where(stated == _NOT_STATED, sizes, stated if is_later else np.minimum(sizes, stated))
-        return left
+
+    def own_gradient_bytes(self, is_later: bool) -> IntArray:
+        """(K, n) gradients among what backwards leave that have buffers of their own, or were added to others.
+
+        Parameters that nothing uses, or that a block under ``torch.no_grad()`` uses, have room but no gradient; a phase
+        that does not say how much it leaves of gradients leaves all.
+        """
+        stated = self.stated_bytes if is_later else np.minimum(self.room_bytes, self.stated_bytes)
+        own: IntArray = np.where(self.stated_bytes == _NOT_STATED, self.room_bytes, stated)
+        return own
 
     def peak_bytes(self, *, is_adding: bool) -> IntArray:
         """(K, W) the tasks' own peaks; ``is_adding``: where all gradients are added to those of another one."""
@@ -190,10 +224,10 @@ class _Books:
         peaks[:, 1 : num_blocks + 1] = by_mode(
             [p.forward for p in self.profiles],
             [p.checkpoint_forward for p in self.profiles],
-            held=self.let_go_later[:, :-1],
+            held=self.shared.let_go_later[:, :-1],
         )
         epilogue_bytes = np.maximum(
-            self.epilogue_forward, _highest(workload.epilogue_forward) + self.let_go_later[:, -1]
+            self.epilogue_forward, _highest(workload.epilogue_forward) + self.shared.let_go_later[:, -1]
         )
         peaks[:, num_blocks + 1] = np.maximum(0, epilogue_bytes)
         peaks[:, num_blocks + 2] = _peak_bytes(workload.epilogue_backward, is_adding)
@@ -201,40 +235,13 @@ class _Books:
         backward = by_mode(
             [p.backward for p in self.profiles],
             [p.checkpoint_backward for p in self.profiles],
-            held=self.freed_later,
-            freed=self.freed_now,
+            held=self.shared.freed_later,
+            freed=self.shared.freed_now,
         )
         peaks[:, num_blocks + 3 : -1 : 2] = recompute[:, ::-1]
         peaks[:, num_blocks + 4 : -1 : 2] = backward[:, ::-1]
         peaks[:, -1] = _peak_bytes(workload.prologue_backward, is_adding)
         return peaks
-
-
-def _shared_bytes(workload: Workload, is_checkpoint: BoolArray) -> tuple[IntArray, IntArray, IntArray]:
-    """Shared inputs ([Note: Shared inputs] in ``shared/schema/shared_inputs.py``), by where they go.
-
-    (K, n + 1) bytes that the forward of each block, the last column of the epilogue, does not let go of since a block
-    holds them; (K, n) bytes that each block's backward counts off although they stay; (K, n) those that go with it
-    although it does not count them off.
-    """
-    num_rows, num_blocks = is_checkpoint.shape
-    let_go_later = np.zeros((num_rows, num_blocks + 1), dtype=np.int64)
-    freed_later, freed_now = (np.zeros((num_rows, num_blocks), dtype=np.int64) for _ in range(2))
-    for shared in workload.shared_inputs:
-        of_mode = np.zeros((4, num_blocks), dtype=np.bool_)
-        for row, blocks in enumerate(
-            (shared.kept_by, shared.checkpointed_by, shared.freed_in_kept, shared.freed_in_checkpointed)
-        ):
-            of_mode[row, list(blocks)] = True
-        holds = np.where(is_checkpoint, of_mode[1], of_mode[0])
-        counts = np.where(is_checkpoint, of_mode[3], of_mode[2])
-        rows = np.flatnonzero(holds.any(axis=1))
-        goes = np.zeros_like(holds)
-        goes[rows, holds[rows].argmax(axis=1)] = True
-        let_go_later[rows, num_blocks if shared.let_go_by is None else shared.let_go_by] += shared.size_bytes
-        freed_later += (counts & ~goes) * shared.size_bytes
-        freed_now += (goes & ~counts) * shared.size_bytes
-    return let_go_later, freed_later, freed_now
 
 
 def _with_start(start: IntArray, changes: IntArray) -> IntArray:

@@ -1,0 +1,279 @@
+"""What the chunks of a layout weigh and what is done with them, as arrays: the same for all families of the layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Final, Self
+
+import numpy as np
+
+from ..layout.layout import Layout
+from ..layout.shards import rank_part, stepped_bytes
+from ..layout.slots import Stay, Uses, assign_slots
+from ..schema.plan import ParallelMode
+from ..schema.workload import Parameter
+from .program import NOT_THERE, BoolArray, IntArray, Work
+
+_FEW_USES: Final = 64
+_FEW_STAYS: Final = 256
+"""Stays of a model of hundreds of chunks and several micro-batches take a hundred kilobytes."""
+
+
+@dataclass(frozen=True)
+class StepKnobs:
+    """What a plan says about the step rather than about memory."""
+
+    micro_batches: int = 1
+    limits_norm: bool = False
+    """Whether CPU Adam waits for the norm of all gradients."""
+    parallel: ParallelMode = ParallelMode.SINGLE
+    num_ranks: int = 1
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether ranks share what is gathered."""
+        return self.parallel is ParallelMode.SHARDED
+
+
+@dataclass(frozen=True, eq=False)
+class Stays:
+    """The stays of gathered chunks on the device, G in the order of gathering."""
+
+    chunk: IntArray
+    slot: IntArray
+    first_step: IntArray
+    last_step: IntArray
+    previous: IntArray
+    """The stay that held the slot before, within the iteration; ``NOT_THERE`` if there is none."""
+    earlier: IntArray
+    """The stay of the same chunk before."""
+    latest: IntArray
+    """The last stay of the same chunk."""
+    last_in_slot: IntArray
+    """The last stay in the same slot."""
+
+    @classmethod
+    def of(cls, stays: Sequence[Stay]) -> Self:
+        """``stays`` as arrays."""
+        chunk, slot = (integers(values) for values in ([s.chunk for s in stays], [s.slot for s in stays]))
+        numbers = np.arange(len(stays))
+        by_chunk = np.argsort(chunk, kind="stable")
+        earlier = np.full(len(stays), NOT_THERE)
+        follows = chunk[by_chunk[1:]] == chunk[by_chunk[:-1]]
+        earlier[by_chunk[1:][follows]] = by_chunk[:-1][follows]
+        return cls(
+            chunk=chunk,
+            slot=slot,
+            first_step=integers([stay.first_step for stay in stays]),
+            last_step=integers([stay.last_step for stay in stays]),
+            previous=integers([NOT_THERE if stay.previous is None else stay.previous for stay in stays]),
+            earlier=earlier,
+            latest=_last_of(chunk, numbers),
+            last_in_slot=_last_of(slot, numbers),
+        )
+
+
+def _last_of(keys: IntArray, numbers: IntArray) -> IntArray:
+    """Of every entry, the last one with the same key."""
+    last = np.zeros(int(keys.max(initial=-1)) + 1, dtype=np.int64)
+    # Of writes to one place the last one stays.
+    last[keys] = numbers
+    found: IntArray = last[keys]
+    return found
+
+
+@dataclass(frozen=True, eq=False)
+class ChunkFacts:
+    """Facts of every chunk.
+
+    Shapes: C chunks, E (chunk, block) pairs with gradients, U (block, chunk) pairs of blocks and their chunks,
+    T trainable chunks of blocks.
+    """
+
+    layout: Layout
+    parameters: Sequence[Parameter]
+    step: StepKnobs
+
+    @classmethod
+    def of(cls, layout: Layout, parameters: Sequence[Parameter], step: StepKnobs) -> Self:
+        """The facts of ``layout``; made once for the same ``parameters``, which they keep."""
+        key = (cls, id(parameters), step)
+        if key not in layout.derived:
+            layout.derived[key] = cls(layout, parameters, step)
+        found: Self = layout.derived[key]
+        return found
+
+    def stays(self, is_gathered: BoolArray, n_buffer: int, step_block: IntArray) -> Stays:
+        """The stays of the gathered chunks in so many buffers, where step s is of block ``step_block[s]``.
+
+        Raises PlanError if a block needs more buffers.
+        """
+        return self._kept_stays(is_gathered.tobytes(), n_buffer, step_block.tobytes())
+
+    @cached_property
+    def _kept_stays(self) -> Callable[[bytes, int, bytes], Stays]:
+        """The latest: plans that swap other blocks have the same."""
+
+        @lru_cache(maxsize=_FEW_USES)
+        def uses(is_gathered: bytes, step_block: bytes) -> Uses:
+            found = np.frombuffer(is_gathered, dtype=np.bool_).tolist()
+            needed = [[chunk for chunk in chunks if found[chunk]] for chunks in self.layout.chunks_of_block]
+            return Uses.of([needed[block] for block in np.frombuffer(step_block, dtype=np.int64).tolist()])
+
+        @lru_cache(maxsize=_FEW_STAYS)
+        def stays(is_gathered: bytes, n_buffer: int, step_block: bytes) -> Stays:
+            return Stays.of(assign_slots(uses(is_gathered, step_block), n_buffer))
+
+        return stays
+
+    # -- every chunk -------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def is_owned(self) -> BoolArray:
+        """(C,) whether a block owns it."""
+        return np.array([bool(chunk.blocks) for chunk in self.layout.chunks], dtype=np.bool_)
+
+    @cached_property
+    def is_trainable(self) -> BoolArray:
+        """(C,) whether the optimizer has anything to do with it."""
+        return np.array([chunk.is_trainable for chunk in self.layout.chunks], dtype=np.bool_)
+
+    @cached_property
+    def first_block(self) -> IntArray:
+        """(C,) the first block that owns it, whose backward comes last; the number of blocks where none does."""
+        chunks, num_blocks = self.layout.chunks, self.layout.num_blocks
+        return integers(chunk.blocks[0] if chunk.blocks else num_blocks for chunk in chunks)
+
+    @cached_property
+    def update_order(self) -> IntArray:
+        """(T,) trainable chunks of blocks as their gradients are complete: last block first."""
+        stepped = np.flatnonzero(self.is_owned & self.is_trainable)[::-1]
+        order: IntArray = stepped[np.argsort(-self.first_block[stepped], kind="stable")]
+        return order
+
+    @cached_property
+    def size_bytes(self) -> IntArray:
+        """(C,) of the whole chunk."""
+        return integers(chunk.size_bytes for chunk in self.layout.chunks)
+
+    @cached_property
+    def state_bytes(self) -> IntArray:
+        """(C,) optimizer state of the whole chunk."""
+        return integers(chunk.state_bytes for chunk in self.layout.chunks)
+
+    @cached_property
+    def whole_gradient_bytes(self) -> IntArray:
+        """(C,) the gradients of all blocks."""
+        return integers(sum(chunk.gradient_bytes) for chunk in self.layout.chunks)
+
+    @cached_property
+    def num_stepped(self) -> IntArray:
+        """(C,) scalars that the optimizer steps."""
+        return integers(chunk.num_trainable for chunk in self.layout.chunks)
+
+    @cached_property
+    def whole_stepped_bytes(self) -> IntArray:
+        """(C,) memory traffic of stepping all of it, scaled gradients included."""
+        if not self.step.is_sharded:
+            return self.part_stepped_bytes
+        traffic = (stepped_bytes(chunk, self.parameters) for chunk in self.layout.chunks)
+        return integers(traffic) + self._num_scalings * self.whole_gradient_bytes
+
+    @property
+    def _num_scalings(self) -> int:
+        """Gradients are scaled down to the limit of their norm: in and out."""
+        return 2 if self.step.limits_norm else 0
+
+    # -- what a rank has of a gathered chunk -------------------------------------------------------------------------
+
+    @cached_property
+    def _parts(self) -> dict[str, IntArray]:
+        """(C,) each field of ``RankPart``."""
+        step = self.step
+        parts = [rank_part(chunk, self.parameters, step.parallel, step.num_ranks) for chunk in self.layout.chunks]
+        names = parts[0].__slots__ if parts else ()
+        return {name: integers(getattr(part, name) for part in parts) for name in names}
+
+    def part(self, name: str) -> IntArray:
+        """(C,) a field of ``RankPart``, of every chunk as if it were gathered."""
+        return self._parts.get(name, np.zeros(0, dtype=np.int64))
+
+    @cached_property
+    def part_stepped_bytes(self) -> IntArray:
+        """(C,) memory traffic of stepping a rank's part, scaled gradients included."""
+        stepped: IntArray = self.part("stepped_bytes") + self._num_scalings * self.part("gradient_bytes")
+        return stepped
+
+    # -- blocks and chunks -------------------------------------------------------------------------------------------
+
+    @cached_property
+    def uses(self) -> tuple[IntArray, IntArray, IntArray]:
+        """(U,) blocks, the chunks that each needs, and the place of the chunk among them."""
+        found = [
+            (block, chunk, place)
+            for block, chunks in enumerate(self.layout.chunks_of_block)
+            for place, chunk in enumerate(chunks)
+        ]
+        blocks, chunks, places = zip(*found, strict=True) if found else ((), (), ())
+        return integers(blocks), integers(chunks), integers(places)
+
+    @cached_property
+    def gradients(self) -> tuple[IntArray, IntArray, IntArray]:
+        """(E,) chunks, blocks and bytes of all gradients that a block's backward leaves; chunks ascend."""
+        found = [
+            (chunk.id, block, size_bytes)
+            for chunk in self.layout.chunks
+            for block, size_bytes in zip(chunk.blocks, chunk.gradient_bytes, strict=False)
+            if size_bytes
+        ]
+        chunks, blocks, sizes = zip(*found, strict=True) if found else ((), (), ())
+        return integers(chunks), integers(blocks), integers(sizes)
+
+    # -- work --------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def gather_work(self) -> Work:
+        """By chunk: the copy of its parameters to the device."""
+        return Work(moved_bytes=self.part("parameter_bytes"))
+
+    @cached_property
+    def all_gather_work(self) -> Work:
+        """By chunk: the exchange of its parameters."""
+        return Work(moved_bytes=self.part("gathered_bytes"), num_ranks=self.step.num_ranks)
+
+    @cached_property
+    def offload_work(self) -> Work:
+        """By chunk: the copy of its gradients to the host."""
+        return Work(moved_bytes=self.part("gradient_bytes"))
+
+    @cached_property
+    def accumulate_work(self) -> Work:
+        """By chunk: the sum of its gradients and those of earlier micro-batches."""
+        return Work(stepped_bytes=3 * self.part("gradient_bytes"))
+
+    @cached_property
+    def cpu_adam_work(self) -> Work:
+        """By chunk: CPU Adam."""
+        return Work(num_stepped=self.part("num_stepped"), stepped_bytes=self.part_stepped_bytes)
+
+    @cached_property
+    def scatter_work(self) -> Work:
+        """By chunk: the sum of its gradients over ranks of which each keeps its part."""
+        return Work(moved_bytes=self.part("reduced_bytes"), num_ranks=self.step.num_ranks)
+
+    @cached_property
+    def all_reduce_work(self) -> Work:
+        """By chunk: the sum of its gradients over ranks which keep all of it."""
+        return Work(moved_bytes=self.whole_gradient_bytes, num_ranks=self.step.num_ranks)
+
+    @cached_property
+    def outer_gradient_bytes(self) -> int:
+        """Gradients of the chunks that no block owns."""
+        return int(self.whole_gradient_bytes[~self.is_owned].sum())
+
+
+def integers(values: Iterable[int]) -> IntArray:
+    """``values`` as an array."""
+    return np.array(list(values), dtype=np.int64)

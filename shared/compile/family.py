@@ -1,0 +1,86 @@
+"""A family of plans: all that differ in prefetch depth and in which of the other blocks are checkpointed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from ..layout.layout import Layout
+from ..schema.plan import ActivationMode, Plan
+from ..schema.workload import Workload
+from .chunk_facts import ChunkFacts, StepKnobs
+from .program import BoolArray, IntArray
+
+
+@dataclass(frozen=True, eq=False)
+class Family:
+    """Plans that share all but the prefetch depth and which blocks are checkpointed.
+
+    Shapes: D depths, K choices of modes, n blocks, C chunks.  Everything about one of its plans follows from the
+    family, a depth and a row.
+    """
+
+    workload: Workload
+    facts: ChunkFacts
+    is_gathered: BoolArray
+    """(C,) whether a chunk is not persistent."""
+    is_offloaded: BoolArray
+    """(C,) whether it is on the hosts; the other gathered ones are sharded over the devices."""
+    n_buffer: int
+    is_swap: BoolArray
+    """(n,) blocks in mode SWAP."""
+    is_checkpoint: BoolArray
+    """(K, n) blocks in mode CHECKPOINT."""
+    depths: IntArray
+    """(D,) prefetch depths."""
+
+    @property
+    def step(self) -> StepKnobs:
+        """What its plans say about the step."""
+        return self.facts.step
+
+    @property
+    def layout(self) -> Layout:
+        """Its chunks."""
+        return self.facts.layout
+
+    @cached_property
+    def swappable_bytes(self) -> IntArray:
+        """(n,) what each block moves in mode SWAP."""
+        return np.array([self.workload.profile_of(block).swappable_bytes for block in range(self.workload.num_blocks)])
+
+    @cached_property
+    def swapped(self) -> IntArray:
+        """The blocks that move something."""
+        return np.flatnonzero(self.is_swap & (self.swappable_bytes > 0))
+
+    @cached_property
+    def has_new_gradients(self) -> BoolArray:
+        """(n,) whether each block has new gradients in every micro-batch: those of persistent chunks are added to."""
+        chunks, blocks, _ = self.facts.gradients
+        has_new = np.zeros(self.workload.num_blocks, dtype=np.bool_)
+        has_new[blocks[self.is_gathered[chunks]]] = True
+        return has_new
+
+
+def family_of(plan: Plan, workload: Workload, layout: Layout) -> Family:
+    """The family of one plan alone: one depth, one row.
+
+    Raises PlanError if the plan's modes or chunks contradict the workload or the layout.
+    """
+    modes = plan.modes(workload.num_blocks)
+    persistent = layout.persistent(plan.n_persist)
+    sharded = layout.sharded(plan.n_persist, plan.n_shard)
+    step = StepKnobs(plan.micro_batches, plan.max_gradient_norm is not None, plan.parallel, plan.num_ranks)
+    return Family(
+        workload=workload,
+        facts=ChunkFacts.of(layout, workload.parameters, step),
+        is_gathered=np.array([chunk.id not in persistent for chunk in layout.chunks], dtype=np.bool_),
+        is_offloaded=np.array([chunk.id not in persistent | sharded for chunk in layout.chunks], dtype=np.bool_),
+        n_buffer=plan.n_buffer,
+        is_swap=np.array([mode is ActivationMode.SWAP for mode in modes]),
+        is_checkpoint=np.array([[mode is ActivationMode.CHECKPOINT for mode in modes]]),
+        depths=np.array([plan.prefetch_depth]),
+    )

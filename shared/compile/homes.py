@@ -1,0 +1,73 @@
+"""The buffers that are there for good: on the device if a chunk is persistent or sharded, else on the host."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..schema.schedule import Content, Memory
+from .family import Family
+from .program import NOT_THERE, BoolArray, BufferGroup, Draft, IntArray
+
+_PER_CHUNK = 4
+
+
+@dataclass(frozen=True, eq=False)
+class Homes:
+    """(C,) each: buffers of chunks, ``NOT_THERE`` where a chunk has none."""
+
+    parameters: IntArray
+    state: IntArray
+    """Of trainable chunks."""
+    gradients: IntArray
+    """Of trainable chunks that are gathered: where those of an offloaded one arrive on the host and are added up, or
+    the rank's part of a sharded one's on the device."""
+    arrivals: IntArray
+    """Where the gradients of later micro-batches arrive, if there are any."""
+
+
+def add_homes(family: Family, draft: Draft) -> Homes:
+    """Add the buffers of all chunks, chunk by chunk, behind module buffers and the batch."""
+    facts, gathered, offloaded = family.facts, family.is_gathered, family.is_offloaded
+    draft.buffers(BufferGroup(Content.RESIDENT, Memory.DEVICE, np.array([family.workload.resident_bytes])))
+    on_device = ~offloaded
+    trained = facts.is_trainable
+
+    def add(content: Content, number: int, sizes: IntArray, *homes: tuple[Memory, BoolArray]) -> IntArray:
+        """The ``number``th buffers of the chunks that each memory has."""
+        found = np.full(len(sizes), NOT_THERE)
+        for memory, is_there in homes:
+            chunks = np.flatnonzero(is_there)
+            found[chunks] = draft.buffers(
+                BufferGroup(content, memory, sizes[chunks], chunk=chunks, made_at=1 + _PER_CHUNK * chunks + number)
+            )
+        return found
+
+    staging_bytes = facts.part("staging_bytes")
+    leaving = trained & offloaded
+    parameters = add(
+        Content.PARAMETERS,
+        0,
+        np.where(gathered, facts.part("parameter_bytes"), facts.size_bytes),
+        (Memory.DEVICE, on_device),
+        (Memory.PINNED_HOST, offloaded),
+    )
+    state = add(
+        Content.OPTIMIZER_STATE,
+        1,
+        np.where(gathered, facts.part("state_bytes"), facts.state_bytes),
+        (Memory.DEVICE, trained & on_device),
+        (Memory.HOST, leaving),
+    )
+    reduced = add(
+        Content.REDUCED_GRADIENTS,
+        2,
+        facts.part("gradient_bytes"),
+        (Memory.DEVICE, trained & gathered & on_device),
+    )
+    staging = add(Content.GRADIENTS, 2, staging_bytes, (Memory.PINNED_HOST, leaving))
+    arrivals = np.full(len(leaving), NOT_THERE)
+    if family.step.micro_batches > 1:
+        arrivals = add(Content.ARRIVING_GRADIENTS, 3, staging_bytes, (Memory.PINNED_HOST, leaving))
+    return Homes(parameters, state, np.maximum(reduced, staging), arrivals)

@@ -1,0 +1,279 @@
+"""Where chunks and saved activations lie, when they come to the device and when they go.
+
+See [Note: Steps] and [Note: Ranks] in ``compile.py``.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import numpy as np
+
+from ..schema.schedule import Content, Memory, TaskKind
+from .chunk_facts import Stays
+from .family import Family
+from .homes import Homes
+from .program import NOT_THERE, BufferGroup, Draft, IntArray, Operand, Part, TaskGroup, Work, spread
+from .sections import FullTraining
+
+
+class Residency:
+    """Persistent, sharded and offloaded chunks; activations that stay, and those that swap.
+
+    Shapes: C chunks, D depths, G stays of gathered chunks, M micro-batches, S steps, B blocks that swap.
+    """
+
+    def __init__(self, family: Family, draft: Draft, sections: FullTraining) -> None:
+        self.family = family
+        self.draft = draft
+        self.sections = sections
+        self.stays: Stays = family.facts.stays(family.is_gathered, family.n_buffer, sections.step_block)
+        self.swapped = family.swapped
+        """(B,)"""
+        self._swap_out()
+        self._send_position = self._sent_behind()  # (S,) or (D, S)
+        self._gather_rank, self._fetch_rank = self._ranks()
+        self._gather()
+        self._fetch()
+
+    # -- when things come --------------------------------------------------------------------------------------------
+
+    def _window(self, steps: IntArray) -> IntArray:
+        """(D, n) the step that ends before anything may come for each of ``steps``; below 0 in the iteration before."""
+        return steps - self.family.depths[:, None] - 1
+
+    def _sent_behind(self) -> IntArray:
+        """The position of the compute lane behind which stands what comes for each step; see [Note: Ranks].
+
+        Alone, or where hosts have whole chunks, right before the step.  Where a collective brings a part of it, as soon
+        as its slot and window are open, in the order of the steps.
+        """
+        sections, stays = self.sections, self.stays
+        before = sections.begin_position - 1
+        if not self.family.step.is_sharded:
+            return before
+        steps = np.arange(len(before))
+        freed = np.full(len(before), NOT_THERE)
+        for of_stay in (stays.previous, stays.earlier):
+            has_one = of_stay >= 0
+            np.maximum.at(freed, stays.first_step[has_one], stays.last_step[of_stay[has_one]])
+        # What comes back is sent in the same order, and not before its way out.
+        blocks = np.flatnonzero(self.family.is_swap)
+        back = sections.backward_step(blocks)
+        freed[back] = np.maximum(freed[back], sections.forward_step(blocks))
+        opened = np.maximum(freed, self._window(steps))
+        # Before the end of the first step nothing but what that step needs is sent.
+        behind = np.maximum(np.maximum.accumulate(opened, axis=1), 0)
+        position: IntArray = sections.end_position[behind]
+        position[:, 0] = before[0]
+        return position
+
+    def _ranks(self) -> tuple[IntArray, IntArray]:
+        """The order of all that comes: (G,) of gathers, (M * B,) of what comes back, which comes first to its step."""
+        back = self.sections.backward_step(self.swapped).ravel()
+        steps = np.concatenate([back, self.stays.first_step])
+        ranks = np.empty_like(steps)
+        ranks[np.argsort(steps, kind="stable")] = np.arange(len(steps))
+        return ranks[len(back) :], ranks[: len(back)]
+
+    # -- chunks ------------------------------------------------------------------------------------------------------
+
+    def _gather(self) -> None:
+        """Add the gathers of all stays, their waits, and the buffers that they fill."""
+        stays, facts, sections = self.stays, self.family.facts, self.sections
+        self.gathers: IntArray = np.full(len(stays.chunk), NOT_THERE)
+        """(G,) the task that each gather begins with: a copy, or an all-gather alone."""
+        is_copied = self.family.is_offloaded[stays.chunk]
+        copied, alone = np.flatnonzero(is_copied), np.flatnonzero(~is_copied)
+        self.gathers[copied] = self._coming(TaskKind.GATHER, facts.gather_work, copied)
+        self.gathers[alone] = self._coming(TaskKind.ALL_GATHER, facts.all_gather_work, alone)
+        self.exchanged = copied if self.family.step.is_sharded else copied[:0]
+        """The stays of offloaded chunks of which ranks have parts alone."""
+        self.exchanges = self._coming(TaskKind.ALL_GATHER, facts.all_gather_work, self.exchanged, number=1)
+        """Of these, the all-gathers that follow the copies."""
+        self.draft.wait(self.exchanges, self.gathers[self.exchanged])
+        arrivals = self.gathers.copy()
+        arrivals[self.exchanged] = self.exchanges
+        self.draft.wait(sections.step_begin[stays.first_step], arrivals)
+        self._wait_for_room()
+        self.buffers = self.draft.buffers(
+            BufferGroup(
+                Content.PARAMETERS,
+                Memory.DEVICE,
+                facts.part("gathered_bytes")[stays.chunk],
+                chunk=stays.chunk,
+                micro_batch=self._micro_batch_of(stays.first_step),
+                slot=stays.slot,
+                made_by=self.gathers,
+                freed_by=sections.step_end[stays.last_step],
+                freed_at=Operand.RELEASED.at(np.arange(len(stays.chunk))),
+            )
+        )
+        """(G,)"""
+
+    def _coming(self, kind: TaskKind, work: Work, stays: IntArray, *, number: int = 0) -> IntArray:
+        """Add the ``number``th task of these stays' gathers."""
+        steps, chunks = self.stays.first_step[stays], self.stays.chunk[stays]
+        return self.draft.tasks(
+            TaskGroup(
+                kind,
+                self._send_position[..., steps],
+                Part.COMES,
+                work,
+                chunks,
+                within=2 * self._gather_rank[stays] + number,
+                chunk=chunks,
+                micro_batch=self._micro_batch_of(steps),
+            )
+        )
+
+    def _micro_batch_of(self, steps: IntArray) -> IntArray:
+        found: IntArray = steps // (2 * self.sections.num_blocks)
+        return found
+
+    def _wait_for_room(self) -> None:
+        """A gather waits for its slot, for its chunk's stay before, and for its window."""
+        stays, step_end, wait = self.stays, self.sections.step_end, self.draft.wait
+        for before in (stays.previous, stays.earlier):
+            of_stay = np.flatnonzero(before >= 0)
+            wait(self.gathers[of_stay], step_end[stays.last_step[before[of_stay]]])
+        first = np.flatnonzero(stays.previous < 0)
+        wait(self.gathers[first], step_end[stays.last_step[stays.last_in_slot[first]]], is_previous=True)
+        self._wait_for_window(self.gathers, stays.first_step)
+        window = self._window(stays.first_step)
+        early = np.flatnonzero(window.min(axis=0, initial=0) < 0)
+        # Not more than an iteration ahead, however deep the prefetch.
+        ahead = step_end[np.clip(window[:, early] + len(step_end), 0, len(step_end) - 1)]
+        wait(self.gathers[early], np.where(window[:, early] < 0, ahead, NOT_THERE), is_previous=True)
+
+    def _wait_for_window(self, tasks: IntArray, steps: IntArray) -> None:
+        window = self._window(steps)
+        self.draft.wait(tasks, np.where(window >= 0, self.sections.step_end[np.maximum(window, 0)], NOT_THERE))
+
+    def follow(self, stepped_by: IntArray) -> None:
+        """Let the first gather of every chunk wait for what stepped it in the previous iteration.
+
+        ``stepped_by``: (C,) tasks; ``NOT_THERE`` where nothing does: then it waits for the end of the last stay.
+        """
+        stays = self.stays
+        first = np.flatnonzero(stays.earlier < 0)
+        stepped = stepped_by[stays.chunk[first]]
+        gone = self.sections.step_end[stays.last_step[stays.latest[first]]]
+        self.draft.wait(self.gathers[first], np.where(stepped >= 0, stepped, gone), is_previous=True)
+
+    # -- activations -------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _swap_work(self) -> Work:
+        """By block."""
+        return Work(moved_bytes=self.family.swappable_bytes)
+
+    def _swap_out(self) -> None:
+        """Add the ways out of what blocks swap, behind their forward."""
+        sections, swapped = self.sections, self.swapped
+        steps = sections.forward_step(swapped)  # (M, B)
+        self._swap_facts = {
+            "section": spread(swapped, steps.shape),
+            "micro_batch": spread(sections.micro_batch, steps.shape),
+        }
+        forwards = sections.step_end[steps].ravel()
+        self.offloads = self.draft.tasks(
+            TaskGroup(
+                TaskKind.ACTIVATION_OFFLOAD,
+                sections.end_position[steps].ravel(),
+                Part.LEAVES,
+                self._swap_work,
+                self._swap_facts["section"],
+                **self._swap_facts,
+            )
+        )
+        """(M * B,)"""
+        self.draft.wait(self.offloads, forwards)
+        over = steps.ravel() + self.family.depths[:, None] + 1
+        later = np.where(over < len(sections.step_begin), over, 0)
+        waiting = np.where(over < len(sections.step_begin), sections.step_begin[later], NOT_THERE)
+        self.draft.wait(waiting, self.offloads)
+        self.saved = self._swap_buffers(forwards, self.offloads, Operand.SWAPPED)
+
+    def _fetch(self) -> None:
+        """Add their ways back, ahead of their backward."""
+        sections = self.sections
+        steps = sections.backward_step(self.swapped).ravel()
+        self.fetches = self.draft.tasks(
+            TaskGroup(
+                TaskKind.ACTIVATION_FETCH,
+                self._send_position[..., steps],
+                Part.COMES,
+                self._swap_work,
+                self._swap_facts["section"],
+                within=2 * self._fetch_rank,
+                **self._swap_facts,
+            )
+        )
+        """(M * B,)"""
+        self.draft.wait(self.fetches, self.offloads)
+        self._wait_for_window(self.fetches, steps)
+        self.draft.wait(sections.step_begin[steps], self.fetches)
+        self.fetched = self._swap_buffers(self.fetches, sections.step_end[steps], Operand.SWAPPED)
+
+    def _swap_buffers(self, made_by: IntArray, freed_by: IntArray, place: Operand) -> IntArray:
+        sizes = self.family.swappable_bytes[self._swap_facts["section"]]
+        return self.draft.buffers(
+            BufferGroup(
+                Content.SWAPPED,
+                Memory.DEVICE,
+                sizes,
+                **self._swap_facts,
+                made_by=made_by,
+                made_at=place.at(),
+                freed_by=freed_by,
+                freed_at=place.at(),
+            )
+        )
+
+    # -- one plan ----------------------------------------------------------------------------------------------------
+
+    def wire(self, homes: Homes) -> None:
+        """Add the hosts' buffers of what swaps, and what tasks read and write, in the family's one plan."""
+        draft, stays = self.draft, self.stays
+        draft.read(self.gathers, homes.parameters[stays.chunk], 0)
+        draft.read(self.exchanges, self.buffers[self.exchanged], 0)
+        draft.update(self.exchanges, self.buffers[self.exchanged], 0)
+        at_home = np.full(self.sections.num_blocks, NOT_THERE)
+        at_home[self.swapped] = draft.buffers(
+            BufferGroup(
+                Content.SWAPPED,
+                Memory.PINNED_HOST,
+                self.family.swappable_bytes[self.swapped],
+                section=self.swapped,
+                made_at=Operand.SWAPPED.at(self.swapped),
+            )
+        )
+        blocks = self._swap_facts["section"]
+        draft.read(self.offloads, self.saved, 0)
+        draft.update(self.offloads, at_home[blocks], 0)
+        draft.read(self.fetches, at_home[blocks], 0)
+        draft.read(self.sections.backward_of(self.swapped).ravel(), self.fetched, Operand.SWAPPED.at())
+        self._read_parameters(homes)
+
+    def _read_parameters(self, homes: Homes) -> None:
+        """Every compute task reads the chunks of its section, those of no block at both ends of the micro-batch."""
+        draft, sections, stays = self.draft, self.sections, self.stays
+        blocks, chunks, places = self.family.facts.uses
+        num_steps = len(sections.step_begin)
+        # The stay of each chunk at each step: the latest that has begun.
+        begins = stays.chunk * num_steps + stays.first_step
+        by_chunk = np.argsort(begins)
+        for steps, tasks in (
+            (sections.forward_step(blocks), (sections.forwards[:, 1 + blocks],)),
+            (sections.backward_step(blocks), (sections.recomputations[:, blocks], sections.backward_of(blocks))),
+        ):
+            number = np.searchsorted(begins[by_chunk], chunks * num_steps + steps, side="right") - 1
+            where = spread(homes.parameters[chunks], steps.shape).reshape(steps.shape)
+            gathered = self.family.is_gathered[chunks]
+            where[:, gathered] = self.buffers[by_chunk[number[:, gathered]]]
+            for of_steps in tasks:
+                draft.read(of_steps, where, Operand.PARAMETERS.at(places))
+        unowned = np.flatnonzero(~self.family.facts.is_owned)
+        outside = np.concatenate([sections.forwards[:, [0, -1]], sections.backwards[:, [0, -1]]], axis=None)
+        draft.read(outside[:, None], homes.parameters[unowned], Operand.PARAMETERS.at(unowned))

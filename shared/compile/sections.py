@@ -1,0 +1,246 @@
+"""The section program of full training: what computes, in which order ([Note: Steps] in ``compile.py``)."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..schema.schedule import Content, Memory, TaskKind
+from ..schema.workload import BlockProfile, Phase
+from .activation_levels import ActivationAccount
+from .family import Family
+from .positions import Positions
+from .program import NOT_THERE, BufferGroup, Draft, IntArray, Operand, Part, PhaseWork, TaskGroup, spread
+
+_PROLOGUE_FORWARD, _EPILOGUE_FORWARD, _EPILOGUE_BACKWARD, _PROLOGUE_BACKWARD, _PROFILES = range(5)
+"""Rows of the work of compute tasks."""
+_FORWARD, _CHECKPOINT_FORWARD, _RECOMPUTE, _BACKWARD, _CHECKPOINT_BACKWARD, _PER_PROFILE = range(6)
+"""Rows of each profile, after those."""
+
+
+class FullTraining:
+    """Forward of all sections, then backward of all, micro-batch by micro-batch.
+
+    Shapes: n blocks, M micro-batches, S steps.
+    """
+
+    def __init__(self, family: Family, draft: Draft) -> None:
+        self.family = family
+        self.draft = draft
+        num_blocks, micro_batches = family.workload.num_blocks, family.step.micro_batches
+        self.num_blocks = num_blocks
+        self.micro_batch: IntArray = np.arange(micro_batches)[:, None]
+        """(M, 1)"""
+        self._blocks = np.arange(num_blocks)
+        positions = self.positions = Positions(num_blocks, micro_batches)
+        self.step_block: IntArray = np.tile(np.concatenate([self._blocks, self._blocks[::-1]]), micro_batches)
+        """(S,)"""
+        steps = np.arange(positions.num_steps)
+        self.begin_position = positions.step_begin(steps)
+        """(S,) where the first task of each step stands."""
+        self.end_position = positions.step_end(steps)
+        """(S,) where the last one stands."""
+        self.forwards, self.recomputations, self.backwards = self._add_tasks()
+        """(M, n + 2) of the prologue, of blocks and of the epilogue; (M, n) of blocks; (M, n + 2) of the epilogue, of
+        blocks from the last on, and of the prologue."""
+        end = np.concatenate([self.forwards[:, 1:-1], self.backwards[:, 1:-1]], axis=1)
+        self.step_end: IntArray = end.ravel()
+        """(S,) the last task of each step."""
+        begin = np.concatenate([self.forwards[:, 1:-1], self.recomputations[:, ::-1]], axis=1)
+        self.step_begin: IntArray = begin.ravel()
+        """(S,) the first task of each step, whether the plan has it or not."""
+
+    def forward_step(self, block: IntArray) -> IntArray:
+        """(M, ...) the forward step of each block."""
+        return 2 * self.num_blocks * self.micro_batch + block
+
+    def backward_step(self, block: IntArray) -> IntArray:
+        """(M, ...) the backward step of each block."""
+        return 2 * self.num_blocks * self.micro_batch + (2 * self.num_blocks - 1 - block)
+
+    def backward_of(self, block: IntArray) -> IntArray:
+        """(M, ...) the backward of each block."""
+        return self.backwards[:, self.num_blocks - block]
+
+    # -- tasks -------------------------------------------------------------------------------------------------------
+
+    def _add_tasks(self) -> tuple[IntArray, IntArray, IntArray]:
+        """Add all compute tasks but device Adam; a recomputation for every block, with no row where it has none."""
+        num_blocks, blocks, is_checkpoint = self.num_blocks, self._blocks, self.family.is_checkpoint
+        prologue, epilogue = num_blocks, num_blocks + 1
+        work = PhaseWork(self._phases())
+        of_profile = _PROFILES + _PER_PROFILE * np.array([block.profile for block in self.family.workload.blocks])
+        num_rows = len(is_checkpoint)
+
+        def around(first: int, rows: IntArray, last: int) -> IntArray:
+            """(K, n + 2) rows of blocks, and of the sections around them."""
+            ends = (np.full((num_rows, 1), row) for row in (first, last))
+            return np.concatenate([next(ends), rows, next(ends)], axis=1)
+
+        def add(kind: TaskKind, places: IntArray, section: IntArray, rows: IntArray) -> IntArray:
+            """(M, tasks) these tasks of one micro-batch, in every one."""
+            shape = (len(self.micro_batch), len(places))
+            group = TaskGroup(
+                kind,
+                (self.positions.micro_length * self.micro_batch + places).ravel(),
+                Part.RUNS,
+                work,
+                np.tile(rows, len(self.micro_batch)),
+                section=spread(section, shape),
+                micro_batch=spread(self.micro_batch, shape),
+            )
+            return self.draft.tasks(group).reshape(shape)
+
+        at_backward = self.positions.backward(blocks)
+        forward = of_profile + np.where(is_checkpoint, _CHECKPOINT_FORWARD, _FORWARD)
+        backward = of_profile + np.where(is_checkpoint, _CHECKPOINT_BACKWARD, _BACKWARD)
+        return (
+            add(
+                TaskKind.FORWARD,
+                np.arange(num_blocks + 2),
+                np.concatenate([[prologue], blocks, [epilogue]]),
+                around(_PROLOGUE_FORWARD, forward, _EPILOGUE_FORWARD),
+            ),
+            add(
+                TaskKind.RECOMPUTE,
+                at_backward - 1,
+                blocks,
+                np.where(is_checkpoint, of_profile + _RECOMPUTE, NOT_THERE),
+            ),
+            add(
+                TaskKind.BACKWARD,
+                np.concatenate([[num_blocks + 2], at_backward[::-1], [3 * num_blocks + 3]]),
+                np.concatenate([[epilogue], blocks[::-1], [prologue]]),
+                around(_EPILOGUE_BACKWARD, backward[:, ::-1], _PROLOGUE_BACKWARD),
+            ),
+        )
+
+    def _phases(self) -> tuple[Phase, ...]:
+        """Of the sections outside the blocks, then of every profile."""
+        workload = self.family.workload
+        return (
+            workload.prologue_forward,
+            workload.epilogue_forward,
+            workload.epilogue_backward,
+            workload.prologue_backward,
+            *(phase for profile in workload.profiles for phase in _phases_of(profile)),
+        )
+
+    # -- one plan ----------------------------------------------------------------------------------------------------
+
+    def wire(self, device_adam: IntArray) -> IntArray:
+        """Add what sections leave for others in the family's one plan, who uses it, and the phases.
+
+        Gives what is left for ``device_adam``, (1,): the (M,) gradients outside every block.
+        """
+        family, num_blocks = self.family, self.num_blocks
+        account = ActivationAccount(family.workload, family.is_checkpoint, family.is_swap[None])
+        is_checkpoint = family.is_checkpoint[0]
+        found, kinds = account.micro_batches(len(self.micro_batch))
+        back = self.backwards[:, ::-1]  # of the prologue, of blocks, and of the epilogue
+        handed_bytes = np.stack([one.handed[0] for one in found])[kinds]
+        prologue_bytes = max(0, family.workload.prologue_forward.net_bytes)
+        outputs = self._buffers(
+            Content.OUTPUT,
+            np.append(prologue_bytes, account.outputs[0]),
+            np.append(num_blocks, self._blocks),
+            (self.forwards[:, :-1], Operand.INPUT),
+            # The first block's input is the prologue's output, which the prologue's backward needs.
+            (np.concatenate([back[:, :1], back[:, 2:]], axis=1), Operand.INPUT),
+        )
+        recomputed_bytes = np.maximum(0, account.recomputed[0])
+        saving = np.where(is_checkpoint, self.recomputations, self.forwards[:, 1:-1])
+        saved = self._buffers(
+            Content.ACTIVATIONS,
+            np.append(
+                np.where(is_checkpoint, recomputed_bytes, account.saved[0]), np.maximum(0, account.epilogue_forward)
+            ),
+            np.append(self._blocks, num_blocks + 1),
+            (np.concatenate([saving, self.forwards[:, -1:]], axis=1), Operand.SAVED),
+            (back[:, 1:], Operand.CONSUMED),
+        )
+        taking = np.concatenate([self.backwards[:, 1:], spread(device_adam, self.micro_batch.shape)[:, None]], axis=1)
+        handed = self._buffers(
+            Content.INCOMING_GRADIENT,
+            handed_bytes,
+            np.concatenate([[num_blocks + 1], self._blocks[::-1], [num_blocks]]),
+            (self.backwards, Operand.HANDED),
+            (taking, Operand.HANDED),
+        )
+        self._read(outputs, saved, handed)
+        self._state_phases(account)
+        return handed[:, -1]
+
+    def _buffers(
+        self,
+        content: Content,
+        size_bytes: IntArray,
+        section: IntArray,
+        made: tuple[IntArray, Operand],
+        freed: tuple[IntArray, Operand],
+    ) -> IntArray:
+        """(M, n') buffers of sections in every micro-batch, with the tasks that make and free them."""
+        shape = made[0].shape
+        group = BufferGroup(
+            content,
+            Memory.DEVICE,
+            spread(size_bytes, shape),
+            section=spread(section, shape),
+            micro_batch=spread(self.micro_batch, shape),
+            made_by=made[0].ravel(),
+            made_at=made[1].at(),
+            freed_by=freed[0].ravel(),
+            freed_at=freed[1].at(spread(self.micro_batch, shape)),
+        )
+        return self.draft.buffers(group).reshape(shape)
+
+    def _read(self, outputs: IntArray, saved: IntArray, handed: IntArray) -> None:
+        """(M, n + 1) outputs of the prologue and blocks; (M, n + 1) what blocks and the epilogue saved; (M, n + 2)."""
+        read, back = self.draft.read, self.backwards[:, ::-1]
+        read(self.forwards[:, 1:], outputs, Operand.INPUT.at())
+        read(back[:, 1:], outputs, Operand.INPUT.at())
+        read(back[:, :1], outputs[:, :1], Operand.INPUT.at())
+        recomputed = np.flatnonzero(self.family.is_checkpoint[0])
+        read(self.recomputations[:, recomputed], outputs[:, recomputed], Operand.INPUT.at())
+        read(back[:, 1:-1], saved[:, :-1], Operand.SAVED.at())
+        read(back[:, -1:], saved[:, -1:], Operand.CONSUMED.at())
+        read(self.backwards[:, 1:], handed[:, :-1], Operand.HANDED.at())
+        # The prologue's backward adds to what it has left of the first micro-batch.
+        read(back[1:, 0], handed[:1, -1], Operand.GRADIENTS.at())
+        self.draft.update(back[1:, 0], handed[:1, -1], Operand.GRADIENTS.at())
+
+    def _state_phases(self, account: ActivationAccount) -> None:
+        """The phase of every task, with what shared inputs change in it."""
+        workload, profiles = self.family.workload, account.profiles
+        is_checkpoint = self.family.is_checkpoint[0].tolist()
+        shared = account.shared
+        held, later, now = (of[0].tolist() for of in (shared.let_go_later, shared.freed_later, shared.freed_now))
+        forwards = [workload.prologue_forward]
+        backwards = []
+        for block, (profile, again) in enumerate(zip(profiles, is_checkpoint, strict=True)):
+            forward, backward = profile.checkpoint_forward if again else profile.forward, profile.backward
+            forwards.append(forward.with_shared(held_bytes=held[block]))
+            backward = profile.checkpoint_backward if again else backward
+            backwards.append(backward.with_shared(held_bytes=later[block], freed_bytes=now[block]))
+        forwards.append(workload.epilogue_forward.with_shared(held_bytes=held[-1]))
+        backwards = [workload.epilogue_backward, *backwards[::-1], workload.prologue_backward]
+        is_new = [False, *self.family.has_new_gradients[::-1].tolist(), False]
+        adding = [phase if new else phase.adding for phase, new in zip(backwards, is_new, strict=True)]
+        phases = self.draft.phases
+        for micro_batch, (of_forward, of_backward) in enumerate(
+            zip(self.forwards.tolist(), self.backwards.tolist(), strict=True)
+        ):
+            phases.update(zip(of_forward, forwards, strict=True))
+            phases.update(zip(of_backward, adding if micro_batch else backwards, strict=True))
+        for row in self.recomputations.tolist():
+            phases.update(zip(row, (profile.recompute for profile in profiles), strict=True))
+
+
+def _phases_of(profile: BlockProfile) -> tuple[Phase, ...]:
+    """In the order of their rows."""
+    return (
+        profile.forward,
+        profile.checkpoint_forward,
+        profile.recompute,
+        profile.backward,
+        profile.checkpoint_backward,
+    )
