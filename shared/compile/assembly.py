@@ -49,10 +49,10 @@ def heirs(order: IntArray, lanes: IntArray, is_there: BoolArray) -> IntArray:
     return heir
 
 
-def is_there(draft: Draft, row: int = 0) -> BoolArray:
-    """(N,) whether the plan with the modes of ``row`` has each task."""
+def is_there(draft: Draft, is_checkpoint: BoolArray) -> BoolArray:
+    """(N,) whether a plan has each task; (n,) the blocks that it checkpoints."""
     found = np.ones(draft.num_tasks, dtype=np.bool_)
     for ids, group in draft.groups:
-        if group.rows.ndim > 1:
-            found[ids] = group.rows[row] != NOT_THERE
+        if group.checkpointed is not None:
+            found[ids] = group.rows_in(is_checkpoint[None])[0] != NOT_THERE
     return found

@@ -9,6 +9,7 @@ from typing import Final, Self
 
 import numpy as np
 
+from ..layout.adam_memory import narrow_peak_bytes, wide_gradient_bytes, widened_part_bytes
 from ..layout.layout import Layout
 from ..layout.shards import rank_part, stepped_bytes
 from ..layout.slots import Stay, Uses, assign_slots
@@ -205,6 +206,32 @@ class ChunkFacts:
         """(C,) memory traffic of stepping a rank's part, scaled gradients included."""
         stepped: IntArray = self.part("stepped_bytes") + self._num_scalings * self.part("gradient_bytes")
         return stepped
+
+    # -- device Adam -------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _widening(self) -> tuple[IntArray, IntArray, IntArray, IntArray]:
+        """(C,) each: see [Note: Steps of device Adam] in ``shared/layout/adam_memory.py``.
+
+        The most that stepping the narrow parameters adds, their gradients, those of the others, and the most that
+        stepping a rank's part adds.
+        """
+        chunks, parameters, num_ranks = self.layout.chunks, self.parameters, self.step.num_ranks
+        narrow = [narrow_peak_bytes(chunk, parameters) for chunk in chunks]
+        part = (widened_part_bytes(chunk, parameters, num_ranks) if self.step.is_sharded else 0 for chunk in chunks)
+        return (
+            integers(peak for peak, _ in narrow),
+            integers(dropped for _, dropped in narrow),
+            integers(wide_gradient_bytes(chunk, parameters) for chunk in chunks),
+            integers(part),
+        )
+
+    def widened_bytes(self, whole: IntArray, parts: IntArray) -> int:
+        """The most that device Adam of ``whole`` chunks, ascending, and of parts of others adds to the level before."""
+        peak, narrow, wide, of_part = self._widening
+        before = wide[whole].sum() + narrow[whole].cumsum() - narrow[whole]
+        highest = int((peak[whole] - before).max(initial=0))
+        return max(highest, int(of_part[parts].max(initial=0) - wide[whole].sum() - narrow[whole].sum()))
 
     # -- blocks and chunks -------------------------------------------------------------------------------------------
 

@@ -84,8 +84,8 @@ def compile_schedule(plan: Plan, workload: Workload, layout: Layout | None = Non
     if layout is None:
         layout = build_layout(workload.parameters, num_blocks=workload.num_blocks, chunk_bytes=plan.chunk_bytes)
     check_layout(layout, plan, workload)
-    draft = drafted(family_of(plan, workload, layout), with_operands=True)
-    tasks, buffers = tasks_and_buffers(draft, workload.num_blocks)
+    family = family_of(plan, workload, layout)
+    tasks, buffers = tasks_and_buffers(drafted(family, with_operands=True), family)
     return Schedule(
         plan_id=plan.identity,
         tasks=tasks,
@@ -109,6 +109,7 @@ def drafted(family: Family, *, with_operands: bool = False) -> Draft:
     residency = Residency(family, draft, sections)
     updates = Updates(family, draft, sections)
     residency.follow(updates.stepped_by)
+    draft.at_end_bytes = updates.widened_bytes
     if with_operands:
         homes = add_homes(family, draft)
         left_over = sections.wire(updates.device_adam)

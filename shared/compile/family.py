@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeVar
 
 import numpy as np
 
@@ -11,7 +13,9 @@ from ..layout.layout import Layout
 from ..schema.plan import ActivationMode, Plan
 from ..schema.workload import Workload
 from .chunk_facts import ChunkFacts, StepKnobs
-from .program import BoolArray, IntArray
+from .program import BoolArray, IntArray, Work
+
+Kept = TypeVar("Kept")
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,10 +50,24 @@ class Family:
         """Its chunks."""
         return self.facts.layout
 
-    @cached_property
+    def once(self, make: Callable[[Workload], Kept]) -> Kept:
+        """What ``make`` gives of the workload; made once for all families of the layout."""
+        key = (make, id(self.workload))
+        if key not in self.layout.derived:
+            # The workload is kept, so that nothing else gets its ``id``.
+            self.layout.derived[key] = self.workload, make(self.workload)
+        found: Kept = self.layout.derived[key][1]
+        return found
+
+    @property
+    def swap_work(self) -> Work:
+        """By block: the copy of what it moves in mode SWAP."""
+        return self.once(_swap_work)
+
+    @property
     def swappable_bytes(self) -> IntArray:
         """(n,) what each block moves in mode SWAP."""
-        return np.array([self.workload.profile_of(block).swappable_bytes for block in range(self.workload.num_blocks)])
+        return np.asarray(self.swap_work.moved_bytes)
 
     @cached_property
     def swapped(self) -> IntArray:
@@ -63,6 +81,11 @@ class Family:
         has_new = np.zeros(self.workload.num_blocks, dtype=np.bool_)
         has_new[blocks[self.is_gathered[chunks]]] = True
         return has_new
+
+
+def _swap_work(workload: Workload) -> Work:
+    blocks = range(workload.num_blocks)
+    return Work(moved_bytes=np.array([workload.profile_of(block).swappable_bytes for block in blocks], dtype=np.int64))
 
 
 def family_of(plan: Plan, workload: Workload, layout: Layout) -> Family:

@@ -27,6 +27,13 @@ class Homes:
     """Where the gradients of later micro-batches arrive, if there are any."""
 
 
+def static_bytes(family: Family, memory: Memory) -> int:
+    """Bytes of ``memory`` that are there for good, what swaps left out."""
+    draft = Draft()
+    add_homes(family, draft)
+    return sum(int(group.size_bytes.sum()) for _, group in draft.buffer_groups if group.memory is memory)
+
+
 def add_homes(family: Family, draft: Draft) -> Homes:
     """Add the buffers of all chunks, chunk by chunk, behind module buffers and the batch."""
     facts, gathered, offloaded = family.facts, family.is_gathered, family.is_offloaded

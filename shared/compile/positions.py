@@ -58,6 +58,12 @@ class Positions:
         """The position of the prologue's last backward, behind which no other section runs."""
         return self.length - 2
 
+    @cached_property
+    def step_block(self) -> IntArray:
+        """(S,) the block of each step."""
+        blocks = np.arange(self.num_blocks)
+        return np.tile(np.concatenate([blocks, blocks[::-1]]), self.micro_batches)
+
     def forward(self, block: IntArray, micro_batch: int | IntArray = 0) -> IntArray:
         """The forward of each block."""
         return self.micro_length * micro_batch + 1 + block

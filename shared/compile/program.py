@@ -6,9 +6,9 @@ is another one: a compute task stands at its position in the compute lane, and e
 with what leaves there or with what comes after that (``Part``).  All lanes keep the one order.
 
 [Note: Family axes]
-Shapes: D prefetch depths, K choices of activation modes, n tasks of a group.  Positions and waits may be (D, n); where
-all depths agree, they are (n,).  ``NOT_THERE`` stands for no task, no chunk, no section, and for the row of a task that
-a choice of modes does not have.
+Shapes: D prefetch depths, n tasks of a group.  Positions and waits may be (D, n); they are (n,) where all depths agree.
+Of the choices of activation modes a draft knows no number: a task depends on the mode of its own block alone.
+``NOT_THERE`` stands for no task, no chunk, no section, and for the row of a task that a plan does not have.
 """
 
 from __future__ import annotations
@@ -91,13 +91,23 @@ class TaskGroup:
     part: Part
     work: Work | PhaseWork
     rows: IntArray
-    """(n,) of ``work``; or (K, n)."""
+    """(n,) of ``work``."""
+    checkpointed: IntArray | None = None
+    """(n,) the rows where the block of the task's section is in mode CHECKPOINT, if they are others then."""
     within: Integers = 0
     """(n,) the order among tasks at the same part of a position."""
     chunk: Integers = NOT_THERE
     section: Integers = NOT_THERE
     """A number of ``sections_by_number``."""
     micro_batch: Integers = 0
+
+    def rows_in(self, is_checkpoint: BoolArray) -> IntArray:
+        """(K, n) the rows under K choices of modes: (K, blocks) those that are checkpointed."""
+        if self.checkpointed is None:
+            return np.tile(self.rows, (len(is_checkpoint), 1))
+        outside = np.zeros((len(is_checkpoint), 2), dtype=np.bool_)
+        again = np.concatenate([is_checkpoint, outside], axis=1)[:, self.section]
+        return np.where(again, self.checkpointed, self.rows)
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,6 +127,8 @@ class BufferGroup:
     """The place among what the task makes; of buffers that are there for good, the place among these."""
     freed_by: IntArray | None = None
     freed_at: Integers = 0
+    replaces: Integers = NOT_THERE
+    """The buffers that are gone before these come, though both may reach for the same compute task: they count once."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,12 +163,14 @@ class Draft:
         """What is written and was there before."""
         self.phases: dict[int, Phase] = {}
         """By task."""
+        self.at_end_bytes = 0
+        """The most that the last task adds to the level before."""
         self.num_tasks = 0
         self.num_buffers = 0
 
     def tasks(self, group: TaskGroup) -> IntArray:
         """Add a group of tasks; gives their ids, (n,)."""
-        ids = np.arange(self.num_tasks, self.num_tasks + group.rows.shape[-1])
+        ids = np.arange(self.num_tasks, self.num_tasks + len(group.rows))
         self.num_tasks += len(ids)
         if len(ids):
             self.groups.append((ids, group))

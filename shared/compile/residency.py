@@ -5,15 +5,13 @@ See [Note: Steps] and [Note: Ranks] in ``compile.py``.
 
 from __future__ import annotations
 
-from functools import cached_property
-
 import numpy as np
 
 from ..schema.schedule import Content, Memory, TaskKind
 from .chunk_facts import Stays
 from .family import Family
 from .homes import Homes
-from .program import NOT_THERE, BufferGroup, Draft, IntArray, Operand, Part, TaskGroup, Work, spread
+from .program import NOT_THERE, BufferGroup, Draft, IntArray, Integers, Operand, Part, TaskGroup, Work, spread
 from .sections import FullTraining
 
 
@@ -163,11 +161,6 @@ class Residency:
 
     # -- activations -------------------------------------------------------------------------------------------------
 
-    @cached_property
-    def _swap_work(self) -> Work:
-        """By block."""
-        return Work(moved_bytes=self.family.swappable_bytes)
-
     def _swap_out(self) -> None:
         """Add the ways out of what blocks swap, behind their forward."""
         sections, swapped = self.sections, self.swapped
@@ -182,7 +175,7 @@ class Residency:
                 TaskKind.ACTIVATION_OFFLOAD,
                 sections.end_position[steps].ravel(),
                 Part.LEAVES,
-                self._swap_work,
+                self.family.swap_work,
                 self._swap_facts["section"],
                 **self._swap_facts,
             )
@@ -193,7 +186,7 @@ class Residency:
         later = np.where(over < len(sections.step_begin), over, 0)
         waiting = np.where(over < len(sections.step_begin), sections.step_begin[later], NOT_THERE)
         self.draft.wait(waiting, self.offloads)
-        self.saved = self._swap_buffers(forwards, self.offloads, Operand.SWAPPED)
+        self.saved = self._swap_buffers(forwards, self.offloads)
 
     def _fetch(self) -> None:
         """Add their ways back, ahead of their backward."""
@@ -204,7 +197,7 @@ class Residency:
                 TaskKind.ACTIVATION_FETCH,
                 self._send_position[..., steps],
                 Part.COMES,
-                self._swap_work,
+                self.family.swap_work,
                 self._swap_facts["section"],
                 within=2 * self._fetch_rank,
                 **self._swap_facts,
@@ -214,9 +207,9 @@ class Residency:
         self.draft.wait(self.fetches, self.offloads)
         self._wait_for_window(self.fetches, steps)
         self.draft.wait(sections.step_begin[steps], self.fetches)
-        self.fetched = self._swap_buffers(self.fetches, sections.step_end[steps], Operand.SWAPPED)
+        self.fetched = self._swap_buffers(self.fetches, sections.step_end[steps], replaces=self.saved)
 
-    def _swap_buffers(self, made_by: IntArray, freed_by: IntArray, place: Operand) -> IntArray:
+    def _swap_buffers(self, made_by: IntArray, freed_by: IntArray, replaces: Integers = NOT_THERE) -> IntArray:
         sizes = self.family.swappable_bytes[self._swap_facts["section"]]
         return self.draft.buffers(
             BufferGroup(
@@ -225,9 +218,10 @@ class Residency:
                 sizes,
                 **self._swap_facts,
                 made_by=made_by,
-                made_at=place.at(),
+                made_at=Operand.SWAPPED.at(),
                 freed_by=freed_by,
-                freed_at=place.at(),
+                freed_at=Operand.SWAPPED.at(),
+                replaces=replaces,
             )
         )
 

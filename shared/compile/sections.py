@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..schema.schedule import Content, Memory, TaskKind
-from ..schema.workload import BlockProfile, Phase
+from ..schema.workload import BlockProfile, Phase, Workload
 from .activation_levels import ActivationAccount
 from .family import Family
 from .positions import Positions
@@ -32,7 +32,7 @@ class FullTraining:
         """(M, 1)"""
         self._blocks = np.arange(num_blocks)
         positions = self.positions = Positions(num_blocks, micro_batches)
-        self.step_block: IntArray = np.tile(np.concatenate([self._blocks, self._blocks[::-1]]), micro_batches)
+        self.step_block = positions.step_block
         """(S,)"""
         steps = np.arange(positions.num_steps)
         self.begin_position = positions.step_begin(steps)
@@ -65,65 +65,50 @@ class FullTraining:
 
     def _add_tasks(self) -> tuple[IntArray, IntArray, IntArray]:
         """Add all compute tasks but device Adam; a recomputation for every block, with no row where it has none."""
-        num_blocks, blocks, is_checkpoint = self.num_blocks, self._blocks, self.family.is_checkpoint
+        num_blocks, blocks = self.num_blocks, self._blocks
         prologue, epilogue = num_blocks, num_blocks + 1
-        work = PhaseWork(self._phases())
         of_profile = _PROFILES + _PER_PROFILE * np.array([block.profile for block in self.family.workload.blocks])
-        num_rows = len(is_checkpoint)
-
-        def around(first: int, rows: IntArray, last: int) -> IntArray:
-            """(K, n + 2) rows of blocks, and of the sections around them."""
-            ends = (np.full((num_rows, 1), row) for row in (first, last))
-            return np.concatenate([next(ends), rows, next(ends)], axis=1)
-
-        def add(kind: TaskKind, places: IntArray, section: IntArray, rows: IntArray) -> IntArray:
-            """(M, tasks) these tasks of one micro-batch, in every one."""
-            shape = (len(self.micro_batch), len(places))
-            group = TaskGroup(
-                kind,
-                (self.positions.micro_length * self.micro_batch + places).ravel(),
-                Part.RUNS,
-                work,
-                np.tile(rows, len(self.micro_batch)),
-                section=spread(section, shape),
-                micro_batch=spread(self.micro_batch, shape),
-            )
-            return self.draft.tasks(group).reshape(shape)
-
         at_backward = self.positions.backward(blocks)
-        forward = of_profile + np.where(is_checkpoint, _CHECKPOINT_FORWARD, _FORWARD)
-        backward = of_profile + np.where(is_checkpoint, _CHECKPOINT_BACKWARD, _BACKWARD)
-        return (
-            add(
-                TaskKind.FORWARD,
-                np.arange(num_blocks + 2),
-                np.concatenate([[prologue], blocks, [epilogue]]),
-                around(_PROLOGUE_FORWARD, forward, _EPILOGUE_FORWARD),
-            ),
-            add(
-                TaskKind.RECOMPUTE,
-                at_backward - 1,
-                blocks,
-                np.where(is_checkpoint, of_profile + _RECOMPUTE, NOT_THERE),
-            ),
-            add(
-                TaskKind.BACKWARD,
-                np.concatenate([[num_blocks + 2], at_backward[::-1], [3 * num_blocks + 3]]),
-                np.concatenate([[epilogue], blocks[::-1], [prologue]]),
-                around(_EPILOGUE_BACKWARD, backward[:, ::-1], _PROLOGUE_BACKWARD),
-            ),
-        )
 
-    def _phases(self) -> tuple[Phase, ...]:
-        """Of the sections outside the blocks, then of every profile."""
-        workload = self.family.workload
-        return (
-            workload.prologue_forward,
-            workload.epilogue_forward,
-            workload.epilogue_backward,
-            workload.prologue_backward,
-            *(phase for profile in workload.profiles for phase in _phases_of(profile)),
+        def around(first: int, of_blocks: IntArray, last: int) -> IntArray:
+            """(n + 2,) values of blocks, and of the sections around them."""
+            return np.concatenate([[first], of_blocks, [last]])
+
+        forwards = self._in_every_micro_batch(
+            TaskKind.FORWARD,
+            np.arange(num_blocks + 2),
+            around(prologue, blocks, epilogue),
+            around(_PROLOGUE_FORWARD, of_profile + _FORWARD, _EPILOGUE_FORWARD),
+            around(_PROLOGUE_FORWARD, of_profile + _CHECKPOINT_FORWARD, _EPILOGUE_FORWARD),
         )
+        recomputations = self._in_every_micro_batch(
+            TaskKind.RECOMPUTE, at_backward - 1, blocks, np.full(num_blocks, NOT_THERE), of_profile + _RECOMPUTE
+        )
+        backwards = self._in_every_micro_batch(
+            TaskKind.BACKWARD,
+            around(num_blocks + 2, at_backward[::-1], 3 * num_blocks + 3),
+            around(epilogue, blocks[::-1], prologue),
+            around(_EPILOGUE_BACKWARD, of_profile[::-1] + _BACKWARD, _PROLOGUE_BACKWARD),
+            around(_EPILOGUE_BACKWARD, of_profile[::-1] + _CHECKPOINT_BACKWARD, _PROLOGUE_BACKWARD),
+        )
+        return forwards, recomputations, backwards
+
+    def _in_every_micro_batch(
+        self, kind: TaskKind, places: IntArray, section: IntArray, rows: IntArray, checkpointed: IntArray
+    ) -> IntArray:
+        """(M, tasks) these tasks of one micro-batch, in every one."""
+        shape = (len(self.micro_batch), len(places))
+        group = TaskGroup(
+            kind,
+            (self.positions.micro_length * self.micro_batch + places).ravel(),
+            Part.RUNS,
+            self.family.once(_phase_work),
+            spread(rows, shape),
+            spread(checkpointed, shape),
+            section=spread(section, shape),
+            micro_batch=spread(self.micro_batch, shape),
+        )
+        return self.draft.tasks(group).reshape(shape)
 
     # -- one plan ----------------------------------------------------------------------------------------------------
 
@@ -233,6 +218,19 @@ class FullTraining:
             phases.update(zip(of_backward, adding if micro_batch else backwards, strict=True))
         for row in self.recomputations.tolist():
             phases.update(zip(row, (profile.recompute for profile in profiles), strict=True))
+
+
+def _phase_work(workload: Workload) -> PhaseWork:
+    """The phases of the sections outside the blocks, then of every profile, in the order of their rows."""
+    return PhaseWork(
+        (
+            workload.prologue_forward,
+            workload.epilogue_forward,
+            workload.epilogue_backward,
+            workload.prologue_backward,
+            *(phase for profile in workload.profiles for phase in _phases_of(profile)),
+        )
+    )
 
 
 def _phases_of(profile: BlockProfile) -> tuple[Phase, ...]:

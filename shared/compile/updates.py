@@ -6,7 +6,6 @@ from functools import cached_property
 
 import numpy as np
 
-from ..layout.adam_memory import device_adam_peak_bytes, part_peak_bytes
 from ..schema.schedule import NORM_BYTES, Content, Memory, TaskKind
 from ..schema.workload import Phase
 from .family import Family
@@ -67,11 +66,15 @@ class Updates:
         )
         return self.draft.tasks(group).reshape(shape)
 
-    def _behind_all(self, kind: TaskKind, work: Work, number: int, **facts: int) -> IntArray:
+    def _behind_all(
+        self, kind: TaskKind, work: Work, number: int, *, section: int = NOT_THERE, micro_batch: int = 0
+    ) -> IntArray:
         """(1,) a task behind the last backward of all."""
-        position = np.array([self.sections.positions.prologue_backward])
-        rows = np.zeros(1, dtype=np.int64)
-        return self.draft.tasks(TaskGroup(kind, position, Part.LEAVES, work, rows, within=number, **facts))
+        position, rows = np.array([self.sections.positions.prologue_backward]), np.zeros(1, dtype=np.int64)
+        group = TaskGroup(
+            kind, position, Part.LEAVES, work, rows, within=number, section=section, micro_batch=micro_batch
+        )
+        return self.draft.tasks(group)
 
     def _last_steps(self, chunks: IntArray) -> IntArray:
         """(M, n) the steps of the last backwards of ``chunks``."""
@@ -314,8 +317,8 @@ class Updates:
         self._read_in_order(self.device_adam, *whole, parts, *stepped)
         written = np.concatenate(stepped)
         draft.update(self.device_adam, written, np.arange(len(written)))
-        if widened_bytes := self._widened_bytes():
-            draft.phases[int(self.device_adam[0])] = Phase(curve=((1.0, widened_bytes),))
+        if self.widened_bytes:
+            draft.phases[int(self.device_adam[0])] = Phase(curve=((1.0, self.widened_bytes),))
 
     def _wire_device(self, homes: Homes) -> None:
         """Gradients that backwards add to, and what adds them up over ranks."""
@@ -369,14 +372,8 @@ class Updates:
         joined = np.concatenate(buffers)
         self.draft.read(task[:, None], joined, np.arange(len(joined)))
 
-    def _widened_bytes(self) -> int:
+    @property
+    def widened_bytes(self) -> int:
         """The most that device Adam adds to the level at its start."""
-        family = self.family
-        chunks = family.layout.chunks
-        whole = [chunks[chunk] for chunk in np.flatnonzero(~family.is_gathered & family.facts.is_trainable).tolist()]
-        parted = [chunks[chunk] for chunk in np.sort(self.parted).tolist()]
-        parameters = family.workload.parameters
-        return max(
-            device_adam_peak_bytes(whole, parameters),
-            part_peak_bytes(parted, whole, parameters, family.step.num_ranks),
-        )
+        whole = np.flatnonzero(~self.family.is_gathered & self.family.facts.is_trainable)
+        return self.family.facts.widened_bytes(whole, self.parted)

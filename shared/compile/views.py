@@ -10,6 +10,7 @@ import numpy as np
 
 from ..schema.schedule import Allocation, Section, Task
 from .assembly import heirs, is_there, lanes_of_tasks, task_order
+from .family import Family
 from .program import NOT_THERE, BufferGroup, Draft, IntArray, Uses, Wait, Work, sections_by_number, spread
 
 _BEFORE_TASKS: Final = -(2**62)
@@ -20,22 +21,22 @@ _WORK: Final = ("moved_bytes", "num_stepped", "stepped_bytes", "num_ranks")
 
 
 def tasks_and_buffers(
-    draft: Draft, num_blocks: int, *, depth: int = 0, row: int = 0
+    draft: Draft, family: Family, *, depth: int = 0, row: int = 0
 ) -> tuple[tuple[Task, ...], tuple[Allocation, ...]]:
-    """The tasks and the buffers of one plan in ``draft``, by the numbers of its depth and of its choice of modes.
+    """The tasks and the buffers of one plan of ``family``, by the numbers of its depth and of its choice of modes.
 
-    Of a family of several plans, without what is known of single plans alone: what tasks read and write, the buffers of
-    activations, and phases.
+    ``draft``: what the policies say of the family.  Of one of several plans, it lacks what is known of single plans
+    alone: what tasks read and write, the buffers of activations, and phases.
     """
     orders = task_order(draft)
-    order, there = orders[depth if len(orders) > 1 else 0], is_there(draft, row)
+    order, there = orders[depth if len(orders) > 1 else 0], is_there(draft, family.is_checkpoint[row])
     heir = np.arange(draft.num_tasks)
     if not there.all():
         heir = heirs(order, lanes_of_tasks(draft), there)
         order = order[there[order]]
     rank = np.full(draft.num_tasks + 1, NOT_THERE)  # the last entry stands for no task
     rank[order] = np.arange(len(order))
-    sections = sections_by_number(num_blocks)
+    sections = sections_by_number(family.workload.num_blocks)
     number, buffers = _buffers(draft, rank, sections)
     made, freed, read, updated = (
         _operands(uses, rank, number, len(order))

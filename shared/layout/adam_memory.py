@@ -38,33 +38,13 @@ def wide_gradient_bytes(chunk: Chunk, parameters: Sequence[Parameter]) -> int:
     return sum(p.size_bytes for p in found if p.trainable and not master_bytes(p.dtype))
 
 
-def device_adam_peak_bytes(chunks: Sequence[Chunk], parameters: Sequence[Parameter]) -> int:
-    """The most that device Adam of ``chunks`` adds to the level at its start; at least 0."""
-    highest_bytes = 0
-    dropped_bytes = sum(wide_gradient_bytes(chunk, parameters) for chunk in chunks)
-    for chunk in chunks:
-        added_bytes, narrow_bytes = narrow_peak_bytes(chunk, parameters)
-        highest_bytes = max(highest_bytes, added_bytes - dropped_bytes)
-        dropped_bytes += narrow_bytes
-    return highest_bytes
-
-
-def part_peak_bytes(
-    sharded: Sequence[Chunk], persistent: Sequence[Chunk], parameters: Sequence[Parameter], num_ranks: int
-) -> int:
-    """The most that stepping one rank's parts of ``sharded`` adds to the level at the start of device Adam.
-
-    By then the gradients of ``persistent`` have been dropped.  Less than 0 if these are more.
-    """
-    widened_bytes = max(
+def widened_part_bytes(chunk: Chunk, parameters: Sequence[Parameter], num_ranks: int) -> int:
+    """The most that stepping one rank's part of ``chunk`` adds to the level before."""
+    return max(
         (
             min(region.shard_elements(num_ranks), WIDENED_SCALARS) * master_bytes(region.dtype)
-            for chunk in sharded
             for region in regions(chunk, parameters)
             if region.trainable
         ),
         default=0,
-    )
-    return widened_bytes - sum(
-        wide_gradient_bytes(chunk, parameters) + narrow_peak_bytes(chunk, parameters)[1] for chunk in persistent
     )

@@ -23,8 +23,9 @@ import numpy as np
 from ..costs.contention import ContentionModel
 from ..engine.folding import Repeating, find_folds, settled_period_s
 from ..engine.simulator import MIN_ITERATIONS
-from ..space.compute_table import FloatArray
-from ..space.side_lanes import COMPUTE, SideLanes
+from ..space.plan_family import COMPUTE
+from ..space.prices import FloatArray
+from ..space.side_lanes import SideLanes
 from ..space.space import BoolArray, IntArray
 from .lane_programs import WAITS_FOR, LaneProgram, copy_programs, repeating_programs
 
@@ -156,8 +157,9 @@ class Replayer:
         key = id(plan.side_lanes), plan.depth
         known = self._known.get(key)
         if known is None:
-            programs = copy_programs(plan.side_lanes, plan.depth, self._slowdowns.max(axis=0))
-            repeating = repeating_programs(plan.side_lanes, programs) if plan.num_left_out else None
+            family, depth = plan.side_lanes.family_with(plan.depth)
+            programs = copy_programs(family, depth, self._slowdowns.max(axis=0))
+            repeating = repeating_programs(family, programs) if plan.num_left_out else None
             known = self._known[key] = _Copies(plan.side_lanes, programs, repeating)
         return known
 
@@ -230,8 +232,8 @@ class _Builder:
             )
             self._copies[key] = self._add_waits(compute.waits, lengths[waits_for[COMPUTE]]), lanes
         first_wait, lanes = self._copies[key]
-        seconds = plan.side_lanes.compute.iteration_s(plan.mode, plan.side_lanes.residency.device_adam_s)
-        durations_s = np.add.reduceat(seconds, copies[COMPUTE].begins)
+        family, _ = plan.side_lanes.family_with(plan.depth)
+        durations_s = np.add.reduceat(family.compute_s(np.array([plan.mode]))[0], copies[COMPUTE].begins)
         return (_Lane(int(lengths[COMPUTE]), self._add_durations(durations_s), first_wait), *lanes)
 
     def programs(self, lanes: Sequence[tuple[_Lane, ...]]) -> _Programs:

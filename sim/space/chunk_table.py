@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Final
 
 import numpy as np
 
-from ...shared.layout.adam_memory import narrow_peak_bytes, part_peak_bytes, wide_gradient_bytes
+from ...shared.compile.chunk_facts import ChunkFacts, Stays, StepKnobs
+from ...shared.layout.adam_memory import narrow_peak_bytes, wide_gradient_bytes, widened_part_bytes
 from ...shared.layout.layout import Chunk, Layout
 from ...shared.layout.shards import rank_part, stepped_bytes
-from ...shared.layout.slots import Uses
 from ...shared.schema.schedule import Task, TaskId, TaskKind
 from ...shared.schema.workload import Workload
 from ..costs.task_costs import CostModel
@@ -32,6 +32,7 @@ class ChunkTable:
     Shapes: C chunks, P prefixes, E (chunk, block) pairs with gradients, T trainable chunks of blocks.
     """
 
+    workload: Workload
     layout: Layout
     places: Placements
     is_owned: BoolArray
@@ -97,14 +98,15 @@ class ChunkTable:
         return Positions(self.layout.num_blocks, self.step.micro_batches)
 
     @cached_property
-    def uses(self) -> Callable[[int], Uses]:
-        """What the steps of an iteration use, by prefix; kept, since plans with other buffers ask the same."""
-        return cache(self._uses)
+    def facts(self) -> ChunkFacts:
+        """The compiler's facts of the chunks."""
+        step = self.step
+        knobs = StepKnobs(step.micro_batches, step.limits_norm, step.parallel, step.num_ranks)
+        return ChunkFacts.of(self.layout, self.workload.parameters, knobs)
 
-    def _uses(self, prefix: int) -> Uses:
-        is_gathered = self.is_gathered(prefix).tolist()
-        needed = [[chunk for chunk in chunks if is_gathered[chunk]] for chunks in self.layout.chunks_of_block]
-        return Uses.of((needed + needed[::-1]) * self.step.micro_batches)
+    def stays(self, prefix: int, n_buffer: int) -> Stays:
+        """The stays of gathered chunks in so many buffers, as the compiler assigns them."""
+        return self.facts.stays(self.is_gathered(prefix), n_buffer, self.positions.step_block)
 
     def is_offloaded(self, prefix: int | IntArray) -> BoolArray:
         """(..., C) whether a chunk is offloaded, for each entry of ``prefix``."""
@@ -194,6 +196,7 @@ def chunk_table(
     num_stepped = [part.num_stepped for part in parts]
     is_stepped = np.array([bool(chunk.blocks) and chunk.is_trainable for chunk in chunks], dtype=np.bool_)
     return ChunkTable(
+        workload=workload,
         layout=layout,
         places=places or Placements.of(layout),
         is_owned=np.array([bool(chunk.blocks) for chunk in chunks], dtype=np.bool_),
@@ -207,8 +210,7 @@ def chunk_table(
         part_num_stepped=_of_trainable(chunks, num_stepped),
         part_stepped_bytes=_of_trainable(chunks, moved),
         part_widened_bytes=_integers(
-            part_peak_bytes([chunk], [], workload.parameters, step.num_ranks) if step.is_sharded else 0
-            for chunk in chunks
+            widened_part_bytes(chunk, workload.parameters, step.num_ranks) if step.is_sharded else 0 for chunk in chunks
         ),
         first_block=_integers(chunk.blocks[0] if chunk.blocks else layout.num_blocks for chunk in chunks),
         last_block=_integers(chunk.blocks[-1] if chunk.blocks else layout.num_blocks for chunk in chunks),

@@ -10,17 +10,15 @@ from functools import cached_property
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
 from ...shared.compile.activation_levels import NO_TASK_BYTES, ActivationLevels, activation_levels
 from ...shared.compile.positions import Positions
 from ...shared.schema.schedule import Task, TaskId, TaskKind
 from ...shared.schema.workload import Phase, Workload
 from ..costs.task_costs import CostModel
+from .prices import FloatArray, PriceList
 from .space import BoolArray, IntArray, ModeRows
 from .step_spec import StepSpec
-
-FloatArray = npt.NDArray[np.float64]
 
 __all__ = ["NO_TASK_BYTES", "ComputeTable", "FloatArray", "Positions", "compute_table"]
 
@@ -31,6 +29,8 @@ _PLAIN_STEP: Final = StepSpec()
 class ComputeTable:
     """Seconds and bytes of compute tasks.  Shapes: K choices of modes, W positions of a micro-batch, n blocks."""
 
+    workload: Workload
+    prices: PriceList
     modes: ModeRows
     positions: Positions
     seconds: FloatArray
@@ -65,6 +65,8 @@ def compute_table(workload: Workload, modes: ModeRows, costs: CostModel, step: S
         return np.array([price[size] for size in swap_bytes])
 
     return ComputeTable(
+        workload=workload,
+        prices=PriceList(costs),
         modes=modes,
         positions=Positions(workload.num_blocks, step.micro_batches),
         seconds=_seconds(workload, modes.is_checkpoint, costs),

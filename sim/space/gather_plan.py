@@ -11,8 +11,7 @@ from functools import cached_property
 
 import numpy as np
 
-from ...shared.layout.slots import Stay, assign_slots
-from ...shared.schema.schedule import ChunkId
+from ...shared.compile.chunk_facts import Stays
 from .chunk_table import ChunkTable
 from .compute_table import Positions
 from .space import IntArray
@@ -95,30 +94,19 @@ def residency(table: ChunkTable, prefix: int, n_buffer: int) -> GatherPlan:
     """The gathers and updates of the plans with these knobs; slots are assigned as the compiler assigns them."""
     positions = table.positions
     is_gathered, is_offloaded = table.is_gathered(prefix), table.is_offloaded(prefix)
-    stays = assign_slots(table.uses(prefix), n_buffer)
-    last_step = np.array([stay.last_step for stay in stays], dtype=np.int64)
-    last_in_slot = {stay.slot: stay.last_step for stay in stays}
+    stays = table.stays(prefix, n_buffer)
     # Steps that must have ended, counted within the iteration; below 0 in the previous one.
-    gone: dict[ChunkId, int] = {stay.chunk: stay.last_step - positions.num_steps for stay in stays}
-    free = []
-    for stay in stays:
-        if stay.previous is None:
-            slot = last_in_slot[stay.slot] - positions.num_steps
-        else:
-            slot = stays[stay.previous].last_step
-        before_it = gone[stay.chunk]
-        free.append(slot if slot > before_it else before_it)
-        gone[stay.chunk] = stay.last_step
-    before = np.array(free, dtype=np.int64)
+    slot = _over(stays, stays.previous, stays.last_in_slot, positions.num_steps)
+    before = np.maximum(slot, _over(stays, stays.earlier, stays.latest, positions.num_steps))
     is_previous = before < 0
     return GatherPlan(
         table=table,
         prefix=prefix,
         n_buffer=n_buffer,
         device_adam_s=float(table.device_adam_s[prefix]),
-        gather_chunk=np.array([stay.chunk for stay in stays], dtype=np.int64),
-        gather_step=np.array([stay.first_step for stay in stays], dtype=np.int64),
-        last_step=last_step,
+        gather_chunk=stays.chunk,
+        gather_step=stays.first_step,
+        last_step=stays.last_step,
         free_step=before,
         slot_free=positions.step_end(before % positions.num_steps) + 1 - np.where(is_previous, positions.length, 0),
         update_chunk=table.update_order[is_offloaded[table.update_order]],
@@ -127,11 +115,21 @@ def residency(table: ChunkTable, prefix: int, n_buffer: int) -> GatherPlan:
     )
 
 
-def _repeats(stays: list[Stay], num_steps: int) -> bool:
+def _over(stays: Stays, before: IntArray, last: IntArray, num_steps: int) -> IntArray:
+    """(G,) the last step of the stay ``before`` each, or of the ``last`` one in the previous iteration."""
+    found: IntArray = np.where(before >= 0, stays.last_step[before], stays.last_step[last] - num_steps)
+    return found
+
+
+def _repeats(stays: Stays, num_steps: int) -> bool:
     """Whether the chunks in all slots are the same before the third micro-batch as before the fourth."""
-    if not stays or stays[-1].first_step < 3 * num_steps:
+    first = stays.first_step
+    if not len(first) or first[-1] < 3 * num_steps:
         # Nothing is gathered any more, or there are too few micro-batches to say.
         return True
-    third = {stay.slot: stay.chunk for stay in stays if stay.first_step < 2 * num_steps}
-    fourth = third | {stay.slot: stay.chunk for stay in stays if 2 * num_steps <= stay.first_step < 3 * num_steps}
-    return third == fourth
+    in_slot = np.full((2, int(stays.slot.max()) + 1), -1)
+    for row, number in enumerate((2, 3)):
+        is_before = first < number * num_steps
+        # Of writes to one place the last one stays.
+        in_slot[row, stays.slot[is_before]] = stays.chunk[is_before]
+    return np.array_equal(*in_slot)

@@ -8,16 +8,18 @@ until nothing new comes.  ``shared/verify/happens_before.py`` finds the same in 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Final
+from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 
+from ...shared.compile.lanes import NOTHING
 from .space import BoolArray, IntArray
 
-NOTHING: Final = -(2**40)
-"""A wait that is always over."""
+__all__ = ["NOTHING", "Waits", "ended_with", "known_before", "reached_before", "starts_after"]
+
 Waits = Mapping[int, IntArray]
-"""By lane that is waited for, (T,) or (D, T): how many of its tasks must have ended before each task starts, counted
+"""By lane that is waited for, (D, T): how many of its tasks must have ended before each task starts, counted
 within the iteration; below 1 for tasks of the iterations before."""
 
 
@@ -29,7 +31,11 @@ def reached_before(
     Counted as waits are, and not further back than one iteration.  ``waits`` and ``lengths``: of every lane.
     """
     per_iteration = lengths[target]
-    reached = {lane: _carried(_direct(waits[lane], target), per_iteration) for lane in among}
+    num_depths = max(len(found) for of_lane in waits for found in of_lane.values())
+    reached = {
+        lane: _carried(waits[lane].get(target, np.full((num_depths, lengths[lane]), NOTHING)), per_iteration)
+        for lane in among
+    }
     is_new = True
     while is_new:
         is_new = False
@@ -38,10 +44,80 @@ def reached_before(
             for other in among:
                 if other in waits[lane]:
                     found = np.maximum(found, ended_with(reached[other], waits[lane][other], per_iteration))
-            found = _carried(found, per_iteration)
-            is_new |= not np.array_equal(found, reached[lane])
-            reached[lane] = found
+            if found is not reached[lane]:
+                found = _carried(found, per_iteration)
+                is_new |= not np.array_equal(found, reached[lane])
+                reached[lane] = found
     return reached
+
+
+def known_before(waits: Sequence[Waits], lengths: Sequence[int], num_depths: int) -> tuple[IntArray, ...]:
+    """By lane, (D, L, T): how many tasks of every lane, of L, are guaranteed to have ended before each task starts.
+
+    Counted as waits are, and not further back than one iteration.  ``waits`` and ``lengths``: of every lane.
+    """
+    per_iteration = np.array(lengths)[:, None]
+    known = []
+    for lane, of_lane in enumerate(waits):
+        direct = np.full((num_depths, len(lengths), lengths[lane]), NOTHING)
+        direct[:, lane] = np.arange(lengths[lane])
+        for other, found in of_lane.items():
+            direct[:, other] = found
+        known.append(_carried(direct, per_iteration))
+    awaited = {
+        (lane, other): _Awaited.of(found, lengths[other], per_iteration)
+        for lane, of_lane in enumerate(waits)
+        for other, found in of_lane.items()
+    }
+    # What lanes have learnt since others looked.
+    news = {lane: set(of_lane) for lane, of_lane in enumerate(waits)}
+    while any(news.values()):
+        for lane in range(len(waits)):
+            learnt = known[lane]
+            for other in news[lane]:
+                learnt = np.maximum(learnt, awaited[lane, other].known(known[other]))
+            news[lane] = set()
+            if learnt is not known[lane]:
+                learnt = _carried(learnt, per_iteration)
+                if not np.array_equal(learnt, known[lane]):
+                    known[lane] = learnt
+                    for listener, of_lane in enumerate(waits):
+                        if lane in of_lane:
+                            news[listener].add(lane)
+    return tuple(known)
+
+
+@dataclass(frozen=True, eq=False)
+class _Awaited:
+    """The tasks of one lane that those of another wait for."""
+
+    place: IntArray
+    """(D, 1, T)"""
+    ended: IntArray
+    """(D, L, T) what to add for the iteration that they are of; below everything where there is no wait."""
+
+    @classmethod
+    def of(cls, waits: IntArray, num_tasks: int, per_iteration: IntArray) -> Self:
+        """``waits``: (D, T) for a lane of so many tasks."""
+        iteration, place = np.divmod(np.maximum(waits, -num_tasks) - 1, num_tasks)
+        ended = np.where((waits > NOTHING)[:, None], iteration[:, None] * per_iteration, NOTHING)
+        return cls(place[:, None], ended)
+
+    def known(self, known: IntArray) -> IntArray:
+        """(D, L, T) what tasks know by these waits; ``known``: (D, L, T') what the others knew."""
+        found: IntArray = np.take_along_axis(known, self.place, axis=2) + self.ended
+        return found
+
+
+def starts_after(over: IntArray, num_gone: int) -> IntArray:
+    """(D, X) the first task of a lane guaranteed to start after each of ``num_gone`` tasks of another one has ended.
+
+    ``over``: (D, T) how many of these are guaranteed to have ended before each of the lane's tasks starts.  Counted on
+    into the next iteration; two iterations' length where none is sure.
+    """
+    both = np.maximum.accumulate(np.concatenate([over, over + num_gone], axis=1), axis=1)
+    counts = np.arange(1, num_gone + 1)
+    return np.stack([np.searchsorted(row, counts) for row in both])
 
 
 def ended_with(reached: IntArray, waits: IntArray, per_iteration: int) -> IntArray:
@@ -54,14 +130,11 @@ def ended_with(reached: IntArray, waits: IntArray, per_iteration: int) -> IntArr
     return np.where(is_wait, np.take_along_axis(reached, place, axis=1) + iteration * per_iteration, NOTHING)
 
 
-def _direct(waits: Waits, target: int) -> IntArray:
-    some = next(iter(waits.values()))
-    return waits.get(target, np.full(some.shape, NOTHING))
-
-
-def _carried(known: IntArray, per_iteration: int) -> IntArray:
+def _carried(known: IntArray, per_iteration: int | IntArray) -> IntArray:
     """What tasks know, with what the tasks before them in the lane knew, those of the iteration before included."""
     known = np.maximum(known, -per_iteration)
-    both = np.concatenate([known - per_iteration, known], axis=1)
-    carried: IntArray = np.maximum.accumulate(both, axis=1)[:, known.shape[1] :]
+    if not known.shape[-1]:
+        return known
+    within: IntArray = np.maximum.accumulate(known, axis=-1)
+    carried: IntArray = np.maximum(within, within[..., -1:] - per_iteration)
     return carried

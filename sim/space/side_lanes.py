@@ -17,10 +17,12 @@ from functools import cached_property
 
 import numpy as np
 
+from ...shared.compile.family import Family
 from ...shared.schema.schedule import Lane
 from .compute_table import ComputeTable, FloatArray, Positions
 from .gather_plan import GatherPlan
 from .lane_order import NOTHING, Waits
+from .plan_family import PlanFamily
 from .space import BoolArray, IntArray
 
 COMPUTE, H2D, D2H, CPU_OPTIM, COLLECTIVE = (
@@ -59,6 +61,22 @@ class Order:
     """(D, M * V) the first compute position guaranteed to start after that."""
 
 
+def plan_family(gathers: GatherPlan, compute: ComputeTable, n_swap: int, depths: IntArray) -> PlanFamily:
+    """The plans with these gathers and so many swapped blocks, under all choices of modes of ``compute``."""
+    table, workload = gathers.table, compute.workload
+    family = Family(
+        workload=workload,
+        facts=table.facts,
+        is_gathered=table.is_gathered(gathers.prefix),
+        is_offloaded=table.is_offloaded(gathers.prefix),
+        n_buffer=gathers.n_buffer,
+        is_swap=np.arange(workload.num_blocks) < n_swap,
+        is_checkpoint=compute.modes.is_checkpoint,
+        depths=depths,
+    )
+    return PlanFamily(family, compute.levels, compute.prices)
+
+
 @dataclass(frozen=True, eq=False)
 class SideLanes:
     """The lanes beside compute.  Shapes: H tasks of H2D, X of D2H, Y of CPU_OPTIM, S steps, D prefetch depths."""
@@ -66,6 +84,22 @@ class SideLanes:
     residency: GatherPlan
     compute: ComputeTable
     n_swap: int
+
+    @cached_property
+    def _families(self) -> dict[tuple[int, ...], PlanFamily]:
+        return {}
+
+    def family(self, depths: IntArray) -> PlanFamily:
+        """The same plans at these prefetch depths, in the compiler's arrays."""
+        key = tuple(depths.tolist())
+        if key not in self._families:
+            self._families[key] = plan_family(self.residency, self.compute, self.n_swap, depths)
+        return self._families[key]
+
+    def family_with(self, depth: int) -> tuple[PlanFamily, int]:
+        """One of them with this prefetch depth, and the depth's number."""
+        known = next((depths for depths in self._families if depth in depths), (depth,))
+        return self.family(np.array(known)), known.index(depth)
 
     @property
     def positions(self) -> Positions:

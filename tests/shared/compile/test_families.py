@@ -50,7 +50,7 @@ def test_every_plan_of_a_family_is_the_one_that_is_compiled_alone(case: PlannedW
                 for swaps, again in zip(alone.is_swap.tolist(), is_checkpoint, strict=True)
             ]
             schedule = compiled(case, depth, modes)
-            tasks, _ = tasks_and_buffers(draft, case.workload.num_blocks, depth=number, row=row)
+            tasks, _ = tasks_and_buffers(draft, family, depth=number, row=row)
             assert bare(tasks) == bare(schedule.tasks)
 
 

@@ -9,10 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from protwin.shared.compile.chunk_facts import ChunkFacts, StepKnobs, integers
 from protwin.shared.layout import adam_memory as widening
-from protwin.shared.layout.adam_memory import WIDENED_SCALARS, device_adam_peak_bytes, part_peak_bytes
+from protwin.shared.layout.adam_memory import WIDENED_SCALARS
 from protwin.shared.layout.layout import Layout, build_layout, master_bytes
 from protwin.shared.layout.shards import regions
+from protwin.shared.schema.plan import ParallelMode
 from protwin.shared.schema.workload import DType, Parameter
 from protwin.sim.costs.task_costs import CostModel
 from protwin.sim.space.chunk_table import chunk_table
@@ -47,8 +49,8 @@ def test_one_gradient_is_widened_at_a_time_and_the_wide_ones_have_gone(planned: 
     table = chunk_table(planned.workload, layout, CostModel(machine(), use_measured=False))
     found = []
     for n_persist in range(len(layout.chunks) + 1):
-        chunks = [c for c in layout.chunks if c.is_trainable and c.id in layout.persistent(n_persist)]
-        found.append(device_adam_peak_bytes(chunks, parameters))
+        chunks = [c.id for c in layout.chunks if c.is_trainable and c.id in layout.persistent(n_persist)]
+        found.append(ChunkFacts.of(layout, parameters, StepKnobs()).widened_bytes(integers(chunks), integers([])))
         assert found[-1] == stepped_peak_bytes(layout, parameters, n_persist)
     assert np.array_equal(table.device_adam_bytes, found)
 
@@ -95,13 +97,11 @@ def test_parts_of_a_rank_are_widened_when_the_persistent_gradients_have_gone(
     n_persist = data.draw(st.integers(0, len(layout.chunks)))
     n_shard = data.draw(st.integers(0, len(layout.chunks) - n_persist))
     trained = [chunk for chunk in layout.chunks if chunk.is_trainable]
-    persistent = [chunk for chunk in trained if chunk.id in layout.persistent(n_persist)]
-    shards = [chunk for chunk in trained if chunk.id in layout.sharded(n_persist, n_shard)]
+    persistent = [chunk.id for chunk in trained if chunk.id in layout.persistent(n_persist)]
+    shards = [chunk.id for chunk in trained if chunk.id in layout.sharded(n_persist, n_shard)]
+    step = StepKnobs(parallel=ParallelMode.SHARDED, num_ranks=num_ranks)
     with pytest.MonkeyPatch.context() as patched:
         # Pieces so small that parameters of a few kilobytes have several.
         patched.setattr(widening, "WIDENED_SCALARS", piece)
-        found = max(
-            device_adam_peak_bytes(persistent, parameters),
-            part_peak_bytes(shards, persistent, parameters, num_ranks),
-        )
+        found = ChunkFacts.of(layout, parameters, step).widened_bytes(integers(persistent), integers(shards))
     assert found == with_parts_by_hand(layout, parameters, n_persist, n_shard, num_ranks, piece)

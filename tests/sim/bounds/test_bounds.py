@@ -192,14 +192,12 @@ def test_tasks_are_fused_only_where_nobody_can_tell(monkeypatch: pytest.MonkeyPa
     quick = replace(found, costs=CostModel(machine(offload_s=0.5), use_measured=True))
     quick = case(quick.workload, quick.plan, quick.layout, quick.costs, quick.contention)
     side_lanes = quick.side_lanes()
-    fused = lane_programs.copy_programs(side_lanes, 1, np.ones(4))
+    fused = lane_programs.copy_programs(side_lanes.family(np.array([1])), 0, np.ones(4))
     assert len(fused[CPU_OPTIM].durations_s) == 1 < side_lanes.cpu_length
     assert quick.replayed_s() == pytest.approx(quick.simulated_s())
     # The wrong variant fuses CPU Adam although the next chunk's gradients may still be on their way.
     original = lane_programs.copy_programs
-    monkeypatch.setattr(
-        replay, "copy_programs", lambda side_lanes, depth, slowest: original(side_lanes, depth, 0 * slowest)
-    )
+    monkeypatch.setattr(replay, "copy_programs", lambda family, depth, slowest: original(family, depth, 0 * slowest))
     assert found.replayed_s() < found.simulated_s() * (1 - 1e-3)
 
 
@@ -213,12 +211,10 @@ def test_cpu_adam_is_fused_over_blocks_only_where_gradients_surely_arrive_in_tim
     busy, idle = of_cpu_adam(4.5), of_cpu_adam(1.0)
     for found, num_tasks in ((busy, 1), (idle, 4)):
         # From one copy to the next: recomputation, if any, and backward for 3 s, and the copy for 1 s.
-        fused = lane_programs.copy_programs(found.side_lanes(), 1, np.ones(4))
+        fused = lane_programs.copy_programs(found.side_lanes().family(np.array([1])), 0, np.ones(4))
         assert len(fused[CPU_OPTIM].durations_s) == num_tasks
         assert found.replayed_s() == pytest.approx(found.simulated_s())
     # The wrong variant takes copies and compute for instantaneous.
     original = lane_programs.copy_programs
-    monkeypatch.setattr(
-        replay, "copy_programs", lambda side_lanes, depth, slowest: original(side_lanes, depth, 0 * slowest)
-    )
+    monkeypatch.setattr(replay, "copy_programs", lambda family, depth, slowest: original(family, depth, 0 * slowest))
     assert idle.replayed_s() < idle.simulated_s() * (1 - 1e-3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -9,17 +10,19 @@ import pytest
 from hypothesis import given, settings
 
 from protwin.shared.catalogue.machines import machine as known_machine
+from protwin.shared.compile.lanes import DeviceBuffers
+from protwin.shared.compile.program import Draft, IntArray
+from protwin.shared.compile.residency import Residency
+from protwin.shared.compile.updates import Updates
 from protwin.shared.layout.layout import build_layout
 from protwin.shared.schema.plan import ParallelMode, Plan
-from protwin.shared.schema.schedule import Lane
+from protwin.shared.schema.schedule import Content, Lane
 from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
 from protwin.sim.bounds.rank_bounds import RankBounds
 from protwin.sim.bounds.throughput import Throughput
 from protwin.sim.costs.contention import ContentionModel
 from protwin.sim.costs.task_costs import CostModel
 from protwin.sim.engine.simulator import MIN_ITERATIONS
-from protwin.sim.space.lane_order import NOTHING
-from protwin.sim.space.rank_side_lanes import RankSideLanes
 from tests.cli.saved import decoder
 from tests.proof_size import examples
 from tests.sim.bound_cases import Case, case
@@ -72,9 +75,30 @@ def test_all_gathers_follow_the_reductions_of_the_step_that_opens_their_way(monk
     simulated_s = found.simulated_s()
     assert found.replayed_s() == pytest.approx(simulated_s, rel=1e-9)
     # The wrong variant: they overtake them, and hold up the gradients' way to the host.
-    original = RankSideLanes._behind_step
-    monkeypatch.setattr(RankSideLanes, "_behind_step", lambda side_lanes, depths: original(side_lanes, depths) - 1)
+    original = Residency._sent_behind
+
+    def a_step_earlier(residency: Residency) -> IntArray:
+        position, ends = original(residency), residency.sections.end_position
+        earlier = ends[np.maximum(np.searchsorted(ends, position) - 1, 0)]
+        earlier[:, 0] = position[:, 0]
+        return earlier
+
+    monkeypatch.setattr(Residency, "_sent_behind", a_step_earlier)
     assert found.replayed_s() > 1.01 * simulated_s
+
+
+def _without(content: Content) -> Callable[[Draft], DeviceBuffers]:
+    """The wrong variant that takes buffers of ``content`` for nothing."""
+    original = DeviceBuffers.of
+
+    def of(draft: Draft) -> DeviceBuffers:
+        draft.buffer_groups = [
+            (ids, replace(group, size_bytes=0 * group.size_bytes) if group.content is content else group)
+            for ids, group in draft.buffer_groups
+        ]
+        return original(draft)
+
+    return of
 
 
 def test_gradients_are_twice_on_the_device_while_they_are_scattered(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,14 +106,7 @@ def test_gradients_are_twice_on_the_device_while_they_are_scattered(monkeypatch:
     peak_bytes = guaranteed_device_peak(found.schedule).size_bytes
     assert found.exact_peak_bytes() == peak_bytes
     # The wrong variant: they leave as those of one rank do.
-    original = RankSideLanes.order
-    monkeypatch.setattr(
-        RankSideLanes,
-        "order",
-        lambda side_lanes, depths: replace(
-            original(side_lanes, depths), scatter_position=None, scattered_position=None
-        ),
-    )
+    monkeypatch.setattr(DeviceBuffers, "of", _without(Content.FLAT_GRADIENTS))
     assert found.exact_peak_bytes() != peak_bytes
 
 
@@ -106,11 +123,8 @@ def test_all_gathers_of_sharded_chunks_wait_for_their_buffer_and_for_device_adam
     assert found.replayed_s() == pytest.approx(simulated_s, rel=1e-9)
     assert not len(found.side_lanes().h2d_s)
     # The wrong variant: they wait for nothing but their turn.
-    monkeypatch.setattr(
-        RankSideLanes,
-        "_waits_of_gathers",
-        lambda side_lanes, depths: (np.full((len(depths), len(side_lanes.residency.gather_chunk)), NOTHING),) * 2,
-    )
+    monkeypatch.setattr(Residency, "_wait_for_room", lambda residency: None)
+    monkeypatch.setattr(Residency, "follow", lambda residency, stepped_by: None)
     assert found.replayed_s() < 0.999 * simulated_s
 
 
@@ -119,11 +133,7 @@ def test_steps_wait_for_gradients_to_be_reduced_to_parts(monkeypatch: pytest.Mon
     simulated_s = found.simulated_s()
     assert found.replayed_s() == pytest.approx(simulated_s, rel=1e-9)
     # The wrong variant: they lag behind as far as they like.
-    monkeypatch.setattr(
-        RankSideLanes,
-        "_steps_wait_for_parts",
-        lambda side_lanes, lane, depths: np.full((len(depths), side_lanes.positions.num_steps), NOTHING),
-    )
+    monkeypatch.setattr(Updates, "_leave_in_time", lambda updates, tasks, chunks: None)
     assert found.replayed_s() < 0.999 * simulated_s
 
 
@@ -131,15 +141,10 @@ def test_reductions_to_parts_have_their_gradients_twice_on_the_device(monkeypatc
     found = _sharded()
     peak_bytes = guaranteed_device_peak(found.schedule).size_bytes
     assert found.exact_peak_bytes() == peak_bytes
-    original = RankSideLanes.order
     # The wrong variants: gradients stay where they were made; and what is gathered takes no room.
-    for name in ("reduce_position", "all_gather_position"):
+    for content in (Content.FLAT_GRADIENTS, Content.PARAMETERS):
         with monkeypatch.context() as changed:
-            changed.setattr(
-                RankSideLanes,
-                "order",
-                lambda side_lanes, depths, name=name: replace(original(side_lanes, depths), **{name: None}),
-            )
+            changed.setattr(DeviceBuffers, "of", _without(content))
             assert found.exact_peak_bytes() != peak_bytes
 
 

@@ -1,0 +1,144 @@
+"""A family of plans as the search reads it: what its lanes run and for how long, and what lies on the device.
+
+All of it comes from the compiler's arrays (``shared/compile/family.py``); seconds alone are added here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from ...shared.compile.activation_levels import ActivationLevels
+from ...shared.compile.compile import drafted
+from ...shared.compile.family import Family
+from ...shared.compile.homes import static_bytes
+from ...shared.compile.lanes import DeviceBuffers, FamilyLanes
+from ...shared.compile.positions import Positions
+from ...shared.compile.program import Draft
+from ...shared.schema.schedule import Lane, Memory, lanes_of
+from .lane_order import known_before
+from .prices import FloatArray, PriceList
+from .space import BoolArray, IntArray
+
+COMPUTE = tuple(Lane).index(Lane.COMPUTE)
+
+
+@dataclass(frozen=True, eq=False)
+class PlanFamily:
+    """Plans of one residency and one set of swapped blocks.
+
+    Shapes: D prefetch depths, K choices of activation modes, L positions of compute, N tasks, T tasks of a lane.
+    """
+
+    family: Family
+    levels: ActivationLevels
+    """Of the same K choices."""
+    prices: PriceList
+
+    @property
+    def num_lanes(self) -> int:
+        """Lanes of every rank."""
+        return len(lanes_of(self.family.step.num_ranks))
+
+    @cached_property
+    def positions(self) -> Positions:
+        """The program of the compute lane."""
+        return Positions(self.family.workload.num_blocks, self.family.step.micro_batches)
+
+    @cached_property
+    def draft(self) -> Draft:
+        """What the compiler's policies say."""
+        return drafted(self.family)
+
+    @cached_property
+    def lanes(self) -> FamilyLanes:
+        """What every lane runs, and what its tasks wait for."""
+        return FamilyLanes.of(self.draft, self.num_lanes, len(self.family.depths))
+
+    @cached_property
+    def known(self) -> tuple[IntArray, ...]:
+        """By lane, (D, lanes, T): tasks of every lane guaranteed to have ended before each task starts."""
+        waits: list[dict[int, IntArray]] = [{} for _ in range(self.num_lanes)]
+        for (lane, other), found in self.lanes.waits.items():
+            waits[lane][other] = found
+        return known_before(waits, self.lanes.lengths, len(self.family.depths))
+
+    @cached_property
+    def buffers(self) -> DeviceBuffers:
+        """What tasks make on the device and others free."""
+        return DeviceBuffers.of(self.draft)
+
+    @cached_property
+    def static_bytes(self) -> int:
+        """Device bytes that are there for good."""
+        return static_bytes(self.family, Memory.DEVICE)
+
+    @cached_property
+    def adds(self) -> BoolArray:
+        """(W,) whether the task at each position of a later micro-batch adds all its gradients to earlier ones."""
+        adds = np.ones(self.positions.micro_length, dtype=np.bool_)
+        adds[self.positions.backward(np.flatnonzero(self.family.has_new_gradients))] = False
+        return adds
+
+    # -- seconds -----------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _task_s(self) -> FloatArray:
+        """(2, N) seconds of tasks alone on the machine, and those of tasks whose block is checkpointed."""
+        seconds = np.empty((2, self.draft.num_tasks))
+        for ids, group in self.draft.groups:
+            here = slice(ids[0], ids[-1] + 1)
+            of_rows = self.prices.seconds(group.kind, group.work)
+            seconds[:, here] = of_rows[group.rows]
+            if group.checkpointed is not None:
+                seconds[1, here] = of_rows[group.checkpointed]
+        return seconds
+
+    def seconds(self, lane: int, depth: int) -> FloatArray:
+        """(T,) seconds of the tasks of a lane beside compute, alone on the machine, at the depth of this number."""
+        seconds: FloatArray = self._task_s[0, self.lanes.tasks[lane][depth]]
+        return seconds
+
+    @cached_property
+    def _block_at(self) -> IntArray:
+        """(L,) the section at each position of compute, by number."""
+        sections = np.zeros(self.draft.num_tasks, dtype=np.int64)
+        for ids, group in self.draft.groups:
+            sections[ids[0] : ids[-1] + 1] = group.section
+        found: IntArray = sections[self.lanes.tasks[COMPUTE][0]]
+        return found
+
+    def compute_s(self, modes: IntArray) -> FloatArray:
+        """(K, L) seconds of compute under these choices of modes, alone on the machine; all depths have one program."""
+        is_checkpoint = self.family.is_checkpoint[modes]
+        # Neither the parts outside the blocks, by the numbers after theirs, nor what has no section has a mode.
+        outside = np.zeros((len(is_checkpoint), 3), dtype=np.bool_)
+        again = np.concatenate([is_checkpoint, outside], axis=1)[:, self._block_at]
+        kept_s, again_s = self._task_s[:, self.lanes.tasks[COMPUTE][0]]
+        found: FloatArray = np.where(again, again_s, kept_s)
+        return found
+
+    @cached_property
+    def slowest_compute_s(self) -> FloatArray:
+        """(L,) the most seconds that each task of compute takes, whichever modes are chosen."""
+        most: FloatArray = self._task_s[:, self.lanes.tasks[COMPUTE][0]].max(axis=0)
+        return most
+
+    # -- micro-batches -----------------------------------------------------------------------------------------------
+
+    def micro_batch_places(self, micro_batch: int) -> tuple[tuple[int, int], ...]:
+        """By lane, the place about which a middle micro-batch begins, and how many tasks it has.
+
+        Lanes run ahead and behind: tasks of neighbours may lie on either side.
+        """
+        before, within = (np.zeros(self.num_lanes, dtype=np.int64) for _ in range(2))
+        for ids, group in self.draft.groups:
+            of_task = np.broadcast_to(group.micro_batch, ids.shape)
+            # What follows the last section belongs to no micro-batch.
+            is_within = np.atleast_2d(group.position)[0] < self.positions.prologue_backward
+            lane = self.lanes.lane[ids[0]]
+            before[lane] += np.count_nonzero(is_within & (of_task < micro_batch))
+            within[lane] += np.count_nonzero(is_within & (of_task == micro_batch))
+        return tuple(zip(before.tolist(), within.tolist(), strict=True))

@@ -1,0 +1,55 @@
+"""Seconds of what the tasks of a family do, row by row."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+import numpy as np
+import numpy.typing as npt
+
+from ...shared.compile.program import PhaseWork, Work
+from ...shared.schema.schedule import Task, TaskId, TaskKind
+from ..costs.task_costs import CostModel
+
+FloatArray = npt.NDArray[np.float64]
+
+
+class PriceList:
+    """Seconds of what tasks do, row by row; the families of a layout share them."""
+
+    def __init__(self, costs: CostModel) -> None:
+        self._costs = costs
+        self._known: dict[Hashable, float] = {}
+        self._of_rows: dict[tuple[TaskKind, int], tuple[Work | PhaseWork, FloatArray]] = {}
+        """By kind and ``id`` of work with several rows, which is kept."""
+
+    def seconds(self, kind: TaskKind, work: Work | PhaseWork) -> FloatArray:
+        """(rows + 1,) seconds of tasks alone on their lane; the last one, of no task, is 0."""
+        key = (kind, id(work))
+        if key in self._of_rows:
+            return self._of_rows[key][1]
+        tasks = _tasks_of(kind, work)
+        seconds = np.array([*(self._price(task) for task in tasks), 0.0])
+        if len(tasks) > 1:
+            self._of_rows[key] = work, seconds
+        return seconds
+
+    def _price(self, task: Task) -> float:
+        """Equal tasks are priced once."""
+        key = (task.kind, id(task.phase), task.moved_bytes, task.num_stepped, task.stepped_bytes, task.num_ranks)
+        if key not in self._known:
+            self._known[key] = self._costs.task_s(task)
+        return self._known[key]
+
+
+def _tasks_of(kind: TaskKind, work: Work | PhaseWork) -> list[Task]:
+    """A task per row, with nothing but what its seconds depend on."""
+    if isinstance(work, PhaseWork):
+        return [Task(TaskId(0), kind, phase=phase) for phase in work.phases]
+    columns = np.broadcast_arrays(work.moved_bytes, work.num_stepped, work.stepped_bytes)
+    return [
+        Task(
+            TaskId(0), kind, moved_bytes=moved, num_stepped=stepped, stepped_bytes=size_bytes, num_ranks=work.num_ranks
+        )
+        for moved, stepped, size_bytes in zip(*(np.atleast_1d(column).tolist() for column in columns), strict=True)
+    ]
