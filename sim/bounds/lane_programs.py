@@ -21,9 +21,8 @@ import numpy as np
 
 from ..engine.folding import Repeating
 from ..space.lane_order import NOTHING
-from ..space.plan_family import COMPUTE, PlanFamily
+from ..space.plan_family import COLLECTIVE, COMPUTE, CPU_OPTIM, D2H, H2D, PlanFamily
 from ..space.prices import FloatArray
-from ..space.side_lanes import COLLECTIVE, CPU_OPTIM, D2H, H2D
 from ..space.space import BoolArray, IntArray
 
 _ALONE: Final = (

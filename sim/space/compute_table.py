@@ -44,12 +44,6 @@ class ComputeTable:
     swap_in_s: FloatArray
     """(n,) its copy back."""
 
-    def iteration_s(self, row: int, device_adam_s: float) -> FloatArray:
-        """(L,) seconds of the whole lane for the modes of ``row``."""
-        micro_batches = self.positions.micro_batches
-        repeated = self.seconds[row] if micro_batches == 1 else np.tile(self.seconds[row], micro_batches)
-        return np.append(repeated, device_adam_s)
-
     @cached_property
     def swapped_bytes(self) -> IntArray:
         """(n + 1,) pinned host memory of the first so many blocks' swapping."""

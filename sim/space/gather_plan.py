@@ -1,13 +1,11 @@
-"""One residency (persistent chunks, buffers) of a layout: when its chunks are gathered and where they stay.
+"""One residency (persistent chunks, buffers) of a layout: when its chunks are gathered, for bounds that count copies.
 
-This restates the compiler's policy ([Note: Steps] in ``shared/compile/compile.py``) in numbers of tasks and positions,
-without building tasks; what travels besides is added in ``sim/space/side_lanes.py``.
+What plans of the residency do in full stands in their families (``sim/space/plan_family.py``).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 
@@ -21,21 +19,17 @@ from .space import IntArray
 class GatherPlan:
     """What comes to the device, and what goes, under one prefix and number of buffers.
 
-    Shapes: G gathers, of which S of chunks that are sharded over the devices, U updates (chunks with gradients that
+    Shapes: G gathers, U updates (chunks with gradients that
     leave and that CPU Adam steps), V chunks whose gradients are reduced to parts on the devices, D prefetch depths.
     """
 
     table: ChunkTable
     prefix: int
     n_buffer: int
-    device_adam_s: float
-    """Seconds of stepping persistent chunks, and parts of sharded ones."""
     gather_chunk: IntArray
     """(G,) in the order of the lanes."""
     gather_step: IntArray
     """(G,) the step that needs it first."""
-    last_step: IntArray
-    """(G,) the last step that uses it before its buffer goes to another chunk."""
     free_step: IntArray
     """(G,) the step whose end frees its buffer, or its chunk's place before; below 0 in the previous iteration."""
     slot_free: IntArray
@@ -50,31 +44,10 @@ class GatherPlan:
 
     From there on all that follow are alike, but for the last one: what makes room depends on nothing else."""
 
-    @cached_property
-    def copied(self) -> IntArray:
-        """(G - S,) the gathers of offloaded chunks: those that H2D carries."""
-        table = self.table
-        return np.flatnonzero(table.is_offloaded(self.prefix)[self.gather_chunk])
-
-    @cached_property
-    def sharded(self) -> IntArray:
-        """(S,) the gathers that an all-gather does alone."""
-        return np.flatnonzero(~self.table.is_offloaded(self.prefix)[self.gather_chunk])
-
     @property
     def positions(self) -> Positions:
         """The program of the compute lane."""
         return self.table.positions
-
-    @cached_property
-    def is_first_gather(self) -> IntArray:
-        """(G,) whether a gather is the first of its chunk in the iteration."""
-        first = np.zeros(len(self.table.layout.chunks), dtype=np.int64)
-        places = np.arange(len(self.gather_chunk))
-        # Of writes to one place the last one stays: the first gather of each chunk.
-        first[self.gather_chunk[::-1]] = places[::-1]
-        is_first: IntArray = first[self.gather_chunk] == places
-        return is_first
 
     def gather_wait(self, depths: IntArray) -> IntArray:
         """(D, G) compute tasks that must have ended for a gather's window to be open and its buffer to be free.
@@ -103,10 +76,8 @@ def residency(table: ChunkTable, prefix: int, n_buffer: int) -> GatherPlan:
         table=table,
         prefix=prefix,
         n_buffer=n_buffer,
-        device_adam_s=float(table.device_adam_s[prefix]),
         gather_chunk=stays.chunk,
         gather_step=stays.first_step,
-        last_step=stays.last_step,
         free_step=before,
         slot_free=positions.step_end(before % positions.num_steps) + 1 - np.where(is_previous, positions.length, 0),
         update_chunk=table.update_order[is_offloaded[table.update_order]],

@@ -14,41 +14,13 @@ from typing import Self
 import numpy as np
 
 from ...shared.compile.lanes import NOTHING
-from .space import BoolArray, IntArray
+from .space import IntArray
 
-__all__ = ["NOTHING", "Waits", "ended_with", "known_before", "reached_before", "starts_after"]
+__all__ = ["NOTHING", "Waits", "known_before", "starts_after"]
 
 Waits = Mapping[int, IntArray]
 """By lane that is waited for, (D, T): how many of its tasks must have ended before each task starts, counted
 within the iteration; below 1 for tasks of the iterations before."""
-
-
-def reached_before(
-    target: int, waits: Sequence[Waits], lengths: Sequence[int], *, among: Sequence[int]
-) -> dict[int, IntArray]:
-    """(D, T) tasks of ``target`` guaranteed to have ended before each task of the lanes ``among`` starts.
-
-    Counted as waits are, and not further back than one iteration.  ``waits`` and ``lengths``: of every lane.
-    """
-    per_iteration = lengths[target]
-    num_depths = max(len(found) for of_lane in waits for found in of_lane.values())
-    reached = {
-        lane: _carried(waits[lane].get(target, np.full((num_depths, lengths[lane]), NOTHING)), per_iteration)
-        for lane in among
-    }
-    is_new = True
-    while is_new:
-        is_new = False
-        for lane in among:
-            found = reached[lane]
-            for other in among:
-                if other in waits[lane]:
-                    found = np.maximum(found, ended_with(reached[other], waits[lane][other], per_iteration))
-            if found is not reached[lane]:
-                found = _carried(found, per_iteration)
-                is_new |= not np.array_equal(found, reached[lane])
-                reached[lane] = found
-    return reached
 
 
 def known_before(waits: Sequence[Waits], lengths: Sequence[int], num_depths: int) -> tuple[IntArray, ...]:
@@ -120,17 +92,7 @@ def starts_after(over: IntArray, num_gone: int) -> IntArray:
     return np.stack([np.searchsorted(row, counts) for row in both])
 
 
-def ended_with(reached: IntArray, waits: IntArray, per_iteration: int) -> IntArray:
-    """(D, T) what tasks know by waiting for others; ``reached``: (D, T') what these knew, in one iteration."""
-    num_tasks = reached.shape[1]
-    if not num_tasks:
-        return np.full(waits.shape, NOTHING)
-    iteration, place = np.divmod(np.maximum(waits, -num_tasks) - 1, num_tasks)
-    is_wait: BoolArray = waits > NOTHING
-    return np.where(is_wait, np.take_along_axis(reached, place, axis=1) + iteration * per_iteration, NOTHING)
-
-
-def _carried(known: IntArray, per_iteration: int | IntArray) -> IntArray:
+def _carried(known: IntArray, per_iteration: IntArray) -> IntArray:
     """What tasks know, with what the tasks before them in the lane knew, those of the iteration before included."""
     known = np.maximum(known, -per_iteration)
     if not known.shape[-1]:

@@ -22,7 +22,9 @@ from .lane_order import known_before
 from .prices import FloatArray, PriceList
 from .space import BoolArray, IntArray
 
-COMPUTE = tuple(Lane).index(Lane.COMPUTE)
+COMPUTE, H2D, D2H, CPU_OPTIM, COLLECTIVE = (
+    tuple(Lane).index(lane) for lane in (Lane.COMPUTE, Lane.H2D, Lane.D2H, Lane.CPU_OPTIM, Lane.COLLECTIVE)
+)
 
 
 @dataclass(frozen=True, eq=False)

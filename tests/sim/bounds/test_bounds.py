@@ -21,7 +21,8 @@ from protwin.sim.costs.contention import ContentionModel
 from protwin.sim.costs.task_costs import CostModel
 from protwin.sim.space.chunk_table import chunk_table
 from protwin.sim.space.gather_plan import residency
-from protwin.sim.space.side_lanes import CPU_OPTIM, SideLanes
+from protwin.sim.space.plan_family import CPU_OPTIM
+from protwin.sim.space.side_lanes import SideLanes
 from tests.proof_size import examples
 from tests.sim.bound_cases import Case, case, cases, hand_made
 from tests.sim.hand_made import Seconds, machine, plan, workload
@@ -193,7 +194,7 @@ def test_tasks_are_fused_only_where_nobody_can_tell(monkeypatch: pytest.MonkeyPa
     quick = case(quick.workload, quick.plan, quick.layout, quick.costs, quick.contention)
     side_lanes = quick.side_lanes()
     fused = lane_programs.copy_programs(side_lanes.family(np.array([1])), 0, np.ones(4))
-    assert len(fused[CPU_OPTIM].durations_s) == 1 < side_lanes.cpu_length
+    assert len(fused[CPU_OPTIM].durations_s) == 1 < len(side_lanes.cpu_s)
     assert quick.replayed_s() == pytest.approx(quick.simulated_s())
     # The wrong variant fuses CPU Adam although the next chunk's gradients may still be on their way.
     original = lane_programs.copy_programs

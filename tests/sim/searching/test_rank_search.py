@@ -79,9 +79,10 @@ def test_tables_hold_what_the_schedule_holds(found: Case) -> None:
     assert found.chunks.host_bytes(n_persist)[0] == schedule.static_bytes(Memory.HOST)
     durations_s = found.costs.durations_s(schedule)
     busy_s = {lane: sum(durations_s[task] for task in program) for lane, program in schedule.lanes.items()}
-    work = found.side_lanes().work(found.plan.prefetch_depth)
-    for lane, seconds in zip(Lane, work.seconds, strict=True):
-        assert lane is Lane.COMPUTE or seconds.sum() == pytest.approx(busy_s[lane])
+    family, depth = found.side_lanes().family_with(found.plan.prefetch_depth)
+    assert family.compute_s(found.mode)[0].sum() == pytest.approx(busy_s[Lane.COMPUTE])
+    for number, lane in enumerate(Lane):
+        assert lane is Lane.COMPUTE or family.seconds(number, depth).sum() == pytest.approx(busy_s[lane])
     assert bounds_of(found).reduced_s[n_persist[0]] <= busy_s[Lane.COLLECTIVE] * (1 + 1e-9)
 
 
