@@ -6,7 +6,7 @@ from typing import Final
 
 import numpy as np
 
-from ..schema.schedule import LANE_OF, Lane
+from ..schema.schedule import Lane
 from .program import NOT_THERE, BoolArray, Draft, IntArray, Part
 
 LANE_NUMBER: Final = {lane: number for number, lane in enumerate(Lane)}
@@ -30,7 +30,7 @@ def task_order(draft: Draft) -> IntArray:
 
 def lanes_of_tasks(draft: Draft) -> IntArray:
     """(N,) the number of every task's lane, in the order of ``Lane``."""
-    lanes = [LANE_NUMBER[LANE_OF[group.kind]] for _, group in draft.groups]
+    lanes = [LANE_NUMBER[group.kind.lane] for _, group in draft.groups]
     return np.repeat(np.array(lanes), [len(ids) for ids, _ in draft.groups])
 
 

@@ -58,6 +58,9 @@ Inputs that several sections share go with the one that needs them last, which d
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Final
+
 from ..layout.layout import Layout, build_layout, check_layout
 from ..layout.shards import stepped_bytes
 from ..schema.plan import Plan
@@ -71,10 +74,27 @@ from .sections import FullTraining
 from .updates import Updates
 from .views import tasks_and_buffers
 
-__all__ = ["check_plan", "compile_schedule", "stepped_bytes"]
+__all__ = ["FULL_TRAINING", "Policies", "check_plan", "compile_schedule", "drafted", "stepped_bytes"]
 
 
-def compile_schedule(plan: Plan, workload: Workload, layout: Layout | None = None) -> Schedule:
+@dataclass(frozen=True)
+class Policies:
+    """Who answers the compiler's three questions; a training method replaces or extends one of them."""
+
+    sections: type[FullTraining] = FullTraining
+    """What computes, in which order."""
+    residency: type[Residency] = Residency
+    """What lies where, when."""
+    updates: type[Updates] = Updates
+    """What happens to a gradient until its parameter is new."""
+
+
+FULL_TRAINING: Final = Policies()
+
+
+def compile_schedule(
+    plan: Plan, workload: Workload, layout: Layout | None = None, *, policies: Policies = FULL_TRAINING
+) -> Schedule:
     """The schedule of one steady-state iteration of ``workload`` under ``plan``.
 
     ``layout`` spares building it again; it must be the one of ``plan.chunk_bytes``.
@@ -85,7 +105,7 @@ def compile_schedule(plan: Plan, workload: Workload, layout: Layout | None = Non
         layout = build_layout(workload.parameters, num_blocks=workload.num_blocks, chunk_bytes=plan.chunk_bytes)
     check_layout(layout, plan, workload)
     family = family_of(plan, workload, layout)
-    tasks, buffers = tasks_and_buffers(drafted(family, with_operands=True), family)
+    tasks, buffers = tasks_and_buffers(drafted(family, policies, with_operands=True), family)
     return Schedule(
         plan_id=plan.identity,
         tasks=tasks,
@@ -99,15 +119,15 @@ def compile_schedule(plan: Plan, workload: Workload, layout: Layout | None = Non
     )
 
 
-def drafted(family: Family, *, with_operands: bool = False) -> Draft:
-    """What the policies say about ``family``; with what tasks read and write if it is of one plan alone.
+def drafted(family: Family, policies: Policies = FULL_TRAINING, *, with_operands: bool = False) -> Draft:
+    """What ``policies`` say about ``family``; with what tasks read and write if it is of one plan alone.
 
     Raises PlanError if a block needs more buffers than there are.
     """
     draft = Draft()
-    sections = FullTraining(family, draft)
-    residency = Residency(family, draft, sections)
-    updates = Updates(family, draft, sections)
+    sections = policies.sections(family, draft)
+    residency = policies.residency(family, draft, sections)
+    updates = policies.updates(family, draft, sections)
     residency.follow(updates.stepped_by)
     draft.at_end_bytes = updates.widened_bytes
     if with_operands:

@@ -72,6 +72,8 @@ class Work:
     num_stepped: Integers = 0
     stepped_bytes: Integers = 0
     num_ranks: int = 1
+    stated_s: float | None = None
+    """Seconds that the schedule itself states: of added kinds, which have no price."""
 
 
 @dataclass(frozen=True, eq=False)

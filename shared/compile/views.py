@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from ..schema.schedule import Allocation, Section, Task
+from ..schema.schedule import Allocation, Section, Task, TaskKind
 from .assembly import heirs, is_there, lanes_of_tasks, task_order
 from .family import Family
 from .program import NOT_THERE, BufferGroup, Draft, IntArray, Uses, Wait, Work, sections_by_number, spread
@@ -42,7 +42,7 @@ def tasks_and_buffers(
         _operands(uses, rank, number, len(order))
         for uses in (*_lifetimes(draft.buffer_groups), draft.reads, draft.updates)
     )
-    kinds, places, work = _of_tasks(draft, order)
+    kinds, stated_s, places, work = _of_tasks(draft, order)
     section, chunk, micro_batch = places
     tasks = map(
         Task,
@@ -58,6 +58,7 @@ def tasks_and_buffers(
         map(add, made, updated),
         map(draft.phases.get, order.tolist()),
         *work,
+        stated_s,
     )
     return tuple(tasks), buffers
 
@@ -65,14 +66,18 @@ def tasks_and_buffers(
 # -- columns ---------------------------------------------------------------------------------------------------------
 
 
-def _of_tasks(draft: Draft, order: IntArray) -> tuple[list[Any], list[list[int]], list[list[int]]]:
-    """Kinds of tasks; their sections, chunks and micro-batches; and what they do."""
+def _of_tasks(
+    draft: Draft, order: IntArray
+) -> tuple[list[TaskKind], list[float | None], list[list[int]], list[list[int]]]:
+    """Kinds of tasks, and the seconds that they state; their sections, chunks and micro-batches; and what they do."""
     values = np.zeros((len(_PLACES) + len(_WORK), draft.num_tasks), dtype=np.int64)
     values[-1] = 1  # ranks
-    kinds: list[Any] = []
+    kinds: list[TaskKind] = []
+    stated_s: list[float | None] = []
     for ids, group in draft.groups:
         here = slice(ids[0], ids[-1] + 1)
         kinds += [group.kind] * len(ids)
+        stated_s += [group.work.stated_s if isinstance(group.work, Work) else None] * len(ids)
         for row, name in enumerate(_PLACES):
             values[row, here] = getattr(group, name)
         if isinstance(group.work, Work):
@@ -80,7 +85,13 @@ def _of_tasks(draft: Draft, order: IntArray) -> tuple[list[Any], list[list[int]]
                 of_rows = getattr(group.work, name)
                 values[row, here] = of_rows[group.rows] if isinstance(of_rows, np.ndarray) else of_rows
     columns = values[:, order].tolist()
-    return [kinds[task] for task in order.tolist()], columns[: len(_PLACES)], columns[len(_PLACES) :]
+    numbers = order.tolist()
+    return (
+        [kinds[task] for task in numbers],
+        [stated_s[task] for task in numbers],
+        columns[: len(_PLACES)],
+        columns[len(_PLACES) :],
+    )
 
 
 def _named(numbers: Iterable[int], names: Sequence[Any]) -> list[Any]:

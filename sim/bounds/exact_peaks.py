@@ -1,7 +1,7 @@
 """The guaranteed device peak of plans, exactly as ``shared/verify/guaranteed_peak.py`` finds it in their schedules.
 
-Shapes: D prefetch depths, L positions of the compute lane in an iteration, M micro-batches, W positions of one of them,
-B buffers that tasks make and free, K rows of activation modes.
+Shapes: D prefetch depths, L tasks and P positions of the compute lane in an iteration, M micro-batches, W positions of
+one of them, B buffers that tasks make and free, K rows of activation modes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def family_peaks(family: PlanFamily, modes: IntArray) -> IntArray:
 
     ``modes``: (K,) choices of the family's.
     """
-    running, pausing = _held_bytes(family)
+    running, pausing = _by_position(family, *_held_bytes(family))
     levels, positions = family.levels, family.positions
     shape = (len(running), positions.micro_batches, positions.micro_length)
     at_end = np.maximum(running[:, -1] + family.draft.at_end_bytes, pausing[:, -1])
@@ -45,6 +45,22 @@ def family_peaks(family: PlanFamily, modes: IntArray) -> IntArray:
     return peaks
 
 
+def _by_position(family: PlanFamily, running: IntArray, pausing: IntArray) -> tuple[IntArray, IntArray]:
+    """(D, P) levels at the positions of compute, of (D, L) at its tasks.
+
+    What a method runs between two positions adds nothing to the level: it counts as a pause before the second one.
+    """
+    places = family.place_at
+    at_positions, before = running[:, places], pausing[:, places]
+    if len(places) < running.shape[1]:
+        following = np.searchsorted(places, np.arange(running.shape[1]))
+        highest = np.maximum(running, pausing)
+        is_between = places[following] > np.arange(running.shape[1])
+        for place in np.flatnonzero(is_between).tolist():
+            before[:, following[place]] = np.maximum(before[:, following[place]], highest[:, place])
+    return at_positions, before
+
+
 def _held_bytes(family: PlanFamily) -> tuple[IntArray, IntArray]:
     """(D, L) the highest level of all but activations that stay, while each task runs and in the pause before it.
 
@@ -52,7 +68,7 @@ def _held_bytes(family: PlanFamily) -> tuple[IntArray, IntArray]:
     at the first that is guaranteed to come after the task that frees it.  In the pause before that position, it is
     still there.
     """
-    lanes, buffers, length = family.lanes, family.buffers, family.positions.length
+    lanes, buffers, length = family.lanes, family.buffers, family.lanes.lengths[COMPUTE]
     begin, end = _positions(family, buffers.made_by, is_made=True), _positions(family, buffers.freed_by, is_made=False)
     replacing = np.flatnonzero(buffers.replaces >= 0)
     gone = end[:, buffers.replaces[replacing]]

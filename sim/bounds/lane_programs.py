@@ -119,7 +119,8 @@ def repeating_programs(family: PlanFamily, programs: tuple[LaneProgram, ...]) ->
         if not (np.array_equal(before, within) and np.array_equal(within, after)):
             return None
         num_fused.append(len(within))
-    mark = int(np.searchsorted(programs[COMPUTE].begins, (middle + 1) * family.positions.micro_length)) - 1
+    following = family.place_at[(middle + 1) * family.positions.micro_length]
+    mark = int(np.searchsorted(programs[COMPUTE].begins, following)) - 1
     return Repeating(tuple(num_fused), mark)
 
 
@@ -137,7 +138,7 @@ def _begin_afresh(family: PlanFamily, joins: BoolArray) -> None:
     """Compute tasks that stay apart: device Adam, which the length of an iteration is read off, and others."""
     joins[-1] = False
     # Micro-batches are told apart by a task that ends with each ([Note: Folded iterations]).
-    joins[: -1 : family.positions.micro_length] = False
+    joins[family.place_at[: -1 : family.positions.micro_length]] = False
 
 
 def _in_time(family: PlanFamily, depth: int, slowest: FloatArray) -> BoolArray:

@@ -11,12 +11,12 @@ from functools import cached_property
 import numpy as np
 
 from ...shared.compile.activation_levels import ActivationLevels
-from ...shared.compile.compile import drafted
+from ...shared.compile.compile import FULL_TRAINING, Policies, drafted
 from ...shared.compile.family import Family
 from ...shared.compile.homes import static_bytes
 from ...shared.compile.lanes import DeviceBuffers, FamilyLanes
 from ...shared.compile.positions import Positions
-from ...shared.compile.program import Draft
+from ...shared.compile.program import Draft, Part
 from ...shared.schema.schedule import Lane, Memory, lanes_of
 from .lane_order import known_before
 from .prices import FloatArray, PriceList
@@ -31,13 +31,15 @@ COMPUTE, H2D, D2H, CPU_OPTIM, COLLECTIVE = (
 class PlanFamily:
     """Plans of one residency and one set of swapped blocks.
 
-    Shapes: D prefetch depths, K choices of activation modes, L positions of compute, N tasks, T tasks of a lane.
+    Shapes: D prefetch depths, K choices of activation modes, P positions and L tasks of compute, N tasks, T tasks of a
+    lane.
     """
 
     family: Family
     levels: ActivationLevels
     """Of the same K choices."""
     prices: PriceList
+    policies: Policies = FULL_TRAINING
 
     @property
     def num_lanes(self) -> int:
@@ -52,7 +54,7 @@ class PlanFamily:
     @cached_property
     def draft(self) -> Draft:
         """What the compiler's policies say."""
-        return drafted(self.family)
+        return drafted(self.family, self.policies)
 
     @cached_property
     def lanes(self) -> FamilyLanes:
@@ -84,6 +86,15 @@ class PlanFamily:
         adds[self.positions.backward(np.flatnonzero(self.family.has_new_gradients))] = False
         return adds
 
+    @cached_property
+    def place_at(self) -> IntArray:
+        """(P,) the place in the lane of compute of the task at each position; methods may run others between them."""
+        places = np.zeros(self.positions.length, dtype=np.int64)
+        for ids, group in self.draft.groups:
+            if group.part is Part.RUNS:
+                places[group.position] = self.lanes.place[0, ids]
+        return places
+
     # -- seconds -----------------------------------------------------------------------------------------------------
 
     @cached_property
@@ -105,7 +116,7 @@ class PlanFamily:
 
     @cached_property
     def _block_at(self) -> IntArray:
-        """(L,) the section at each position of compute, by number."""
+        """(L,) the section of each task of compute, by number."""
         sections = np.zeros(self.draft.num_tasks, dtype=np.int64)
         for ids, group in self.draft.groups:
             sections[ids[0] : ids[-1] + 1] = group.section

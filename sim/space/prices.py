@@ -36,7 +36,8 @@ class PriceList:
 
     def _price(self, task: Task) -> float:
         """Equal tasks are priced once."""
-        key = (task.kind, id(task.phase), task.moved_bytes, task.num_stepped, task.stepped_bytes, task.num_ranks)
+        amounts = task.moved_bytes, task.num_stepped, task.stepped_bytes, task.num_ranks, task.stated_s
+        key = (task.kind, id(task.phase), amounts)
         if key not in self._known:
             self._known[key] = self._costs.task_s(task)
         return self._known[key]
@@ -49,7 +50,13 @@ def _tasks_of(kind: TaskKind, work: Work | PhaseWork) -> list[Task]:
     columns = np.broadcast_arrays(work.moved_bytes, work.num_stepped, work.stepped_bytes)
     return [
         Task(
-            TaskId(0), kind, moved_bytes=moved, num_stepped=stepped, stepped_bytes=size_bytes, num_ranks=work.num_ranks
+            TaskId(0),
+            kind,
+            moved_bytes=moved,
+            num_stepped=stepped,
+            stepped_bytes=size_bytes,
+            num_ranks=work.num_ranks,
+            stated_s=work.stated_s,
         )
         for moved, stepped, size_bytes in zip(*(np.atleast_1d(column).tolist() for column in columns), strict=True)
     ]
