@@ -122,7 +122,7 @@ class ActivationAccount:
         self.recomputed: IntArray = np.where(is_checkpoint, recompute_bytes, 0)
 
     def micro_batches(self, micro_batches: int) -> tuple[list[_MicroBatch], IntArray]:
-        """Every distinct micro-batch, and (M,) which of them each of so many is."""
+        """Every distinct micro-batch, and (M,) the number of each micro-batch among them."""
         nothing = np.zeros(len(self.is_checkpoint), dtype=np.int64)
         found: list[_MicroBatch] = []
         state = (nothing, nothing)

@@ -107,7 +107,7 @@ class ChunkFacts:
         return found
 
     def stays(self, is_gathered: BoolArray, n_buffer: int, step_block: IntArray) -> Stays:
-        """The stays of the gathered chunks in so many buffers, where step s is of block ``step_block[s]``.
+        """The stays of the gathered chunks in ``n_buffer`` buffers, where step s is of block ``step_block[s]``.
 
         Raises PlanError if a block needs more buffers.
         """
@@ -287,7 +287,7 @@ class ChunkFacts:
 
     @cached_property
     def scatter_work(self) -> Work:
-        """By chunk: the sum of its gradients over ranks of which each keeps its part."""
+        """By chunk: the sum of its gradients over ranks; each keeps its part."""
         return Work(moved_bytes=self.part("reduced_bytes"), num_ranks=self.step.num_ranks)
 
     @cached_property

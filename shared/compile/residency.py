@@ -86,7 +86,7 @@ class Residency:
         self.gathers[copied] = self._coming(TaskKind.GATHER, facts.gather_work, copied)
         self.gathers[alone] = self._coming(TaskKind.ALL_GATHER, facts.all_gather_work, alone)
         self.exchanged = copied if self.family.step.is_sharded else copied[:0]
-        """The stays of offloaded chunks of which ranks have parts alone."""
+        """The stays of offloaded chunks that ranks have in parts."""
         self.exchanges = self._coming(TaskKind.ALL_GATHER, facts.all_gather_work, self.exchanged, number=1)
         """Of these, the all-gathers that follow the copies."""
         self.draft.wait(self.exchanges, self.gathers[self.exchanged])

@@ -105,7 +105,7 @@ class ChunkTable:
         return ChunkFacts.of(self.layout, self.workload.parameters, knobs)
 
     def stays(self, prefix: int, n_buffer: int) -> Stays:
-        """The stays of gathered chunks in so many buffers, as the compiler assigns them."""
+        """The stays of gathered chunks in ``n_buffer`` buffers, as the compiler assigns them."""
         return self.facts.stays(self.is_gathered(prefix), n_buffer, self.positions.step_block)
 
     def is_offloaded(self, prefix: int | IntArray) -> BoolArray:

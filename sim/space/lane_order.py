@@ -70,7 +70,7 @@ class _Awaited:
 
     @classmethod
     def of(cls, waits: IntArray, num_tasks: int, per_iteration: IntArray) -> Self:
-        """``waits``: (D, T) for a lane of so many tasks."""
+        """``waits``: (D, T) for a lane of ``num_tasks`` tasks."""
         iteration, place = np.divmod(np.maximum(waits, -num_tasks) - 1, num_tasks)
         ended = np.where((waits > NOTHING)[:, None], iteration[:, None] * per_iteration, NOTHING)
         return cls(place[:, None], ended)
