@@ -221,7 +221,7 @@ class _Need:
             name=self._name,
             how=self._how,
             plan=plan,
-            plan_kind=kind_of(plan, self._layout),
+            plan_kind=kind_of(plan, self._layout, workload),
             num_samples=workload.num_samples * plan.micro_batches * plan.num_ranks,
             num_tokens=workload.num_tokens * plan.micro_batches * plan.num_ranks,
             iteration_s=timing.iteration_s,

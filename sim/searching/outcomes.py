@@ -214,7 +214,7 @@ def _outcome(known: _Known) -> PlanOutcome:
     pinned_bytes = int(problem.pinned_host_bytes(candidate.layout, prefix, plan.n_swap)[0])
     return PlanOutcome(
         plan=plan,
-        plan_kind=kind_of(plan, grid.layout),
+        plan_kind=kind_of(plan, grid.layout, problem.workload),
         iteration_s=known.iteration_s,
         is_simulated=known.is_simulated,
         guaranteed_peak_device_bytes=candidate.peak_bytes,

@@ -60,13 +60,24 @@ def search_batches(
     request: SearchRequest, *, on_progress: OnProgress | None = None, keep_interrupted: bool = False
 ) -> BatchSearchResult:
     """What ``search`` finds, and besides what became of every size of the micro-batch.  Errors as of ``search``."""
-    found = _search(request, on_progress=on_progress, keep_interrupted=keep_interrupted)
-    is_tight = found.result.survives is False and not found.result.certificate.is_interrupted
-    if not is_tight or not request.margin_frac:
+
+    def searched(asked: SearchRequest) -> BatchSearchResult:
+        return _search(asked, on_progress=on_progress, keep_interrupted=keep_interrupted)
+
+    if not request.margin_frac:
+        return searched(request)
+    without_margin = replace(request, margin_frac=0.0)
+    found = None
+    try:
+        found = searched(request)
+    except InfeasibleError:
+        if request.device_budget_bytes is not None or without_margin.budgets_bytes() == request.budgets_bytes():
+            raise
+    if found is not None and (found.result.survives is not False or found.result.certificate.is_interrupted):
         return found
     # No plan leaves the margin: one that fits without it is better than one that does not.
-    without = _search(replace(request, margin_frac=0.0), on_progress=on_progress, keep_interrupted=keep_interrupted)
-    if not without.result.survives:
+    without = searched(without_margin)
+    if found is not None and not without.result.survives:
         return found
     told = {"survives": False, "margin_frac": request.margin_frac}
     return without.model_copy(update={"result": without.result.model_copy(update=told)})

@@ -118,7 +118,7 @@ def _mode_rows(workload: Workload, space: SearchSpace) -> ModeRows:
     for row, modes in enumerate(np.concatenate([rows.is_checkpoint, rows.is_swap & moves], axis=1)):
         distinct.setdefault(modes.tobytes(), row)
     kept = sorted(distinct.values())
-    return ModeRows(num_blocks, rows.n_swap[kept], rows.n_checkpoint[kept])
+    return ModeRows(num_blocks, rows.n_swap[kept], rows.n_checkpoint[kept], moves)
 
 
 def _swap_counts(workload: Workload, wanted: Sequence[int] | None) -> list[int]:

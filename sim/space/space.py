@@ -70,6 +70,15 @@ class ModeRows:
     """(K,) ascending."""
     n_checkpoint: IntArray
     """(K,) ascending for each ``n_swap``."""
+    moves: BoolArray | None = None
+    """(n,) the blocks that have something to move in mode SWAP; None if all have."""
+
+    @cached_property
+    def swaps(self) -> BoolArray:
+        """(K,) whether something is moved in mode SWAP."""
+        moved = self.is_swap if self.moves is None else np.logical_and(self.is_swap, self.moves)
+        swaps: BoolArray = np.asarray(np.any(moved, axis=1))
+        return swaps
 
     @cached_property
     def is_checkpoint(self) -> BoolArray:
@@ -150,7 +159,7 @@ class LayoutGrid:
         is_offloaded = self.places.offloaded_sum(ones)[prefixes] > 0
         is_sharded = self.places.sharded_sum(ones)[prefixes] > 0
         place = np.where(is_offloaded, 3, np.where(is_sharded, 2, 0))[:, None]
-        activations = np.where(self.modes.n_swap[modes] > 0, 4, np.where(self.modes.n_checkpoint[modes] > 0, 1, 0))
+        activations = np.where(self.modes.swaps[modes], 4, np.where(self.modes.n_checkpoint[modes] > 0, 1, 0))
         is_of_kind: BoolArray = np.maximum(place, activations) == kind.complexity
         return is_of_kind
 

@@ -75,7 +75,7 @@ def check(asked: Asked, answer: SearchResult, workload: Workload, box: Hardware)
     assert all(word in names for word in (*wanted, "FSDP2, offloaded", "DeepSpeed ZeRO-3"))
     for plan in simple_plans(workload, asked.num_ranks):
         layout = build_layout(workload.parameters, num_blocks=workload.num_blocks, chunk_bytes=plan.chunk_bytes)
-        kind = kind_of(plan, layout)
+        kind = kind_of(plan, layout, workload)
         if kind.complexity >= answer.plan_kind.complexity:
             continue
         other = simulate(plan, workload, box)

@@ -51,11 +51,7 @@ def simplest_worth_it(found: Case, budget_bytes: int, uncertainty: Uncertainty) 
     for outcome in found.feasible(budget_bytes):
         model = found.workload
         layout = build_layout(model.parameters, num_blocks=model.num_blocks, chunk_bytes=outcome.plan.chunk_bytes)
-        kind = kind_of(outcome.plan, layout)
-        if kind is PlanKind.SWAPPED and not any(
-            model.profile_of(block).swappable_bytes for block in range(outcome.plan.n_swap)
-        ):
-            kind = kind_of(outcome.plan.model_copy(update={"n_swap": 0}), layout)
+        kind = kind_of(outcome.plan, layout, model)
         best_s[kind] = min(best_s[kind], outcome.iteration_s)
     allowed: dict[PlanKind, float] = {}
     for kind in sorted(best_s, key=lambda kind: kind.complexity):
@@ -164,6 +160,20 @@ def test_where_no_plan_leaves_the_margin_one_that_fits_without_it_is_recommended
     assert not result.survives
     assert reserved.num_retries == 0, "it fits with the allocator's default settings"
     assert result.plan_kind is PlanKind.CHECKPOINTED, "the simplest kind that does"
+
+
+def test_a_margin_that_nothing_fits_into_is_no_budget() -> None:
+    family = shipped_family("gpt2", DType.BFLOAT16)
+    assert family is not None
+    model = family.at(batch_size=2, sequence_length=1024)
+    request = SearchRequest(workload=model, hardware=load_hardware("rtx-3090"), margin_frac=0.0)
+    found, tight = search(request), search(replace(request, margin_frac=0.99))
+    assert found.survives
+    assert (tight.survives, tight.margin_frac) == (False, 0.99)
+    assert tight.plan == found.plan
+    small = replace(request, margin_frac=0.99, device_budget_bytes=2**20)
+    with pytest.raises(InfeasibleError, match="but the budget is 1 MiB"):
+        search(small)
 
 
 def test_the_least_memory_is_no_limit_of_the_baselines() -> None:
