@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import os
+import pkgutil
 import signal
 
 import hypothesis
 import pytest
 
+import protwin
 from tests.proof_size import examples
 
 hypothesis.settings.register_profile(
@@ -24,8 +27,20 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+_MANY_TESTS = 1_000
+"""From here on a run is worth the seconds that all imports take."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what is marked ``gpu`` where there is none; torch is asked only if such a test was collected."""
+    """Skip what is marked ``gpu`` where there is none; torch is asked only if such a test was collected.
+
+    [Note: The same examples each time]
+    Hypothesis draws numbers that stand in the sources of imported modules too.  What was imported when a test begins
+    depends on the tests before it, and these on how fast others ran.  So a run of many tests imports everything first.
+    """
+    if len(items) >= _MANY_TESTS:
+        for module in pkgutil.walk_packages(protwin.__path__, "protwin."):
+            importlib.import_module(module.name)
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return
