@@ -40,7 +40,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """
     if len(items) >= _MANY_TESTS:
         for module in pkgutil.walk_packages(protwin.__path__, "protwin."):
-            importlib.import_module(module.name)
+            if not module.name.endswith("__main__"):
+                importlib.import_module(module.name)
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return
