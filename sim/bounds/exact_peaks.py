@@ -22,7 +22,9 @@ def guaranteed_peaks(side_lanes: SideLanes, depths: IntArray, modes: IntArray, r
     """(D, K) guaranteed device peaks of the plans with these lanes, prefetch depths and rows of modes."""
     family = side_lanes.family(depths)
     assert family.family.workload.resident_bytes == resident_bytes, "plans are of one workload"
-    return family_peaks(family, modes)
+    peaks = family_peaks(family, modes)
+    family.let_go()
+    return peaks
 
 
 def family_peaks(family: PlanFamily, modes: IntArray) -> IntArray:

@@ -5,8 +5,9 @@ All of it comes from the compiler's arrays (``shared/compile/family.py``); secon
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -95,6 +96,15 @@ class PlanFamily:
                 places[group.position] = self.lanes.place[0, ids]
         return places
 
+    def let_go(self) -> None:
+        """Keep what replays read, and no more, since searches have many families.  All else is made again if needed."""
+        _ = self._task_s, self._block_at, self.place_at
+        for name in ("draft", "buffers"):
+            vars(self).pop(name, None)
+        lanes = self.lanes
+        vars(self)["known"] = _narrow(self.known)
+        vars(self)["lanes"] = replace(lanes, place=_narrow((lanes.place,))[0], tasks=_narrow(lanes.tasks))
+
     # -- seconds -----------------------------------------------------------------------------------------------------
 
     @cached_property
@@ -155,3 +165,8 @@ class PlanFamily:
             before[lane] += np.count_nonzero(is_within & (of_task < micro_batch))
             within[lane] += np.count_nonzero(is_within & (of_task == micro_batch))
         return tuple(zip(before.tolist(), within.tolist(), strict=True))
+
+
+def _narrow(counts: tuple[IntArray, ...]) -> tuple[Any, ...]:
+    """The same numbers of tasks in half the room."""
+    return tuple(of_lane.astype(np.int32) for of_lane in counts)

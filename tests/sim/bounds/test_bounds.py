@@ -15,6 +15,7 @@ from protwin.shared.schema.hardware import Hardware
 from protwin.shared.schema.schedule import LANES_ALONE, Lane, Memory
 from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
 from protwin.sim.bounds import lane_programs, replay
+from protwin.sim.bounds.exact_peaks import family_peaks
 from protwin.sim.bounds.replay import REPLAY_FRAC, Replayer, ReplayPlan
 from protwin.sim.bounds.throughput import Throughput
 from protwin.sim.costs.contention import ContentionModel
@@ -219,3 +220,19 @@ def test_cpu_adam_is_fused_over_blocks_only_where_gradients_surely_arrive_in_tim
     original = lane_programs.copy_programs
     monkeypatch.setattr(replay, "copy_programs", lambda family, depth, slowest: original(family, depth, 0 * slowest))
     assert idle.replayed_s() < idle.simulated_s() * (1 - 1e-3)
+
+
+@given(cases())
+@settings(max_examples=examples(60, 25))
+def test_a_family_that_let_go_is_replayed_as_before(found: Case) -> None:
+    depths = np.array([found.plan.prefetch_depth, found.plan.prefetch_depth + 1])
+    whole, less = (found.side_lanes().family(depths) for _ in range(2))
+    peaks = family_peaks(less, found.mode)
+    less.let_go()
+    slowest = np.full(whole.num_lanes, 1.5)
+    for depth in range(len(depths)):
+        for one, other in zip(*(lane_programs.copy_programs(of, depth, slowest) for of in (whole, less)), strict=True):
+            assert np.array_equal(one.begins, other.begins)
+            assert np.array_equal(one.durations_s, other.durations_s)
+            assert np.array_equal(one.waits, other.waits)
+    assert np.array_equal(family_peaks(less, found.mode), peaks)
