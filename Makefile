@@ -99,7 +99,9 @@ clean: ## Remove everything that can be made again, .venv included
 	rm -rf $(VENV) out build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-$(STAMP): pyproject.toml constraints.txt
+KERNELS := $(wildcard sim/kernels/*.c sim/kernels/*.h)
+
+$(STAMP): pyproject.toml constraints.txt setup.py $(KERNELS)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "protwin needs Python 3.11 or newer; name one: make PYTHON=/path/to/python3" >&2; exit 2; }
 	@test -f $@ || rm -rf $(VENV)

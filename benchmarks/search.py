@@ -19,7 +19,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
@@ -42,7 +42,7 @@ from protwin.sim.bounds.replay import Replayer, ReplayPlan
 from protwin.sim.costs.contention import ContentionModel
 from protwin.sim.costs.task_costs import CostModel
 from protwin.sim.engine.simulator import simulate_timing
-from protwin.sim.searching.candidates import Candidates
+from protwin.sim.searching.candidates import Candidate, Candidates
 from protwin.sim.searching.problem import SearchProblem, search_problem
 from protwin.sim.searching.request import SearchRequest, Step
 from protwin.sim.searching.search import search
@@ -236,7 +236,7 @@ def _row(case: Case, repeats: int, sample: int) -> Row:
     problem = case.problem(workload)
     limit_s = certificate.best_iteration_s * (1 - certificate.tolerance_frac)
     through = Candidates(problem)
-    num_below = sum(1 for _ in islice(through.below(limit_s), 100_000))
+    num_below = sum(map(len, _all_below(through, limit_s)))
     num_left = certificate.num_candidates - through.num_bounded_by_memory
     brute_s, num_compiled, replay_s, num_replayed = _other_ways(problem, workload, sample)
     return Row(
@@ -268,11 +268,16 @@ def _events_per_s(case: Case, workload: Workload, result: SearchResult) -> float
     return timing.num_iterations * len(schedule.tasks) / seconds
 
 
+def _all_below(candidates: Candidates, limit_s: float) -> Iterator[list[Candidate]]:
+    """Plans with bounds below the limit, some at a time."""
+    while some := candidates.below(limit_s, _NUM_SAMPLED):
+        yield some
+
+
 def _other_ways(problem: SearchProblem, workload: Workload, sample: int) -> tuple[float, int, float, int]:
     """Seconds per plan of brute force, and of how many plans; seconds per plan of replaying, and of how many."""
-    candidates = list(islice(Candidates(problem).below(np.inf), _NUM_SAMPLED))
+    candidates = [one for some in islice(_all_below(Candidates(problem), np.inf), 8) for one in some][:_NUM_SAMPLED]
     compiled = candidates[:: max(1, len(candidates) // sample)]
-    depths = problem.layouts[0].grid.prefetch_depth.tolist()
 
     def simulate_all() -> None:
         for one in compiled:
@@ -282,7 +287,7 @@ def _other_ways(problem: SearchProblem, workload: Workload, sample: int) -> tupl
             simulate_timing(schedule, problem.costs.durations_s(schedule), problem.contention)
 
     def replay_all() -> None:
-        plans = [ReplayPlan(one.side_lanes, depths[one.index[1]], one.index[2]) for one in candidates]
+        plans = [ReplayPlan(problem.family(*one.family), *one.index[1:]) for one in candidates]
         Replayer(problem.contention).periods_s(plans)
 
     return (

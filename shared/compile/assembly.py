@@ -34,6 +34,24 @@ def lanes_of_tasks(draft: Draft) -> IntArray:
     return np.repeat(np.array(lanes), [len(ids) for ids, _ in draft.groups])
 
 
+def sequences_of_tasks(draft: Draft, num_lanes: int) -> tuple[IntArray, tuple[int, ...]]:
+    """(N,) the sequence of every task, and the lane of every sequence; a lane's own one has its number.
+
+    A lane beside compute in which some tasks bring something and others take something away has two: how the two are
+    merged may depend on the look-ahead and on room, and each alone keeps its order.
+    """
+    sequence = lanes_of_tasks(draft)
+    lane_of = list(range(num_lanes))
+    for lane in range(1, num_lanes):
+        here = [(ids, group.part) for ids, group in draft.groups if LANE_NUMBER[group.kind.lane] == lane]
+        if {Part.COMES, Part.LEAVES} <= {part for _, part in here}:
+            for ids, part in here:
+                if part is Part.COMES:
+                    sequence[ids] = len(lane_of)
+            lane_of.append(lane)
+    return sequence, tuple(lane_of)
+
+
 def heirs(order: IntArray, lanes: IntArray, is_there: BoolArray) -> IntArray:
     """(N,) every task, or the next one of its lane where the plan does not have it.
 

@@ -75,6 +75,23 @@ class Stays:
             last_in_slot=_last_of(slot, numbers),
         )
 
+    def repeats(self, num_steps: int) -> bool:
+        """Whether the chunks in all slots are the same before the third micro-batch as before the fourth.
+
+        From there on all that follow are alike, but for the last one: what makes room depends on nothing else.
+        ``num_steps``: of a micro-batch.
+        """
+        first = self.first_step
+        if not len(first) or first[-1] < 3 * num_steps:
+            # Nothing is gathered any more, or there are too few micro-batches to say.
+            return True
+        in_slot = np.full((2, int(self.slot.max()) + 1), NOT_THERE)
+        for row, number in enumerate((2, 3)):
+            is_before = first < number * num_steps
+            # Of writes to one place the last one stays.
+            in_slot[row, self.slot[is_before]] = self.chunk[is_before]
+        return np.array_equal(*in_slot)
+
 
 def _last_of(keys: IntArray, numbers: IntArray) -> IntArray:
     """Of every entry, the last one with the same key."""

@@ -45,9 +45,9 @@ class FamilyLanes:
         return {other: found[depth] for (of, other), found in self.waits.items() if of == lane}
 
     @classmethod
-    def of(cls, draft: Draft, num_lanes: int, num_depths: int) -> FamilyLanes:
-        """The lanes of the family in ``draft``."""
-        lane = lanes_of_tasks(draft)
+    def of(cls, draft: Draft, num_lanes: int, num_depths: int, *, lane: IntArray | None = None) -> FamilyLanes:
+        """The lanes of the family in ``draft``.  ``lane``: (N,) of every task, where it is not its kind's."""
+        lane = lanes_of_tasks(draft) if lane is None else lane
         order = np.broadcast_to(task_order(draft), (num_depths, draft.num_tasks))
         in_order = lane[order]
         tasks = tuple(order[in_order == number].reshape(num_depths, -1) for number in range(num_lanes))

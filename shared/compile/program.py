@@ -167,6 +167,8 @@ class Draft:
         """By task."""
         self.at_end_bytes = 0
         """The most that the last task adds to the level before."""
+        self.repeats = True
+        """Whether the fourth micro-batch and all that follow, but for the last one, are like the third."""
         self.num_tasks = 0
         self.num_buffers = 0
 

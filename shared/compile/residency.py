@@ -5,6 +5,8 @@ See [Note: Steps] and [Note: Ranks] in ``compile.py``.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import numpy as np
 
 from ..schema.schedule import Content, Memory, TaskKind
@@ -28,11 +30,16 @@ class Residency:
         self.stays: Stays = family.facts.stays(family.is_gathered, family.n_buffer, sections.step_block)
         self.swapped = family.swapped
         """(B,)"""
+        draft.repeats = self.stays.repeats(2 * sections.num_blocks)
         self._swap_out()
         self._send_position = self._sent_behind()  # (S,) or (D, S)
         self._gather_rank, self._fetch_rank = self._ranks()
         self._gather()
         self._fetch()
+
+    fewer_buffers_add: ClassVar[bool] = True
+    """Whether plans with fewer buffers and less look-ahead have the tasks and waits of others, and more, in every
+    sequence of a lane (``sequences_of_tasks``)."""
 
     # -- when things come --------------------------------------------------------------------------------------------
 

@@ -12,19 +12,9 @@ import numpy as np
 
 from ..space.lane_order import starts_after
 from ..space.plan_family import COMPUTE, PlanFamily
-from ..space.side_lanes import SideLanes
 from ..space.space import IntArray
 
 _LAID_OUT: Final = 3
-
-
-def guaranteed_peaks(side_lanes: SideLanes, depths: IntArray, modes: IntArray, resident_bytes: int) -> IntArray:
-    """(D, K) guaranteed device peaks of the plans with these lanes, prefetch depths and rows of modes."""
-    family = side_lanes.family(depths)
-    assert family.family.workload.resident_bytes == resident_bytes, "plans are of one workload"
-    peaks = family_peaks(family, modes)
-    family.let_go()
-    return peaks
 
 
 def family_peaks(family: PlanFamily, modes: IntArray) -> IntArray:

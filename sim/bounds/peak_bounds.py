@@ -115,6 +115,19 @@ class MemoryBounds:
         return gradient_bytes
 
 
+class NoMemoryBounds:
+    """Of plans whose policies are not known."""
+
+    def __init__(self, num_modes: int) -> None:
+        self.activation_bytes: IntArray = np.zeros(num_modes, dtype=np.int64)
+        """(K,) nothing."""
+
+    def peak_bytes(self, prefix: int, n_buffer: IntArray, depths: IntArray, modes: IntArray) -> IntArray:
+        """(R, D, K) nothing."""
+        del prefix
+        return np.zeros((len(n_buffer), len(depths), len(modes)), dtype=np.int64)
+
+
 @dataclass(frozen=True)
 class _Part:
     """Levels of activations within one kind of micro-batch."""

@@ -9,6 +9,8 @@ periodic after as many iterations as the simulator runs at least, the period is 
 
 Of many micro-batches few are replayed ([Note: Folded iterations] in ``sim/engine/folding.py``); where the micro-batches
 themselves are not periodic then, there is no answer either.
+
+Where the compiled replay is there, it runs the plans one by one, those without micro-batches left out.
 """
 
 from __future__ import annotations
@@ -23,11 +25,12 @@ import numpy as np
 from ..costs.contention import ContentionModel
 from ..engine.folding import Repeating, find_folds, settled_period_s
 from ..engine.simulator import MIN_ITERATIONS
-from ..space.plan_family import COMPUTE
+from ..kernels import lanes as kernels
+from ..space.plan_family import COMPUTE, PlanFamily
 from ..space.prices import FloatArray
-from ..space.side_lanes import SideLanes
 from ..space.space import BoolArray, IntArray
 from .lane_programs import WAITS_FOR, LaneProgram, copy_programs, repeating_programs
+from .rounding import rounded_s
 
 REPLAY_FRAC: Final = 1 - 1e-5
 """Covers the tolerance of "periodic" and the rounding of sums in another order."""
@@ -51,9 +54,9 @@ _WORTH_DROPPING: Final = 0.75
 class ReplayPlan:
     """One plan to replay."""
 
-    side_lanes: SideLanes
+    family: PlanFamily
     depth: int
-    """Prefetch depth."""
+    """The number of the prefetch depth."""
     mode: int
     """Row of the compute table."""
     num_left_out: int = 0
@@ -64,7 +67,7 @@ class ReplayPlan:
 class _Copies:
     """What is kept of the lanes of many plans."""
 
-    side_lanes: SideLanes
+    family: PlanFamily
     """Keeps its ``id`` from being reused."""
     programs: tuple[LaneProgram, ...]
     repeating: Repeating | None
@@ -94,13 +97,40 @@ class Replayer:
         self._slowdowns = _slowdown_table(contention)
         self._known: dict[tuple[int, int], _Copies] = {}
         """By ``id`` and depth."""
+        self._replayable: dict[tuple[int, int], tuple[PlanFamily, kernels.Replayable]] = {}
+        """By the same; the families keep their ``id`` from being reused."""
 
     def periods_s(self, plans: Sequence[ReplayPlan]) -> FloatArray:
         """(J,) the period of every plan, NaN where it is not periodic after ``MIN_ITERATIONS`` iterations."""
-        if not plans:
-            return np.zeros(0)
+        periods_s = np.full(len(plans), np.nan)
+        left = list(range(len(plans)))
+        if plans and kernels.is_available():
+            left = [number for number in left if plans[number].num_left_out]
+            if len(self._replayable) * max(plan.family.positions.micro_batches for plan in plans) > _MOST_KNOWN:
+                self._replayable.clear()
+            for number, plan in enumerate(plans):
+                if not plan.num_left_out:
+                    periods_s[number] = self._compiled_s(plan)
+        if left:
+            periods_s[left] = self._numpy_s([plans[number] for number in left])
+        return rounded_s(periods_s)
+
+    def _compiled_s(self, plan: ReplayPlan) -> float:
+        """The period of one plan, its tasks not fused: that takes longer than it saves."""
+        family, depth = plan.family, plan.depth
+        if (id(family), depth) not in self._replayable:
+            lanes = family.lanes
+            waits = {pair: found[depth] for pair, found in lanes.waits.items()}
+            seconds = tuple(family.seconds(lane, depth) for lane in range(COMPUTE + 1, family.num_lanes))
+            self._replayable[id(family), depth] = family, kernels.Replayable(lanes.lengths, waits, seconds)
+        _, replayable = self._replayable[id(family), depth]
+        compute_s = family.compute_s(np.array([plan.mode]))[0]
+        return replayable.period_s(compute_s, self._slowdowns, num_iterations=MIN_ITERATIONS, steady_frac=_STEADY_FRAC)
+
+    def _numpy_s(self, plans: Sequence[ReplayPlan]) -> FloatArray:
+        """(J,) the periods of one plan or more."""
         # Copies of earlier plans rarely come again, and take much room together: more with every micro-batch.
-        if len(self._known) * max(plan.side_lanes.positions.micro_batches for plan in plans) > _MOST_KNOWN:
+        if len(self._known) * max(plan.family.positions.micro_batches for plan in plans) > _MOST_KNOWN:
             self._known.clear()
         known = [self._copies(plan) for plan in plans]
         periods_s = np.full(len(plans), np.nan)
@@ -154,13 +184,13 @@ class Replayer:
         return np.where(is_known, _periods_s(ends_s, begins, begins + lengths[:, COMPUTE] - 1), np.nan)
 
     def _copies(self, plan: ReplayPlan) -> _Copies:
-        key = id(plan.side_lanes), plan.depth
+        key = id(plan.family), plan.depth
         known = self._known.get(key)
         if known is None:
-            family, depth = plan.side_lanes.family_with(plan.depth)
-            programs = copy_programs(family, depth, self._slowdowns.max(axis=0))
+            family = plan.family
+            programs = copy_programs(family, plan.depth, self._slowdowns.max(axis=0))
             repeating = repeating_programs(family, programs) if plan.num_left_out else None
-            known = self._known[key] = _Copies(plan.side_lanes, programs, repeating)
+            known = self._known[key] = _Copies(family, programs, repeating)
         return known
 
 
@@ -217,7 +247,7 @@ class _Builder:
 
     def lanes(self, plan: ReplayPlan, copies: tuple[LaneProgram, ...]) -> tuple[_Lane, ...]:
         """The programs of a plan, in the order of ``Lane``; ``copies``: ``copy_programs``."""
-        key = id(plan.side_lanes), plan.depth
+        key = id(plan.family), plan.depth
         lengths = np.array([len(program.waits) for program in copies])
         waits_for = WAITS_FOR[len(copies)]
         if key not in self._copies:
@@ -232,8 +262,7 @@ class _Builder:
             )
             self._copies[key] = self._add_waits(compute.waits, lengths[waits_for[COMPUTE]]), lanes
         first_wait, lanes = self._copies[key]
-        family, _ = plan.side_lanes.family_with(plan.depth)
-        durations_s = np.add.reduceat(family.compute_s(np.array([plan.mode]))[0], copies[COMPUTE].begins)
+        durations_s = np.add.reduceat(plan.family.compute_s(np.array([plan.mode]))[0], copies[COMPUTE].begins)
         return (_Lane(int(lengths[COMPUTE]), self._add_durations(durations_s), first_wait), *lanes)
 
     def programs(self, lanes: Sequence[tuple[_Lane, ...]]) -> _Programs:

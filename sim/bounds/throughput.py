@@ -16,10 +16,10 @@ Every such w gives a lower bound of the length; the best one is a vertex of the 
 describe (linear programming duality: it is the optimum of the relaxation in which lanes may overlap at will).  There
 are four lanes, hence 15 sets and 4 signs, and the vertices are enumerated once per machine.
 
-Where it is known that at least so much of H2D's work, t, is done while D2H is active (``sim/bounds/overlaps.py``),
-every w has slack to offer: with
+Where t seconds at least of one lane's work are known to be done while another one is active
+(``sim/bounds/side_by_side.py``), or while compute rests, every w has slack to offer: with
 
-    sum over l in S of w[l] * rate[l, S] + u * rate[H2D, S] <= 1        for every set S with both directions,
+    sum over l in S of w[l] * rate[l, S] + u * rate[lane, S] <= 1       for every set S of that sort with the lane,
 
 the same steps give sum_l w[l] * work[l] + u * t <= length of the stretch.
 """
@@ -40,35 +40,60 @@ from ..costs.contention import ContentionModel
 FloatArray = npt.NDArray[np.float64]
 BoolArray = npt.NDArray[np.bool_]
 
-_LANES: Final = LANES_ALONE
-_H2D, _D2H = _LANES.index(Lane.H2D), _LANES.index(Lane.D2H)
+_COMPUTE: Final = 0
+"""The first lane."""
 _SLACK: Final = 1e-9
 """Relative: vertices may violate a constraint by rounding, and are scaled back by what they do."""
 
 
 @dataclass(frozen=True, eq=False)
+class SideBySide:
+    """Two lanes, one of which is known to do work while the other is active."""
+
+    lane: int
+    beside: int
+    least_ratio: float
+    """The least rate of ``lane``, in units of the rate of ``beside``, while both are active."""
+    slack: FloatArray
+    """(V,) what each vertex adds for every second of the lane's work that is done while the other is active."""
+
+
+@dataclass(frozen=True, eq=False)
 class Throughput:
-    """What lanes get done side by side; V vertices."""
+    """What lanes get done side by side; V vertices, L lanes in the order of ``Lane``."""
 
     weights: FloatArray
-    """(V, 4) of the lanes of one rank alone, in the order of ``Lane``: for any work (..., 4),
-    ``(work @ weights.T).max(-1)`` is a lower bound of the time that it takes."""
-    together: FloatArray
-    """(V,) what each adds to that for every second of H2D work that is done while D2H is active."""
-    least_ratio: float
-    """The least rate of H2D, in units of that of D2H, while both are active."""
+    """(V, L): for any work (..., L), ``(work @ weights.T).max(-1)`` is a lower bound of the time that it takes."""
+    pairs: tuple[SideBySide, ...]
+    """Every pair of the lanes beside compute."""
+    resting: FloatArray
+    """(V, L) what each vertex adds for every second of a lane's work that is done while compute rests."""
 
     @classmethod
     def of(cls, contention: ContentionModel) -> Self:
         """The best weights of a machine; see [Note: Throughput bound]."""
-        rates = _rates(contention, _LANES)
-        weights = _vertices(rates)
-        both = rates[(rates[:, _H2D] > 0) & (rates[:, _D2H] > 0)]
-        together = ((1 - weights @ both.T) / both[:, _H2D]).min(axis=1)
-        return cls(weights, np.maximum(together * (1 - _SLACK), 0.0), float((both[:, _H2D] / both[:, _D2H]).min()))
+        lanes = contention.lanes
+        rates = _rates(contention, lanes)
+        weights = _vertices(rates) if len(lanes) == len(LANES_ALONE) else _weights_of_four_at_a_time(contention)
+        beside_compute = range(_COMPUTE + 1, len(lanes))
+        pairs = []
+        for lane, other in combinations(beside_compute, 2):
+            both = rates[(rates[:, lane] > 0) & (rates[:, other] > 0)]
+            slack = _slack(weights, both, lane)
+            pairs.append(SideBySide(lane, other, float((both[:, lane] / both[:, other]).min()), slack))
+        resting = np.zeros_like(weights)
+        for lane in beside_compute:
+            resting[:, lane] = _slack(weights, rates[(rates[:, lane] > 0) & (rates[:, _COMPUTE] == 0)], lane)
+        return cls(weights, tuple(pairs), resting)
 
 
-def weights_with_collectives(contention: ContentionModel) -> FloatArray:
+def _slack(weights: FloatArray, rates: FloatArray, lane: int) -> FloatArray:
+    """(V,) the largest further weight of ``lane`` in the sets of lanes with these rates."""
+    slack: FloatArray = ((1 - weights @ rates.T) / rates[:, lane]).min(axis=1)
+    return np.maximum(slack * (1 - _SLACK), 0.0)
+
+
+def _weights_of_four_at_a_time(contention: ContentionModel) -> FloatArray:
     """(V, 5) weights of all lanes of one of several ranks, in the order of ``Lane``: the best of four lanes at a time.
 
     No lane is faster in company, so weights that hold without a lane hold beside it; the vertices of all five lanes

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from ...shared.compile.compile import compile_schedule
+from ...shared.compile.compile import FULL_TRAINING, Policies, compile_schedule
 from ...shared.layout.layout import Layout
 from ...shared.schema.plan import Plan
 from ...shared.schema.schedule import AllocationId, Lane, OuterSection, Schedule, Task, TaskKind
@@ -47,18 +47,20 @@ class KeptSchedule:
         return replace(self.schedule, buffers=tuple(buffers))
 
 
-def memory_schedule(plan: Plan, workload: Workload, layout: Layout | None = None) -> Schedule:
+def memory_schedule(
+    plan: Plan, workload: Workload, layout: Layout | None = None, *, policies: Policies = FULL_TRAINING
+) -> Schedule:
     """A schedule that takes as much of every memory as that of ``plan``: of few micro-batches where these tell of all.
 
     Errors as of ``compile_schedule``.
     """
     num_kept = kept_micro_batches(plan.micro_batches, workload.num_blocks, plan.prefetch_depth)
     if num_kept < plan.micro_batches:
-        few = compile_schedule(plan.model_copy(update={"micro_batches": num_kept}), workload, layout)
+        few = compile_schedule(plan.model_copy(update={"micro_batches": num_kept}), workload, layout, policies=policies)
         kept = kept_schedule(few, plan.micro_batches - num_kept)
         if kept is not None:
             return kept.with_all_left_over()
-    return compile_schedule(plan, workload, layout)
+    return compile_schedule(plan, workload, layout, policies=policies)
 
 
 def kept_schedule(schedule: Schedule, num_left_out: int) -> KeptSchedule | None:

@@ -7,6 +7,7 @@ from typing import Final, TypeVar
 
 from ...shared.basics.errors import WorkloadError
 from ...shared.layout.layout import Layout, build_layout
+from ...shared.methods.method import FULL_TRAINING, Method
 from ...shared.records.flops import hardware_flops, model_flops
 from ...shared.records.phase_times import phase_times_s
 from ...shared.records.phase_waits import Span, SpanOf, phase_waits
@@ -17,10 +18,8 @@ from ...shared.schema.plan import Plan
 from ...shared.schema.record import LaneUse, Origin, Record, TaskTiming
 from ...shared.schema.schedule import LANES_ALONE, Schedule, Task, TaskId, TaskKind
 from ...shared.schema.workload import Workload
-from ...shared.verify.full_training import FULL_TRAINING
 from ...shared.verify.guaranteed_peak import guaranteed_device_peak
 from ...shared.verify.happens_before import HappensBefore
-from ...shared.verify.rules import Rules
 from ...shared.verify.verify import verify_schedule
 from ..memory.host import host_memory
 from ..memory.reserved import device_reserved
@@ -63,7 +62,7 @@ def predicted_record(
     timing: Timing,
     *,
     layout: Layout | None = None,
-    rules: Rules = FULL_TRAINING,
+    method: Method = FULL_TRAINING,
 ) -> Record:
     """One iteration of ``timing`` in steady state, with the memory of one rank.
 
@@ -75,7 +74,7 @@ def predicted_record(
         schedule: The tasks of ``timing``.
         timing: Starts and ends of every task over some iterations.
         layout: Spares building the layout of ``plan`` again.
-        rules: Of the training method, by which ``schedule`` is verified.
+        method: The training method, by whose rules ``schedule`` is verified.
 
     Seconds count from the start of the iteration's first compute task.  The schedule is verified first: a record of an
     unsafe one would predict the impossible.
@@ -92,7 +91,7 @@ def predicted_record(
     if layout is None:
         layout = build_layout(workload.parameters, num_blocks=workload.num_blocks, chunk_bytes=plan.chunk_bytes)
     verified = plan.model_copy(update={"micro_batches": schedule.micro_batches})
-    verify_schedule(schedule, verified, workload, layout, rules=rules)
+    verify_schedule(schedule, verified, workload, layout, rules=method.rules)
     lanes = _lane_uses(schedule, tasks, fold)
     waits, flops = phase_waits(schedule, _spans(timing), (begin_s, end_s)), hardware_flops(schedule)
     if fold is not None:

@@ -11,14 +11,13 @@ from ...shared.basics.progress import OnProgress, no_progress
 from ...shared.catalogue.rank_share import rent_of_ranks
 from ...shared.compile.compile import compile_schedule
 from ...shared.layout.layout import Layout
+from ...shared.methods.method import FULL_TRAINING, Method
 from ...shared.schema.calibration import Calibration
 from ...shared.schema.hardware import Hardware
 from ...shared.schema.plan import Plan
 from ...shared.schema.record import Record
 from ...shared.schema.schedule import Lane, Schedule
 from ...shared.schema.workload import Workload
-from ...shared.verify.full_training import FULL_TRAINING
-from ...shared.verify.rules import Rules
 from ..costs.contention import ContentionModel
 from ..costs.task_costs import CostModel
 from ..memory.libraries import collective_bytes
@@ -40,7 +39,7 @@ def simulate(
     *,
     schedule: Schedule | None = None,
     layout: Layout | None = None,
-    rules: Rules = FULL_TRAINING,
+    method: Method = FULL_TRAINING,
     on_progress: OnProgress = no_progress,
 ) -> Record:
     """What one steady-state iteration of ``workload`` under ``plan`` does on ``hardware``.
@@ -56,7 +55,7 @@ def simulate(
         calibration: Factors measured on that machine; None for its data sheet.
         schedule: Spares compiling ``plan`` again; it is verified to carry the plan out.
         layout: Spares building the layout of ``plan`` again.
-        rules: By which the schedule is verified, where the training method is another than full training.
+        method: The training method, by which the plan is compiled and its schedule verified.
         on_progress: Told of every simulated iteration; the memory that follows takes about as long.
 
     Raises PlanError if the plan does not fit the workload, ScheduleError if ``schedule`` is unsafe, CalibrationError if
@@ -66,7 +65,9 @@ def simulate(
     costs = CostModel.of(workload, hardware, calibration, num_ranks=plan.num_ranks)
     contention = ContentionModel.of(hardware, calibration, num_ranks=plan.num_ranks)
     if schedule is None:
-        schedule, timing = simulate_plan(plan, workload, costs, contention, layout=layout, on_progress=on_progress)
+        schedule, timing = simulate_plan(
+            plan, workload, costs, contention, layout=layout, method=method, on_progress=on_progress
+        )
     else:
         timing = simulate_timing(
             schedule, costs.durations_s(schedule), contention, num_more_iterations=1, on_progress=on_progress
@@ -83,7 +84,7 @@ def simulate(
         schedule,
         timing,
         layout=layout,
-        rules=rules,
+        method=method,
     )
 
 
@@ -95,6 +96,7 @@ def simulate_plan(
     *,
     layout: Layout | None = None,
     schedule: Schedule | None = None,
+    method: Method = FULL_TRAINING,
     on_progress: OnProgress = no_progress,
 ) -> tuple[Schedule, Timing]:
     """The timing of a plan, with the schedule that was simulated: that of few micro-batches where these tell of all.
@@ -105,14 +107,16 @@ def simulate_plan(
     least = kept_micro_batches(plan.micro_batches, workload.num_blocks, plan.prefetch_depth)
     # Where the least do not settle, a few more often do, and cost far less than all.
     for num_kept in (number for number in (least, MORE_KEPT * least) if number < plan.micro_batches):
-        few = compile_schedule(plan.model_copy(update={"micro_batches": num_kept}), workload, layout)
+        few = compile_schedule(
+            plan.model_copy(update={"micro_batches": num_kept}), workload, layout, policies=method.policies
+        )
         kept = kept_schedule(few, plan.micro_batches - num_kept)
         if kept is not None:
             timing = _simulate_kept(kept, costs.durations_s(few), contention, on_progress)
             if timing is not None:
                 return few, timing
     if schedule is None:
-        schedule = compile_schedule(plan, workload, layout)
+        schedule = compile_schedule(plan, workload, layout, policies=method.policies)
     durations_s = costs.durations_s(schedule)
     return schedule, simulate_timing(schedule, durations_s, contention, num_more_iterations=1, on_progress=on_progress)
 

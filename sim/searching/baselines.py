@@ -192,7 +192,7 @@ class _Need:
         self._name, self._how, self._plan, self._problem = name, how, plan, problem
         workload = problem.workload
         self._layout = build_layout(workload.parameters, num_blocks=workload.num_blocks, chunk_bytes=plan.chunk_bytes)
-        self._schedule = memory_schedule(plan, workload, self._layout)
+        self._schedule = memory_schedule(plan, workload, self._layout, policies=problem.method.policies)
         order = HappensBefore(self._schedule, _ITERATIONS)
         self._peak_bytes = guaranteed_device_peak(self._schedule, order).size_bytes
         self._pinned_bytes, self._state_bytes = (
@@ -215,7 +215,13 @@ class _Need:
         problem, plan, workload = self._problem, self._plan, self._problem.workload
         whole = self._schedule if self._schedule.plan_id == plan.identity else None  # not of few micro-batches
         _, timing = simulate_plan(
-            plan, workload, problem.costs, problem.contention, layout=self._layout, schedule=whole
+            plan,
+            workload,
+            problem.costs,
+            problem.contention,
+            layout=self._layout,
+            schedule=whole,
+            method=problem.method,
         )
         return Baseline(
             name=self._name,

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import Final
 
 import numpy as np
@@ -16,7 +16,7 @@ from ..bounds.replay import REPLAY_FRAC, ReplayPlan
 from ..engine.simulator import simulate_plan
 from ..engine.timing import Timing
 from ..space.compute_table import FloatArray
-from ..space.side_lanes import SideLanes
+from ..space.plan_family import PlanFamily
 from .candidates import Candidate, Candidates
 from .problem import SearchProblem
 from .spent_effort import SpentEffort
@@ -84,6 +84,7 @@ class BranchAndBound:
         self.kind = kind
         self.tolerance_frac = tolerance_frac
         self._spent = SpentEffort(widens=problem.step.micro_batches > 1) if spent is None else spent
+        self._next_batch = _FIRST_BATCH
         self._settles = True
         """Whether the micro-batches that are kept tell of all, for most plans."""
         self.max_replays: int | None = None
@@ -108,9 +109,16 @@ class BranchAndBound:
         return np.inf if self.best is None else self.best.timing.iteration_s
 
     @property
+    def promised_s(self) -> float:
+        """The best time of ``best`` and of what was replayed, for the simulator says the same; infinite if none."""
+        # Bounds of what was replayed are its periods, less rounding: the first one is the least.
+        replayed_s = next((found.period_s for found in self.replayed if not math.isnan(found.period_s)), np.inf)
+        return min(self.own_best_s, replayed_s)
+
+    @property
     def best_s(self) -> float:
         """The best time known, from here or from elsewhere."""
-        return min(self.incumbent_s, self.own_best_s)
+        return min(self.incumbent_s, self.promised_s)
 
     @property
     def limit_s(self) -> float:
@@ -153,13 +161,21 @@ class BranchAndBound:
         self.replayed, self.simulated, self.best = [], [], None
 
     def step(self) -> bool:
-        """Replay one more batch of plans, and simulate those that may win; false if none is left that may."""
+        """Replay one more batch of plans; false if none is left that may win."""
         if batch := self._batch(self.num_replays):
             self._replay(batch)
             self.num_replays += len(batch)
-        while self.replayed and self.replayed[0].bound_s < self.limit_s:
+        while self.replayed and np.isinf(self.best_s):
+            # Nothing of the batch became periodic.
             self.simulate(self.replayed.pop(0).candidate)
         return bool(batch)
+
+    def confirm(self, limit_s: float) -> bool:
+        """Simulate the best plan that was replayed if its bound is below ``limit_s``; whether it is."""
+        if not self.replayed or self.replayed[0].bound_s >= limit_s:
+            return False
+        self.simulate(self.replayed.pop(0).candidate)
+        return True
 
     def break_ties(self) -> None:
         """Simulate the simplest of the replayed plans that seem to be within the tolerance of the best."""
@@ -186,11 +202,14 @@ class BranchAndBound:
     def _batch(self, num_replays: int) -> list[Candidate]:
         """The plans to replay next; a cap ends the search only once something was found that fits."""
         is_first = np.isinf(self.best_s)
-        size = _FIRST_BATCH if is_first else _BATCH
+        size = _FIRST_BATCH if is_first else self._next_batch
+        self._next_batch = _FIRST_BATCH if is_first else min(2 * size, _BATCH)
         if self.max_replays is not None and (not is_first or num_replays < self.max_replays):
             size = max(0, min(size, self.max_replays - num_replays))
-        batch = list(islice(self.candidates.below(self.limit_s), size))
-        if is_first and batch and size == _FIRST_BATCH:
+        if not is_first or not size:
+            return self.candidates.below(self.limit_s, size)
+        batch = self.candidates.promising(size)
+        if batch and size == _FIRST_BATCH:
             near_s = min(self.limit_s, batch[0].bound_s * (1 + _NEAR_TOLERANCES * self.tolerance_frac))
             batch += self.candidates.simplest_known(near_s, _SIMPLEST)
         return batch
@@ -200,26 +219,24 @@ class BranchAndBound:
         problem = self.problem
         periods_s = np.full(len(batch), np.nan)
         if self._settles:
-            periods_s = self._replayed_s(batch, [candidate.side_lanes for candidate in batch])
+            periods_s = self._replayed_s(batch, problem.family)
         left = np.flatnonzero(np.isnan(periods_s)).tolist()
         if problem.num_left_out and left:
             self._settles = 2 * len(left) <= len(batch)
-            chosen = [batch[number] for number in left]
-            known = {candidate.side_lanes: candidate.layout for candidate in chosen}
-            longer = {lanes: problem.longer_side_lanes(lanes, layout) for lanes, layout in known.items()}
-            periods_s[left] = self._replayed_s(chosen, [longer[candidate.side_lanes] for candidate in chosen])
+            periods_s[left] = self._replayed_s([batch[number] for number in left], problem.longer_family)
         return periods_s
 
-    def _replayed_s(self, batch: list[Candidate], side_lanes: list[SideLanes]) -> FloatArray:
-        depths = self.problem.layouts[0].grid.prefetch_depth.tolist()
-        plans = [
-            ReplayPlan(lanes, depths[depth], mode, self.problem.num_left_out_of(lanes))
-            for candidate, lanes in zip(batch, side_lanes, strict=True)
-            for _, depth, mode in (candidate.index,)
-        ]
-        self._spent.add_replayed(sum(lanes.positions.micro_batches for lanes in side_lanes), settles=self._settles)
+    def _replayed_s(self, batch: list[Candidate], family_of: Callable[[int, int, int], PlanFamily]) -> FloatArray:
+        known: dict[tuple[int, int, int], PlanFamily] = {}
+        plans = []
+        for candidate in batch:
+            key = candidate.family
+            family = known[key] if key in known else known.setdefault(key, family_of(*key))
+            plans.append(ReplayPlan(family, *candidate.index[1:], self.problem.num_left_out_of(family)))
+        num_micro_batches = [plan.family.positions.micro_batches for plan in plans]
+        self._spent.add_replayed(sum(num_micro_batches), settles=self._settles)
         # In parts, for the programs of many micro-batches take much room.
-        size = max(_FIRST_BATCH, _IN_PART // side_lanes[0].positions.micro_batches)
+        size = max(_FIRST_BATCH, _IN_PART // max(num_micro_batches))
         parts = [plans[place : place + size] for place in range(0, len(plans), size)]
         return np.concatenate([self.problem.replayer.periods_s(part) for part in parts])
 
@@ -236,7 +253,9 @@ class BranchAndBound:
         problem = self.problem
         plan = problem.plan(candidate.layout, *candidate.index)
         layout = problem.layouts[candidate.layout].grid.layout
-        schedule, timing = simulate_plan(plan, problem.workload, problem.costs, problem.contention, layout=layout)
+        schedule, timing = simulate_plan(
+            plan, problem.workload, problem.costs, problem.contention, layout=layout, method=problem.method
+        )
         found = Simulated(candidate, plan, schedule, timing)
         self.simulated.append(found)
         self._spent.add_simulated(schedule.micro_batches)
@@ -250,6 +269,10 @@ def was_interrupted(branches: Collection[BranchAndBound], work: Callable[[], Non
     try:
         work()
     except KeyboardInterrupt:
+        waiting = [branch for branch in branches if branch.replayed]
+        if keep and waiting:
+            # The best of what was replayed is not lost.
+            min(waiting, key=lambda branch: branch.replayed[0].order).confirm(np.inf)
         if not keep or all(branch.best is None for branch in branches):
             raise
         return True
@@ -275,7 +298,7 @@ def run_in_turns(
     """
     spent: set[int] = set()
     while True:
-        best_s = min(incumbent_s, *(branch.own_best_s for branch in branches))
+        best_s = min(incumbent_s, *(branch.promised_s for branch in branches))
         num_replays = sum(branch.num_replays for branch in branches)
         for branch in branches:
             branch.incumbent_s = best_s
@@ -284,11 +307,17 @@ def run_in_turns(
         left = [
             place
             for place, branch in enumerate(branches)
-            if place not in spent and branch.open_bound_s < branch.limit_s
+            if place not in spent and branch.candidates.next_bound_s < branch.limit_s
         ]
-        if not left:
-            break
-        place = min(left, key=lambda place: branches[place].open_bound_s)
-        if not branches[place].step():
-            spent.add(place)
+        if left:
+            place = min(left, key=lambda place: branches[place].candidates.next_bound_s)
+            if not branches[place].step():
+                spent.add(place)
+        else:
+            simulated_s = min(incumbent_s, *(branch.own_best_s for branch in branches))
+            # Of equal bounds, the simplest plan.
+            waiting = sorted((branch for branch in branches if branch.replayed), key=lambda one: one.replayed[0].order)
+            if not any(branch.confirm(simulated_s * (1 - branch.left_out_frac)) for branch in waiting):
+                break
+            spent.clear()
         on_step()

@@ -3,16 +3,22 @@
 [Note: Levels of a bound]
 A *group* is all plans of a layout with the same number of swapped blocks, a *family* those of a group with the same
 persistent chunks.  A plan's bound is sharpened in levels, each dearer than the one before: the bound of its group, by
-the work of a whole period; that of its family; its own ([Note: Time bounds] in ``sim/bounds/time_bounds.py``); whether
-it fits, by a lower bound of its peak; and whether it fits exactly, for which slots must be assigned to its residency.
+the work of a whole period; that of its family; its own ([Note: Stretches] in ``sim/bounds/stretches.py``); whether it
+fits, by a lower bound of its peak; and whether it fits exactly, for which slots must be assigned to its residency.
 One heap holds groups, families, residencies and plans by what is known of them, so that whatever comes out of it as a
 plan fits, and no plan that is still inside has a lower bound.
+
+[Note: Looks]
+A *look* compiles one residency and bounds its plans.  Where fewer buffers and less look-ahead only add tasks and waits
+(``Residency.fewer_buffers_add``), what is found holds for all residencies of the family with fewer buffers.  So the
+first look at a family is at the most buffers that may fit: if these cannot win, none of the family can.  Further looks
+halve what is left.  As long as no plan is known, a few families are opened alone, for a good plan spares most looks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from bisect import bisect_right
+from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
 from itertools import count
 from typing import Final
@@ -20,16 +26,20 @@ from typing import Final
 import numpy as np
 
 from ...shared.schema.plan_kind import PlanKind
-from ..bounds.exact_peaks import guaranteed_peaks
-from ..space.compute_table import FloatArray
-from ..space.side_lanes import SideLanes
-from ..space.space import BoolArray, IntArray
+from ..bounds.exact_peaks import family_peaks
+from ..space.plan_family import PlanFamily
+from ..space.prices import FloatArray
+from ..space.space import BoolArray, IntArray, LayoutGrid
 from .problem import SearchProblem
 
-_GROUP: Final = 0
-_FAMILY: Final = 1
-_RESIDENCY: Final = 2
-_PLAN: Final = 3
+_PLAN: Final = 0
+_RESIDENCY: Final = 1
+_FAMILY: Final = 2
+_GROUP: Final = 3
+_AT_FIRST: Final = 8
+"""Families that are opened before a plan is known."""
+_AT_ONCE: Final = 16
+"""Residencies that are looked at together: numpy's time goes by calls."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,13 +48,18 @@ class Candidate:
 
     layout: int
     index: tuple[int, int, int]
-    """GatherPlan, prefetch depth and modes, as indices into the layout's grid."""
+    """Residency, prefetch depth and modes, as indices into the layout's grid."""
+    n_swap: int
     simplicity: tuple[int, ...]
-    side_lanes: SideLanes
     bound_s: float
     """No simulation of it takes less."""
     peak_bytes: int
     """Guaranteed device peak."""
+
+    @property
+    def family(self) -> tuple[int, int, int]:
+        """The family of ``SearchProblem.family``: layout, residency and number of swapped blocks."""
+        return self.layout, self.index[0], self.n_swap
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,8 +69,9 @@ class _Group:
     layout: int
     number: int
     """Among the groups of ``ModeRows``."""
-    may_fit: BoolArray
-    """(F, K) what a quick bound of memory leaves of every family; K choices of modes of the group."""
+    bounds_s: FloatArray
+    """(F, K) of every family by the work of lanes, infinite where a quick bound of memory leaves no plan; K choices of
+    modes of the group."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,43 +81,93 @@ class _Family:
     prefix: int
     modes: IntArray
     """(K,) the choices of modes that the group's quick bound of memory leaves."""
+    bounds_s: FloatArray
+    """(K,) by the work of lanes."""
 
 
 @dataclass(frozen=True, eq=False)
-class _Residency:
-    """The plans of one family and residency that a bound of their peak leaves."""
+class _Rows:
+    """Plans of one family that a bound of their peak leaves: R residencies, D depths, K choices of modes."""
 
     layout: int
     group: int
-    row: int
+    rows: IntArray
+    """(R,) residencies, most buffers first."""
     modes: IntArray
-    """(K,) choices of modes that a bound of the peak leaves, as rows of ``ModeRows``."""
-    bound_s: FloatArray
-    """(D, K), infinite for plans that do not fit or are not distinct."""
+    """(K,) as rows of ``ModeRows``."""
+    bounds_s: FloatArray
+    """(D, K) for each of the residencies."""
+    fits: BoolArray
+    """(R, D, K)"""
     least_peaks: IntArray
-    """(D, K) bounds of the peaks."""
+    """(R, D, K) bounds of the peaks."""
+    is_whole: bool = False
+    """Whether this is all of the family: nothing of it was looked at."""
+
+    def of(self, rows: IntArray, columns: IntArray) -> _Rows:
+        """The plans with these residencies and choices of modes."""
+        return replace(
+            self,
+            rows=self.rows[rows],
+            modes=self.modes[columns],
+            bounds_s=self.bounds_s[:, columns],
+            fits=self.fits[rows][:, :, columns],
+            least_peaks=self.least_peaks[rows][:, :, columns],
+            is_whole=False,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class _Look:
+    """What is looked at closer: D depths and K choices of modes."""
+
+    entry: _Rows
+    number: int
+    """Of the residency among those of the entry."""
+    columns: IntArray
+    """(K,) of the entry's modes."""
+    family: PlanFamily
+
+    @property
+    def row(self) -> int:
+        """The residency."""
+        return int(self.entry.rows[self.number])
+
+    @property
+    def modes(self) -> IntArray:
+        """(K,) as rows of ``ModeRows``."""
+        return self.entry.modes[self.columns]
 
 
 class _Plans:
     """The plans of one residency that fit, best bound first, then simplest."""
 
     def __init__(
-        self, found: _Residency, bounds_s: FloatArray, side_lanes: SideLanes, fits: BoolArray, peaks: IntArray
+        self,
+        layout: int,
+        row: int,
+        modes: IntArray,
+        bounds_s: FloatArray,
+        fits: BoolArray,
+        peaks: IntArray,
     ) -> None:
-        self.layout = found.layout
-        self.row = found.row
-        self.side_lanes = side_lanes
+        self.layout = layout
+        self.row = row
         depth, place = fits.nonzero()
         bound_s = bounds_s[depth, place]
         order = np.lexsort((depth, place, bound_s))
         depth, place = depth[order], place[order]
-        columns = bound_s[order], depth, found.modes[place], peaks[depth, place]
+        columns = bound_s[order], depth, modes[place], peaks[depth, place]
         self.left = list(zip(*(column.tolist() for column in columns), strict=True))
         """(bound, depth, modes, peak), the next plan last."""
         self.left.reverse()
 
 
-_Entry = _Group | _Family | _Residency | _Plans
+_Entry = _Group | _Family | _Rows | _Plans
+_Opened = tuple[_Plans, tuple[float, int, int, int]]
+"""A plan that was looked at, with those of its residency."""
+_Item = tuple[float, int, tuple[int, ...], int, _Entry]
+"""Its bound, level and simplicity, and a ticket."""
 
 
 class Candidates:
@@ -119,7 +185,7 @@ class Candidates:
         self.device_limit_bytes = problem.device_budget_bytes
         """Guaranteed peaks above it do not fit; may be lowered at any time."""
         self._ticket = count()
-        self._heap: list[tuple[float, int, tuple[int, ...], int, _Entry]] = []
+        self._heap: list[_Item] = []
         for layout in range(len(problem.layouts)):
             self._add_groups(layout)
         heapify(self._heap)
@@ -129,45 +195,155 @@ class Candidates:
         """No plan that has not come out takes less; infinite when the queue is empty."""
         return self._heap[0][0] if self._heap else np.inf
 
-    def below(self, limit_s: float) -> Iterator[Candidate]:
-        """The plans with lower bounds below ``limit_s``, best first; they leave the queue."""
+    def below(self, limit_s: float, most: int) -> list[Candidate]:
+        """Plans that fit with bounds below ``limit_s``, at most so many, and none if none is left.
+
+        The best of those that are known after a few looks: others may have lower bounds.  They leave the queue.
+        """
         while self._heap and self._heap[0][0] < limit_s:
-            entry = heappop(self._heap)[-1]
-            if isinstance(entry, _Plans):
-                candidate = self._take(entry)
-                if candidate.peak_bytes <= self.device_limit_bytes:
-                    yield candidate
-                else:
-                    self.num_bounded_by_memory += 1
-            elif isinstance(entry, _Residency):
-                self._add_plans(entry)
-            elif isinstance(entry, _Family):
-                self._add_residencies(entry)
+            if not isinstance(self._heap[0][-1], _Plans):
+                self._look_closer(limit_s)
+            known = self._opened(limit_s)
+            if known:
+                return self._taken(self._best(known, most))
+            self._drop_lost()
+        return []
+
+    def _drop_lost(self) -> None:
+        """Count and leave plans that fit no longer, for the limit was lowered."""
+        opened = [item[-1] for item in self._heap if isinstance(item[-1], _Plans)]
+        self._heap = [item for item in self._heap if not isinstance(item[-1], _Plans)]
+        heapify(self._heap)
+        for plans in opened:
+            left = [plan for plan in plans.left if plan[3] <= self.device_limit_bytes]
+            self.num_bounded_by_memory += len(plans.left) - len(left)
+            plans.left = left
+            self._queue(plans)
+
+    def promising(self, most: int) -> list[Candidate]:
+        """Plans that fit, of the families with the best bounds; at most so many, and none if no plan fits.
+
+        Others may have lower bounds.  They leave the queue.
+        """
+        while not self._opened(np.inf) and self._open_families():
+            pass
+        return self._taken(self._best(self._opened(np.inf), most))
+
+    def _open_families(self) -> bool:
+        """Look at a residency of each of the best families; false if nothing is left.
+
+        Families that were looked at come first: of others, only the work of lanes is known.
+        """
+        if not any(isinstance(item[-1], _Rows) and not item[-1].is_whole for item in self._heap):
+            return self._open_new_families()
+        best: dict[tuple[int, int, int], _Item] = {}
+        for item in self._heap:
+            rows = item[-1]
+            if isinstance(rows, _Rows) and not rows.is_whole:
+                family = rows.layout, rows.group, int(self._grid(rows.layout).prefix[rows.rows[0]])
+                best[family] = min(item, best.get(family, item))
+        chosen = sorted(best.values())[:_AT_FIRST]
+        tickets = {item[3] for item in chosen}
+        self._heap = [item for item in self._heap if item[3] not in tickets]
+        heapify(self._heap)
+        entries = [item[-1] for item in chosen]
+        looks = [self._look_at_rows(rows, np.inf) for rows in entries if isinstance(rows, _Rows)]
+        self._sharpen([look for look in looks if look is not None], np.inf)
+        return True
+
+    def _open_new_families(self) -> bool:
+        plans: list[_Item] = []
+        looks: list[_Look] = []
+        while self._heap and len(looks) < _AT_FIRST:
+            item = heappop(self._heap)
+            if isinstance(item[-1], _Plans):
+                plans.append(item)
             else:
-                self._add_families(entry)
+                looks += self._looked_at(item[-1], np.inf)
+        for item in plans:
+            heappush(self._heap, item)
+        self._sharpen(looks, np.inf)
+        return bool(looks)
+
+    def _look_closer(self, limit_s: float) -> None:
+        """Sharpen the bounds of whatever has the lowest."""
+        looks: list[_Look] = []
+        plans = []
+        while self._heap and self._heap[0][0] < limit_s and len(looks) < _AT_ONCE:
+            item = heappop(self._heap)
+            if isinstance(item[-1], _Plans):
+                plans.append(item)
+            else:
+                looks += self._looked_at(item[-1], limit_s)
+        for item in plans:
+            heappush(self._heap, item)
+        self._sharpen(looks, limit_s)
+
+    def _looked_at(self, entry: _Group | _Family | _Rows, limit_s: float) -> list[_Look]:
+        """Replace an entry by what it consists of, or say what to look at."""
+        if isinstance(entry, _Group):
+            self._add_families(entry)
+        elif isinstance(entry, _Family):
+            self._add_rows(entry)
+        else:
+            look = self._look_at_rows(entry, limit_s)
+            return [] if look is None else [look]
+        return []
+
+    def _sharpen(self, looks: list[_Look], limit_s: float) -> None:
+        """Bound what is looked at, and queue it again."""
+        found_s = self._problem.least_periods_s([(look.family, look.modes) for look in looks])
+        for look, of_look_s in zip(looks, found_s, strict=True):
+            self._add_plans(look, of_look_s, limit_s)
 
     def simplest_known(self, limit_s: float, most: int) -> list[Candidate]:
         """The simplest plans with lower bounds below ``limit_s`` of the residencies that have been looked at.
 
         At most so many; they leave the queue.
         """
-        opened = [entry for *_, entry in self._heap if isinstance(entry, _Plans)]
         near = [
-            (self._problem.layouts[plans.layout].grid.simplicity(plans.row, plan[1], plan[2]), number, plan)
-            for number, plans in enumerate(opened)
-            for plan in plans.left
+            (self._simplicity(plans, plan), number, (plans, plan))
+            for number, (plans, plan) in enumerate(self._opened(limit_s))
+        ]
+        return self._taken([one for *_, one in sorted(near)[:most]])
+
+    def _opened(self, limit_s: float) -> list[_Opened]:
+        """The plans that fit and were looked at."""
+        return [
+            (entry, plan)
+            for *_, entry in self._heap
+            if isinstance(entry, _Plans)
+            for plan in entry.left
             if plan[0] < limit_s and plan[3] <= self.device_limit_bytes
         ]
-        chosen = sorted(near)[:most]
-        if chosen:
-            for number in {number for _, number, _ in chosen}:
-                taken = {plan for _, other, plan in chosen if other == number}
-                opened[number].left = [plan for plan in opened[number].left if plan not in taken]
-            self._heap = [entry for entry in self._heap if not isinstance(entry[-1], _Plans)]
+
+    def _best(self, known: list[_Opened], most: int) -> list[_Opened]:
+        """At most so many with the best bounds; of equal ones the simplest."""
+        known = sorted(known, key=lambda one: one[1][0])
+        if len(known) > most:
+            known = known[: bisect_right(known, known[most - 1][1][0], key=lambda one: one[1][0])]
+        keyed = [(plan[0], self._simplicity(plans, plan), number) for number, (plans, plan) in enumerate(known)]
+        return [known[number] for *_, number in sorted(keyed)[:most]]
+
+    def _simplicity(self, plans: _Plans, plan: tuple[float, int, int, int]) -> tuple[int, ...]:
+        return self._grid(plans.layout).simplicity(plans.row, plan[1], plan[2])
+
+    def _taken(self, chosen: list[_Opened]) -> list[Candidate]:
+        """Take these plans out of the queue."""
+        taken: dict[int, set[tuple[float, int, int, int]]] = {}
+        for plans, plan in chosen:
+            taken.setdefault(id(plans), set()).add(plan)
+        if taken:
+            opened = {id(entry): entry for *_, entry in self._heap if isinstance(entry, _Plans)}
+            self._heap = [item for item in self._heap if id(item[-1]) not in taken]
             heapify(self._heap)
-            for plans in opened:
-                self._queue(plans)
-        return [self._candidate(opened[number], plan) for _, number, plan in chosen]
+            for number, gone in taken.items():
+                opened[number].left = [plan for plan in opened[number].left if plan not in gone]
+                self._queue(opened[number])
+        return [self._candidate(plans, plan) for plans, plan in chosen]
+
+    def _grid(self, layout: int) -> LayoutGrid:
+        return self._problem.layouts[layout].grid
 
     def _push(self, bound_s: float, level: int, key: tuple[int, ...], entry: _Entry) -> None:
         heappush(self._heap, (bound_s, level, key, next(self._ticket), entry))
@@ -192,76 +368,99 @@ class Candidates:
             self.num_candidates += int((num_residencies * is_open).sum())
             self.num_bounded_by_memory += int((num_residencies * (is_open & ~may_fit)).sum())
             if may_fit.any():
-                most_buffers = np.full(len(prefixes), len(layout.table.size_bytes))
-                deepest = np.full(len(prefixes), layout.grid.prefetch_depth[-1])
-                bounds_s = layout.time.whole_s(prefixes, most_buffers, deepest, modes)
-                bound_s = float(np.where(may_fit[rows], bounds_s, np.inf).min())
-                self._push(bound_s, _GROUP, (n_swap, index), _Group(index, number, may_fit))
+                bounds_s = np.full(is_open.shape, np.inf)
+                bounds_s[rows] = np.where(may_fit[rows], layout.work.period_s(prefixes, modes), np.inf)
+                self._push(
+                    float(bounds_s.min()),
+                    _GROUP,
+                    (n_swap, -layout.grid.layout.chunk_bytes),
+                    _Group(index, number, bounds_s),
+                )
 
     def _add_families(self, group: _Group) -> None:
         layout = self._problem.layouts[group.layout]
         n_swap, modes = layout.grid.modes.groups[group.number]
-        fits = group.may_fit.any(axis=1)
-        prefixes, may_fit = layout.prefixes[fits], group.may_fit[fits]
-        most_buffers = np.full(len(prefixes), len(layout.table.size_bytes))
-        deepest = np.full(len(prefixes), layout.grid.prefetch_depth[-1])
-        bounds_s = np.where(may_fit, layout.time.iteration_s(prefixes, most_buffers, deepest, modes), np.inf)
-        for prefix, bound_s, mask in zip(prefixes.tolist(), bounds_s.min(axis=1).tolist(), may_fit, strict=True):
-            family = _Family(group.layout, group.number, prefix, modes[mask])
-            self._push(bound_s, _FAMILY, (n_swap, group.layout, prefix), family)
+        for prefix, bounds_s in zip(layout.prefixes.tolist(), group.bounds_s, strict=True):
+            may_fit = np.isfinite(bounds_s)
+            if may_fit.any():
+                family = _Family(group.layout, group.number, prefix, modes[may_fit], bounds_s[may_fit])
+                key = (n_swap, -layout.grid.layout.chunk_bytes, prefix)
+                self._push(float(bounds_s.min()), _FAMILY, key, family)
 
-    def _add_residencies(self, family: _Family) -> None:
+    def _add_rows(self, family: _Family) -> None:
+        """Leave out what a bound of the peak excludes, and queue the family's residencies, most buffers first."""
         layout = self._problem.layouts[family.layout]
         grid, modes = layout.grid, family.modes
         n_swap = int(grid.modes.n_swap[modes[0]])
         rows = np.flatnonzero(grid.prefix == family.prefix)
+        rows = rows[np.argsort(-grid.n_buffer[rows])]
         peaks = layout.memory.peak_bytes(family.prefix, grid.n_buffer[rows], grid.prefetch_depth, modes)
-        is_open = grid.is_distinct(n_swap)[rows][:, :, None]
+        is_open = np.broadcast_to(grid.is_distinct(n_swap)[rows][:, :, None], peaks.shape)
         fits = is_open & (peaks <= self.device_limit_bytes)
         self.num_bounded_by_memory += int(np.count_nonzero(is_open & ~fits))
-        may_fit = fits.any(axis=(0, 1))
-        modes, fits, peaks = modes[may_fit], fits[:, :, may_fit], peaks[:, :, may_fit]
-        row, depth = np.nonzero(fits.any(axis=2))
-        if not len(row):
-            return
-        bounds_s = np.full(fits.shape, np.inf)
-        found_s = layout.time.iteration_s(
-            grid.prefix[rows[row]], grid.n_buffer[rows[row]], grid.prefetch_depth[depth], modes
-        )
-        bounds_s[row, depth] = np.where(fits[row, depth], found_s, np.inf)
-        for number in np.flatnonzero(np.bincount(row)).tolist():
-            index, bound_s = int(rows[number]), bounds_s[number]
-            found = _Residency(family.layout, family.group, index, modes, bound_s, peaks[number])
-            self._push(float(bound_s.min()), _RESIDENCY, (n_swap, family.layout, index), found)
+        bounds_s = np.broadcast_to(family.bounds_s, peaks.shape[1:])
+        self._push_rows(_Rows(family.layout, family.group, rows, modes, bounds_s, fits, peaks, is_whole=True))
 
-    def _add_plans(self, found: _Residency) -> None:
-        problem, layout = self._problem, self._problem.layouts[found.layout]
-        is_open = np.isfinite(found.bound_s)
-        if not (is_open & (found.least_peaks <= self.device_limit_bytes)).any():
-            self.num_bounded_by_memory += int(np.count_nonzero(is_open))  # the limit was lowered meanwhile
-            return
-        n_swap = int(layout.grid.modes.n_swap[found.modes[0]])
-        side_lanes = problem.side_lanes(problem.gather_plan(found.layout, found.row), n_swap)
-        peaks = guaranteed_peaks(side_lanes, layout.grid.prefetch_depth, found.modes, problem.workload.resident_bytes)
-        fits = is_open & (peaks <= self.device_limit_bytes)
-        self.num_bounded_by_memory += int(np.count_nonzero(is_open & ~fits))
-        sharper_s = layout.time.side_lanes_s(side_lanes, layout.grid.prefetch_depth, found.modes)
-        self._queue(_Plans(found, np.maximum(found.bound_s, sharper_s), side_lanes, fits, peaks))
+    def _push_rows(self, found: _Rows) -> None:
+        rows = np.flatnonzero(found.fits.any(axis=(1, 2)))
+        columns = np.flatnonzero(found.fits.any(axis=(0, 1)))
+        if len(rows):
+            left = replace(found.of(rows, columns), is_whole=found.is_whole)
+            bound_s = float(np.where(left.fits.any(axis=0), left.bounds_s, np.inf).min())
+            grid, row = self._grid(found.layout), left.rows[0]
+            place = (-grid.layout.chunk_bytes, int(grid.prefix[row]), int(grid.n_buffer[row]))
+            key = (int(grid.modes.n_swap[left.modes[0]]), *place, *left.modes.tolist())
+            self._push(bound_s, _RESIDENCY, key, left)
+
+    def _look_at_rows(self, found: _Rows, limit_s: float) -> _Look | None:
+        """A residency, as far as its plans may win: see [Note: Looks]."""
+        lost = found.fits & (found.least_peaks > self.device_limit_bytes)
+        if lost.any():
+            # The limit was lowered meanwhile.
+            self.num_bounded_by_memory += int(np.count_nonzero(lost))
+            self._push_rows(replace(found, fits=found.fits & ~lost))
+            return None
+        is_open = found.fits & (found.bounds_s < limit_s)
+        open_rows = np.flatnonzero(is_open.any(axis=(1, 2)))
+        if np.isinf(limit_s):
+            # No plan is known: the one with the best bound, and as many buffers as fit with it.
+            best = np.where(found.fits.any(axis=0), found.bounds_s, np.inf).argmin()
+            open_rows = np.flatnonzero(found.fits.reshape(len(found.rows), -1)[:, best])
+        number = int(open_rows[0 if found.is_whole or np.isinf(limit_s) else (len(open_rows) - 1) // 2])
+        # Also of plans that do not fit: what is found of them holds for those with fewer buffers.
+        counting = is_open[number:] if self._problem.fewer_buffers_add else is_open[number : number + 1]
+        columns = np.flatnonzero(counting.any(axis=(0, 1)))
+        n_swap = int(self._grid(found.layout).modes.n_swap[found.modes[0]])
+        return _Look(found, number, columns, self._problem.family(found.layout, int(found.rows[number]), n_swap))
+
+    def _add_plans(self, look: _Look, found_s: FloatArray, limit_s: float) -> None:
+        """Queue the plans that were looked at and fit, and all others; ``found_s``: (D, K)."""
+        rows, number = look.entry, look.number
+        bounds_s = rows.bounds_s.copy()
+        bounds_s[:, look.columns] = np.maximum(bounds_s[:, look.columns], found_s)
+        may_win = (rows.fits[number] & (bounds_s < limit_s)).any(axis=0)
+        columns, others = np.flatnonzero(may_win), np.flatnonzero(~may_win)
+        if len(columns):
+            modes = rows.modes[columns]
+            is_open = rows.fits[number][:, columns]
+            peaks = family_peaks(look.family, modes)
+            fits = is_open & (peaks <= self.device_limit_bytes)
+            self.num_bounded_by_memory += int(np.count_nonzero(is_open & ~fits))
+            self._queue(_Plans(rows.layout, look.row, modes, bounds_s[:, columns], fits, peaks))
+        look.family.let_go()
+        every = np.arange(len(rows.modes))
+        self._push_rows(replace(rows.of(np.array([number]), others), bounds_s=bounds_s[:, others]))
+        self._push_rows(rows.of(np.arange(number), every))
+        if self._problem.fewer_buffers_add:
+            rows = replace(rows, bounds_s=np.maximum.accumulate(bounds_s[::-1], axis=0)[::-1])
+        self._push_rows(rows.of(np.arange(number + 1, len(rows.rows)), every))
 
     def _queue(self, plans: _Plans) -> None:
         if plans.left:
-            bound_s, depth, mode, _ = plans.left[-1]
-            simplicity = self._problem.layouts[plans.layout].grid.simplicity(plans.row, depth, mode)
-            self._push(bound_s, _PLAN, simplicity, plans)
-
-    def _take(self, plans: _Plans) -> Candidate:
-        """The next plan of a residency; the others go back into the queue."""
-        plan = plans.left.pop()
-        self._queue(plans)
-        return self._candidate(plans, plan)
+            self._push(plans.left[-1][0], _PLAN, self._simplicity(plans, plans.left[-1]), plans)
 
     def _candidate(self, plans: _Plans, plan: tuple[float, int, int, int]) -> Candidate:
         bound_s, depth, mode, peak_bytes = plan
-        simplicity = self._problem.layouts[plans.layout].grid.simplicity(plans.row, depth, mode)
-        index = (plans.row, depth, mode)
-        return Candidate(plans.layout, index, simplicity, plans.side_lanes, bound_s, peak_bytes)
+        grid = self._grid(plans.layout)
+        simplicity, n_swap = self._simplicity(plans, plan), int(grid.modes.n_swap[mode])
+        return Candidate(plans.layout, (plans.row, depth, mode), n_swap, simplicity, bound_s, peak_bytes)

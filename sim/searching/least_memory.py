@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ...shared.schema.plan import Plan
-from ..bounds.exact_peaks import guaranteed_peaks
+from ..bounds.exact_peaks import family_peaks
 from .problem import SearchProblem
 
 
@@ -102,8 +102,7 @@ def _cheapest_of_prefix(problem: SearchProblem, index: int, group: int, prefix: 
     for bound_bytes, row in sorted(zip(bounds.tolist(), rows.tolist(), strict=True)):
         if best is not None and bound_bytes > best[0]:
             break
-        side_lanes = problem.side_lanes(problem.gather_plan(index, row), n_swap)
-        peaks = guaranteed_peaks(side_lanes, grid.prefetch_depth, modes, problem.workload.resident_bytes)
+        peaks = family_peaks(problem.family(index, row, n_swap), modes)
         for depth, place in np.argwhere(peaks == peaks.min()).tolist():
             mode = int(modes[place])
             key = (int(peaks.min()), grid.simplicity(row, depth, mode), (row, depth, mode))

@@ -48,6 +48,7 @@ def search_result(
         chosen.schedule,
         chosen.timing,
         layout=problem.layouts[chosen.candidate.layout].grid.layout,
+        method=problem.method,
     )
     margin_frac = None if problem.hardware.device.kind is DeviceKind.CPU else request.margin_frac
     prediction = prediction.asking(

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Final
 
 import numpy as np
 
 from ...shared.basics.errors import PlanError
 from ...shared.catalogue.rank_share import machine_of_rank
+from ...shared.methods.method import FULL_TRAINING, Method
 from ...shared.schema.calibration import Calibration
 from ...shared.schema.hardware import DeviceKind, Hardware
 from ...shared.schema.plan import Plan
 from ...shared.schema.workload import Workload
 from ...shared.workloads.check import check_magnitude
-from ..bounds.peak_bounds import MemoryBounds
-from ..bounds.rank_bounds import RankBounds
+from ..bounds.least_work import LeastWork, NoLeastWork
+from ..bounds.peak_bounds import MemoryBounds, NoMemoryBounds
 from ..bounds.replay import Replayer
+from ..bounds.stretches import least_periods_s
 from ..bounds.throughput import Throughput
-from ..bounds.time_bounds import TimeBounds
 from ..costs.contention import ContentionModel
 from ..costs.task_costs import CostModel
 from ..engine.folding import MORE_KEPT, kept_micro_batches
@@ -26,12 +29,15 @@ from ..memory.host import default_host_budget_bytes, shares_of_one_memory
 from ..space.chunk_table import ChunkTable, chunk_table
 from ..space.compute_table import ComputeTable, Positions, compute_table
 from ..space.enumerate import enumerate_space
-from ..space.gather_plan import GatherPlan, residency
-from ..space.rank_side_lanes import side_lanes_of
-from ..space.side_lanes import SideLanes
+from ..space.lane_programs import LanePrograms
+from ..space.plan_family import PlanFamily
+from ..space.prices import FloatArray
 from ..space.space import IntArray, LayoutGrid, SearchSpace
 from ..space.step_spec import StepSpec
 from .request import SearchRequest
+
+_MOST_FAMILIES: Final = 64
+"""Families of one micro-batch that are kept; of several, as many fewer."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +46,8 @@ class LayoutProblem:
 
     grid: LayoutGrid
     table: ChunkTable
-    time: TimeBounds
-    memory: MemoryBounds
+    work: LeastWork | NoLeastWork
+    memory: MemoryBounds | NoMemoryBounds
     kept_table: ChunkTable
     """The same of the micro-batches that are replayed and simulated."""
 
@@ -78,6 +84,7 @@ class SearchProblem:
     """Whether the user has narrowed the space."""
     costs: CostModel
     contention: ContentionModel
+    throughput: Throughput
     compute: ComputeTable
     kept_compute: ComputeTable
     """The same of the micro-batches that are replayed and simulated."""
@@ -85,7 +92,9 @@ class SearchProblem:
     layouts: tuple[LayoutProblem, ...]
     is_shared: bool = False
     """Whether both budgets are shares of one memory, which nobody asked for."""
-    _gather_plans: dict[tuple[int, int], GatherPlan] = field(default_factory=dict, repr=False, compare=False)
+    method: Method = FULL_TRAINING
+    _families: dict[tuple[int, int, int], PlanFamily] = field(default_factory=dict, repr=False, compare=False)
+    """The latest, by layout, residency and number of swapped blocks."""
 
     @property
     def num_candidates(self) -> int:
@@ -97,20 +106,24 @@ class SearchProblem:
         """Replays plans of all kinds: they share what is known of their copies."""
         return Replayer(self.contention)
 
-    def gather_plan(self, layout: int, row: int) -> GatherPlan:
-        """What is gathered, and into which buffers, under one residency of a layout; kinds and groups share it.
+    def least_periods_s(self, plans: Sequence[tuple[PlanFamily, IntArray]]) -> list[FloatArray]:
+        """(D, K) for each of the families with these rows of modes (K,): no plan takes less."""
+        programs = [family.programs(modes, num_left_out=self.num_left_out_of(family)) for family, modes in plans]
+        found: list[FloatArray] = [np.zeros((0, 0))] * len(plans)
+        for lane_of in {one.lane_of for one in programs}:
+            alike = [number for number, one in enumerate(programs) if one.lane_of == lane_of]
+            found_s = least_periods_s(LanePrograms.stacked([programs[number] for number in alike]), self.throughput)
+            begin = 0
+            for number in alike:
+                end = begin + len(programs[number].lengths)
+                found[number] = found_s[begin:end, : len(plans[number][1])]
+                begin = end
+        return found
 
-        In the micro-batches that are kept, or in all where buffers are not used alike in each.
-        """
-        known = self._gather_plans.get((layout, row))
-        if known is None:
-            tables = self.layouts[layout]
-            knobs = int(tables.grid.prefix[row]), int(tables.grid.n_buffer[row])
-            known = residency(tables.kept_table, *knobs)
-            if self.num_left_out and not known.repeats:
-                known = residency(tables.table, *knobs)
-            self._gather_plans[layout, row] = known
-        return known
+    @property
+    def fewer_buffers_add(self) -> bool:
+        """Whether plans with fewer buffers and less look-ahead have all tasks and waits of others, and more."""
+        return self.method.policies.residency.fewer_buffers_add
 
     def plan(self, layout: int, residency: int, depth: int, mode: int) -> Plan:
         """The plan at these indices."""
@@ -121,31 +134,54 @@ class SearchProblem:
         """Micro-batches that are neither replayed nor simulated; see [Note: Folded iterations]."""
         return self.step.micro_batches - self.kept_compute.positions.micro_batches
 
-    def num_left_out_of(self, side_lanes: SideLanes) -> int:
-        """Micro-batches that the lanes have no tasks of."""
-        return self.step.micro_batches - side_lanes.positions.micro_batches
+    def num_left_out_of(self, family: PlanFamily) -> int:
+        """Micro-batches that the family has no tasks of."""
+        return self.step.micro_batches - family.positions.micro_batches
 
-    def side_lanes(self, gathers: GatherPlan, n_swap: int) -> SideLanes:
-        """The lanes beside compute, of as many micro-batches as ``gathers``."""
-        is_kept = gathers.positions == self.kept_compute.positions
-        return side_lanes_of(gathers, self.kept_compute if is_kept else self._whole_compute, n_swap)
+    def family(self, layout: int, row: int, n_swap: int) -> PlanFamily:
+        """The plans of one residency of a layout with so many swapped blocks, at all prefetch depths.
 
-    def longer_side_lanes(self, side_lanes: SideLanes, layout: int) -> SideLanes:
-        """The same lanes of more micro-batches than are kept, as many as the simulator takes where these do not settle.
-
-        The lanes themselves if they have as many.
+        Of the micro-batches that are kept, or of all where buffers are not used alike in each.
         """
+        key = (layout, row, n_swap)
+        known = self._families.pop(key, None)
+        if known is None:
+            table = self.layouts[layout].kept_table
+            known = self._family(table, self.kept_compute, key)
+            if self.num_left_out and not known.draft.repeats:
+                known = self._family(self.layouts[layout].table, self._whole_compute, key)
+            while len(self._families) * known.positions.micro_batches > _MOST_FAMILIES:
+                del self._families[next(iter(self._families))]
+        self._families[key] = known
+        return known
+
+    def longer_family(self, layout: int, row: int, n_swap: int) -> PlanFamily:
+        """The same plans of more micro-batches than are kept, as many as the simulator takes where these do not settle.
+
+        The family itself if it has as many.
+        """
+        family = self.family(layout, row, n_swap)
         num_kept = self.kept_compute.positions.micro_batches
         num_longer = min(MORE_KEPT * num_kept, self.step.micro_batches)
-        if side_lanes.positions.micro_batches >= num_longer:
-            return side_lanes
-        table = self.layouts[layout].table
-        longer = replace(table, step=replace(self.step, micro_batches=num_longer))
-        gathers = residency(longer, side_lanes.residency.prefix, side_lanes.residency.n_buffer)
-        if num_longer < self.step.micro_batches and not gathers.repeats:
-            return side_lanes
+        if family.positions.micro_batches >= num_longer:
+            return family
+        table = replace(self.layouts[layout].table, step=replace(self.step, micro_batches=num_longer))
         compute = replace(self.kept_compute, positions=Positions(self.workload.num_blocks, num_longer))
-        return side_lanes_of(gathers, compute, side_lanes.n_swap)
+        longer = self._family(table, compute, (layout, row, n_swap))
+        return longer if longer.draft.repeats or num_longer == self.step.micro_batches else family
+
+    def _family(self, table: ChunkTable, compute: ComputeTable, key: tuple[int, int, int]) -> PlanFamily:
+        layout, row, n_swap = key
+        grid = self.layouts[layout].grid
+        return PlanFamily.of(
+            table,
+            compute,
+            prefix=int(grid.prefix[row]),
+            n_buffer=int(grid.n_buffer[row]),
+            n_swap=n_swap,
+            depths=grid.prefetch_depth,
+            policies=self.method.policies,
+        )
 
     @cached_property
     def _whole_compute(self) -> ComputeTable:
@@ -202,24 +238,34 @@ def search_problem(
         is_restricted=request.space != SearchSpace(),
         costs=costs,
         contention=contention,
+        throughput=throughput,
         compute=compute,
         kept_compute=kept_compute,
         step=step,
+        method=request.method,
         layouts=tuple(
             LayoutProblem(
                 grid,
                 table,
-                TimeBounds(table, compute, throughput)
-                if num_ranks == 1
-                else RankBounds(table, compute, throughput, contention),
-                MemoryBounds(table, compute, workload.resident_bytes),
+                work,
+                memory,
                 table if kept_compute is compute else replace(table, step=kept_step),
             )
             for grid, table in zip(grids, tables, strict=True)
+            for work, memory in [_quick_bounds(request.method, table, compute, throughput)]
         ),
     )
     is_budget_given = request.device_budget_bytes is not None or request.host_budget_bytes is not None
     return problem if is_budget_given or hardware.device.kind is not DeviceKind.CPU else _with_shares(problem)
+
+
+def _quick_bounds(
+    method: Method, table: ChunkTable, compute: ComputeTable, throughput: Throughput
+) -> tuple[LeastWork, MemoryBounds] | tuple[NoLeastWork, NoMemoryBounds]:
+    """Bounds for all plans of a layout, which spare looks; they know the policies of full training and of no other."""
+    if method.policies != FULL_TRAINING.policies:
+        return NoLeastWork(), NoMemoryBounds(len(compute.modes.n_swap))
+    return LeastWork(table, compute, throughput), MemoryBounds(table, compute, table.workload.resident_bytes)
 
 
 def _compute_tables(

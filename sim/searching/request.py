@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from ...shared.basics.errors import PlanError
 from ...shared.basics.units import as_bytes
 from ...shared.catalogue.rank_share import machine_of_rank
+from ...shared.methods.method import FULL_TRAINING, Method
 from ...shared.schema.calibration import Calibration
 from ...shared.schema.hardware import Hardware
 from ...shared.schema.plan import ParallelMode, Plan
@@ -137,6 +138,8 @@ class SearchRequest:
     """The optimizer step and its ranks."""
     effort: Effort = field(default_factory=Effort)
     """What is proven, and at what price."""
+    method: Method = FULL_TRAINING
+    """The training method."""
     baselines: tuple[tuple[str, Plan], ...] | None = None
     """The user's own plans, with names, to lay beside the recommended one together with what other systems would do;
     None for no baselines at all."""

@@ -14,6 +14,7 @@ from typing import Self
 import numpy as np
 
 from ...shared.compile.lanes import NOTHING
+from ..kernels import lanes as kernels
 from .space import IntArray
 
 __all__ = ["NOTHING", "Waits", "known_before", "starts_after"]
@@ -28,6 +29,9 @@ def known_before(waits: Sequence[Waits], lengths: Sequence[int], num_depths: int
 
     Counted as waits are, and not further back than one iteration.  ``waits`` and ``lengths``: of every lane.
     """
+    if kernels.is_available():
+        pairs = {(lane, other): found for lane, of_lane in enumerate(waits) for other, found in of_lane.items()}
+        return kernels.known_before(pairs, lengths, num_depths)
     per_iteration = np.array(lengths)[:, None]
     known = []
     for lane, of_lane in enumerate(waits):

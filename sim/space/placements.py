@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +28,7 @@ import numpy.typing as npt
 from ...shared.layout.layout import Layout
 
 _Integers = npt.NDArray[np.int64]
+_Numbers = TypeVar("_Numbers", npt.NDArray[np.int64], npt.NDArray[np.float64])
 _Booleans = npt.NDArray[np.bool_]
 
 
@@ -75,20 +76,20 @@ class Placements:
         is_sharded: _Booleans = self.is_gathered(prefix) & ~self.is_offloaded(prefix)
         return is_sharded
 
-    def persistent_sum(self, values: _Integers) -> _Integers:
+    def persistent_sum(self, values: _Numbers) -> _Numbers:
         """(P,) the sum of ``values`` (C,) over persistent chunks."""
-        total: _Integers = values.sum() - self._sum_from(values)[self.n_persist]
+        total: _Numbers = values.sum() - self._sum_from(values)[self.n_persist]
         return total
 
-    def sharded_sum(self, values: _Integers) -> _Integers:
+    def sharded_sum(self, values: _Numbers) -> _Numbers:
         """(P,) the sum of ``values`` (C,) over chunks that are sharded over the devices."""
         until = self._sum_from(values)
-        total: _Integers = until[self.n_persist] - until[self.n_persist + self.n_shard]
+        total: _Numbers = until[self.n_persist] - until[self.n_persist + self.n_shard]
         return total
 
-    def offloaded_sum(self, values: _Integers) -> _Integers:
+    def offloaded_sum(self, values: _Numbers) -> _Numbers:
         """(P,) the sum of ``values`` (C,) over offloaded chunks."""
-        total: _Integers = self._sum_from(values)[self.n_persist + self.n_shard]
+        total: _Numbers = self._sum_from(values)[self.n_persist + self.n_shard]
         return total
 
     def _from(self, first: int | _Integers) -> _Booleans:
@@ -97,9 +98,10 @@ class Placements:
         is_from: _Booleans = np.logical_and(self.is_owned, places >= np.asarray(first)[..., None])
         return is_from
 
-    def _sum_from(self, values: _Integers) -> _Integers:
+    def _sum_from(self, values: _Numbers) -> _Numbers:
         """(C + 1,) the sum of ``values`` (C,) over the owned chunks from each place on."""
-        return np.append(np.where(self.is_owned, values, 0)[::-1].cumsum()[::-1], 0)
+        found: _Numbers = np.append(np.where(self.is_owned, values, 0)[::-1].cumsum()[::-1], 0)
+        return found
 
 
 # -- placements of the space -----------------------------------------------------------------------------------------

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
 from ...shared.compile.activation_levels import ActivationLevels
+from ...shared.compile.assembly import sequences_of_tasks
 from ...shared.compile.compile import FULL_TRAINING, Policies, drafted
 from ...shared.compile.family import Family
 from ...shared.compile.homes import static_bytes
@@ -19,7 +20,10 @@ from ...shared.compile.lanes import DeviceBuffers, FamilyLanes
 from ...shared.compile.positions import Positions
 from ...shared.compile.program import Draft, Part
 from ...shared.schema.schedule import Lane, Memory, lanes_of
+from .chunk_table import ChunkTable
+from .compute_table import ComputeTable
 from .lane_order import known_before
+from .lane_programs import LanePrograms, LeftOut
 from .prices import FloatArray, PriceList
 from .space import BoolArray, IntArray
 
@@ -41,6 +45,35 @@ class PlanFamily:
     """Of the same K choices."""
     prices: PriceList
     policies: Policies = FULL_TRAINING
+
+    @classmethod
+    def of(
+        cls,
+        table: ChunkTable,
+        compute: ComputeTable,
+        *,
+        prefix: int,
+        n_buffer: int,
+        n_swap: int,
+        depths: IntArray,
+        policies: Policies = FULL_TRAINING,
+    ) -> Self:
+        """The plans of one residency of a layout under all choices of modes of ``compute``.
+
+        ``prefix``: its persistent and sharded chunks ([Note: Prefixes] in ``sim/space/placements.py``).
+        """
+        workload = compute.workload
+        family = Family(
+            workload=workload,
+            facts=table.facts,
+            is_gathered=table.is_gathered(prefix),
+            is_offloaded=table.is_offloaded(prefix),
+            n_buffer=n_buffer,
+            is_swap=np.arange(workload.num_blocks) < n_swap,
+            is_checkpoint=compute.modes.is_checkpoint,
+            depths=depths,
+        )
+        return cls(family, compute.levels, compute.prices, policies)
 
     @property
     def num_lanes(self) -> int:
@@ -65,10 +98,17 @@ class PlanFamily:
     @cached_property
     def known(self) -> tuple[IntArray, ...]:
         """By lane, (D, lanes, T): tasks of every lane guaranteed to have ended before each task starts."""
-        waits: list[dict[int, IntArray]] = [{} for _ in range(self.num_lanes)]
-        for (lane, other), found in self.lanes.waits.items():
-            waits[lane][other] = found
-        return known_before(waits, self.lanes.lengths, len(self.family.depths))
+        return _known(self.lanes, len(self.family.depths))
+
+    @cached_property
+    def _sequences(self) -> tuple[FamilyLanes, tuple[int, ...], tuple[IntArray, ...]]:
+        """The lanes with those apart whose order is open, the lane of every sequence, and what tasks know by these."""
+        num_depths = len(self.family.depths)
+        sequence, lane_of = sequences_of_tasks(self.draft, self.num_lanes)
+        if len(lane_of) == self.num_lanes:
+            return self.lanes, lane_of, self.known
+        lanes = FamilyLanes.of(self.draft, len(lane_of), num_depths, lane=sequence)
+        return lanes, lane_of, _known(lanes, num_depths)
 
     @cached_property
     def buffers(self) -> DeviceBuffers:
@@ -99,7 +139,7 @@ class PlanFamily:
     def let_go(self) -> None:
         """Keep what replays read, and no more, since searches have many families.  All else is made again if needed."""
         _ = self._task_s, self._block_at, self.place_at
-        for name in ("draft", "buffers"):
+        for name in ("draft", "buffers", "_sequences"):
             vars(self).pop(name, None)
         lanes = self.lanes
         vars(self)["known"] = _narrow(self.known)
@@ -149,6 +189,28 @@ class PlanFamily:
         most: FloatArray = self._task_s[:, self.lanes.tasks[COMPUTE][0]].max(axis=0)
         return most
 
+    def programs(self, modes: IntArray, *, num_left_out: int = 0) -> LanePrograms:
+        """What the lanes do at every depth under these choices of modes.
+
+        ``num_left_out``: micro-batches that they stand for beyond their own.
+        """
+        num_depths = len(self.family.depths)
+        lanes, lane_of, known = self._sequences
+        left_out = None
+        if num_left_out:
+            begin, num_tasks = zip(*self._places_of(lanes, self.positions.micro_batches - 3), strict=True)
+            left_out = LeftOut(num_left_out, begin, num_tasks)
+        compute_s = self.compute_s(modes)
+        return LanePrograms(
+            lengths=np.broadcast_to(np.array(lanes.lengths), (num_depths, len(lane_of))),
+            waits=dict(lanes.waits),
+            known=known,
+            compute_s=np.broadcast_to(compute_s, (num_depths, *compute_s.shape)),
+            seconds=tuple(self._task_s[0, tasks] for tasks in lanes.tasks[COMPUTE + 1 :]),
+            left_out=(left_out,) * num_depths,
+            lane_of=lane_of,
+        )
+
     # -- micro-batches -----------------------------------------------------------------------------------------------
 
     def micro_batch_places(self, micro_batch: int) -> tuple[tuple[int, int], ...]:
@@ -156,15 +218,25 @@ class PlanFamily:
 
         Lanes run ahead and behind: tasks of neighbours may lie on either side.
         """
-        before, within = (np.zeros(self.num_lanes, dtype=np.int64) for _ in range(2))
+        return self._places_of(self.lanes, micro_batch)
+
+    def _places_of(self, lanes: FamilyLanes, micro_batch: int) -> tuple[tuple[int, int], ...]:
+        before, within = (np.zeros(len(lanes.lengths), dtype=np.int64) for _ in range(2))
         for ids, group in self.draft.groups:
             of_task = np.broadcast_to(group.micro_batch, ids.shape)
             # What follows the last section belongs to no micro-batch.
             is_within = np.atleast_2d(group.position)[0] < self.positions.prologue_backward
-            lane = self.lanes.lane[ids[0]]
+            lane = lanes.lane[ids[0]]
             before[lane] += np.count_nonzero(is_within & (of_task < micro_batch))
             within[lane] += np.count_nonzero(is_within & (of_task == micro_batch))
         return tuple(zip(before.tolist(), within.tolist(), strict=True))
+
+
+def _known(lanes: FamilyLanes, num_depths: int) -> tuple[IntArray, ...]:
+    waits: list[dict[int, IntArray]] = [{} for _ in lanes.lengths]
+    for (lane, other), found in lanes.waits.items():
+        waits[lane][other] = found
+    return known_before(waits, lanes.lengths, num_depths)
 
 
 def _narrow(counts: tuple[IntArray, ...]) -> tuple[Any, ...]:

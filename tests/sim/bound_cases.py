@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,23 +13,22 @@ from protwin.shared.compile.compile import compile_schedule
 from protwin.shared.layout.layout import Layout, build_layout
 from protwin.shared.schema.hardware import Hardware
 from protwin.shared.schema.plan import Plan
-from protwin.shared.schema.schedule import Schedule
+from protwin.shared.schema.schedule import Lane, Schedule
 from protwin.shared.schema.workload import Workload
-from protwin.sim.bounds.exact_peaks import guaranteed_peaks
+from protwin.sim.bounds.exact_peaks import family_peaks
+from protwin.sim.bounds.least_work import LeastWork
 from protwin.sim.bounds.peak_bounds import MemoryBounds
 from protwin.sim.bounds.replay import Replayer, ReplayPlan
+from protwin.sim.bounds.stretches import least_periods_s
 from protwin.sim.bounds.throughput import Throughput
-from protwin.sim.bounds.time_bounds import TimeBounds
 from protwin.sim.costs.contention import ContentionModel
 from protwin.sim.costs.task_costs import CostModel
 from protwin.sim.engine.simulator import simulate_timing
 from protwin.sim.engine.timing import Timing
 from protwin.sim.space.chunk_table import ChunkTable, chunk_table
 from protwin.sim.space.compute_table import ComputeTable, compute_table
-from protwin.sim.space.gather_plan import residency
 from protwin.sim.space.placements import Placements
-from protwin.sim.space.rank_side_lanes import side_lanes_of
-from protwin.sim.space.side_lanes import SideLanes
+from protwin.sim.space.plan_family import PlanFamily
 from protwin.sim.space.space import ModeRows
 from protwin.sim.space.step_spec import StepSpec
 from tests.strategies import calibrations, hardware, plans, workloads
@@ -69,29 +69,34 @@ class Case:
         is_mode = (modes.n_swap == self.plan.n_swap) & (modes.n_checkpoint == self.plan.n_checkpoint)
         return np.flatnonzero(is_mode)
 
-    def side_lanes(self) -> SideLanes:
-        found = residency(self.chunks, self.prefix, self.plan.n_buffer)
-        return side_lanes_of(found, self.compute, self.plan.n_swap)
-
-    def whole_bound_s(self) -> float:
-        bounds = TimeBounds(self.chunks, self.compute, Throughput.of(self.contention))
-        knobs = (self.prefix, self.plan.n_buffer, self.plan.prefetch_depth)
-        return float(bounds.whole_s(*(np.array([knob]) for knob in knobs), self.mode)[0, 0])
-
-    def time_bound_s(self, n_buffer: int | None = None, prefetch_depth: int | None = None) -> float:
-        bounds = TimeBounds(self.chunks, self.compute, Throughput.of(self.contention))
-        knobs = (
-            self.prefix,
-            self.plan.n_buffer if n_buffer is None else n_buffer,
-            self.plan.prefetch_depth if prefetch_depth is None else prefetch_depth,
+    def family(self, n_buffer: int | None = None, depths: Sequence[int] | None = None) -> PlanFamily:
+        """The plan's, or the one with other buffers and look-aheads."""
+        return PlanFamily.of(
+            self.chunks,
+            self.compute,
+            prefix=self.prefix,
+            n_buffer=self.plan.n_buffer if n_buffer is None else n_buffer,
+            n_swap=self.plan.n_swap,
+            depths=np.array([self.plan.prefetch_depth] if depths is None else depths),
         )
-        return float(bounds.iteration_s(*(np.array([knob]) for knob in knobs), self.mode)[0, 0])
 
-    def residency_bound_s(self) -> float:
-        """The bound by the gathers that really come; 0 where there is none."""
-        bounds = TimeBounds(self.chunks, self.compute, Throughput.of(self.contention))
-        found = bounds.side_lanes_s(self.side_lanes(), np.array([self.plan.prefetch_depth]), self.mode)
-        return float(np.max(found))
+    def work_bound_s(self) -> float:
+        """By the least work of every lane."""
+        bounds = LeastWork(self.chunks, self.compute, Throughput.of(self.contention))
+        return float(bounds.period_s(np.array([self.prefix]), self.mode)[0, 0])
+
+    def time_bound_s(
+        self, n_buffer: int | None = None, prefetch_depth: int | None = None, num_events: int | None = None
+    ) -> float:
+        """By what the lanes run, of this plan or of one with other buffers and another look-ahead."""
+        family = self.family(n_buffer, None if prefetch_depth is None else [prefetch_depth])
+        spread = {} if num_events is None else {"spread": (num_events,) * len(Lane)}
+        return float(least_periods_s(family.programs(self.mode), Throughput.of(self.contention), **spread)[0, 0])
+
+    @property
+    def num_gathered(self) -> int:
+        """Chunks that are not persistent."""
+        return int(np.count_nonzero(self.chunks.is_gathered(self.prefix)))
 
     def memory_bound_bytes(self) -> int:
         bounds = MemoryBounds(self.chunks, self.compute, self.workload.resident_bytes)
@@ -104,12 +109,10 @@ class Case:
         return int(static[0] + bounds.activation_bytes[self.mode[0]])
 
     def exact_peak_bytes(self) -> int:
-        depths = np.array([self.plan.prefetch_depth])
-        return int(guaranteed_peaks(self.side_lanes(), depths, self.mode, self.workload.resident_bytes)[0, 0])
+        return int(family_peaks(self.family(), self.mode)[0, 0])
 
     def replayed_s(self) -> float:
-        plans = [ReplayPlan(self.side_lanes(), self.plan.prefetch_depth, int(self.mode[0]))]
-        return float(Replayer(self.contention).periods_s(plans)[0])
+        return float(Replayer(self.contention).periods_s([ReplayPlan(self.family(), 0, int(self.mode[0]))])[0])
 
 
 def case(model: Workload, chosen: Plan, layout: Layout, costs: CostModel, contention: ContentionModel) -> Case:

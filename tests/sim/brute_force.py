@@ -10,6 +10,7 @@ from hypothesis.strategies import DrawFn
 
 from protwin.shared.compile.compile import compile_schedule
 from protwin.shared.layout.layout import build_layout
+from protwin.shared.methods.method import FULL_TRAINING, Method
 from protwin.shared.schema.calibration import Calibration
 from protwin.shared.schema.hardware import Hardware
 from protwin.shared.schema.plan import Plan
@@ -48,6 +49,7 @@ class Case:
     space: SearchSpace
     step: StepSpec
     outcomes: tuple[Outcome, ...]
+    method: Method = FULL_TRAINING
 
     def search(self, device_budget_bytes: int, tolerance_frac: float = 0.0) -> SearchResult:
         return search(
@@ -60,6 +62,7 @@ class Case:
                 space=self.space,
                 step=Step(micro_batches=self.step.micro_batches, max_gradient_norm=self.step.max_gradient_norm),
                 effort=Effort(tolerance_frac=tolerance_frac),
+                method=self.method,
             )
         )
 
@@ -68,7 +71,12 @@ class Case:
 
 
 def brute_force(
-    model: Workload, box: Hardware, calibration: Calibration | None, space: SearchSpace, step: StepSpec
+    model: Workload,
+    box: Hardware,
+    calibration: Calibration | None,
+    space: SearchSpace,
+    step: StepSpec,
+    method: Method = FULL_TRAINING,
 ) -> tuple[Outcome, ...]:
     """Every combination of knobs that the compiler takes, several of which are the same plan, simulated."""
     costs = CostModel(box, calibration, use_measured=model.measured_on == box.name)
@@ -93,7 +101,7 @@ def brute_force(
                     micro_batches=step.micro_batches,
                     max_gradient_norm=step.max_gradient_norm,
                 )
-                schedule = compile_schedule(plan, model, layout)
+                schedule = compile_schedule(plan, model, layout, policies=method.policies)
                 timing = simulate_timing(schedule, costs.durations_s(schedule), contention)
                 outcomes.append(
                     Outcome(
@@ -107,7 +115,7 @@ def brute_force(
 
 
 @st.composite
-def cases(draw: DrawFn) -> Case:
+def cases(draw: DrawFn, method: Method = FULL_TRAINING) -> Case:
     """Up to three blocks and one or two values of every knob, on any machine; time passes in every one of them."""
     model = draw(workloads(max_blocks=3))
     box, calibration = draw(hardware()), draw(st.none() | calibrations())
@@ -127,4 +135,5 @@ def cases(draw: DrawFn) -> Case:
         n_swap=draw(st.sampled_from(((0,), (0,), (0, 1), (0, model.num_blocks)))),
     )
     step = StepSpec(draw(st.sampled_from((1, 1, 2, 3))), draw(st.sampled_from((None, None, 1.0))))
-    return Case(model, box, calibration, space, step, brute_force(model, box, calibration, space, step))
+    outcomes = brute_force(model, box, calibration, space, step, method)
+    return Case(model, box, calibration, space, step, outcomes, method)

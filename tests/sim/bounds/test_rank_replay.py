@@ -18,11 +18,10 @@ from protwin.shared.layout.layout import build_layout
 from protwin.shared.schema.plan import ParallelMode, Plan
 from protwin.shared.schema.schedule import Content, Lane
 from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
-from protwin.sim.bounds.rank_bounds import RankBounds
-from protwin.sim.bounds.throughput import Throughput
 from protwin.sim.costs.contention import ContentionModel
 from protwin.sim.costs.task_costs import CostModel
 from protwin.sim.engine.simulator import MIN_ITERATIONS
+from protwin.sim.space.plan_family import H2D
 from tests.cli.saved import decoder
 from tests.proof_size import examples
 from tests.sim.bound_cases import Case, case
@@ -121,7 +120,7 @@ def test_all_gathers_of_sharded_chunks_wait_for_their_buffer_and_for_device_adam
     found = _sharded()
     simulated_s = found.simulated_s()
     assert found.replayed_s() == pytest.approx(simulated_s, rel=1e-9)
-    assert not len(found.side_lanes().h2d_s)
+    assert not found.family().lanes.lengths[H2D]
     # The wrong variant: they wait for nothing but their turn.
     monkeypatch.setattr(Residency, "_wait_for_room", lambda residency: None)
     monkeypatch.setattr(Residency, "follow", lambda residency, stepped_by: None)
@@ -146,19 +145,3 @@ def test_reductions_to_parts_have_their_gradients_twice_on_the_device(monkeypatc
         with monkeypatch.context() as changed:
             changed.setattr(DeviceBuffers, "of", _without(content))
             assert found.exact_peak_bytes() != peak_bytes
-
-
-def _bound_s(found: Case) -> float:
-    bounds = RankBounds(found.chunks, found.compute, Throughput.of(found.contention), found.contention)
-    knobs = (np.array([knob]) for knob in (found.prefix, found.plan.n_buffer, found.plan.prefetch_depth))
-    return float(bounds.iteration_s(*knobs, found.mode)[0, 0])
-
-
-def test_forwards_wait_for_what_is_gathered_after_device_adam(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = _sharded(n_buffer=16)
-    bound_s = _bound_s(found)
-    assert bound_s <= found.simulated_s()
-    # The wrong variant: nothing waits.
-    nothing = np.zeros((len(found.chunks.places.n_persist), found.workload.num_blocks))
-    monkeypatch.setattr(RankBounds, "_leads", lambda bounds: nothing)
-    assert _bound_s(found) < 0.99 * bound_s

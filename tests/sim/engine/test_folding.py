@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import assume, given, settings
@@ -15,7 +17,7 @@ from protwin.shared.schema.record import Record
 from protwin.shared.schema.schedule import Schedule
 from protwin.shared.schema.workload import Workload
 from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
-from protwin.sim.bounds.exact_peaks import guaranteed_peaks
+from protwin.sim.bounds.exact_peaks import family_peaks
 from protwin.sim.bounds.replay import REPLAY_FRAC, Replayer, ReplayPlan
 from protwin.sim.engine import simulator, unfolding
 from protwin.sim.engine.folding import KEPT_MICRO_BATCHES, Repeating, find_folds, settled_period_s
@@ -82,9 +84,9 @@ def _assert_equal_waits(folded: Record, whole: Record, near: float) -> None:
 def test_thousands_of_micro_batches_cost_no_more_than_a_few(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled: list[int] = []
 
-    def compile_few(chosen: Plan, *others: object) -> Schedule:
+    def compile_few(chosen: Plan, *others: Any, **options: Any) -> Schedule:
         compiled.append(chosen.micro_batches)
-        return compile_schedule(chosen, *others)  # type: ignore[arg-type]
+        return compile_schedule(chosen, *others, **options)
 
     monkeypatch.setattr(simulator, "compile_schedule", compile_few)
     model = workload(num_blocks=3)
@@ -131,19 +133,17 @@ def test_replays_of_few_micro_batches_have_the_period_and_the_peak_of_all(
     row, depth, mode = (
         data.draw(st.integers(0, len(of) - 1)) for of in (grid.prefix, grid.prefetch_depth, grid.modes.n_swap)
     )
-    side_lanes = problem.side_lanes(problem.gather_plan(0, row), int(grid.modes.n_swap[mode]))
+    family = problem.family(0, row, int(grid.modes.n_swap[mode]))
     chosen = problem.plan(0, row, depth, mode)
     schedule = compile_schedule(chosen, problem.workload, grid.layout)
-    depths, modes = np.array([chosen.prefetch_depth]), np.array([mode])
-    peaks = guaranteed_peaks(side_lanes, depths, modes, problem.workload.resident_bytes)
-    assert peaks[0, 0] == guaranteed_device_peak(schedule).size_bytes
-    num_left_out = problem.num_left_out_of(side_lanes)
-    replayed_s = Replayer(problem.contention).periods_s(
-        [ReplayPlan(side_lanes, chosen.prefetch_depth, mode, num_left_out)]
-    )
+    assert family_peaks(family, np.array([mode]))[depth, 0] == guaranteed_device_peak(schedule).size_bytes
+    plans = [ReplayPlan(family, depth, mode, problem.num_left_out_of(family))]
+    replayed_s = Replayer(problem.contention).periods_s(plans)
     timing = simulate_timing(schedule, problem.costs.durations_s(schedule), problem.contention)
     if not np.isnan(replayed_s[0]):
         assert replayed_s[0] == pytest.approx(timing.iteration_s, rel=(1 - REPLAY_FRAC) / 2)
+    (bounds_s,) = problem.least_periods_s([(family, np.array([mode]))])
+    assert bounds_s[depth, 0] <= timing.iteration_s
 
 
 @given(workloads(max_blocks=3), hardware(), st.data())

@@ -70,8 +70,8 @@ def test_plans_whose_micro_batches_do_not_settle_are_replayed_and_not_guessed() 
     request = _request(8)
     branch = BranchAndBound(search_problem(request), tolerance_frac=0.0)
     assert branch.problem.num_left_out == 2
-    batch = list(branch.candidates.below(math.inf))[:24]
-    unsettled = np.isnan(branch._replayed_s(batch, [one.side_lanes for one in batch]))
+    batch = branch.candidates.below(math.inf, 24)
+    unsettled = np.isnan(branch._replayed_s(batch, branch.problem.family))
     assert unsettled.any()
     periods_s = branch._periods_s(batch)
     for place in np.flatnonzero(unsettled)[::8].tolist():

@@ -1,0 +1,1 @@
+"""Compiled twins of three numpy functions that searches spend most time in: replay, guaranteed order, least period."""

@@ -1,0 +1,45 @@
+/* What is found out about a plan while its period is bounded; used within this folder alone.
+ *
+ * E events, L lanes, V vertices.  A stretch begins with an event and ends with one that follows it, gap events later, up
+ * to the first one's counterpart an iteration later: entry begin * E + gap - 1.
+ */
+
+#ifndef PROTWIN_PERIODS_H
+#define PROTWIN_PERIODS_H
+
+#include "lanes.h"
+
+/* The moment when so many tasks of a lane, 1 to all of an iteration, have ended. */
+struct event {
+    i64 key; /* events are in its order */
+    i64 lane, count;
+};
+
+/* A stretch of a chain. */
+struct hop {
+    i64 begin, gap;
+};
+
+struct chart {
+    i64 num_events;
+    struct event *events;
+    i64 *ended, *after;     /* (E, L) tasks that have ended by each event, and the first one that starts after it */
+    double *begin_s, *end_s; /* (E) a lane's seconds until the first task after each event, and until the last before */
+    double *others;         /* (E, E, V) weighed work of all lanes but compute */
+    double *together;       /* (E, E, V) slack of work that is done side by side */
+    char *is_stretch;       /* (E, E) whether the end is guaranteed not to come before the beginning */
+    double *least_s;        /* (E, E) the least time of stretches */
+    double *longest_s;      /* (E, E) of chains of them */
+    struct hop *hops;       /* (E) */
+    double *sums_s;         /* seconds of a lane's first tasks */
+    double *released_s;     /* (2, compute tasks) seconds of two lanes that the end of each compute task releases */
+    double *until_s;        /* (compute tasks + 1) guaranteed side by side, of the first releases */
+    i64 *next;              /* compute tasks that have ended when the next task from each place on is released */
+    i64 *stops;             /* (E) the last release that counts at each event */
+    i64 *carried;           /* (L) what a lane's tasks have waited for so far */
+};
+
+/* Raise the slack of all stretches to what two lanes offer that work side by side; side_by_side.c. */
+void protwin_add_together(const struct bounded *plans, i64 plan, i64 pair, struct chart *chart);
+
+#endif
