@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .model.adapters import add_lora as add_lora
     from .model.adapters import freeze as freeze
     from .optimizers.loss_scaling import LossScaling as LossScaling
+    from .optimizers.named import named_optimizer as named_optimizer
     from .optimizers.non_finite import NonFiniteGradientError as NonFiniteGradientError
     from .recording.summaries import StepSummary as StepSummary
     from .tracing.configurations import workload_of_configuration as workload_of_configuration
@@ -42,6 +43,7 @@ _HOMES = {
     "carry_out": "training.carry_out",
     "family_of_configuration": "tracing.families",
     "freeze": "model.adapters",
+    "named_optimizer": "optimizers.named",
     "probe_hardware": "devices.probe",
     "trace": "tracing.tracing",
     "training_of": "training.carry_out",

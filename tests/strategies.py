@@ -17,6 +17,7 @@ from protwin.shared.layout.layout import Layout, build_layout
 from protwin.shared.schema.calibration import Calibration, Contention, Factor
 from protwin.shared.schema.hardware import Device, DeviceKind, Hardware, Host, Link, LinkPoint
 from protwin.shared.schema.memory_accounts import DeviceReserved, HostMemory, PinnedRule
+from protwin.shared.schema.optimizer import Optimizer
 from protwin.shared.schema.plan import ActivationMode, ParallelMode, Plan
 from protwin.shared.schema.record import (
     Holding,
@@ -231,8 +232,30 @@ def workloads(draw: DrawFn, max_blocks: int = 6, measured: bool | None = True, m
 # -- plans -----------------------------------------------------------------------------------------------------------
 
 
+ADAMW: Final = st.just(Optimizer.ADAMW)
+
+
+def any_optimizer(workload: Workload) -> SearchStrategy[Optimizer]:
+    """AdamW in every second plan, else any that can step the workload's parameters."""
+    dtypes = {parameter.dtype for parameter in workload.parameters if parameter.trainable}
+    has_empty = any(parameter.trainable and not parameter.num_elements for parameter in workload.parameters)
+    able = [
+        optimizer
+        for optimizer in Optimizer
+        if not (optimizer.is_of_bitsandbytes and DType.FLOAT64 in dtypes)
+        and not (optimizer is Optimizer.ADAFACTOR and has_empty)
+        and not (optimizer is Optimizer.ADAMW_BF16 and dtypes and DType.BFLOAT16 not in dtypes)
+    ]
+    return ADAMW | st.sampled_from(able)
+
+
 @st.composite
-def plans(draw: DrawFn, workload: Workload, max_prefetch_depth: int = 4) -> tuple[Plan, Layout]:
+def plans(
+    draw: DrawFn,
+    workload: Workload,
+    max_prefetch_depth: int = 4,
+    optimizers: SearchStrategy[Optimizer] = ADAMW,
+) -> tuple[Plan, Layout]:
     """A plan that ``workload`` can follow, and its layout."""
     chunk_bytes = draw(st.sampled_from(CHUNK_BYTES) | st.integers(1, 20_000))
     layout = build_layout(workload.parameters, num_blocks=workload.num_blocks, chunk_bytes=chunk_bytes)
@@ -248,6 +271,7 @@ def plans(draw: DrawFn, workload: Workload, max_prefetch_depth: int = 4) -> tupl
         n_checkpoint, n_swap = (modes.count(mode) for mode in (ActivationMode.CHECKPOINT, ActivationMode.SWAP))
     plan = Plan(
         workload_id=workload.identity,
+        optimizer=draw(optimizers),
         chunk_bytes=chunk_bytes,
         n_persist=n_persist,
         n_buffer=n_buffer,
@@ -267,7 +291,7 @@ def planned_workloads(
 ) -> PlannedWorkload:
     """A random workload with a random plan for it."""
     workload = draw(workloads(max_blocks, measured, min_parameters))
-    plan, layout = draw(plans(workload))
+    plan, layout = draw(plans(workload, optimizers=any_optimizer(workload)))
     return PlannedWorkload(workload, plan, layout)
 
 
@@ -280,6 +304,8 @@ def parallel_workloads(draw: DrawFn, max_blocks: int = 6, measured: bool | None 
     if mode is ParallelMode.DDP:
         knobs["n_persist"] = len(case.layout.chunks)
     if mode is ParallelMode.SHARDED:
+        if case.plan.optimizer is Optimizer.ADAFACTOR:
+            knobs["optimizer"] = Optimizer.SGD
         num_left = len(case.layout.chunks) - case.plan.n_persist
         knobs["n_shard"] = draw(st.just(0) | st.just(num_left) | st.integers(0, num_left))
     return PlannedWorkload(case.workload, case.plan.model_copy(update=knobs), case.layout)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from ...shared.catalogue.machines import machine
 from ...shared.compile.compile import compile_schedule
 from ...shared.layout.layout import Chunk, Layout, build_layout
+from ...shared.layout.shards import chunk_state_bytes
 from ...shared.schema.hardware import Hardware
+from ...shared.schema.optimizer import Optimizer
 from ...shared.schema.plan import Plan
 from ...shared.schema.schedule import Memory
-from ...shared.schema.workload import Workload
+from ...shared.schema.workload import Parameter, Workload
 from ...shared.verify.guaranteed_peak import guaranteed_device_peak
 from ...sim.memory.host import default_host_budget_bytes
 from .runs import LARGEST_ON_24_GB, LARGEST_ON_80_GB, Prediction, Quantity
@@ -67,7 +70,7 @@ def _fits(workload: Workload, hardware: Hardware) -> bool:
     n_persist = 0
     for chunk in layout.chunks:
         if chunk.id not in layout.unowned:
-            room_bytes -= _persistent_bytes(chunk)
+            room_bytes -= _persistent_bytes(chunk, workload.parameters)
         if room_bytes < 0:
             break
         n_persist += 1
@@ -81,9 +84,9 @@ def _least_too_many(workload: Workload, hardware: Hardware) -> int:
     return (hardware.device.memory_bytes + hardware.host.memory_bytes) // (_LEAST_BYTES * scalars) + 1
 
 
-def _persistent_bytes(chunk: Chunk) -> int:
+def _persistent_bytes(chunk: Chunk, parameters: Sequence[Parameter]) -> int:
     """What a chunk takes of the device for good: parameters, gradients and the optimizer's state."""
-    return chunk.size_bytes + sum(chunk.gradient_bytes) + chunk.state_bytes
+    return chunk.size_bytes + sum(chunk.gradient_bytes) + chunk_state_bytes(chunk, parameters, Optimizer.ADAMW)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,9 @@ import torch
 from torch import nn
 
 from ...shared.basics.errors import ScheduleError
-from ...shared.layout.layout import Chunk, aligned, master_bytes
+from ...shared.layout.layout import Chunk, aligned
+from ...shared.optimizers.state import master_bytes
+from ...shared.schema.optimizer import Optimizer
 from ...shared.schema.schedule import Content
 from ...shared.schema.workload import DType, Parameter
 from ..devices.device import TrainingDevice
@@ -59,8 +61,11 @@ class DeviceChunk:
         *,
         is_persistent: bool,
         has_arrivals: bool = False,
+        optimizer: Optimizer = Optimizer.ADAMW,
     ) -> None:
         """Move the parameters in.  ``has_arrivals``: later micro-batches have gradients to add.
+
+        ``optimizer`` says which parameters are stepped through float32 masters.
 
         Raises the device's out-of-memory error if a persistent chunk does not fit.
         """
@@ -83,6 +88,7 @@ class DeviceChunk:
         self._gathering = Lock()
         """Held while the home is copied to the device, or rewritten."""
         self._specs = tuple(specs)
+        self._optimizer = optimizer
         self._origins = tuple(parameter.device for parameter in parameters)
         self.masters: list[torch.Tensor] = []
         """Host weights of trainable parameters that CPU Adam steps, in order; float32."""
@@ -114,10 +120,25 @@ class DeviceChunk:
                     if self._arrivals is not None:
                         self.arrived.append(_view(self._arrivals, staged_bytes, parameter))
                     staged_bytes += aligned(spec.size_bytes)
-                    is_narrow = master_bytes(DType(spec.dtype)) > 0
+                    is_narrow = self._has_master(spec)
                     self.masters.append(home.float() if is_narrow else home)
                     self.targets.append(home if is_narrow else None)
             parameter.data = view
+
+    def _has_master(self, spec: Parameter) -> bool:
+        return master_bytes(DType(spec.dtype), self._optimizer) > 0
+
+    @property
+    def narrow(self) -> tuple[nn.Parameter, ...]:
+        """Trainable parameters that are stepped through float32 masters."""
+        pairs = zip(self.parameters, self._specs, strict=True)
+        return tuple(parameter for parameter, spec in pairs if spec.trainable and self._has_master(spec))
+
+    @property
+    def wide(self) -> tuple[nn.Parameter, ...]:
+        """Trainable parameters that are stepped themselves."""
+        narrow = {id(parameter) for parameter in self.narrow}
+        return tuple(parameter for parameter in self.trainable if id(parameter) not in narrow)
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """The parameters with their names."""

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ...shared.layout.layout import Layout
+from ...shared.schema.optimizer import Optimizer
 from ...shared.schema.plan import Plan
 from ...shared.schema.schedule import Content, Section
 from ...shared.schema.workload import BlockId, Workload
@@ -18,6 +19,7 @@ from ..optimizers.device_steps import DeviceStep, narrow_steps
 from ..optimizers.gradient_norms import ClippedNorm, clipped_norm
 from ..optimizers.loss_scaling import LossScaler
 from ..optimizers.non_finite import GradientLooks, refuse_non_finite
+from ..optimizers.quantization_maps import share_maps
 from ..optimizers.step_options import StepOptions
 from ..optimizers.step_undo import LastStep, StepGate
 from .chunk import DeviceChunk
@@ -31,6 +33,9 @@ class StepPolicy:
 
     options: StepOptions
     make_optimizer: MakeOptimizer
+    """What makes the optimizers of what is stepped on the device."""
+    make_on_host: MakeOptimizer
+    """What makes those of chunks that are stepped on the host."""
     check_gradients: bool = True
     """Whether to refuse to step with gradients that are not finite."""
     scaler: LossScaler | None = None
@@ -114,10 +119,14 @@ class PlacedModel:
                 self._device,
                 is_persistent=chunk.id in persistent,
                 has_arrivals=plan.micro_batches > 1,
+                optimizer=plan.optimizer,
             )
             self.chunks.append(made)
-            self._make_optimizers(made, policy.options, policy.make_optimizer)
-        self._step_wide_parameters(policy.options, policy.make_optimizer)
+            self._make_optimizers(made, policy, plan.optimizer)
+        if plan.optimizer.is_elementwise:
+            # One step for all that are stepped themselves, as the plain loop has it.
+            wide = [p for chunk in self.chunks if chunk.is_persistent for p in chunk.wide]
+            self._device_steps[:0] = [_step_of(wide, policy)] if wide else []
 
     def _staying_parameters(
         self, parameters: Mapping[str, nn.Parameter], workload: Workload
@@ -129,26 +138,26 @@ class PlacedModel:
                 found.setdefault(BlockId(spec.block), []).append(parameters[spec.name])
         return found
 
-    def _make_optimizers(self, chunk: DeviceChunk, options: StepOptions, make_optimizer: MakeOptimizer) -> None:
+    def _make_optimizers(self, chunk: DeviceChunk, policy: StepPolicy, optimizer: Optimizer) -> None:
         if not chunk.trainable:
             return
         if not chunk.is_persistent:
             self._host_optimizers[chunk.chunk.id] = ChunkOptimizer(
-                chunk.masters, chunk.trainable, options, make_optimizer, targets=chunk.targets
+                chunk.masters, chunk.trainable, policy.options, policy.make_on_host, targets=chunk.targets
             )
             return
-        for parameter in (p for p in chunk.trainable if p.element_size() < 4):
-            master = parameter.detach().float()
-            if self._device.ledger is not None:
-                self._device.ledger.adopt([master], Content.OPTIMIZER_STATE)
-            self._device_steps += narrow_steps(parameter, master, options, make_optimizer)
-
-    def _step_wide_parameters(self, options: StepOptions, make_optimizer: MakeOptimizer) -> None:
-        """One step for the parameters of all persistent chunks that are their own masters, as the plain loop has it."""
-        persistent = (chunk for chunk in self.chunks if chunk.is_persistent)
-        wide = [p for chunk in persistent for p in chunk.trainable if p.element_size() >= 4]
-        if wide:
-            self._device_steps.insert(0, DeviceStep(ChunkOptimizer(wide, wide, options, make_optimizer), wide))
+        steps: list[DeviceStep] = []
+        narrow = {id(parameter) for parameter in chunk.narrow}
+        for parameter in chunk.trainable:
+            if id(parameter) in narrow:
+                master = parameter.detach().float()
+                if self._device.ledger is not None:
+                    self._device.ledger.adopt([master], Content.OPTIMIZER_STATE)
+                steps += narrow_steps(parameter, master, policy.options, policy.make_optimizer)
+            elif not optimizer.is_elementwise:
+                steps.append(_step_of([parameter], policy))
+        share_maps(step.optimizer.optimizer for step in steps)
+        self._device_steps += steps
 
     # -- stepping ----------------------------------------------------------------------------------------------------
 
@@ -347,3 +356,8 @@ class PlacedModel:
         self.last_step = None
         self._host_optimizers.clear()
         self._device_steps.clear()
+
+
+def _step_of(wide: Sequence[nn.Parameter], policy: StepPolicy) -> DeviceStep:
+    """The step of parameters that are stepped themselves, where they are."""
+    return DeviceStep(ChunkOptimizer(wide, wide, policy.options, policy.make_optimizer), wide)

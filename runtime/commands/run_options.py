@@ -78,7 +78,7 @@ Steps = Annotated[
 Epochs = Annotated[
     int | None, typer.Option("--epochs", metavar="N", min=1, help="Times to go through --data, instead of --steps.")
 ]
-LearningRate = Annotated[float, typer.Option("--learning-rate", metavar="RATE", min=0.0, help="Rate of AdamW.")]
+LearningRate = Annotated[float, typer.Option("--learning-rate", metavar="RATE", min=0.0, help="Rate of the optimizer.")]
 ScheduleName = Annotated[Schedule, typer.Option("--schedule", help="How the rate goes on after the warm-up.")]
 WarmupSteps = Annotated[
     int, typer.Option("--warmup-steps", metavar="N", min=0, help="Steps in which the rate rises from 0, in a line.")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice
 
 import torch
@@ -17,6 +16,7 @@ from ...shared.schema.record import Record
 from ...shared.schema.workload import Workload
 from ..data.sources import Batch, DataSource, PackedSource, num_learned
 from ..devices.device import TrainingDevice
+from ..optimizers.named import named_optimizer
 from ..training.carry_out import carry_out
 from ..training.training import Training
 from .learning_rates import LearningRates
@@ -57,7 +57,7 @@ class RunTraining:
         Gives the measured Record; None if the steps were too few for one, which is told.  Raises ProtwinError if the
         plan, the checkpoint or the device refuse.
         """
-        make_optimizer = partial(torch.optim.AdamW, lr=self.extent.rates.peak, fused=True)
+        make_optimizer = named_optimizer(self.plan.optimizer, lr=self.extent.rates.peak)
         with (
             progress_bar("training") as report,
             carry_out(model, self.plan, self.workload, optimizer=make_optimizer, device=device) as training,

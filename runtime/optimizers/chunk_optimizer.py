@@ -2,21 +2,30 @@
 
 torch's fused AdamW gives the same bits for a parameter alone and among others, so chunking does not change a result.
 Parameters keep their groups, and one without a gradient is left alone, exactly as the optimizer treats it elsewhere.
+
+[Note: One step of bitsandbytes at a time]
+Kernels of bitsandbytes 0.50.2 for the CPU give wrong values now and then while another thread runs them, although the
+two share no tensor (four threads, each with an ``AdamW8bit`` of its own: one run in three differs).  CPU Adam of one
+chunk and the step on a CPU as the device run side by side, so the steps of a process take turns.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from threading import Lock
+from typing import Any, Final
 
 import torch
 from torch import nn
 
 from ...shared.basics.errors import PlanError
 from ...shared.schema.workload import Workload
+from .quantization_maps import restore_maps
 from .step_options import GroupOptions, ParameterGroup, StepOptions
 
+_STEP_OF_BITSANDBYTES: Final = Lock()
 MakeOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 """From parameter groups to an optimizer, such as ``partial(torch.optim.AdamW, lr=1e-4, fused=True)``."""
 
@@ -54,10 +63,26 @@ class ChunkOptimizer:
         self._groups = tuple(members)
         groups = [{**options.groups[index].options, "params": weights} for index, weights in members.items()]
         self.optimizer = _made(make_optimizer, groups)
+        self._alone = self._one_at_a_time()
         options.note(self._groups, self.optimizer)
         self.num_steps = 0
         """Steps that have begun."""
         self._latest: GroupOptions | None = None
+
+    def _one_at_a_time(self) -> AbstractContextManager[object]:
+        """What a step holds while it runs ([Note: One step of bitsandbytes at a time]).
+
+        Raises PlanError if the optimizer would step a copy of a weight that does not lie in one row.
+        """
+        if type(self.optimizer).__module__.partition(".")[0] != "bitsandbytes":
+            return nullcontext()
+        for weight, label in zip(self._weights, self.labels, strict=True):
+            if not weight.is_contiguous():
+                raise PlanError(
+                    f"{label} has strides {weight.stride()} for shape {tuple(weight.shape)}, and bitsandbytes steps "
+                    f"contiguous tensors alone. Make it contiguous before tracing, or choose an optimizer of torch."
+                )
+        return _STEP_OF_BITSANDBYTES if any(weight.device.type == "cpu" for weight in self._weights) else nullcontext()
 
     def step(self, gradients: Sequence[torch.Tensor | None], *, factor: torch.Tensor | None = None) -> None:
         """One step; a weight whose gradient is None is left alone.
@@ -72,7 +97,8 @@ class ChunkOptimizer:
                 weight.grad = gradient if gradient is None or gradient.dtype == weight.dtype else gradient.float()
                 if factor is not None and weight.grad is not None:
                     weight.grad.mul_(factor)
-            self.optimizer.step()
+            with self._alone:
+                self.optimizer.step()
             for weight, target, gradient in zip(self._weights, self._targets, gradients, strict=True):
                 weight.grad = None
                 if target is not None and gradient is not None:
@@ -115,6 +141,7 @@ class ChunkOptimizer:
         # Given up first, so that the device never holds both.
         self.optimizer.state.clear()
         self.optimizer.load_state_dict({"state": found, "param_groups": groups})
+        restore_maps(self.optimizer)
 
     def state_tensors(self) -> list[torch.Tensor]:
         """The optimizer's own tensors."""

@@ -31,6 +31,7 @@ from ..model.snapshot import without_cache
 from ..optimizers.chunk_optimizer import MakeOptimizer, group_options
 from ..optimizers.facade import ParameterStates, TrainingOptimizer
 from ..optimizers.loss_scaling import LossScaler, LossScaling, scaler_for
+from ..optimizers.named import check_made, check_runs_on, on_host
 from ..recording.allocator_metering import AllocatorMetering
 from ..recording.ledger_metering import LedgerMetering
 from ..recording.metering import Metering
@@ -135,6 +136,7 @@ class Assembly:
         """
         model, plan, workload, device = self.model, self.plan, self.workload, self.settings.device
         check_carried_out(plan)
+        check_runs_on(plan.optimizer, device.torch_device)
         check_model(model, workload)
         self.settings.check()
         scaler = scaler_for(self.settings.loss_scaling, plan)
@@ -174,10 +176,11 @@ class Assembly:
             )
 
     def _policy(self, scaler: LossScaler | None) -> StepPolicy:
-        settings = self.settings
+        settings, plan = self.settings, self.plan
         return StepPolicy(
             group_options(self.model, settings.parameter_groups, self.workload),
             settings.optimizer,
+            on_host(plan.optimizer, settings.optimizer),
             check_gradients=settings.check_gradients,
             scaler=scaler,
             keep_last_step=settings.keep_last_step,
@@ -213,6 +216,8 @@ class Assembly:
         )
         access = undo.enter_context(refusing_access(model))
         steppers = [stepper.optimizer for stepper, _, _ in placed.steppers()]
+        for stepper in steppers:
+            check_made(plan.optimizer, stepper)
         undo.enter_context(refusing_other_optimizers(model, [optimizer, *steppers]))
         return HeldModel(
             placed=placed,

@@ -14,8 +14,9 @@ from ..devices.cpu_device import CpuDevice
 from ..devices.cuda_device import CudaDevice
 from ..devices.device import TrainingDevice
 from ..model.ownership import owner_of
-from ..optimizers.chunk_optimizer import MakeOptimizer, default_optimizer
+from ..optimizers.chunk_optimizer import MakeOptimizer
 from ..optimizers.loss_scaling import LossScaling
+from ..optimizers.named import named_optimizer
 from .assembly import TrainingSettings
 from .training import Training
 
@@ -25,7 +26,7 @@ def carry_out(
     plan: Plan,
     workload: Workload,
     *,
-    optimizer: MakeOptimizer = default_optimizer,
+    optimizer: MakeOptimizer | None = None,
     parameter_groups: Sequence[Mapping[str, Any]] | None = None,
     device: TrainingDevice | None = None,
     meter_every: int | None = None,
@@ -36,10 +37,11 @@ def carry_out(
     """Take over ``model`` and train it as ``plan`` says.
 
     ``optimizer`` makes a torch optimizer from parameter groups, such as
-    ``functools.partial(torch.optim.AdamW, lr=1e-4, fused=True)``; it is called once per chunk.  ``parameter_groups``
-    are torch's, over the model's own parameters.  ``device`` is where the model's parameters are, by default.  On the
-    CPU the ledger watches the first iterations of every input shape, and every ``meter_every``-th one; a Record times
-    the others, so that it needs a ``meter_every`` of 3 at least.
+    ``functools.partial(torch.optim.AdamW, lr=1e-4, fused=True)``; it is called once per chunk, or per parameter.  By
+    default it is the one that the plan names, with its usual options; ``named_optimizer`` gives it with others.
+    ``parameter_groups`` are torch's, over the model's own parameters.  ``device`` is where the model's parameters are,
+    by default.  On the CPU the ledger watches the first iterations of every input shape, and every ``meter_every``-th
+    one; a Record times the others, so that it needs a ``meter_every`` of 3 at least.
     ``check_gradients`` ends training before gradients that are not finite reach a weight, and names whose they are.
     ``loss_scaling``, for float16, makes ``training.scale(loss).backward()`` the backward; the plan must limit the norm.
     ``keep_last_step``: what CPU Adam overwrites is kept until the iteration is complete, so that every iteration can be
@@ -56,7 +58,7 @@ def carry_out(
     persistent chunks.
     """
     settings = TrainingSettings(
-        optimizer=optimizer,
+        optimizer=optimizer or named_optimizer(plan.optimizer),
         parameter_groups=parameter_groups,
         device=device or _device_of(model),
         meter_every=meter_every,

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from copy import copy
 from typing import Any, Final
 
 from pydantic import BaseModel, ValidationError
@@ -20,6 +21,7 @@ from ..basics.errors import HardwareError
 from ..basics.suggestions import did_you_mean, nearest_names
 from ..basics.units import format_rate
 from ..schema.hardware import Device, Hardware, Host, Link, Network, Node
+from ..schema.optimizer import Optimizer
 from ..schema.workload import DType, OperationClass
 from .parts import device_part, host_part, link_part, network_part, node_part
 from .plausibility import check_plausible
@@ -44,16 +46,23 @@ _TOP: Final = ("name", "full_duplex", "price_usd_per_hour")
 _KEYED: Final[Mapping[str, tuple[str, ...]]] = {
     "device.peak_flop_per_s": tuple(DType),
     "device.efficiency": tuple(OperationClass),
+    "device.optimizer_s_per_scalar": tuple(Optimizer),
+    "host.optimizer_s_per_scalar": tuple(Optimizer),
 }
 """Fields that are tables of their own, with the keys that they may have."""
 _UNSETTABLE: Final = ("table",)
 """Fields that one line of text cannot give."""
-_MEASURED: Final[Mapping[str, tuple[str, object]]] = {
-    "host.memory_bandwidth_bytes_per_s": ("host.adam_bytes_per_s", None),
-    "host.num_cores": ("host.adam_bytes_per_s", None),
-    "host.num_memory_channels": ("host.adam_bytes_per_s", None),
+_STEPS_OF_HOST: Final[tuple[tuple[str, object], ...]] = (
+    ("host.adam_bytes_per_s", None),
+    ("host.optimizer_s_per_scalar", {}),
+)
+_MEASURED: Final[Mapping[str, tuple[tuple[str, object], ...]]] = {
+    "host.memory_bandwidth_bytes_per_s": _STEPS_OF_HOST,
+    "host.num_cores": _STEPS_OF_HOST,
+    "host.num_memory_channels": _STEPS_OF_HOST,
+    "device.memory_bandwidth_bytes_per_s": (("device.optimizer_s_per_scalar", {}),),
     **{
-        f"{direction}.{figure}": (f"{direction}.table", ())
+        f"{direction}.{figure}": ((f"{direction}.table", ()),)
         for direction in (*_DIRECTIONS, *_WITHIN)
         for figure in ("bandwidth_bytes_per_s", "latency_s")
     },
@@ -99,10 +108,9 @@ def override_hardware(hardware: Hardware, overrides: Mapping[str, str]) -> Hardw
         _check_present(content, field, hardware.name)
         if field == "host.num_memory_channels" and "host.memory_bandwidth_bytes_per_s" not in changes:
             _scale_host_bandwidth(content["host"], value)
-        measured, nothing = _MEASURED.get(field, ("", None))
-        if measured and measured not in changes and _get(content, measured):
-            _set(content, measured, nothing)
-            _note(content, measured, "none, since it was measured otherwise")
+        for measured, nothing in _MEASURED.get(field, ()):
+            if not any(name == measured or name.startswith(f"{measured}.") for name in changes):
+                _drop(content, measured, nothing)
         _set(content, field, value)
         _note(content, field, value)
     origin = "the machine with " + ", ".join(f"{name}={value}" for name, value in overrides.items())
@@ -113,6 +121,13 @@ def override_hardware(hardware: Hardware, overrides: Mapping[str, str]) -> Hardw
         raise HardwareError(f"{origin} is impossible: {describe(error)} {_FORMS}") from error
     check_plausible(changed, origin=origin)
     return changed
+
+
+def _drop(content: dict[str, Any], measured: str, nothing: object) -> None:
+    """Take a measurement away if there is one."""
+    if _get(content, measured):
+        _set(content, measured, copy(nothing))
+        _note(content, measured, "none, since it was measured otherwise")
 
 
 def _fields() -> Iterator[str]:

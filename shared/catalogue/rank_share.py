@@ -83,6 +83,7 @@ def host_share(host: Host, num_ranks: int) -> Host:
             "memory_bytes": host.memory_bytes // num_ranks,
             "memory_bandwidth_bytes_per_s": host.memory_bandwidth_bytes_per_s / num_ranks,
             "adam_bytes_per_s": None if adam is None else adam / num_ranks,
+            "optimizer_s_per_scalar": {name: num_ranks * own_s for name, own_s in host.optimizer_s_per_scalar.items()},
         }
     )
 

@@ -9,10 +9,11 @@ from typing import Final, Self
 
 import numpy as np
 
-from ..layout.adam_memory import narrow_peak_bytes, wide_gradient_bytes, widened_part_bytes
+from ..layout.adam_memory import alone_peak_bytes, together_gradient_bytes, widened_part_bytes
 from ..layout.layout import Layout
-from ..layout.shards import rank_part, stepped_bytes
+from ..layout.shards import chunk_state_bytes, rank_part, stepped_bytes
 from ..layout.slots import Stay, Uses, assign_slots
+from ..schema.optimizer import Optimizer
 from ..schema.plan import ParallelMode
 from ..schema.workload import Parameter
 from .program import NOT_THERE, BoolArray, IntArray, Work
@@ -31,6 +32,7 @@ class StepKnobs:
     """Whether CPU Adam waits for the norm of all gradients."""
     parallel: ParallelMode = ParallelMode.SINGLE
     num_ranks: int = 1
+    optimizer: Optimizer = Optimizer.ADAMW
 
     @property
     def is_sharded(self) -> bool:
@@ -179,7 +181,7 @@ class ChunkFacts:
     @cached_property
     def state_bytes(self) -> IntArray:
         """(C,) optimizer state of the whole chunk."""
-        return integers(chunk.state_bytes for chunk in self.layout.chunks)
+        return integers(chunk_state_bytes(chunk, self.parameters, self.step.optimizer) for chunk in self.layout.chunks)
 
     @cached_property
     def whole_gradient_bytes(self) -> IntArray:
@@ -196,7 +198,8 @@ class ChunkFacts:
         """(C,) memory traffic of stepping all of it, scaled gradients included."""
         if not self.step.is_sharded:
             return self.part_stepped_bytes
-        traffic = (stepped_bytes(chunk, self.parameters) for chunk in self.layout.chunks)
+        optimizer = self.step.optimizer
+        traffic = (stepped_bytes(chunk, self.parameters, optimizer) for chunk in self.layout.chunks)
         return integers(traffic) + self._num_scalings * self.whole_gradient_bytes
 
     @property
@@ -210,7 +213,10 @@ class ChunkFacts:
     def _parts(self) -> dict[str, IntArray]:
         """(C,) each field of ``RankPart``."""
         step = self.step
-        parts = [rank_part(chunk, self.parameters, step.parallel, step.num_ranks) for chunk in self.layout.chunks]
+        parts = [
+            rank_part(chunk, self.parameters, step.parallel, step.num_ranks, step.optimizer)
+            for chunk in self.layout.chunks
+        ]
         names = parts[0].__slots__ if parts else ()
         return {name: integers(getattr(part, name) for part in parts) for name in names}
 
@@ -230,25 +236,29 @@ class ChunkFacts:
     def _widening(self) -> tuple[IntArray, IntArray, IntArray, IntArray]:
         """(C,) each: see [Note: Steps of device Adam] in ``shared/layout/adam_memory.py``.
 
-        The most that stepping the narrow parameters adds, their gradients, those of the others, and the most that
-        stepping a rank's part adds.
+        The most that stepping parameters alone adds, their gradients, those of the others, and the most that stepping a
+        rank's part adds.
         """
         chunks, parameters, num_ranks = self.layout.chunks, self.parameters, self.step.num_ranks
-        narrow = [narrow_peak_bytes(chunk, parameters) for chunk in chunks]
-        part = (widened_part_bytes(chunk, parameters, num_ranks) if self.step.is_sharded else 0 for chunk in chunks)
+        optimizer = self.step.optimizer
+        alone = [alone_peak_bytes(chunk, parameters, optimizer) for chunk in chunks]
+        part = (
+            widened_part_bytes(chunk, parameters, num_ranks, optimizer) if self.step.is_sharded else 0
+            for chunk in chunks
+        )
         return (
-            integers(peak for peak, _ in narrow),
-            integers(dropped for _, dropped in narrow),
-            integers(wide_gradient_bytes(chunk, parameters) for chunk in chunks),
+            integers(peak for peak, _ in alone),
+            integers(dropped for _, dropped in alone),
+            integers(together_gradient_bytes(chunk, parameters, optimizer) for chunk in chunks),
             integers(part),
         )
 
     def widened_bytes(self, whole: IntArray, parts: IntArray) -> int:
         """The most that device Adam of ``whole`` chunks, ascending, and of parts of others adds to the level before."""
-        peak, narrow, wide, of_part = self._widening
-        before = wide[whole].sum() + narrow[whole].cumsum() - narrow[whole]
+        peak, alone, together, of_part = self._widening
+        before = together[whole].sum() + alone[whole].cumsum() - alone[whole]
         highest = int((peak[whole] - before).max(initial=0))
-        return max(highest, int(of_part[parts].max(initial=0) - wide[whole].sum() - narrow[whole].sum()))
+        return max(highest, int(of_part[parts].max(initial=0) - together[whole].sum() - alone[whole].sum()))
 
     # -- blocks and chunks -------------------------------------------------------------------------------------------
 

@@ -116,6 +116,7 @@ def compile_schedule(
         micro_batches=plan.micro_batches,
         num_ranks=plan.num_ranks,
         parallel=plan.parallel,
+        optimizer=plan.optimizer,
     )
 
 

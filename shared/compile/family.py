@@ -96,7 +96,9 @@ def family_of(plan: Plan, workload: Workload, layout: Layout) -> Family:
     modes = plan.modes(workload.num_blocks)
     persistent = layout.persistent(plan.n_persist)
     sharded = layout.sharded(plan.n_persist, plan.n_shard)
-    step = StepKnobs(plan.micro_batches, plan.max_gradient_norm is not None, plan.parallel, plan.num_ranks)
+    step = StepKnobs(
+        plan.micro_batches, plan.max_gradient_norm is not None, plan.parallel, plan.num_ranks, plan.optimizer
+    )
     return Family(
         workload=workload,
         facts=ChunkFacts.of(layout, workload.parameters, step),

@@ -15,9 +15,10 @@ from typing import Any, Final
 
 from ..basics.errors import PlanError
 from ..basics.shown import Shown
+from ..optimizers.check import check_optimizer
 from ..schema.plan import ParallelMode, Plan
 from ..schema.schedule import ChunkId
-from ..schema.workload import DType, Parameter, Workload
+from ..schema.workload import Parameter, Workload
 
 ALIGNMENT_BYTES: Final = 256
 """Every parameter begins at a multiple of this within its chunk, as the device's allocator would place it.
@@ -25,24 +26,11 @@ ALIGNMENT_BYTES: Final = 256
 Matrix kernels choose code paths by alignment; with less than an allocator's own, results would differ in the last bit
 from those of plain training.
 """
-_FLOAT32_BYTES: Final = 4
-STEP_COUNT_BYTES: Final = 4
-"""Adam counts the steps of every parameter in a float32 scalar of its own."""
 
 
 def aligned(size_bytes: int) -> int:
     """``size_bytes`` rounded up to the alignment."""
     return -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-
-
-def master_bytes(dtype: DType) -> int:
-    """Bytes per element of the float32 master copy; 0 where the parameter is its own master."""
-    return _FLOAT32_BYTES if dtype.item_bytes < _FLOAT32_BYTES else 0
-
-
-def moment_bytes(dtype: DType) -> int:
-    """Bytes per element of Adam's two moments: as wide as the master, float32 at least."""
-    return 2 * max(_FLOAT32_BYTES, dtype.item_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +58,6 @@ class Chunk:
     """Size of the host buffer that receives its gradients, alignment included; 0 if nothing is trainable."""
     num_trainable: int
     """Scalars that the optimizer steps."""
-    state_bytes: int
-    """Optimizer state: moments, counts of steps, and float32 masters where parameters are narrower."""
 
     @property
     def is_trainable(self) -> bool:
@@ -154,7 +140,8 @@ def build_layout(parameters: Sequence[Parameter], *, num_blocks: int, chunk_byte
 def check_layout(layout: Layout, plan: Plan, workload: Workload) -> None:
     """Raise PlanError unless ``layout`` is one of the workload's parameters in chunks of the plan's size.
 
-    Under DDP, all of these must be persistent; only under SHARDED some may be sharded over the devices.
+    Under DDP, all of these must be persistent; only under SHARDED some may be sharded over the devices.  The optimizer
+    must be one that can step the parameters.
     """
     if layout.chunk_bytes != plan.chunk_bytes:
         raise PlanError(
@@ -172,6 +159,7 @@ def check_layout(layout: Layout, plan: Plan, workload: Workload) -> None:
             f"n_shard is {plan.n_shard} but parallel is {plan.parallel}: only ranks in mode sharded have chunks that "
             f"lie on their devices in parts. Set n_shard to 0, or parallel to sharded."
         )
+    check_optimizer(plan.optimizer, workload.parameters)
     layout.sharded(plan.n_persist, plan.n_shard)
     num_chunks = len(layout.chunks)
     if plan.parallel is ParallelMode.DDP and (kept := len(layout.persistent(plan.n_persist))) < num_chunks:
@@ -237,10 +225,6 @@ class _Packing:
                 gradient_bytes=tuple(sum(p.size_bytes for p in trainable if p.block == owner) for owner in owners),
                 staging_bytes=sum(aligned(p.size_bytes) for p in trainable),
                 num_trainable=sum(p.num_elements for p in trainable),
-                state_bytes=sum(
-                    p.num_elements * (moment_bytes(p.dtype) + master_bytes(p.dtype)) + STEP_COUNT_BYTES
-                    for p in trainable
-                ),
             )
         )
         self._open = []

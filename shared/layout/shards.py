@@ -14,11 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 
+from ..optimizers.state import Stepped, state_bytes, stepped_of
+from ..optimizers.work import traffic_bytes
+from ..schema.optimizer import Optimizer
 from ..schema.plan import ParallelMode
 from ..schema.workload import DType, Parameter
-from .layout import STEP_COUNT_BYTES, Chunk, aligned, master_bytes, moment_bytes
+from .layout import Chunk, aligned
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,27 +53,24 @@ class RankPart:
     """The gradients that ranks add up: all of the chunk's, with what pads the shards."""
     state_bytes: int
     num_stepped: int
-    """Scalars that Adam steps."""
+    """Scalars that the optimizer steps."""
     stepped_bytes: int
     """Memory traffic of that."""
 
 
-@cache
-def adam_traffic_bytes(dtype: DType) -> int:
-    """Memory traffic of Adam per scalar: moments and master in and out, its gradient in, a narrow weight out."""
-    master = master_bytes(dtype)
-    state = moment_bytes(dtype) + (master or dtype.item_bytes)
-    return 2 * state + dtype.item_bytes + (dtype.item_bytes if master else 0)
+def stepped_members(chunk: Chunk, parameters: Sequence[Parameter]) -> tuple[Stepped, ...]:
+    """The trainable parameters of a chunk as the optimizer sees them."""
+    return stepped_of(parameters[placed.index] for placed in chunk.parameters)
 
 
-def stepped_bytes(chunk: Chunk, parameters: Sequence[Parameter]) -> int:
-    """Memory traffic of Adam on all of a chunk."""
-    total = 0
-    for placed in chunk.parameters:
-        parameter = parameters[placed.index]
-        if parameter.trainable:
-            total += parameter.num_elements * adam_traffic_bytes(parameter.dtype)
-    return total
+def chunk_state_bytes(chunk: Chunk, parameters: Sequence[Parameter], optimizer: Optimizer) -> int:
+    """Optimizer state of all of a chunk, float32 masters included."""
+    return state_bytes(stepped_members(chunk, parameters), optimizer)
+
+
+def stepped_bytes(chunk: Chunk, parameters: Sequence[Parameter], optimizer: Optimizer) -> int:
+    """Memory traffic of the optimizer on all of a chunk."""
+    return sum(traffic_bytes(stepped, optimizer) for stepped in stepped_members(chunk, parameters))
 
 
 def regions(chunk: Chunk, parameters: Sequence[Parameter]) -> list[Region]:
@@ -86,7 +85,13 @@ def regions(chunk: Chunk, parameters: Sequence[Parameter]) -> list[Region]:
     return found
 
 
-def rank_part(chunk: Chunk, parameters: Sequence[Parameter], parallel: ParallelMode, num_ranks: int) -> RankPart:
+def rank_part(
+    chunk: Chunk,
+    parameters: Sequence[Parameter],
+    parallel: ParallelMode,
+    num_ranks: int,
+    optimizer: Optimizer,
+) -> RankPart:
     """What each of so many ranks holds of ``chunk``, if it is offloaded or sharded over the devices."""
     if parallel is not ParallelMode.SHARDED:
         return RankPart(
@@ -95,9 +100,9 @@ def rank_part(chunk: Chunk, parameters: Sequence[Parameter], parallel: ParallelM
             gradient_bytes=sum(chunk.gradient_bytes),
             staging_bytes=chunk.staging_bytes,
             reduced_bytes=sum(chunk.gradient_bytes),
-            state_bytes=chunk.state_bytes,
+            state_bytes=chunk_state_bytes(chunk, parameters, optimizer),
             num_stepped=chunk.num_trainable,
-            stepped_bytes=stepped_bytes(chunk, parameters),
+            stepped_bytes=stepped_bytes(chunk, parameters, optimizer),
         )
     shards = [(region, region.shard_elements(num_ranks)) for region in regions(chunk, parameters)]
     parameter_bytes = sum(count * region.dtype.item_bytes for region, count in shards)
@@ -109,9 +114,7 @@ def rank_part(chunk: Chunk, parameters: Sequence[Parameter], parallel: ParallelM
         gradient_bytes=gradient_bytes,
         staging_bytes=gradient_bytes,
         reduced_bytes=num_ranks * gradient_bytes,
-        state_bytes=sum(
-            count * (moment_bytes(dtype) + master_bytes(dtype)) + STEP_COUNT_BYTES for dtype, count in trained
-        ),
+        state_bytes=state_bytes([(dtype, (count,)) for dtype, count in trained], optimizer),
         num_stepped=sum(count for _, count in trained),
-        stepped_bytes=sum(count * adam_traffic_bytes(dtype) for dtype, count in trained),
+        stepped_bytes=sum(traffic_bytes((dtype, (count,)), optimizer) for dtype, count in trained),
     )

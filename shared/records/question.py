@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from math import prod
 from typing import Final
 
-from ..layout.layout import master_bytes, moment_bytes
+from ..optimizers.state import master_bytes, state_tensors, stepped_dtype
 from ..schema.calibration import Calibration
 from ..schema.hardware import Hardware
+from ..schema.optimizer import Optimizer
 from ..schema.plan import Plan
 from ..schema.question import Question
 from ..schema.workload import DType, OperationClass, Parameter, Workload
@@ -58,8 +60,11 @@ def question_of(
         compute_dtype=compute_dtype,
         rate_dtype=None if hardware is None else hardware.device.rate_dtype(compute_dtype),
         gradient_dtype=trained_dtype,
-        state_dtype=DType.FLOAT64 if moment_bytes(trained_dtype) == 2 * DType.FLOAT64.item_bytes else DType.FLOAT32,
-        master_dtype=DType.FLOAT32 if master_bytes(trained_dtype) else None,
+        optimizer=plan.optimizer.words,
+        state_dtype=_state_dtype(trained, trained_dtype, plan.optimizer),
+        master_dtype=stepped_dtype(trained_dtype, plan.optimizer)
+        if master_bytes(trained_dtype, plan.optimizer)
+        else None,
         samples_per_micro_batch=workload.num_samples,
         sequence_length=sequence_length_of(workload),
         micro_batches=plan.micro_batches,
@@ -134,6 +139,12 @@ def _ranges(numbers: Sequence[int]) -> str:
 def _target(name: str) -> str:
     """The linear map beside which the low-rank matrix ``name`` stands, without its path."""
     return _LORA.split(name)[0].rpartition(".")[2]
+
+
+def _state_dtype(trained: Sequence[Parameter], dtype: DType, optimizer: Optimizer) -> DType:
+    """The element type of the moments of the largest trained parameter."""
+    largest = max((p.shape for p in trained if p.dtype is dtype), key=prod, default=(0,))
+    return next(tensor.dtype for tensor in state_tensors((dtype, largest), optimizer) if tensor.is_moment)
 
 
 def _most_common(parameters: Sequence[Parameter]) -> DType:

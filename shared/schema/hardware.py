@@ -11,6 +11,7 @@ from pydantic import BeforeValidator, Field, NonNegativeFloat, PositiveFloat, Po
 from ..basics.documents import Document, FrozenModel, Name
 from ..basics.errors import ProtwinError
 from ..basics.units import parse_bytes, parse_bytes_per_s
+from .optimizer import Optimizer
 from .workload import DType, OperationClass
 
 
@@ -82,6 +83,9 @@ class Device(FrozenModel):
     sources."""
     power_w: PositiveFloat | None = None
     """Watts that the board draws at most; None where they are not known."""
+    optimizer_s_per_scalar: dict[Optimizer, PositiveFloat] = {}
+    """Measured seconds of one step of one float32 scalar on the device; optimizers that are absent take what their
+    memory traffic takes."""
     source: str = ""
 
     @model_validator(mode="after")
@@ -124,6 +128,9 @@ class Host(FrozenModel):
     """What a stream of all cores reaches, reads and writes together."""
     adam_bytes_per_s: Bandwidth | None = None
     """Measured rate of fused CPU Adam, in bytes of memory it moves; None: derived from the memory bandwidth."""
+    optimizer_s_per_scalar: dict[Optimizer, PositiveFloat] = {}
+    """Measured seconds of one step of one float32 scalar on all cores; of optimizers that are absent, memory traffic
+    at the rate of CPU Adam, or the cores' arithmetic, tells the time (``sim/costs/task_costs.py``)."""
     source: str = ""
 
 

@@ -20,6 +20,7 @@ from pydantic import (
 
 from ..basics.documents import Document
 from ..basics.errors import PlanError
+from .optimizer import Optimizer
 
 MOST_MICRO_BATCHES: Final = 4096
 """Every task of an iteration is compiled, simulated and recorded: an iteration of more has millions."""
@@ -51,6 +52,16 @@ class ParallelMode(StrEnum):
     chunks on its device."""
 
 
+def why_not_parallel(optimizer: Optimizer, parallel: ParallelMode) -> str | None:
+    """Why ranks in mode ``parallel`` cannot have ``optimizer``; None if they can."""
+    if optimizer is Optimizer.ADAFACTOR and parallel is ParallelMode.SHARDED:
+        return (
+            "optimizer: adafactor needs whole matrices, but ranks in mode sharded have parts of them; name another "
+            "optimizer, ddp or replicated"
+        )
+    return None
+
+
 class Plan(Document):
     """How one workload is trained on one device, or on several equal ranks: each trains on a batch of its own.
 
@@ -58,6 +69,8 @@ class Plan(Document):
     """
 
     KIND: ClassVar[str] = "plan"
+    SCHEMA_VERSION: ClassVar[int] = 2
+    """2: names its optimizer."""
     TABLES: ClassVar[str] = "tables.record:plan_table"
 
     workload_id: str
@@ -83,6 +96,8 @@ class Plan(Document):
     """Forwards and backwards per step, each on a batch of the workload's shape; their gradients add up."""
     max_gradient_norm: PositiveFloat | None = None
     """Limit of the norm of all gradients together; None for no limit.  CPU Adam then waits for the last gradient."""
+    optimizer: Optimizer = Optimizer.ADAMW
+    """What steps the weights: its state has places, its steps take time, and the runtime makes it."""
     parallel: ParallelMode = ParallelMode.SINGLE
     """What the ranks do together."""
     num_ranks: PositiveInt = 1
@@ -118,6 +133,8 @@ class Plan(Document):
                 f"n_shard: {self.n_shard} with parallel {self.parallel}; only ranks in mode sharded have chunks that "
                 f"lie on their devices in parts"
             )
+        if (reason := why_not_parallel(self.optimizer, self.parallel)) is not None:
+            raise ValueError(reason)
         return self
 
     @model_validator(mode="after")

@@ -15,6 +15,7 @@ from functools import cached_property
 from typing import ClassVar, Final, NewType
 
 from ..basics.shown import Shown
+from .optimizer import Optimizer
 from .plan import ParallelMode
 from .workload import BlockId, Phase
 
@@ -275,6 +276,8 @@ class Schedule(Shown):
     micro_batches: int = 1
     num_ranks: int = 1
     parallel: ParallelMode = ParallelMode.SINGLE
+    optimizer: Optimizer = Optimizer.ADAMW
+    """What tasks of the kinds CPU_ADAM and DEVICE_ADAM step with."""
 
     @cached_property
     def lanes(self) -> dict[Lane, tuple[TaskId, ...]]:

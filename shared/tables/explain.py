@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Final
 
 from ..basics.units import format_bytes
 from ..compile.compile import compile_schedule
-from ..layout.layout import Chunk, Layout, build_layout, master_bytes
+from ..layout.layout import Chunk, Layout, build_layout
+from ..optimizers.state import master_bytes
 from ..schema.plan import ActivationMode, ParallelMode, Plan
 from ..schema.schedule import (
     Allocation,
@@ -28,9 +28,6 @@ from ..verify.guaranteed_peak import guaranteed_device_peak
 from .labels import LANE_NAMES, MEMORY_NAMES, NO_VALUE, format_share, kind_name, knobs
 from .table import Heading, Parts, Table
 from .terminal import as_text
-
-PLANNED_OPTIMIZER: Final = "Adam"
-"""What plans account for; the optimizer of a training may be another one."""
 
 
 class Stepper(StrEnum):
@@ -160,13 +157,12 @@ def explain_plan(plan: Plan, workload: Workload) -> str:
     return explain(compile_schedule(plan, workload, layout), plan, workload, layout)
 
 
-def explain(
-    schedule: Schedule, plan: Plan, workload: Workload, layout: Layout, *, optimizer: str = PLANNED_OPTIMIZER
-) -> str:
+def explain(schedule: Schedule, plan: Plan, workload: Workload, layout: Layout, *, optimizer: str | None = None) -> str:
     """What one iteration does with every block and every chunk, as text: two tables and a summary.
 
-    ``optimizer`` is the name of what steps.
+    ``optimizer`` is the name of what steps; by default that of the plan's optimizer.
     """
+    optimizer = optimizer or plan.optimizer.words
     found = account(schedule, plan, workload, layout)
     title = f"One iteration of {workload.model_name}: what the plan does with its blocks and chunks"
     summary = "\n".join(f"- {sentence}" for sentence in _summary(found, schedule, plan, workload, optimizer))
@@ -255,7 +251,11 @@ def _summary(found: Account, schedule: Schedule, plan: Plan, workload: Workload,
         sentences.append(f"Host memory: {format_bytes(pinned_bytes)} pinned, {format_bytes(other_bytes)} besides.")
     sentences.append(_activation_sentence(found, schedule, plan))
     sentences.append(_stepping_sentence(found, plan, optimizer))
-    narrow = [parameter for parameter in workload.parameters if parameter.trainable and master_bytes(parameter.dtype)]
+    narrow = [
+        parameter
+        for parameter in workload.parameters
+        if parameter.trainable and master_bytes(parameter.dtype, plan.optimizer)
+    ]
     if narrow:
         dtypes = " and ".join(sorted({parameter.dtype for parameter in narrow}))
         sentences.append(

@@ -208,6 +208,7 @@ def check_form(claim: Claim) -> None:
         ("micro_batches", schedule.micro_batches, plan.micro_batches),
         ("num_ranks", schedule.num_ranks, plan.num_ranks),
         ("parallel", schedule.parallel, plan.parallel),
+        ("optimizer", schedule.optimizer, plan.optimizer),
     ):
         if found != expected:
             reject(f"its {name} is {found}, that of the plan is {expected}")

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
 from ..layout.layout import Chunk
 from ..schema.plan import ParallelMode, Plan
 from ..schema.workload import DType, Parameter
+from .steps import Stepped, state_bytes, stepped_of
 
 
 @dataclass(frozen=True)
@@ -20,8 +20,8 @@ class Held:
     gradient_bytes: int
     staging_bytes: int
     state_bytes: int
-    stepped: Counter[DType]
-    """Scalars that Adam steps, by element type."""
+    stepped: list[Stepped]
+    """What the optimizer steps: parameters, or the fullest shards of runs of them."""
     num_parts: int
     """Ranks that have such a part each, and together the chunk."""
 
@@ -38,17 +38,18 @@ def held(chunk: Chunk, parameters: Sequence[Parameter], plan: Plan) -> Held:
     first rank has the fullest.
     """
     if plan.parallel is not ParallelMode.SHARDED:
+        stepped = stepped_of([chunk], parameters)
         return Held(
             chunk.size_bytes,
             sum(chunk.gradient_bytes),
             chunk.staging_bytes,
-            chunk.state_bytes,
-            trained_scalars([chunk], parameters),
+            state_bytes(stepped, plan.optimizer),
+            stepped,
             1,
         )
     extents = _extents(chunk, parameters)
-    parameter_bytes = gradient_bytes = state_bytes = 0
-    stepped: Counter[DType] = Counter()
+    parameter_bytes = gradient_bytes = 0
+    stepped = []
     for (dtype, trainable), run in groupby(extents, key=lambda extent: (extent[0].dtype, extent[0].trainable)):
         elements, rest = divmod(sum(size for _, size in run), dtype.item_bytes)
         assert rest == 0, "alignment keeps elements whole"
@@ -57,10 +58,9 @@ def held(chunk: Chunk, parameters: Sequence[Parameter], plan: Plan) -> Held:
         parameter_bytes += fullest * dtype.item_bytes
         if trainable:
             gradient_bytes += fullest * dtype.item_bytes
-            # Two moments as wide as the master, a master beside narrow parameters, and a count of steps.
-            state_bytes += fullest * (3 * 4 if dtype.item_bytes < 4 else 2 * dtype.item_bytes) + 4
-            stepped[dtype] += fullest
-    return Held(parameter_bytes, gradient_bytes, gradient_bytes, state_bytes, stepped, plan.num_ranks)
+            stepped.append((dtype, (fullest,)))
+    kept_bytes = state_bytes(stepped, plan.optimizer)
+    return Held(parameter_bytes, gradient_bytes, gradient_bytes, kept_bytes, stepped, plan.num_ranks)
 
 
 def fullest_regions(chunk: Chunk, parameters: Sequence[Parameter], num_ranks: int) -> list[tuple[DType, int]]:
@@ -81,14 +81,3 @@ def _extents(chunk: Chunk, parameters: Sequence[Parameter]) -> list[tuple[Parame
         (parameters[placed.index], end - placed.offset_bytes)
         for placed, end in zip(chunk.parameters, ends, strict=True)
     ]
-
-
-def trained_scalars(chunks: Iterable[Chunk], parameters: Sequence[Parameter]) -> Counter[DType]:
-    """Scalars of whole chunks that are trained, by element type."""
-    found: Counter[DType] = Counter()
-    for chunk in chunks:
-        for placed in chunk.parameters:
-            parameter = parameters[placed.index]
-            if parameter.trainable:
-                found[parameter.dtype] += parameter.num_elements
-    return found

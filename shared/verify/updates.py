@@ -6,17 +6,18 @@ chunk, once per step.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator
+from math import prod
 
 from ..layout.adam_memory import WIDENED_SCALARS
 from ..schema.plan import ParallelMode
 from ..schema.schedule import ChunkId, Content, OuterSection, Task, TaskKind
-from ..schema.workload import BlockId, DType, Phase
+from ..schema.workload import BlockId, Phase
 from .claim import Claim, check_amounts, check_earlier, check_in_place, chunk_of, compare_buffers, reject
 from .collectives import Meeting
 from .compute_tasks import Expected, Name, check_compute_task, gradients_of_block, name_of_part
-from .shards import fullest_regions, trained_scalars
+from .shards import fullest_regions
+from .steps import Stepped, extra_bytes, goes_alone, moved_bytes, stepped_of
 
 _NORM_BYTES = 8
 """A float64."""
@@ -108,8 +109,7 @@ def check_cpu_adam(claim: Claim) -> None:
         compare_buffers(task, task.writes, stepped, "writes")
         compare_buffers(task, task.allocates, [], "allocates")
         compare_buffers(task, task.frees, [], "frees")
-        scalars = claim.held[chunk.id].stepped
-        check_amounts(task, num_stepped=scalars.total(), stepped_bytes=_stepped_bytes(claim, scalars))
+        _check_stepped(claim, task, claim.held[chunk.id].stepped)
 
 
 def check_device_adam(claim: Claim) -> None:
@@ -122,10 +122,10 @@ def check_device_adam(claim: Claim) -> None:
         reject(f"device Adam runs {len(tasks)} times, not once")
     (task,) = tasks
     check_compute_task(claim, task, _device_adam(claim))
-    stepped = trained_scalars((c for c in claim.layout.chunks if c.id in claim.persistent), claim.workload.parameters)
+    stepped = stepped_of((c for c in claim.layout.chunks if c.id in claim.persistent), claim.workload.parameters)
     for chunk in claim.scattered:
         stepped += claim.held[chunk].stepped
-    check_amounts(task, num_stepped=stepped.total(), stepped_bytes=_stepped_bytes(claim, stepped))
+    _check_stepped(claim, task, stepped)
 
 
 def _device_adam(claim: Claim) -> Expected:
@@ -147,38 +147,33 @@ def _device_adam(claim: Claim) -> Expected:
 
 
 def _widening(claim: Claim, stepped: set[ChunkId]) -> Phase | None:
-    """Device Adam's curve: one narrow gradient after another in float32, when the wide ones have gone.
+    """Device Adam's curve: what is stepped together first, then one parameter after another, widened if it is narrow.
 
-    Last come those of parts, run by run, which stay.
+    Gradients of the first go together.  Last come those of parts, run by run, which stay.
     """
+    optimizer = claim.plan.optimizer
     chunks = (chunk for chunk in claim.layout.chunks if chunk.id in stepped)
     places = (placed.index for chunk in chunks for placed in chunk.parameters)
     found = [p for p in (claim.workload.parameters[place] for place in places) if p.trainable]
-    level = -sum(p.size_bytes for p in found if p.dtype.item_bytes >= 4)
+    level = -sum(p.size_bytes for p in found if not goes_alone(p.dtype, optimizer))
     highest = 0
     for parameter in found:
-        if parameter.dtype.item_bytes < 4:
-            highest = max(highest, level + 4 * min(parameter.num_elements, WIDENED_SCALARS))
+        if goes_alone(parameter.dtype, optimizer):
+            extra = extra_bytes((parameter.dtype, parameter.shape), optimizer, WIDENED_SCALARS)
+            highest = max(highest, level + extra)
             level -= parameter.size_bytes
     for chunk_id in claim.scattered:
         runs = fullest_regions(claim.layout.chunks[chunk_id], claim.workload.parameters, claim.plan.num_ranks)
         for dtype, scalars in runs:
-            if dtype.item_bytes < 4:
-                highest = max(highest, level + 4 * min(scalars, WIDENED_SCALARS))
+            highest = max(highest, level + extra_bytes((dtype, (scalars,)), optimizer, WIDENED_SCALARS))
     return Phase(curve=((1.0, highest),)) if highest else None
 
 
-def _stepped_bytes(claim: Claim, stepped: Counter[DType]) -> int:
-    """Adam reads and writes two moments and the weights, float32 or wider, reads gradients, writes narrow weights.
-
-    Under a limit of their norm, gradients are read and written once more to be scaled.
-    """
+def _check_stepped(claim: Claim, task: Task, stepped: list[Stepped]) -> None:
+    """The step is of all these scalars, and moves what the plan's optimizer does of them."""
     is_scaled = claim.plan.max_gradient_norm is not None
-    return sum(
-        count
-        * (2 * 3 * max(4, dtype.item_bytes) + dtype.item_bytes * ((1 if dtype.item_bytes >= 4 else 2) + 2 * is_scaled))
-        for dtype, count in stepped.items()
-    )
+    moved = moved_bytes(stepped, claim.plan.optimizer, is_scaled=is_scaled)
+    check_amounts(task, num_stepped=sum(prod(shape) for _, shape in stepped), stepped_bytes=moved)
 
 
 # -- between ranks ---------------------------------------------------------------------------------------------------

@@ -7,21 +7,28 @@ its operations: max(dispatches, executions).  Taking the larger one operation by
 dispatches that happen while a large one before them still runs.  A dispatch takes the host DISPATCHES_PER_LAUNCH times
 as long as an operation that does nothing, and a kernel takes the device KERNEL_FIXED_S besides its work.  On the CPU
 one thread dispatches and then executes, so the two add up.
+
+[Note: Paged state]
+The moments of a paged optimizer lie in memory that the driver moves between host and device as it is used.  A plan
+counts none of it on the device, so a step has them come and go: two bytes per scalar in each direction, one direction
+after the other.  Where the device has room to spare they stay, and the step is faster than predicted.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from math import exp, log
 from typing import Final, Self
 
 from ...shared.basics.errors import CalibrationError, HardwareError, ScheduleError, WorkloadError
 from ...shared.catalogue.rank_share import machine_of_rank
+from ...shared.optimizers.work import PAGED_BYTES_PER_SCALAR, core_s_per_scalar
 from ...shared.schema.calibration import Calibration
 from ...shared.schema.hardware import Device, DeviceKind, Hardware, Host, Link
+from ...shared.schema.optimizer import Optimizer
 from ...shared.schema.schedule import Schedule, Task, TaskKind
 from ...shared.schema.workload import Operation, OperationClass, Phase, Workload
 from ...shared.workloads.check import check_kernels
@@ -48,6 +55,8 @@ class CostModel:
     use_measured: bool = field(default=False, kw_only=True)
     together: Hardware | None = field(default=None, kw_only=True)
     """The machine of all ranks, if there are several."""
+    optimizer: Optimizer = field(default=Optimizer.ADAMW, kw_only=True)
+    """What CPU Adam and device Adam step with."""
     _collective_s: dict[tuple[TaskKind, int, int], float] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -87,7 +96,12 @@ class CostModel:
 
     def durations_s(self, schedule: Schedule) -> tuple[float, ...]:
         """Seconds of every task of ``schedule``, in its order."""
-        return tuple([self.task_s(task) for task in schedule.tasks])
+        priced = self.stepping(schedule.optimizer)
+        return tuple([priced.task_s(task) for task in schedule.tasks])
+
+    def stepping(self, optimizer: Optimizer) -> CostModel:
+        """The costs on the same machine with this optimizer."""
+        return self if optimizer is self.optimizer else replace(self, optimizer=optimizer)
 
     def task_s(self, task: Task) -> float:
         """Seconds of ``task`` alone on its lane: modelled, measured or stated seconds * factor + overhead of its kind.
@@ -145,23 +159,44 @@ class CostModel:
         return seconds
 
     def adam_s(self, num_stepped: int, stepped_bytes: int, kind: TaskKind) -> float:
-        """Seconds of an Adam step over ``num_stepped`` scalars that moves ``stepped_bytes``; calibrated.
+        """Seconds of a step over ``num_stepped`` scalars that moves ``stepped_bytes``; calibrated.
 
         Adam does about a dozen operations per element for 28 to 32 bytes of traffic, so memory bounds it: bytes over
-        the rate of the memory that holds the state.  Nothing to step costs the calibrated overhead alone.
+        the rate of the memory that holds the state.  Where the machine states seconds per scalar of the optimizer,
+        these count; else, on the host, no step is faster than the cores' arithmetic (``core_s_per_scalar``).  Paged
+        moments come to the device and go back ([Note: Paged state]).  Nothing to step costs the calibrated overhead
+        alone.
         """
         if num_stepped == 0:
             return self._calibrated(0.0, kind)
-        device = self.hardware.device
+        device, host = self.hardware.device, self.hardware.host
         if kind is TaskKind.CPU_ADAM or device.kind is DeviceKind.CPU:
-            return self._calibrated(stepped_bytes / host_adam_bytes_per_s(self.hardware.host), kind)
+            return self._calibrated(host_step_s(host, self.optimizer, num_stepped, stepped_bytes), kind)
         rate = device.memory_bandwidth_bytes_per_s * efficiency_frac(device, OperationClass.ELEMENTWISE)
-        return self._calibrated(device.launch_overhead_s + stepped_bytes / rate, kind)
+        stated = device.optimizer_s_per_scalar.get(self.optimizer)
+        stepping_s = stepped_bytes / rate if stated is None else stated * num_stepped
+        if self.optimizer is Optimizer.PAGED_ADAMW_8BIT:
+            links = (self.hardware.host_to_device, self.hardware.device_to_host)
+            stepping_s += sum(self.copy_s(PAGED_BYTES_PER_SCALAR * num_stepped, link) for link in links)
+        return self._calibrated(device.launch_overhead_s + stepping_s, kind)
 
     def _calibrated(self, seconds: float, kind: TaskKind) -> float:
         if self.calibration is None:
             return seconds
         return seconds * self.calibration.factor(kind) + self.calibration.overhead_s.get(kind, 0.0)
+
+
+def host_step_s(host: Host, optimizer: Optimizer, num_stepped: int, stepped_bytes: int) -> float:
+    """Seconds of a step on the host's cores, before calibration.
+
+    Measured seconds per scalar where the host states them, else bytes over the rate of CPU Adam, or the cores'
+    arithmetic if that takes longer.
+    """
+    stated = host.optimizer_s_per_scalar.get(optimizer)
+    if stated is not None:
+        return stated * num_stepped
+    streaming_s = stepped_bytes / host_adam_bytes_per_s(host)
+    return max(streaming_s, core_s_per_scalar(optimizer) * num_stepped / host.num_cores)
 
 
 def host_adam_bytes_per_s(host: Host) -> float:

@@ -148,7 +148,9 @@ def simulate_group_timings(
 
 
 def _slowed(schedule: Schedule, costs: CostModel, group: RankGroup) -> tuple[float, ...]:
-    return tuple(costs.task_s(task) * group.slowdowns.get(task.lane, 1.0) for task in schedule.tasks)
+    durations_s = costs.durations_s(schedule)
+    pairs = zip(schedule.tasks, durations_s, strict=True)
+    return tuple(seconds * group.slowdowns.get(task.lane, 1.0) for task, seconds in pairs)
 
 
 def _check_groups(plan: Plan, groups: Sequence[RankGroup]) -> None:

@@ -19,7 +19,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Final
 
-from ...shared.layout.layout import Layout, master_bytes
+from ...shared.layout.layout import Layout
+from ...shared.optimizers.state import master_bytes
 from ...shared.schema.hardware import DeviceKind, Hardware
 from ...shared.schema.memory_accounts import HostMemory, PinnedRule
 from ...shared.schema.plan import ParallelMode
@@ -106,7 +107,7 @@ def loading_peak_bytes(schedule: Schedule, parameters: Sequence[Parameter], layo
     level = peak = 0 if is_sharded else sum(parameter.size_bytes for parameter in parameters)
     for chunk in layout.chunks:
         members = [parameters[placed.index] for placed in chunk.parameters]
-        masters = sum(p.num_elements * master_bytes(p.dtype) for p in members if p.trainable)
+        masters = sum(p.num_elements * master_bytes(p.dtype, schedule.optimizer) for p in members if p.trainable)
         whole_bytes = sum(parameter.size_bytes for parameter in members)
         if is_sharded:
             level += whole_bytes

@@ -6,14 +6,16 @@ Compute tasks make and free what they name themselves; when memory of copies com
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from math import prod
 
-from ...shared.layout.layout import STEP_COUNT_BYTES, Chunk, Layout, master_bytes, moment_bytes
-from ...shared.layout.shards import regions
+from ...shared.layout.layout import Chunk, Layout
+from ...shared.layout.shards import regions, stepped_members
+from ...shared.optimizers.state import MAP_BYTES, Stepped, map_bytes, master_bytes, state_tensors
 from ...shared.schema.schedule import AllocationId, Content, Lane, Memory, Schedule, Task, TaskKind
-from ...shared.schema.workload import DType, Parameter
+from ...shared.schema.workload import Parameter
 from ...shared.verify.happens_before import HappensBefore
 from ...shared.verify.memory_events import Copying, memory_events
 
@@ -125,7 +127,7 @@ class StaticTensors:
     set_up: tuple[SetUp, ...]
     """In order: the batch and module buffers, then chunk by chunk parameters and float32 masters."""
     first_step: tuple[int, ...]
-    """Optimizer state that the first device Adam makes: moments and counts of steps.  Bytes each."""
+    """Optimizer state that the first device Adam makes: moments, counts of steps, maps.  Bytes each."""
 
 
 def static_tensors(schedule: Schedule, parameters: tuple[Parameter, ...], layout: Layout) -> StaticTensors:
@@ -136,6 +138,7 @@ def static_tensors(schedule: Schedule, parameters: tuple[Parameter, ...], layout
     sharded over devices there is the rank's part, region by region.
     """
     sharded = {b.chunk for b in schedule.buffers if b.is_static and b.content is Content.REDUCED_GRADIENTS}
+    optimizer = schedule.optimizer
     set_up: list[SetUp] = []
     first_step: list[int] = []
     for buffer in schedule.buffers:
@@ -146,20 +149,20 @@ def static_tensors(schedule: Schedule, parameters: tuple[Parameter, ...], layout
         elif buffer.memory is Memory.DEVICE and buffer.content is Content.OPTIMIZER_STATE:
             assert buffer.chunk is not None
             num_ranks = schedule.num_ranks if buffer.chunk in sharded else 1
-            for dtype, count in _stepped(layout.chunks[buffer.chunk], parameters, num_ranks):
-                if count:
-                    if master_bytes(dtype):
-                        set_up.append(SetUp(count * master_bytes(dtype), stays=True))
-                    first_step += [count * moment_bytes(dtype) // 2] * 2
-                first_step.append(STEP_COUNT_BYTES)
+            together = _stepped(layout.chunks[buffer.chunk], parameters, num_ranks)
+            first_step += [MAP_BYTES] * (map_bytes(together, optimizer) // MAP_BYTES)
+            for dtype, shape in together:
+                if of_master := prod(shape) * master_bytes(dtype, optimizer):
+                    set_up.append(SetUp(of_master, stays=True))
+                kept = (tensor.size_bytes for tensor in state_tensors((dtype, shape), optimizer))
+                first_step += [size_bytes for size_bytes in kept if size_bytes]
         elif buffer.memory is Memory.DEVICE:
             set_up.append(SetUp(buffer.size_bytes, stays=True))
     return StaticTensors(tuple(set_up), tuple(first_step))
 
 
-def _stepped(chunk: Chunk, parameters: tuple[Parameter, ...], num_ranks: int) -> list[tuple[DType, int]]:
-    """Element types and scalars of what is stepped one by one: parameters, or one of ``num_ranks`` parts of regions."""
+def _stepped(chunk: Chunk, parameters: tuple[Parameter, ...], num_ranks: int) -> Sequence[Stepped]:
+    """What is stepped one by one: parameters, or one of ``num_ranks`` parts of regions."""
     if num_ranks > 1:
-        return [(r.dtype, r.shard_elements(num_ranks)) for r in regions(chunk, parameters) if r.trainable]
-    members = [parameters[placed.index] for placed in chunk.parameters]
-    return [(p.dtype, p.num_elements) for p in members if p.trainable]
+        return [(r.dtype, (r.shard_elements(num_ranks),)) for r in regions(chunk, parameters) if r.trainable]
+    return stepped_members(chunk, parameters)

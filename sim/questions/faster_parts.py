@@ -12,6 +12,7 @@ def faster_host(box: Hardware) -> Hardware:
         "num_cores": 2 * host.num_cores,
         "memory_bandwidth_bytes_per_s": 2 * host.memory_bandwidth_bytes_per_s,
         "adam_bytes_per_s": None if host.adam_bytes_per_s is None else 2 * host.adam_bytes_per_s,
+        "optimizer_s_per_scalar": {name: own_s / 2 for name, own_s in host.optimizer_s_per_scalar.items()},
     }
     return box.model_copy(update={"host": host.model_copy(update=faster)})
 
@@ -23,6 +24,7 @@ def faster_device(box: Hardware) -> Hardware:
         update={
             "peak_flop_per_s": {dtype: 2 * peak for dtype, peak in device.peak_flop_per_s.items()},
             "vector_flop_per_s": 2 * device.vector_flop_per_s,
+            "optimizer_s_per_scalar": {name: own_s / 2 for name, own_s in device.optimizer_s_per_scalar.items()},
             "memory_bandwidth_bytes_per_s": 2 * device.memory_bandwidth_bytes_per_s,
         }
     )

@@ -22,7 +22,7 @@ import numpy as np
 from ...shared.basics.errors import PlanError
 from ...shared.layout.kinds import kind_of
 from ...shared.layout.layout import aligned, build_layout
-from ...shared.schema.plan import ParallelMode, Plan
+from ...shared.schema.plan import ParallelMode, Plan, why_not_parallel
 from ...shared.schema.schedule import Memory
 from ...shared.schema.search_result import Baseline, Lack
 from ...shared.verify.guaranteed_peak import guaranteed_device_peak
@@ -106,9 +106,6 @@ def system_plan(system: System, problem: SearchProblem, like: Plan, *, is_checkp
             largest = max(1, *num_parameters)
             n_buffer = min(max(fewest, MAX_LIVE_PARAMETERS // largest), num_owned)
             prefetch_depth = min(max(1, -(-PREFETCH_PARAMETERS // largest)), workload.num_blocks)
-    parallel = ParallelMode.SINGLE
-    if like.num_ranks > 1:
-        parallel = ParallelMode.SHARDED if moves else ParallelMode.DDP
     return Plan(
         workload_id=workload.identity,
         chunk_bytes=layout.chunk_bytes,
@@ -119,9 +116,16 @@ def system_plan(system: System, problem: SearchProblem, like: Plan, *, is_checkp
         n_checkpoint=workload.num_blocks if is_checkpointed else 0,
         micro_batches=problem.step.micro_batches,
         max_gradient_norm=(like.max_gradient_norm or NORM_LIMIT) if moves else like.max_gradient_norm,
-        parallel=parallel,
+        optimizer=like.optimizer,
+        parallel=_mode_of(system, like.num_ranks),
         num_ranks=like.num_ranks,
     )
+
+
+def _mode_of(system: System, num_ranks: int) -> ParallelMode:
+    if num_ranks == 1:
+        return ParallelMode.SINGLE
+    return ParallelMode.SHARDED if system.is_offloaded or system.is_sharded else ParallelMode.DDP
 
 
 def baselines(
@@ -145,6 +149,8 @@ def baselines(
     sizes = sorted(problems, reverse=True)
     found = []
     for system in systems(like.num_ranks):
+        if why_not_parallel(like.optimizer, _mode_of(system, like.num_ranks)) is not None:
+            continue  # the system shards what this optimizer needs whole
         tries = (
             _Need(system_name(system, is_checkpointed=ticked), system.how, plan, problems[size], room)
             for size in sizes

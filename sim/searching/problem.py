@@ -12,6 +12,7 @@ import numpy as np
 from ...shared.basics.errors import PlanError
 from ...shared.catalogue.rank_share import machine_of_rank
 from ...shared.methods.method import FULL_TRAINING, Method
+from ...shared.optimizers.check import check_optimizer
 from ...shared.schema.calibration import Calibration
 from ...shared.schema.hardware import DeviceKind, Hardware
 from ...shared.schema.plan import Plan
@@ -213,6 +214,7 @@ def search_problem(
     workload = request.smallest_workload() if workload is None else workload
     step = request.step.spec(request.step.allowed_modes[-1]) if step is None else step
     check_magnitude(workload)
+    check_optimizer(step.optimizer, workload.parameters)
     together, calibration, num_ranks = request.hardware, request.calibration, step.num_ranks
     hardware = machine_of_rank(together, num_ranks) if num_ranks > 1 else together
     device_budget_bytes, host_budget_bytes = request.budgets_bytes()
@@ -220,7 +222,7 @@ def search_problem(
         if budget < least:
             raise PlanError(f"{name}_budget_bytes is {budget}; it must be at least {least}. Give the bytes to fill.")
     use_measured = workload.measured_on == hardware.name
-    costs = CostModel(hardware, calibration, use_measured=use_measured, together=together)
+    costs = CostModel(hardware, calibration, use_measured=use_measured, together=together, optimizer=step.optimizer)
     contention = ContentionModel.of(together, calibration, num_ranks=num_ranks)
     grids = enumerate_space(workload, request.space, step, is_offloading=is_offloading)
     compute, kept_compute = _compute_tables(workload, grids[0], costs, step)

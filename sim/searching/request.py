@@ -11,7 +11,8 @@ from ...shared.catalogue.rank_share import machine_of_rank
 from ...shared.methods.method import FULL_TRAINING, Method
 from ...shared.schema.calibration import Calibration
 from ...shared.schema.hardware import Hardware
-from ...shared.schema.plan import ParallelMode, Plan
+from ...shared.schema.optimizer import Optimizer
+from ...shared.schema.plan import ParallelMode, Plan, why_not_parallel
 from ...shared.schema.plan_kind import Uncertainty
 from ...shared.schema.workload import Workload
 from ..memory.host import default_host_budget_bytes
@@ -71,13 +72,22 @@ class Step:
     """Equal ranks that train together, one device each."""
     modes: tuple[ParallelMode, ...] = SEVERAL
     """Parallel modes that several ranks may use; one rank alone is SINGLE whatever stands here."""
+    optimizer: Optimizer = Optimizer.ADAMW
+    """What steps the weights."""
 
     @property
     def allowed_modes(self) -> tuple[ParallelMode, ...]:
-        """Modes to search, simplest first."""
+        """Modes to search, simplest first: of those that are named, the ones that the optimizer allows.
+
+        Raises PlanError if it allows none of them.
+        """
         if self.num_ranks == 1:
             return (ParallelMode.SINGLE,)
-        return tuple(mode for mode in SEVERAL if mode in self.modes)
+        named = [mode for mode in SEVERAL if mode in self.modes]
+        allowed = tuple(mode for mode in named if why_not_parallel(self.optimizer, mode) is None)
+        if named and not allowed:
+            raise PlanError(f"{why_not_parallel(self.optimizer, named[0])}.")
+        return allowed
 
     def spec(self, mode: ParallelMode, micro_batches: int | None = None) -> StepSpec:
         """The step in one mode, with the step's own micro-batches if None.  Raises PlanError if it is out of range."""
@@ -86,6 +96,7 @@ class Step:
             self.max_gradient_norm,
             mode,
             self.num_ranks,
+            self.optimizer,
         )
 
 

@@ -10,9 +10,9 @@ from typing import Final
 import numpy as np
 
 from ...shared.compile.chunk_facts import ChunkFacts, Stays, StepKnobs
-from ...shared.layout.adam_memory import narrow_peak_bytes, wide_gradient_bytes, widened_part_bytes
+from ...shared.layout.adam_memory import alone_peak_bytes, together_gradient_bytes, widened_part_bytes
 from ...shared.layout.layout import Chunk, Layout
-from ...shared.layout.shards import rank_part, stepped_bytes
+from ...shared.layout.shards import chunk_state_bytes, rank_part, stepped_bytes
 from ...shared.schema.schedule import Task, TaskId, TaskKind
 from ...shared.schema.workload import Workload
 from ..costs.task_costs import CostModel
@@ -74,7 +74,8 @@ class ChunkTable:
     stepped_bytes: IntArray
     """(C,) memory traffic of stepping all of it, the scaling of its gradients included where their norm is limited."""
     narrow_peak_bytes: IntArray
-    """(C,) the most that device Adam of its narrow parameters adds; see [Note: Steps of device Adam]."""
+    """(C,) the most that device Adam adds of parameters that are stepped alone, narrow ones above all; see [Note: Steps
+    of device Adam]."""
     narrow_bytes: IntArray
     """(C,) their gradients."""
     wide_bytes: IntArray
@@ -101,7 +102,7 @@ class ChunkTable:
     def facts(self) -> ChunkFacts:
         """The compiler's facts of the chunks."""
         step = self.step
-        knobs = StepKnobs(step.micro_batches, step.limits_norm, step.parallel, step.num_ranks)
+        knobs = StepKnobs(step.micro_batches, step.limits_norm, step.parallel, step.num_ranks, step.optimizer)
         return ChunkFacts.of(self.layout, self.workload.parameters, knobs)
 
     def stays(self, prefix: int, n_buffer: int) -> Stays:
@@ -182,16 +183,17 @@ def chunk_table(
 ) -> ChunkTable:
     """Tabulate ``layout``; ``places``: its prefixes, those without shards by default."""
     chunks = layout.chunks
-    parts = [rank_part(chunk, workload.parameters, step.parallel, step.num_ranks) for chunk in chunks]
+    parameters, optimizer = workload.parameters, step.optimizer
+    parts = [rank_part(chunk, parameters, step.parallel, step.num_ranks, optimizer) for chunk in chunks]
     gradient_bytes = [part.gradient_bytes for part in parts]
     num_scalings = 2 if step.limits_norm else 0
     moved = [part.stepped_bytes + num_scalings * part.gradient_bytes for part in parts]
     whole = moved
     if step.is_sharded:
         whole = [
-            stepped_bytes(chunk, workload.parameters) + num_scalings * sum(chunk.gradient_bytes) for chunk in chunks
+            stepped_bytes(chunk, parameters, optimizer) + num_scalings * sum(chunk.gradient_bytes) for chunk in chunks
         ]
-    narrow = [narrow_peak_bytes(chunk, workload.parameters) for chunk in chunks]
+    narrow = [alone_peak_bytes(chunk, parameters, optimizer) for chunk in chunks]
     gradients = _gradients_by_block(chunks)
     num_stepped = [part.num_stepped for part in parts]
     is_stepped = np.array([bool(chunk.blocks) and chunk.is_trainable for chunk in chunks], dtype=np.bool_)
@@ -202,7 +204,7 @@ def chunk_table(
         is_owned=np.array([bool(chunk.blocks) for chunk in chunks], dtype=np.bool_),
         is_stepped=is_stepped,
         size_bytes=_integers(chunk.size_bytes for chunk in chunks),
-        state_bytes=_of_trainable(chunks, (chunk.state_bytes for chunk in chunks)),
+        state_bytes=_of_trainable(chunks, (chunk_state_bytes(chunk, parameters, optimizer) for chunk in chunks)),
         staging_bytes=_of_trainable(chunks, (part.staging_bytes for part in parts)),
         part_bytes=_integers(part.parameter_bytes for part in parts),
         part_state_bytes=_of_trainable(chunks, (part.state_bytes for part in parts)),
@@ -210,7 +212,8 @@ def chunk_table(
         part_num_stepped=_of_trainable(chunks, num_stepped),
         part_stepped_bytes=_of_trainable(chunks, moved),
         part_widened_bytes=_integers(
-            widened_part_bytes(chunk, workload.parameters, step.num_ranks) if step.is_sharded else 0 for chunk in chunks
+            widened_part_bytes(chunk, parameters, step.num_ranks, optimizer) if step.is_sharded else 0
+            for chunk in chunks
         ),
         first_block=_integers(chunk.blocks[0] if chunk.blocks else layout.num_blocks for chunk in chunks),
         last_block=_integers(chunk.blocks[-1] if chunk.blocks else layout.num_blocks for chunk in chunks),
@@ -224,7 +227,7 @@ def chunk_table(
         stepped_bytes=_integers(whole),
         narrow_peak_bytes=_integers(peak for peak, _ in narrow),
         narrow_bytes=_integers(dropped for _, dropped in narrow),
-        wide_bytes=_integers(wide_gradient_bytes(chunk, workload.parameters) for chunk in chunks),
+        wide_bytes=_integers(together_gradient_bytes(chunk, parameters, optimizer) for chunk in chunks),
         gradient_chunk=_integers(chunk for chunk, _, _ in gradients),
         gradient_block=_integers(block for _, block, _ in gradients),
         gradient_bytes=_integers(size_bytes for _, _, size_bytes in gradients),

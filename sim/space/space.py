@@ -181,6 +181,7 @@ class LayoutGrid:
             n_checkpoint=int(self.modes.n_checkpoint[mode]),
             micro_batches=self.step.micro_batches,
             max_gradient_norm=self.step.max_gradient_norm,
+            optimizer=self.step.optimizer,
             parallel=self.step.parallel,
             num_ranks=self.step.num_ranks,
         )

@@ -7,7 +7,8 @@ from math import isfinite
 from typing import Final
 
 from ...shared.basics.errors import PlanError
-from ...shared.schema.plan import MOST_MICRO_BATCHES, MOST_RANKS, ParallelMode
+from ...shared.schema.optimizer import Optimizer
+from ...shared.schema.plan import MOST_MICRO_BATCHES, MOST_RANKS, ParallelMode, why_not_parallel
 
 __all__ = ["MOST_MICRO_BATCHES", "MOST_RANKS", "SEVERAL", "StepSpec", "check_ranks", "check_shares"]
 
@@ -57,6 +58,8 @@ class StepSpec:
     parallel: ParallelMode = ParallelMode.SINGLE
     """What ranks do together."""
     num_ranks: int = 1
+    optimizer: Optimizer = Optimizer.ADAMW
+    """What steps the weights."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.micro_batches <= MOST_MICRO_BATCHES:
@@ -67,6 +70,8 @@ class StepSpec:
             raise PlanError(f"max_gradient_norm is {self.max_gradient_norm}; it must be above 0, and finite.")
 
         check_ranks(self.num_ranks, self.parallel)
+        if (reason := why_not_parallel(self.optimizer, self.parallel)) is not None:
+            raise PlanError(f"{reason}.")
 
     @property
     def is_sharded(self) -> bool:

@@ -163,6 +163,8 @@ class Case:
     has_loss: bool = True
     """Whether the model gives its own loss."""
     make_optimizer: Callable[[list[dict[str, Any]]], torch.optim.Optimizer] = field(default=adamw)
+    has_masters: bool = True
+    """Whether narrow parameters are stepped through float32 masters."""
     _plain: dict[tuple[int, float | None], PlainResult] = field(default_factory=dict)
 
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
@@ -203,7 +205,7 @@ class Case:
 
     def _train(self, micro_batches: int, max_norm: float | None) -> PlainResult:
         model = uncached(self.build())
-        masters = Masters(model)
+        masters = Masters(model if self.has_masters else nn.Module())
         optimizer = self.make_optimizer(masters.groups(self.groups(model)))
         losses, weights, norms = [], [snapshot(model)], []
         torch.manual_seed(SEED)

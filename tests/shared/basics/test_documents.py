@@ -177,7 +177,7 @@ def test_numbers_that_are_none_are_refused(kind: type[Document], data: st.DataOb
             kind.from_mapping(changed(content, path, wrong), origin="text")
 
 
-HEAD = {"kind": "plan", "schema_version": 1}
+HEAD = {"kind": "plan", "schema_version": 2}
 FIELDS = {"workload_id": "w", "chunk_bytes": 1, "n_persist": 0, "n_buffer": 0}
 
 
@@ -194,12 +194,12 @@ FIELDS = {"workload_id": "w", "chunk_bytes": 1, "n_persist": 0, "n_buffer": 0}
         ("{}", "no protwin file"),
         ('{"kind": 3}', "no protwin file"),
         ('{"kind": "recipe"}', "a recipe file, expected a plan file"),
-        ('{"kind": "plan"}', "no schema_version; this release reads 1. Write it again"),
-        ('{"kind": "plan", "schema_version": 2}', "schema_version 2; this release reads 1. Update protwin"),
+        ('{"kind": "plan"}', "no schema_version; this release reads 2. Write it again"),
+        ('{"kind": "plan", "schema_version": 3}', "schema_version 3; this release reads 2. Update protwin"),
         ('{"kind": "plan", "schema_version": 0}', "Write it again"),
-        ('{"kind": "plan", "schema_version": "1"}', "Write it again"),
+        ('{"kind": "plan", "schema_version": "2"}', "Write it again"),
         ('{"kind": "plan", "schema_version": true}', "Write it again"),
-        ('{"kind": "plan", "schema_version": 1.0}', "Write it again"),
+        ('{"kind": "plan", "schema_version": 2.0}', "Write it again"),
         (json.dumps(HEAD), "workload_id"),
         (json.dumps(HEAD | FIELDS | {"chunk_bytes": 0}), "chunk_bytes"),
         (json.dumps(HEAD | FIELDS | {"n_buffer": -1}), "n_buffer"),
@@ -208,8 +208,8 @@ FIELDS = {"workload_id": "w", "chunk_bytes": 1, "n_persist": 0, "n_buffer": 0}
         (json.dumps(HEAD | FIELDS | {"activation_modes": ["kept"]}), "activation_modes"),
         (json.dumps(HEAD | FIELDS | {"n_checkpoint": 1, "activation_modes": ["keep"]}), "n_checkpoint differs"),
         (json.dumps(HEAD | FIELDS | {"chunk_bytes": float("nan")}), "chunk_bytes"),
-        ('{"kind": "plan", "schema_version": 1, "chunk_bytes": 1e999}', "chunk_bytes"),
-        ('{"kind": "plan", "schema_version": 1, "chunk_bytes": ' + "9" * 5_000 + "}", "damaged"),
+        ('{"kind": "plan", "schema_version": 2, "chunk_bytes": 1e999}', "chunk_bytes"),
+        ('{"kind": "plan", "schema_version": 2, "chunk_bytes": ' + "9" * 5_000 + "}", "damaged"),
         ("[" * 100_000, "damaged"),
     ],
     ids=range(27),

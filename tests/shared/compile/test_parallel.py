@@ -14,6 +14,7 @@ from protwin.shared.basics.errors import PlanError
 from protwin.shared.compile.compile import compile_schedule
 from protwin.shared.layout.layout import build_layout
 from protwin.shared.layout.shards import rank_part
+from protwin.shared.schema.optimizer import Optimizer
 from protwin.shared.schema.plan import ParallelMode, Plan
 from protwin.shared.schema.schedule import Content, Lane, Memory, Schedule, TaskKind
 from protwin.shared.schema.workload import DType
@@ -178,7 +179,7 @@ def test_only_a_norm_of_shards_is_added_up() -> None:
 def test_shards_hold_every_element_once_and_little_more(case: PlannedWorkload, num_ranks: int) -> None:
     """Oracle: every element of a chunk, dealt out one by one."""
     for chunk in case.layout.chunks:
-        part = rank_part(chunk, case.workload.parameters, ParallelMode.SHARDED, num_ranks)
+        part = rank_part(chunk, case.workload.parameters, ParallelMode.SHARDED, num_ranks, Optimizer.ADAMW)
         members = [case.workload.parameters[placed.index] for placed in chunk.parameters]
         assert part.gathered_bytes == num_ranks * part.parameter_bytes >= chunk.size_bytes
         assert part.gathered_bytes - chunk.size_bytes < num_ranks * sum(p.dtype.item_bytes for p in members)

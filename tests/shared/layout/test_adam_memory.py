@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 from protwin.shared.compile.chunk_facts import ChunkFacts, StepKnobs, integers
 from protwin.shared.layout import adam_memory as widening
 from protwin.shared.layout.adam_memory import WIDENED_SCALARS
-from protwin.shared.layout.layout import Layout, build_layout, master_bytes
+from protwin.shared.layout.layout import Layout, build_layout
 from protwin.shared.layout.shards import regions
+from protwin.shared.optimizers.state import master_bytes
+from protwin.shared.schema.optimizer import Optimizer
 from protwin.shared.schema.plan import ParallelMode
 from protwin.shared.schema.workload import DType, Parameter
 from protwin.sim.costs.task_costs import CostModel
@@ -30,9 +32,9 @@ def stepped_peak_bytes(
     stepped = [parameters[placed.index] for chunk in chunks for placed in chunk.parameters]
     stepped = [parameter for parameter in stepped if parameter.trainable]
     level = peak = 0
-    for wide in (p for p in stepped if not master_bytes(p.dtype)):
+    for wide in (p for p in stepped if not master_bytes(p.dtype, Optimizer.ADAMW)):
         level -= wide.size_bytes
-    for narrow in (p for p in stepped if master_bytes(p.dtype)):
+    for narrow in (p for p in stepped if master_bytes(p.dtype, Optimizer.ADAMW)):
         for start in range(0, narrow.num_elements, piece):
             widened = 4 * min(piece, narrow.num_elements - start)
             level += widened
@@ -70,7 +72,11 @@ def with_parts_by_hand(
     for chunk in layout.chunks:
         if chunk.id in layout.sharded(n_persist, n_shard):
             for region in regions(chunk, parameters):
-                left = region.shard_elements(num_ranks) if region.trainable and master_bytes(region.dtype) else 0
+                left = (
+                    region.shard_elements(num_ranks)
+                    if region.trainable and master_bytes(region.dtype, Optimizer.ADAMW)
+                    else 0
+                )
                 while left:
                     widened = min(left, piece)
                     peak = max(peak, level + 4 * widened)

@@ -11,7 +11,9 @@ from hypothesis.strategies import DrawFn
 
 from protwin.shared.basics.errors import PlanError
 from protwin.shared.compile.compile import compile_schedule
-from protwin.shared.layout.layout import Chunk, Layout, build_layout, check_layout, master_bytes, moment_bytes
+from protwin.shared.layout.layout import Chunk, Layout, build_layout, check_layout
+from protwin.shared.layout.shards import chunk_state_bytes
+from protwin.shared.schema.optimizer import Optimizer
 from protwin.shared.schema.workload import DType, Parameter, Workload
 from tests.shared.small_models import chain, parameter, plan, workload
 from tests.strategies import CHUNK_BYTES, PlannedWorkload, planned_workloads, workloads
@@ -155,15 +157,9 @@ def test_sums_over_parameters(drawn: tuple[list[Parameter], int], chunk_bytes: i
         assert chunk.is_trainable == any(p.size_bytes for p in trained)
         # Two moments: float32, or float64 beside float64; a float32 master beside bfloat16; a count of steps.
         per_element = {DType.FLOAT32: 8, DType.FLOAT64: 16, DType.BFLOAT16: 12}
-        assert chunk.state_bytes == sum(p.shape[0] * p.shape[1] * per_element[p.dtype] + 4 for p in trained)
-
-
-def test_moments_and_masters_by_type() -> None:
-    assert [(moment_bytes(d), master_bytes(d)) for d in (DType.FLOAT64, DType.FLOAT32, DType.BFLOAT16)] == [
-        (16, 0),
-        (8, 0),
-        (8, 4),
-    ]
+        assert chunk_state_bytes(chunk, parameters, Optimizer.ADAMW) == sum(
+            p.shape[0] * p.shape[1] * per_element[p.dtype] + 4 for p in trained
+        )
 
 
 # -- residency -------------------------------------------------------------------------------------------------------

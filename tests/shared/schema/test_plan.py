@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from protwin.shared.basics.errors import PlanError
+from protwin.shared.schema.optimizer import Optimizer
 from protwin.shared.schema.plan import ActivationMode, ParallelMode, Plan, place_activation_modes
 
 KEEP, CHECKPOINT, SWAP = ActivationMode.KEEP, ActivationMode.CHECKPOINT, ActivationMode.SWAP
@@ -121,6 +122,7 @@ def test_the_identity_covers_every_knob() -> None:
         {"activation_modes": (KEEP,)},
         {"micro_batches": 2},
         {"max_gradient_norm": 1.0},
+        {"optimizer": Optimizer.SGD},
         {"parallel": ParallelMode.SHARDED},
         {"num_ranks": 2},
     ]

@@ -13,6 +13,7 @@ from protwin.shared.layout.layout import build_layout
 from protwin.shared.layout.shards import rank_part
 from protwin.shared.schema.hardware import DeviceKind
 from protwin.shared.schema.memory_accounts import HostMemory, PinnedRule
+from protwin.shared.schema.optimizer import Optimizer
 from protwin.shared.schema.plan import ParallelMode
 from protwin.shared.schema.workload import DType, Workload
 from protwin.sim.memory.host import (
@@ -142,7 +143,7 @@ def loading_by_hand(case: PlannedWorkload, *, is_on_host: bool) -> int:
         of_model = sum(parameter.size_bytes for parameter in members)
         if is_sharded:
             take(of_model)  # read from its file
-        part = rank_part(chunk, parameters, chosen.parallel, chosen.num_ranks)
+        part = rank_part(chunk, parameters, chosen.parallel, chosen.num_ranks, chosen.optimizer)
         is_whole = chunk.id in persistent
         if not is_whole and chunk.id not in in_parts:
             take(in_pages(part.parameter_bytes))
@@ -151,7 +152,9 @@ def loading_by_hand(case: PlannedWorkload, *, is_on_host: bool) -> int:
                     in_pages(part.staging_bytes) * (1 if chosen.micro_batches == 1 else 2)
                 )  # the sum, and what arrives
         if is_on_host or not (is_whole or chunk.id in in_parts):
-            masters = sum(4 * p.num_elements for p in members if p.trainable and p.dtype.item_bytes < 4)
+            own = (DType.BFLOAT16,) if chosen.optimizer is Optimizer.ADAMW_BF16 else ()
+            narrow = (p for p in members if p.trainable and p.dtype.item_bytes < 4 and p.dtype not in own)
+            masters = sum(4 * p.num_elements for p in narrow)
             take(masters if is_whole or not is_sharded else -(-masters // chosen.num_ranks))
         if is_on_host:
             take(chunk.size_bytes)  # where it is filled

@@ -1,0 +1,1 @@
+"""What optimizers keep beside weights, move and may step, tensor by tensor."""

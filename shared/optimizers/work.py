@@ -1,0 +1,78 @@
+"""What one step of an optimizer moves through memory, and what it makes on the way."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from math import prod
+from typing import Final
+
+from ..schema.optimizer import Optimizer
+from .state import Stepped, master_bytes, state_tensors, stepped_dtype
+
+_MATRIX_PASSES: Final = 17
+_VECTOR_PASSES: Final = 19
+"""Times that Adafactor reads or writes as many scalars as the weight has, the weight's factors left out.
+
+``_single_tensor_adafactor`` of torch 2.13, without weight decay, by operation.  Both: norm of the weight 1, clamp 2,
+reciprocal root 2, times the gradient 3, norm of the update 1, addition to the weight 3.  A matrix: norms of the
+gradient's rows and columns 2, product of the factors 1, division 2.  A vector: square 2, interpolation 3, copy 2.
+"""
+
+PAGED_BYTES_PER_SCALAR: Final = 2
+"""Of two moments, one byte each."""
+
+
+@lru_cache(maxsize=2**16)
+def traffic_bytes(stepped: Stepped, optimizer: Optimizer) -> int:
+    """Memory traffic of one step of one parameter.
+
+    Moments, their scales and the stepped weight in and out, the gradient in, and a narrower weight out; of Adafactor
+    every pass over its intermediate tensors (``_MATRIX_PASSES``).
+    """
+    dtype, shape = stepped
+    count, weight = prod(shape), stepped_dtype(dtype, optimizer)
+    rounded_bytes = count * dtype.item_bytes if master_bytes(dtype, optimizer) else 0
+    if optimizer is Optimizer.ADAFACTOR:
+        passes = _MATRIX_PASSES if len(shape) > 1 else _VECTOR_PASSES
+        widened_bytes = count * dtype.item_bytes if rounded_bytes else 0
+        return passes * count * weight.item_bytes + widened_bytes + rounded_bytes
+    moments_bytes = sum(tensor.size_bytes for tensor in state_tensors(stepped, optimizer) if tensor.is_moment)
+    return 2 * (moments_bytes + count * weight.item_bytes) + count * dtype.item_bytes + rounded_bytes
+
+
+def temporary_bytes(stepped: Stepped, optimizer: Optimizer) -> int:
+    """The most that a step of one parameter holds at once beside weight, gradient and state.
+
+    Fused kernels and those of bitsandbytes hold nothing.  Adafactor's update is as large as the weight, and beside it
+    stand means of rows and columns and of the rows' factors, or a vector's squared gradient and a norm.
+    """
+    if optimizer is not Optimizer.ADAFACTOR:
+        return 0
+    dtype, shape = stepped
+    count, item_bytes = prod(shape), stepped_dtype(dtype, optimizer).item_bytes
+    if len(shape) < 2:
+        return (2 * count + 1) * item_bytes
+    matrices = prod(shape[:-2])
+    return (count + matrices * (shape[-2] + shape[-1] + 1)) * item_bytes
+
+
+def widened_scalars(count: int, optimizer: Optimizer, piece: int) -> int:
+    """Scalars of a narrow parameter whose gradient is widened at once: a piece, or all where pieces would not do."""
+    return min(count, piece) if optimizer.is_elementwise else count
+
+
+def core_s_per_scalar(optimizer: Optimizer) -> float:
+    """Seconds of one core for a step of one scalar, where arithmetic and not memory takes the time; else 0.
+
+    Measured on one core of an AMD EPYC with bitsandbytes 0.50.2 and torch 2.13, 8 million scalars: 21 to
+    23 ns for 8-bit AdamW, which dequantizes, steps and quantizes in passes of its own, 2.4 to 2.5 ns for Lion; fused
+    AdamW took 0.7 to 0.9 ns.
+    """
+    return _CORE_S_PER_SCALAR.get(optimizer, 0.0)
+
+
+_CORE_S_PER_SCALAR: Final[dict[Optimizer, float]] = {
+    Optimizer.ADAMW_8BIT: 22e-9,
+    Optimizer.PAGED_ADAMW_8BIT: 22e-9,
+    Optimizer.LION: 2.5e-9,
+}

@@ -1,0 +1,101 @@
+"""What optimizers must keep and move, stated a second time: by words per scalar, not by the tensors of a library.
+
+Nothing here is read off ``shared/optimizers``, which the compiler reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from math import ceil, prod
+from typing import Final
+
+from ..layout.layout import Chunk
+from ..schema.optimizer import Optimizer
+from ..schema.workload import DType, Parameter
+
+Stepped = tuple[DType, tuple[int, ...]]
+"""Element type and shape of what is stepped as one tensor."""
+
+_NUM_MOMENTS: Final = {Optimizer.SGD: 1, Optimizer.LION: 1}
+_COUNTS_STEPS: Final = (Optimizer.ADAMW, Optimizer.ADAM, Optimizer.ADAMW_BF16, Optimizer.ADAFACTOR)
+"""In a float32 tensor for each parameter; the others count in Python."""
+_IN_BYTES: Final = (Optimizer.ADAMW_8BIT, Optimizer.PAGED_ADAMW_8BIT)
+_WHOLE: Final = (Optimizer.ADAFACTOR, Optimizer.LION, *_IN_BYTES)
+"""These step no piece of a tensor."""
+
+
+def stepped_of(chunks: Iterable[Chunk], parameters: Sequence[Parameter]) -> list[Stepped]:
+    """What is trained of whole chunks, in order."""
+    members = (parameters[placed.index] for chunk in chunks for placed in chunk.parameters)
+    return [(member.dtype, member.shape) for member in members if member.trainable]
+
+
+def has_master(dtype: DType, optimizer: Optimizer) -> bool:
+    """Whether a float32 copy is stepped in the place of the parameter."""
+    return dtype.item_bytes < 4 and not (optimizer is Optimizer.ADAMW_BF16 and dtype is DType.BFLOAT16)
+
+
+def goes_alone(dtype: DType, optimizer: Optimizer) -> bool:
+    """Whether a parameter that stays on the device has a step of its own."""
+    return optimizer in _WHOLE or has_master(dtype, optimizer)
+
+
+def state_bytes(together: Sequence[Stepped], optimizer: Optimizer) -> int:
+    """Masters, moments, counts of steps and maps of what shares a chunk."""
+    total = 0
+    for dtype, shape in together:
+        count = prod(shape)
+        total += 4 * count if has_master(dtype, optimizer) else 0
+        total += _moments_bytes(dtype, shape, optimizer)
+        total += 4 if optimizer in _COUNTS_STEPS else 0
+    # Two maps of 256 float32 values serve all tensors that are not small.
+    if optimizer in _IN_BYTES and max((prod(shape) for _, shape in together), default=0) >= 4096:
+        total += 2 * 256 * 4
+    return total
+
+
+def _moments_bytes(dtype: DType, shape: tuple[int, ...], optimizer: Optimizer) -> int:
+    count, wide = prod(shape), 4 if has_master(dtype, optimizer) else dtype.item_bytes
+    if optimizer in _IN_BYTES:
+        return 2 * (4 * count if count < 4096 else count + 4 * ceil(count / 256))
+    if optimizer is Optimizer.LION:
+        return 4 * count
+    if optimizer is Optimizer.ADAFACTOR and len(shape) >= 2:
+        *_, rows, columns = shape
+        return wide * (count // columns + count // rows) if count else wide * _empty_factors(shape)
+    if optimizer is Optimizer.ADAFACTOR:
+        return wide * count
+    return wide * count * _NUM_MOMENTS.get(optimizer, 2)
+
+
+def _empty_factors(shape: tuple[int, ...]) -> int:
+    """Scalars of the factors of a matrix without any."""
+    return prod(shape[:-2]) * (shape[-2] + shape[-1])
+
+
+def moved_bytes(stepped: Iterable[Stepped], optimizer: Optimizer, *, is_scaled: bool) -> int:
+    """Memory that a step reads and writes; gradients once more in and out if their norm is limited."""
+    total = 0
+    for dtype, shape in stepped:
+        count, own = prod(shape), dtype.item_bytes
+        wide = 4 if has_master(dtype, optimizer) else own
+        if optimizer is Optimizer.ADAFACTOR:
+            total += wide * count * (17 if len(shape) >= 2 else 19) + (2 * own * count if wide != own else 0)
+        else:
+            total += 2 * (_moments_bytes(dtype, shape, optimizer) + wide * count) + own * count
+            total += own * count if has_master(dtype, optimizer) else 0
+        total += 2 * own * count if is_scaled else 0
+    return total
+
+
+def extra_bytes(stepped: Stepped, optimizer: Optimizer, piece: int) -> int:
+    """What a step on the device makes beside what lies there: a widened gradient, and Adafactor's own tensors."""
+    dtype, shape = stepped
+    count, wide = prod(shape), 4 if has_master(dtype, optimizer) else dtype.item_bytes
+    found = 0
+    if has_master(dtype, optimizer):
+        found += 4 * (count if optimizer in _WHOLE else min(count, piece))
+    if optimizer is Optimizer.ADAFACTOR:
+        own = 2 * count + 1 if len(shape) < 2 else count + prod(shape[:-2]) * (shape[-2] + shape[-1] + 1)
+        found += wide * own
+    return found
