@@ -17,6 +17,7 @@ from ...shared.cli.options import (
     JsonFlag,
     LoraRank,
     LoraTargets,
+    OptimizerName,
     OutputPath,
     Seed,
     SequenceLength,
@@ -93,6 +94,7 @@ def run_command(
     text: TextPath = None,
     steps: Steps = None,
     epochs: Epochs = None,
+    optimizer: OptimizerName = None,
     learning_rate: LearningRate = 1e-4,
     schedule: ScheduleName = Schedule.CONSTANT,
     warmup_steps: WarmupSteps = 0,
@@ -124,7 +126,7 @@ def run_command(
     if wants_record and (steps is not None or not data):
         check_record(steps or TEXT_STEPS, pauses)
     asked = None if dtype is None else str(choose_dtype(None, dtype, None).dtype)
-    chosen = load_plan(plan)
+    chosen = load_plan(plan, optimizer)
     given = Workload.load(workload) if workload is not None else None
     if given is not None:
         check_budget(chosen, given, device_budget_bytes)

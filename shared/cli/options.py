@@ -13,6 +13,8 @@ import typer
 
 from ..basics.errors import FileError, ProtwinError
 from ..basics.units import parse_bytes, parse_bytes_per_s, parse_count
+from ..optimizers.names import optimizer_named
+from ..schema.optimizer import Optimizer
 from ..schema.plan import Plan
 from ..schema.training_options import LoraOptions, TrainingOptions
 from ..schema.workload import DType
@@ -201,6 +203,15 @@ FrozenParts = Annotated[
         help="Do not train these: model.embed_tokens, 'model.layers.[0-9].*' (repeatable).",
     ),
 ]
+OptimizerName = Annotated[
+    Optimizer | None,
+    typer.Option(
+        "--optimizer",
+        parser=lambda text: optimizer_option(text),
+        metavar="NAME",
+        help=f"What steps the weights ({', '.join(Optimizer)}), instead of adamw or of what the plan names.",
+    ),
+]
 AutocastName = Annotated[
     str | None,
     typer.Option("--autocast", metavar="NAME", help="Compute in this element type, by autocast (bfloat16, float16)."),
@@ -273,9 +284,22 @@ def changes_of(assignments: list[str] | None) -> dict[str, str]:
     return changes
 
 
-def load_plan(path: Path) -> Plan:
-    """The plan of a file; warns of what its note says, such as that it is not certified.  Raises FileError."""
+def optimizer_option(text: str) -> Optimizer:
+    """The optimizer of an option's value; raises typer.BadParameter, which names the option."""
+    try:
+        return optimizer_named(text)
+    except ProtwinError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+def load_plan(path: Path, optimizer: Optimizer | None = None) -> Plan:
+    """The plan of a file, with another optimizer if one is given.
+
+    Warns of what its note says, such as that it is not certified.  Raises FileError.
+    """
     plan = Plan.load(path)
+    if optimizer is not None:
+        plan = plan.model_copy(update={"optimizer": optimizer})
     if plan.note is not None:
         warn(f"{path}: {plan.note}")
     return plan

@@ -11,7 +11,7 @@ import numpy as np
 
 from ..layout.adam_memory import alone_peak_bytes, together_gradient_bytes, widened_part_bytes
 from ..layout.layout import Layout
-from ..layout.shards import chunk_state_bytes, rank_part, stepped_bytes
+from ..layout.shards import chunk_paged_bytes, chunk_state_bytes, rank_part, stepped_bytes
 from ..layout.slots import Stay, Uses, assign_slots
 from ..schema.optimizer import Optimizer
 from ..schema.plan import ParallelMode
@@ -182,6 +182,12 @@ class ChunkFacts:
     def state_bytes(self) -> IntArray:
         """(C,) optimizer state of the whole chunk."""
         return integers(chunk_state_bytes(chunk, self.parameters, self.step.optimizer) for chunk in self.layout.chunks)
+
+    @cached_property
+    def paged_bytes(self) -> IntArray:
+        """(C,) of that, what a paged optimizer has in unified memory where the whole chunk is stepped on the device."""
+        optimizer = self.step.optimizer
+        return integers(chunk_paged_bytes(chunk, self.parameters, optimizer) for chunk in self.layout.chunks)
 
     @cached_property
     def whole_gradient_bytes(self) -> IntArray:

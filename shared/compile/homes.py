@@ -10,7 +10,7 @@ from ..schema.schedule import Content, Memory
 from .family import Family
 from .program import NOT_THERE, BoolArray, BufferGroup, Draft, IntArray
 
-_PER_CHUNK = 4
+_PER_CHUNK = 5
 
 
 @dataclass(frozen=True, eq=False)
@@ -20,6 +20,8 @@ class Homes:
     parameters: IntArray
     state: IntArray
     """Of trainable chunks."""
+    paged: IntArray
+    """Of chunks that are stepped on the device, moments in unified memory."""
     gradients: IntArray
     """Of trainable chunks that are gathered: where those of an offloaded one arrive on the host and are added up, or
     the rank's part of a sharded one's on the device."""
@@ -60,10 +62,11 @@ def add_homes(family: Family, draft: Draft) -> Homes:
         (Memory.DEVICE, on_device),
         (Memory.PINNED_HOST, offloaded),
     )
+    paged_bytes = np.where(on_device, np.where(gathered, facts.part("paged_bytes"), facts.paged_bytes), 0)
     state = add(
         Content.OPTIMIZER_STATE,
         1,
-        np.where(gathered, facts.part("state_bytes"), facts.state_bytes),
+        np.where(gathered, facts.part("state_bytes"), facts.state_bytes) - paged_bytes,
         (Memory.DEVICE, trained & on_device),
         (Memory.HOST, leaving),
     )
@@ -77,4 +80,5 @@ def add_homes(family: Family, draft: Draft) -> Homes:
     arrivals = np.full(len(leaving), NOT_THERE)
     if family.step.micro_batches > 1:
         arrivals = add(Content.ARRIVING_GRADIENTS, 3, staging_bytes, (Memory.PINNED_HOST, leaving))
-    return Homes(parameters, state, np.maximum(reduced, staging), arrivals)
+    paged = add(Content.PAGED_STATE, 4, paged_bytes, (Memory.HOST, paged_bytes > 0))
+    return Homes(parameters, state, paged, np.maximum(reduced, staging), arrivals)

@@ -313,7 +313,8 @@ class Updates:
         chunks = np.concatenate(
             [np.flatnonzero(~self.family.is_gathered & self.family.facts.is_trainable), np.sort(self.parted)]
         )
-        stepped = (homes.parameters[chunks], homes.state[chunks])
+        paged = homes.paged[chunks]
+        stepped = (homes.parameters[chunks], homes.state[chunks], paged[paged != NOT_THERE])
         self._read_in_order(self.device_adam, *whole, parts, *stepped)
         written = np.concatenate(stepped)
         draft.update(self.device_adam, written, np.arange(len(written)))

@@ -16,7 +16,7 @@ from typing import Any, Final
 from ..basics.errors import PlanError
 from ..basics.shown import Shown
 from ..optimizers.check import check_optimizer
-from ..schema.plan import ParallelMode, Plan
+from ..schema.plan import ParallelMode, Plan, why_not_parallel
 from ..schema.schedule import ChunkId
 from ..schema.workload import Parameter, Workload
 
@@ -160,6 +160,8 @@ def check_layout(layout: Layout, plan: Plan, workload: Workload) -> None:
             f"lie on their devices in parts. Set n_shard to 0, or parallel to sharded."
         )
     check_optimizer(plan.optimizer, workload.parameters)
+    if (reason := why_not_parallel(plan.optimizer, plan.parallel)) is not None:
+        raise PlanError(f"{reason}.")
     layout.sharded(plan.n_persist, plan.n_shard)
     num_chunks = len(layout.chunks)
     if plan.parallel is ParallelMode.DDP and (kept := len(layout.persistent(plan.n_persist))) < num_chunks:

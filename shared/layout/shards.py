@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..optimizers.state import Stepped, state_bytes, stepped_of
+from ..optimizers.state import Stepped, paged_bytes, state_bytes, stepped_of
 from ..optimizers.work import traffic_bytes
 from ..schema.optimizer import Optimizer
 from ..schema.plan import ParallelMode
@@ -52,6 +52,8 @@ class RankPart:
     reduced_bytes: int
     """The gradients that ranks add up: all of the chunk's, with what pads the shards."""
     state_bytes: int
+    paged_bytes: int
+    """Of these, what a paged optimizer has in unified memory where the part is stepped on the device."""
     num_stepped: int
     """Scalars that the optimizer steps."""
     stepped_bytes: int
@@ -66,6 +68,11 @@ def stepped_members(chunk: Chunk, parameters: Sequence[Parameter]) -> tuple[Step
 def chunk_state_bytes(chunk: Chunk, parameters: Sequence[Parameter], optimizer: Optimizer) -> int:
     """Optimizer state of all of a chunk, float32 masters included."""
     return state_bytes(stepped_members(chunk, parameters), optimizer)
+
+
+def chunk_paged_bytes(chunk: Chunk, parameters: Sequence[Parameter], optimizer: Optimizer) -> int:
+    """Of these, what lies in unified memory where the chunk is stepped on the device."""
+    return paged_bytes(stepped_members(chunk, parameters), optimizer)
 
 
 def stepped_bytes(chunk: Chunk, parameters: Sequence[Parameter], optimizer: Optimizer) -> int:
@@ -101,6 +108,7 @@ def rank_part(
             staging_bytes=chunk.staging_bytes,
             reduced_bytes=sum(chunk.gradient_bytes),
             state_bytes=chunk_state_bytes(chunk, parameters, optimizer),
+            paged_bytes=chunk_paged_bytes(chunk, parameters, optimizer),
             num_stepped=chunk.num_trainable,
             stepped_bytes=stepped_bytes(chunk, parameters, optimizer),
         )
@@ -115,6 +123,7 @@ def rank_part(
         staging_bytes=gradient_bytes,
         reduced_bytes=num_ranks * gradient_bytes,
         state_bytes=state_bytes([(dtype, (count,)) for dtype, count in trained], optimizer),
+        paged_bytes=paged_bytes([(dtype, (count,)) for dtype, count in trained], optimizer),
         num_stepped=sum(count for _, count in trained),
         stepped_bytes=sum(traffic_bytes((dtype, (count,)), optimizer) for dtype, count in trained),
     )

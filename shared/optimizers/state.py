@@ -25,6 +25,8 @@ LEAST_QUANTIZED_SCALARS: Final = 4096
 """A smaller tensor keeps float32 moments."""
 LEAST_PAGED_SCALARS: Final = 100_000
 """A smaller tensor's moments stay in the device's ordinary memory."""
+PAGED_NAMES: Final = ("state1", "state2")
+"""What of a paged tensor's state lies in unified memory; its scales do not."""
 MAP_BYTES: Final = 256 * 4
 """One map from bytes to values."""
 _NUM_MAPS: Final = 2
@@ -116,7 +118,7 @@ def paged_bytes(together: Iterable[Stepped], optimizer: Optimizer) -> int:
         for stepped in together
         if is_paged(stepped, optimizer)
         for tensor in state_tensors(stepped, optimizer)
-        if tensor.name.startswith("state")
+        if tensor.name in PAGED_NAMES
     )
 
 

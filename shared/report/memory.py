@@ -31,6 +31,7 @@ CONTENT_COLOURS: Final[dict[Content | None, str]] = {
     Content.RESIDENT: "grey",
     Content.FLAT_GRADIENTS: "olive",
     Content.REDUCED_GRADIENTS: "brown",
+    Content.PAGED_STATE: "navy",
     None: "gold",
 }
 CURVE_COLOURS: Final = ("blue", "orange")

@@ -186,6 +186,9 @@ class Content(StrEnum):
     """One rank's shard of a chunk's gradients, added up over all ranks: on its way to the host, or, of a chunk that is
     sharded over the devices, where it stays."""
     OPTIMIZER_STATE = "optimizer_state"
+    PAGED_STATE = "paged_state"
+    """Moments of a chunk that is stepped on the device, in unified memory: counted on the host, as none of it has to
+    stay on the device."""
     ACTIVATIONS = "activations"
     """Tensors saved for a section's backward."""
     SWAPPED = "swapped"

@@ -42,6 +42,7 @@ CONTENT_NAMES: Final[dict[Content | None, str]] = {
     Content.GRADIENTS: "gradients",
     Content.ARRIVING_GRADIENTS: "arriving gradients",
     Content.OPTIMIZER_STATE: "optimizer state",
+    Content.PAGED_STATE: "paged optimizer state",
     Content.ACTIVATIONS: "saved activations",
     Content.SWAPPED: "swapped activations",
     Content.OUTPUT: "block outputs",

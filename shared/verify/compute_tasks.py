@@ -47,8 +47,10 @@ def check_compute_task(claim: Claim, task: Task, entry: Expected) -> None:
     if task.phase is not entry.phase and task.phase != entry.phase:
         reject(f"{task.name} has another phase than the workload gives it")
     for buffer_id in (*task.reads, *task.writes, *task.allocates, *task.frees):
-        if claim.buffer(buffer_id).memory is not Memory.DEVICE:
-            reject(f"{task.name} touches buffer {buffer_id} in {claim.buffer(buffer_id).memory} memory")
+        buffer = claim.buffer(buffer_id)
+        # The device itself brings the pages of unified memory.
+        if buffer.memory is not Memory.DEVICE and buffer.content is not Content.PAGED_STATE:
+            reject(f"{task.name} touches buffer {buffer_id} in {buffer.memory} memory")
     _compare(task, "reads", _names(claim, task.reads), entry.reads)
     _compare(task, "writes", _names(claim, task.writes), entry.updates | entry.makes.keys())
     _compare(task, "allocates", _names(claim, task.allocates), set(entry.makes))

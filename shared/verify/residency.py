@@ -13,7 +13,7 @@ from ..schema.plan import ParallelMode
 from ..schema.schedule import Allocation, ChunkId, Content, Memory, Section, Task, TaskKind
 from .claim import Claim, check_amounts, check_earlier, check_in_place, chunk_of, compare_buffers, reject
 from .collectives import Meeting
-from .steps import state_bytes, stepped_of
+from .steps import paged_bytes, state_bytes, stepped_of
 
 _Home = tuple[Content, Memory, ChunkId | None, Section | None, int]
 """A static buffer: what it holds, where, of which chunk or section, in how many bytes."""
@@ -40,7 +40,10 @@ def check_homes(claim: Claim) -> None:
             place = Memory.DEVICE if is_persistent or is_sharded else Memory.HOST
             kept = part.stepped if part is not None else stepped_of([chunk], claim.workload.parameters)
             kept_bytes = state_bytes(kept, claim.plan.optimizer)
-            homes.append((Content.OPTIMIZER_STATE, place, chunk.id, None, kept_bytes))
+            elsewhere_bytes = paged_bytes(kept, claim.plan.optimizer) if place is Memory.DEVICE else 0
+            homes.append((Content.OPTIMIZER_STATE, place, chunk.id, None, kept_bytes - elsewhere_bytes))
+            if elsewhere_bytes:
+                homes.append((Content.PAGED_STATE, Memory.HOST, chunk.id, None, elsewhere_bytes))
             staged = [Content.GRADIENTS, *([Content.ARRIVING_GRADIENTS] if claim.plan.micro_batches > 1 else [])]
             if is_sharded and part is not None:
                 homes.append((Content.REDUCED_GRADIENTS, place, chunk.id, None, part.gradient_bytes))

@@ -54,6 +54,13 @@ def state_bytes(together: Sequence[Stepped], optimizer: Optimizer) -> int:
     return total
 
 
+def paged_bytes(together: Iterable[Stepped], optimizer: Optimizer) -> int:
+    """What leaves the device's own memory: moments of one byte, of tensors of 100,000 scalars and more."""
+    if optimizer is not Optimizer.PAGED_ADAMW_8BIT:
+        return 0
+    return sum(2 * prod(shape) for _, shape in together if prod(shape) >= 100_000)
+
+
 def _moments_bytes(dtype: DType, shape: tuple[int, ...], optimizer: Optimizer) -> int:
     count, wide = prod(shape), 4 if has_master(dtype, optimizer) else dtype.item_bytes
     if optimizer in _IN_BYTES:

@@ -139,6 +139,11 @@ def _device_adam(claim: Claim) -> Expected:
     for block in range(claim.workload.num_blocks):
         made, _ = gradients_of_block(claim, BlockId(block), 0)
         drops |= {name for name in made if name[1] in trainable}
+    updates |= {
+        name_of_part(content, chunk) if chunk in claim.sharded else (content, chunk, None, 0)
+        for content, chunk in claim.homes
+        if content is Content.PAGED_STATE and chunk is not None
+    }
     parts: set[Name] = {name_of_part(Content.REDUCED_GRADIENTS, chunk) for chunk in claim.scattered}
     for content in (Content.PARAMETERS, Content.OPTIMIZER_STATE):
         updates |= {name_of_part(content, chunk) for chunk in claim.scattered}

@@ -27,6 +27,7 @@ from ...shared.cli.options import (
     LoraRank,
     LoraTargets,
     ModelName,
+    OptimizerName,
     OutputPath,
     PriceEntries,
     SequenceLength,
@@ -45,6 +46,7 @@ from ...shared.cli.report_options import ReportPath, write_report
 from ...shared.schema.advice import Advice
 from ...shared.schema.calibration import Calibration
 from ...shared.schema.hardware import Hardware
+from ...shared.schema.optimizer import Optimizer
 from ..questions.advise import AdviceRequest, check_request, machines_with, search_machine, whole_machines
 from ..questions.advise import advise as advise_machines
 from ..searching.confidence import DEFAULT_MARGIN_FRAC
@@ -106,6 +108,7 @@ def advise_command(
     prices: PriceEntries = None,
     tokens: Tokens = None,
     max_gradient_norm: MaxGradientNorm = None,
+    optimizer: OptimizerName = None,
     processes: Annotated[
         int | None,
         typer.Option("--processes", metavar="N", min=1, max=1024, help="Searches at once: one per core if left out."),
@@ -152,6 +155,7 @@ def advise_command(
         margin_frac=DEFAULT_MARGIN_FRAC if margin is None else margin / 100,
         calibrations=_calibrations(calibrations or (), machines),
         num_tokens=tokens,
+        optimizer=optimizer or Optimizer.ADAMW,
     )
     numbers = sorted(set(ranks or ()))
     for number in numbers:

@@ -58,8 +58,9 @@ WhatIfQuestions = Annotated[
     typer.Option(
         "--what-if",
         metavar="[PART|CHANGE]",
-        help="Search again with another part (rtx-4090, pcie5-x16), with changes as --set takes them, or, with nothing "
-        "named, with more, less or faster parts (repeatable).",
+        help="Search again with another part (rtx-4090, pcie5-x16), with changes as --set takes them, with another "
+        "method (optimizer=adamw-8bit, lora=16, max-gradient-norm=none, sequence-length=8192, batch-size=4), or, with "
+        "nothing named, with more, less or faster parts (repeatable).",
     ),
 ]
 Margin = Annotated[

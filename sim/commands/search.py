@@ -26,6 +26,7 @@ from ...shared.cli.options import (
     LoraTargets,
     ModelName,
     NoCacheFlag,
+    OptimizerName,
     OutputPath,
     PriceEntries,
     SequenceLength,
@@ -43,6 +44,7 @@ from ...shared.cli.report_options import ReportPath, write_report
 from ...shared.compile.compile import compile_schedule
 from ...shared.schema.calibration import Calibration
 from ...shared.schema.hardware import Hardware
+from ...shared.schema.optimizer import Optimizer
 from ...shared.schema.plan import Plan
 from ...shared.schema.search_result import BatchSearchResult, Goal, SearchResult
 from ...shared.schema.workload import Workload
@@ -83,6 +85,7 @@ if TYPE_CHECKING:
     from ...shared.report.page import Report
     from ...shared.tables.table import Parts
     from ..questions.what_if import Question
+    from ..questions.what_if_methods import MethodChange, WorkloadWith
 
 __all__ = ["search"]
 
@@ -152,6 +155,7 @@ def search_command(
     n_swap: AllowedSwaps = None,
     micro_batches: MicroBatches = None,
     max_gradient_norm: MaxGradientNorm = None,
+    optimizer: OptimizerName = None,
     global_batch: GlobalBatchSize = None,
     num_ranks: NumRanks = None,
     parallel: AllowedModes = None,
@@ -203,7 +207,7 @@ def search_command(
     }
     space = SearchSpace.model_validate({knob: tuple(values) for knob, values in allowed.items() if values})
 
-    def workload_of(size: int | None, length: int | None) -> Workload:
+    def workload_of(size: int | None, length: int | None, lora: int | None = lora_rank) -> Workload:
         return resolve_workload(
             model,
             batch_size=size,
@@ -211,9 +215,17 @@ def search_command(
             dtype=dtype,
             cache=None if no_cache else cache_folder(),
             warn=warn,
-            options=options_of(lora_rank, lora_targets, frozen, autocast),
+            options=options_of(lora, lora_targets if lora is not None else None, frozen, autocast),
             device=machine.device,
         )
+
+    def workload_with(change: MethodChange) -> Workload | GlobalBatch:
+        """What the model would do with another method, where the change says so, and as it is asked for else."""
+        length = change.sequence_length if "sequence-length" in change.given else sequence_length
+        lora = change.lora_rank if "lora" in change.given else lora_rank
+        if global_batch is not None:
+            return _global_batch(model, global_batch, num_ranks, lambda size: workload_of(size, length, lora))
+        return workload_of(change.batch_size if "batch-size" in change.given else batch_size, length, lora)
 
     def workload_at(size: int | None) -> Workload:
         return workload_of(size, sequence_length)
@@ -240,11 +252,13 @@ def search_command(
             step=Step(
                 micro_batches=micro_batches or 1,
                 max_gradient_norm=max_gradient_norm,
+                optimizer=optimizer or Optimizer.ADAMW,
                 num_ranks=num_ranks,
                 modes=tuple(parallel or ()) or SEVERAL,
             ),
         )
-        asked = what_ifs(request)  # a question that cannot be answered is told at once
+        # A question that cannot be answered is told at once.
+        asked = what_ifs(request, workload_with if has_shapes else None)
         try:
             found = search_goal(goal, request, shapes, on_progress=on_progress, keep_interrupted=True)
         except InfeasibleError as error:
@@ -318,15 +332,21 @@ def _what_fits_instead(request: SearchRequest, workload_at: Callable[[int], Work
 
 def _what_ifs(
     wanted: list[str] | None, machine: Hardware, factors: Calibration | None
-) -> Callable[[SearchRequest], list[Question]]:
-    """Checks the names of what-if questions; gives the questions about a request."""
+) -> Callable[[SearchRequest, WorkloadWith | None], list[Question]]:
+    """Checks the names of what-if questions; gives the questions about a request.
+
+    That takes what makes the workload of another method, or None where nothing does.
+    """
     if not wanted:
-        return lambda request: []
+        return lambda request, workload_with: []
     from ..questions.what_if import USUAL, questions
     from ..questions.what_if_machines import changed_machines, part_questions
 
     machines = changed_machines(wanted, machine, factors)
-    return lambda request: [*(questions(request) if USUAL in wanted else ()), *part_questions(request, machines)]
+    return lambda request, workload_with: [
+        *(questions(request) if USUAL in wanted else ()),
+        *part_questions(request, machines, workload_with),
+    ]
 
 
 def _tables(found: SearchResult | BatchSearchResult) -> Parts:

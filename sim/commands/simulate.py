@@ -26,6 +26,7 @@ from ...shared.cli.options import (
     LoraTargets,
     ModelName,
     NoCacheFlag,
+    OptimizerName,
     OutputPath,
     PriceEntries,
     SequenceLength,
@@ -101,6 +102,7 @@ def simulate_command(
     num_ranks: NumRanks = None,
     parallel: Parallel = None,
     n_shard: Shards = None,
+    optimizer: OptimizerName = None,
     tokens: Tokens = None,
     prices: PriceEntries = None,
     timeline: TimelinePath = None,
@@ -112,7 +114,7 @@ def simulate_command(
     """Predict time and memory of one plan.
 
     --output writes the record, which protwin compare lays beside a measured one.  --parallel, --ranks and --n-shard, in
-    place of the plan's own, ask about several devices of the machine.
+    place of the plan's own, ask about several devices of the machine, and --optimizer about another optimizer.
     """
     keep_apart(
         {"--output": output, "--timeline": timeline, "--report": report},
@@ -126,7 +128,7 @@ def simulate_command(
         as_json=as_json,
     )
     machine = machine_of(hardware, changes, prices)
-    chosen = with_ranks(load_plan(plan), machine, num_ranks, parallel, n_shard)
+    chosen = with_ranks(load_plan(plan, optimizer), machine, num_ranks, parallel, n_shard)
     check_budget(device_budget_bytes, machine)
     factors = Calibration.load(calibration) if calibration is not None else None
     workload = resolve_workload(

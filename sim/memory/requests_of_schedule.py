@@ -13,7 +13,7 @@ from math import prod
 
 from ...shared.layout.layout import Chunk, Layout
 from ...shared.layout.shards import regions, stepped_members
-from ...shared.optimizers.state import MAP_BYTES, Stepped, map_bytes, master_bytes, state_tensors
+from ...shared.optimizers.state import MAP_BYTES, PAGED_NAMES, Stepped, is_paged, map_bytes, master_bytes, state_tensors
 from ...shared.schema.schedule import AllocationId, Content, Lane, Memory, Schedule, Task, TaskKind
 from ...shared.schema.workload import Parameter
 from ...shared.verify.happens_before import HappensBefore
@@ -154,7 +154,8 @@ def static_tensors(schedule: Schedule, parameters: tuple[Parameter, ...], layout
             for dtype, shape in together:
                 if of_master := prod(shape) * master_bytes(dtype, optimizer):
                     set_up.append(SetUp(of_master, stays=True))
-                kept = (tensor.size_bytes for tensor in state_tensors((dtype, shape), optimizer))
+                paged = PAGED_NAMES if is_paged((dtype, shape), optimizer) else ()
+                kept = (t.size_bytes for t in state_tensors((dtype, shape), optimizer) if t.name not in paged)
                 first_step += [size_bytes for size_bytes in kept if size_bytes]
         elif buffer.memory is Memory.DEVICE:
             set_up.append(SetUp(buffer.size_bytes, stays=True))

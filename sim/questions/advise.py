@@ -23,10 +23,12 @@ from ...shared.basics.errors import FileError, HardwareError, PlanError, Protwin
 from ...shared.basics.progress import OnProgress
 from ...shared.catalogue.models import known_model
 from ...shared.catalogue.rank_share import rent_of_ranks
+from ...shared.optimizers.check import check_optimizer
 from ...shared.records.question import sequence_length_of
 from ...shared.schema.advice import Advice, AdviceState, MachineAdvice
 from ...shared.schema.calibration import Calibration
 from ...shared.schema.hardware import Device, Hardware
+from ...shared.schema.optimizer import Optimizer
 from ...shared.schema.search_result import BatchSearchResult
 from ...shared.schema.training_options import FULL_TRAINING, TrainingOptions
 from ...shared.schema.workload import Workload
@@ -63,6 +65,8 @@ class AdviceRequest:
     """Factors for the machines that they were measured on."""
     num_tokens: int | None = None
     """Tokens whose time, energy and cost are asked for."""
+    optimizer: Optimizer = Optimizer.ADAMW
+    """What steps the weights."""
 
     @property
     def identity(self) -> str:
@@ -307,6 +311,7 @@ def check_request(request: AdviceRequest, cache: Path | None) -> int:
     sizes = saved_sizes(request.model, request.global_batch)
     least = sizes[0] if sizes else 1
     workload = request.workload_at(least, cache)
+    check_optimizer(request.optimizer, workload.parameters)
     if request.num_tokens is not None and sequence_length_of(workload) is None:
         raise PlanError(f"{request.model} is trained on samples without tokens. Leave out the number of tokens.")
     return request.global_batch // least
@@ -355,7 +360,7 @@ def _search(request: AdviceRequest, offer: Offer, cache: Path | None) -> BatchSe
             calibration=request.calibration_of(hardware),
             device_budget_bytes=request.device_budget_bytes,
             margin_frac=request.margin_frac,
-            step=Step(max_gradient_norm=request.max_gradient_norm, num_ranks=num_ranks),
+            step=Step(max_gradient_norm=request.max_gradient_norm, num_ranks=num_ranks, optimizer=request.optimizer),
             effort=Effort(max_replays=max(1, _MOST_WORK * num_ranks // request.global_batch)),
         )
     )

@@ -22,6 +22,7 @@ from ..searching.request import GlobalBatch, SearchRequest
 from ..searching.search import search
 from ..space.step_spec import SEVERAL
 from .faster_parts import faster_device, faster_device_links, faster_host, faster_links, faster_network
+from .what_if_methods import tokens_per_step
 
 USUAL: Final = "usual"
 """Names the usual questions where a question is asked for by name."""
@@ -86,22 +87,18 @@ def what_if(
     ``iteration_s``: seconds of the best plan's iteration as things are.
     """
     asked = list(questions(request)) if asked is None else asked
+    tokens_now = tokens_per_step(request) if asked else 0.0
     answers = []
     for number, question in enumerate(asked):
         on_progress(number, len(asked))
         try:
             found_s = search(question.request).prediction.iteration_s
-            speedup = iteration_s / found_s * _num_times_samples(request, question.request)
+            speedup = iteration_s / found_s * (tokens_per_step(question.request) / tokens_now)
             answers.append(WhatIf(change=question.change, iteration_s=found_s, speedup=speedup))
         except PlanError as error:
             answers.append(WhatIf(change=question.change, iteration_s=None, speedup=None, reason=str(error)))
     on_progress(len(asked), len(asked))
     return tuple(answers)
-
-
-def _num_times_samples(now: SearchRequest, then: SearchRequest) -> float:
-    """How many times as many samples a step trains on: a global batch stays, a micro-batch per rank does not."""
-    return 1.0 if isinstance(now.workload, GlobalBatch) else then.step.num_ranks / now.step.num_ranks
 
 
 def questions(request: SearchRequest) -> Iterator[Question]:

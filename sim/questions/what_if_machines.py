@@ -1,4 +1,4 @@
-"""What-if questions that name what would be different: parts of the catalogue, whole machines, or single figures."""
+"""What-if questions that name what would be different: parts, whole machines, single figures, or the method."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from ...shared.basics.suggestions import did_you_mean
 from ...shared.catalogue.machines import cluster_names, machine, override_hardware
 from ...shared.catalogue.names import device_called, machine_called, written_alike
 from ...shared.catalogue.parts import device_names, host_names, link_names, network_names, node_names
+from ...shared.optimizers.check import check_optimizer
 from ...shared.schema.calibration import Calibration
 from ...shared.schema.hardware import Device, Hardware
 from ...shared.schema.workload import Workload
 from ..searching.request import SearchRequest
 from ..space.step_spec import MOST_RANKS
 from .what_if import USUAL, Question, ask, check_batch_of, machine_with_room
+from .what_if_methods import AS_IT_IS, FIELDS, MethodChange, WorkloadWith, method_change, with_method
 
 _PARTS: Final[dict[str, Callable[[], tuple[str, ...]]]] = {
     "device": device_names,
@@ -37,6 +39,8 @@ class ChangedMachine:
     hardware: Hardware
     num_ranks: int | None = None
     """None: as many as there are."""
+    method: MethodChange = AS_IT_IS
+    """What is different besides the machine."""
 
 
 def changed_machines(
@@ -47,8 +51,8 @@ def changed_machines(
     A question is the name of a device, host, link, node or network, which takes the place of the machine's, or of a
     machine of the catalogue with several devices, or changes as ``override_hardware`` takes them
     (``device.memory_bytes=48GiB``), or another number of ranks (``ranks=16``), for which nodes are added where a
-    network joins them; or several of these, separated by blanks.  What names a device and a machine with one means the
-    device.
+    network joins them, or another method (``optimizer=adamw-8bit``); or several of these, separated by blanks.  What
+    names a device and a machine with one means the device.
 
     Raises CatalogueError if a name is unknown, HardwareError if a change is, or if two of a question contradict each
     other, and CalibrationError if ``calibration`` says nothing about the changed machine.
@@ -57,18 +61,22 @@ def changed_machines(
     for question in dict.fromkeys(" ".join(text.split()) for text in wanted):
         if question == USUAL:
             continue
-        changed, num_ranks = _changed(question, hardware)
+        changed, num_ranks, method = _changed(question, hardware)
         if calibration is not None and changed.name != hardware.name:
             raise CalibrationError(
                 f"--what-if {question} is another device than that of {hardware.name}, where the calibration was made. "
                 f"Leave --calibration out to compare devices by their data sheets."
             )
-        found.append(ChangedMachine(question, changed, num_ranks))
+        found.append(ChangedMachine(question, changed, num_ranks, method))
     return tuple(found)
 
 
-def part_questions(request: SearchRequest, machines: Sequence[ChangedMachine]) -> tuple[Question, ...]:
+def part_questions(
+    request: SearchRequest, machines: Sequence[ChangedMachine], workload_with: WorkloadWith | None = None
+) -> tuple[Question, ...]:
     """The questions about ``machines``: with the request's budgets where it has some, else with all of their memory.
+
+    ``workload_with`` makes the workload that another method has; None: nothing makes the request's again.
 
     Raises WorkloadError if the seconds of the request's workload were measured, so that the change could not show,
     HardwareError if a machine has too few devices for the ranks, and PlanError if they cannot share a global batch.
@@ -85,7 +93,10 @@ def part_questions(request: SearchRequest, machines: Sequence[ChangedMachine]) -
                 f"machine."
             )
         check_batch_of(request, num_ranks)
-        asked.append(ask(request, one.change, one.hardware, num_ranks=one.num_ranks))
+        then = with_method(request, one.method, workload_with)
+        then.step.allowed_modes  # noqa: B018  # a mode that the optimizer forbids is told at once
+        check_optimizer(then.step.optimizer, then.smallest_workload().parameters)
+        asked.append(ask(then, one.change, one.hardware, num_ranks=one.num_ranks))
     return tuple(asked)
 
 
@@ -93,8 +104,8 @@ def _devices(hardware: Hardware) -> str:
     return "one device" if hardware.num_devices == 1 else f"{hardware.num_devices:,} devices"
 
 
-def _changed(question: str, hardware: Hardware) -> tuple[Hardware, int | None]:
-    """The machine, and the number of ranks if one is named."""
+def _changed(question: str, hardware: Hardware) -> tuple[Hardware, int | None, MethodChange]:
+    """The machine, the number of ranks if one is named, and what changes of the method."""
     changes: dict[str, str] = {}
     base = hardware
     for word in question.split():
@@ -111,12 +122,14 @@ def _changed(question: str, hardware: Hardware) -> tuple[Hardware, int | None]:
             changes[field] = value
     if not question:
         raise HardwareError(f"--what-if names nothing. Name a part, write a change, or write {USUAL}.")
+    method = method_change(question, {field: changes.pop(field) for field in FIELDS if field in changes})
     ranks = changes.pop("ranks", None)
     changed = override_hardware(base, changes) if changes else base
     if ranks is None:
-        return changed, None
+        return changed, None, method
     num_ranks = _count(ranks)
-    return (changed if "network.num_nodes" in changes else machine_with_room(changed, num_ranks)), num_ranks
+    roomy = changed if "network.num_nodes" in changes else machine_with_room(changed, num_ranks)
+    return roomy, num_ranks, method
 
 
 def _count(words: str) -> int:

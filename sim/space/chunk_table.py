@@ -12,7 +12,7 @@ import numpy as np
 from ...shared.compile.chunk_facts import ChunkFacts, Stays, StepKnobs
 from ...shared.layout.adam_memory import alone_peak_bytes, together_gradient_bytes, widened_part_bytes
 from ...shared.layout.layout import Chunk, Layout
-from ...shared.layout.shards import chunk_state_bytes, rank_part, stepped_bytes
+from ...shared.layout.shards import chunk_paged_bytes, chunk_state_bytes, rank_part, stepped_bytes
 from ...shared.schema.schedule import Task, TaskId, TaskKind
 from ...shared.schema.workload import Workload
 from ..costs.task_costs import CostModel
@@ -51,6 +51,10 @@ class ChunkTable:
     """(C,) and of its optimizer state."""
     offload_bytes: IntArray
     """(C,) bytes of gradients that a rank is left with: sent to its host, or kept on its device."""
+    paged_bytes: IntArray
+    """(C,) of ``state_bytes``, what lies in unified memory where the chunk is persistent."""
+    part_paged_bytes: IntArray
+    """(C,) of ``part_state_bytes``, what lies there where the chunk is sharded over the devices."""
     part_num_stepped: IntArray
     """(C,) scalars of a rank's part that the optimizer steps."""
     part_stepped_bytes: IntArray
@@ -119,10 +123,11 @@ class ChunkTable:
 
     def static_device_bytes(self, prefix: IntArray, resident_bytes: int) -> IntArray:
         """(R,) device bytes that are there for good."""
-        whole_bytes = self.places.persistent_sum(self.size_bytes + self.state_bytes)
+        whole_bytes = self.places.persistent_sum(self.size_bytes + self.state_bytes - self.paged_bytes)
         # The gradients of a part lie there for good too.
         kept_bytes = np.where(self.is_stepped, self.offload_bytes, 0)
-        parts_bytes = self.places.sharded_sum(self.part_bytes + self.part_state_bytes + kept_bytes)
+        own_bytes = self.part_bytes + self.part_state_bytes - self.part_paged_bytes
+        parts_bytes = self.places.sharded_sum(own_bytes + kept_bytes)
         static_bytes: IntArray = resident_bytes + (whole_bytes + parts_bytes)[prefix]
         return static_bytes
 
@@ -132,8 +137,10 @@ class ChunkTable:
         return self.places.offloaded_sum(self.part_bytes + num_buffers * self.staging_bytes)[prefix]
 
     def host_bytes(self, prefix: IntArray) -> IntArray:
-        """(R,) host memory that is not pinned: optimizer state of offloaded chunks."""
-        return self.places.offloaded_sum(self.part_state_bytes)[prefix]
+        """(R,) host memory that is not pinned: optimizer state of offloaded chunks, and paged state of the others."""
+        paged_bytes = self.places.persistent_sum(self.paged_bytes) + self.places.sharded_sum(self.part_paged_bytes)
+        host_bytes: IntArray = (self.places.offloaded_sum(self.part_state_bytes) + paged_bytes)[prefix]
+        return host_bytes
 
     @cached_property
     def device_adam_bytes(self) -> IntArray:
@@ -209,6 +216,8 @@ def chunk_table(
         part_bytes=_integers(part.parameter_bytes for part in parts),
         part_state_bytes=_of_trainable(chunks, (part.state_bytes for part in parts)),
         offload_bytes=_integers(gradient_bytes),
+        paged_bytes=_of_trainable(chunks, (chunk_paged_bytes(chunk, parameters, optimizer) for chunk in chunks)),
+        part_paged_bytes=_of_trainable(chunks, (part.paged_bytes for part in parts)),
         part_num_stepped=_of_trainable(chunks, num_stepped),
         part_stepped_bytes=_of_trainable(chunks, moved),
         part_widened_bytes=_integers(

@@ -11,6 +11,7 @@ from pydantic import BaseModel
 
 import protwin.shared.schema.hardware
 from protwin.shared.schema.hardware import Device, DeviceKind, Hardware, Host, Link, LinkPoint, Network, Node, Topology
+from protwin.shared.schema.optimizer import Optimizer
 from protwin.shared.schema.workload import DType, OperationClass
 
 
@@ -31,6 +32,7 @@ def full_hardware() -> Hardware:
             power_w=312.5,
             num_multiprocessors=7,
             efficiency={OperationClass.MATMUL: 0.7, OperationClass.EMBEDDING: 1.0},
+            optimizer_s_per_scalar={Optimizer.ADAMW_8BIT: 3e-12},
             source="a = 1 # no comment",
         ),
         host=Host(
@@ -40,6 +42,7 @@ def full_hardware() -> Hardware:
             memory_bytes=2**40,
             memory_bandwidth_bytes_per_s=2.0,
             adam_bytes_per_s=7e9,
+            optimizer_s_per_scalar={Optimizer.LION: 2e-9, Optimizer.ADAMW_8BIT: 1 / 3},
             source="'''\"\"\"",
         ),
         host_to_device=Link(name="x", latency_s=1e-6, bandwidth_bytes_per_s=1e9, table=table, source="s"),
