@@ -32,6 +32,7 @@ from ...shared.schema.workload import Workload
 from ...shared.workloads.dtypes import choose_dtype
 from .fit import Pair, fit_calibration
 from .measurement_plans import bootstrap_plans
+from .optimizer_costs import optimizer_factors
 from .slowdowns import measure_slowdowns
 from .subject import Subject
 
@@ -46,6 +47,8 @@ def calibrate(
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Calibration:
     """Run a few plans for ``steps`` timed iterations each, measure how lanes slow each other, fit the factors.
+
+    Steps of optimizers other than AdamW, which the plans have, are measured by themselves.
 
     The model, its gradients and the random state stay as they are.  Devices of ``subject`` must have no budget: what is
     measured are times.
@@ -76,13 +79,15 @@ def calibrate(
             done += steps + _WARM_UP + 1
             if on_progress is not None:
                 on_progress(done, total)
-    return fit_calibration(
+    on_host, on_device = optimizer_factors(subject.make_device(), subject.hardware)
+    found = fit_calibration(
         pairs,
         subject.hardware,
         contention=contention,
         machine=subject.make_device().description,
         software=software_versions(),
     )
+    return found.model_copy(update={"host_optimizer_factors": on_host, "device_optimizer_factors": on_device})
 
 
 def run_plan(

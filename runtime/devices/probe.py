@@ -121,7 +121,7 @@ def _host(chosen: TrainingDevice, device: Device, share_s: float, advance: Calla
     )
 
 
-def _seconds(work: Callable[[], object], target: torch.device, budget_s: float) -> float:
+def seconds_on(work: Callable[[], object], target: torch.device, budget_s: float) -> float:
     """Seconds of one call, over as many as fit the budget, after a warm-up."""
     if target.type != "cuda":
         return repeated_s(_host_timer(work), budget_s)
@@ -169,21 +169,21 @@ def _matmul_flop_per_s(target: torch.device, dtype: torch.dtype, budget_s: float
     size = _MATRIX if target.type == "cpu" else 8 * _MATRIX
     a = torch.randn(size, size, dtype=torch.float32, device=target).to(dtype)
     out = torch.empty_like(a)
-    return 2.0 * size**3 / _seconds(lambda: torch.mm(a, a, out=out), target, budget_s)
+    return 2.0 * size**3 / seconds_on(lambda: torch.mm(a, a, out=out), target, budget_s)
 
 
 def _vector_flop_per_s(target: torch.device, budget_s: float) -> float:
     """Multiply-adds on data that stays in cache (on a device with many cores: in its largest cache)."""
     a = torch.ones(2**16 if target.type == "cpu" else 2**22, device=target)
     out = torch.empty_like(a)
-    return 2.0 * a.numel() / _seconds(lambda: torch.addcmul(a, a, a, out=out), target, budget_s)
+    return 2.0 * a.numel() / seconds_on(lambda: torch.addcmul(a, a, a, out=out), target, budget_s)
 
 
 def _stream_bytes_per_s(target: torch.device, budget_s: float) -> float:
     size_bytes = _STREAM_BYTES if target.type == "cpu" else _DEVICE_STREAM_BYTES
     source = torch.ones(size_bytes // 4, device=target)
     destination = torch.empty_like(source)
-    return 2.0 * size_bytes / _seconds(lambda: destination.copy_(source), target, budget_s)
+    return 2.0 * size_bytes / seconds_on(lambda: destination.copy_(source), target, budget_s)
 
 
 def _launch_s(target: torch.device, budget_s: float) -> float:
@@ -194,7 +194,7 @@ def _launch_s(target: torch.device, budget_s: float) -> float:
         for _ in range(calls):
             a.add_(1)
 
-    return _seconds(launch, target, budget_s) / calls
+    return seconds_on(launch, target, budget_s) / calls
 
 
 def _link(device: TrainingDevice, lane: Lane, budget_s: float, advance: Callable[[], None]) -> Link:

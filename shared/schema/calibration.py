@@ -7,6 +7,7 @@ from typing import ClassVar, Self
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from ..basics.documents import Document, FrozenModel
+from .optimizer import Optimizer
 from .schedule import Lane, TaskKind
 
 
@@ -51,6 +52,10 @@ class Calibration(Document):
     """Seconds added to every task of a kind: hooks, launches, thread hand-over."""
     contention: tuple[Contention, ...] = ()
     """Measured sets of lanes; sets that are absent are composed from what is known (``sim/costs/contention.py``)."""
+    host_optimizer_factors: dict[Optimizer, PositiveFloat] = {}
+    """Measured over modelled seconds of a step on the host by itself; of AdamW, ``factors`` tell all."""
+    device_optimizer_factors: dict[Optimizer, PositiveFloat] = {}
+    """The same of a step on the device."""
     iteration_noise_frac: NonNegativeFloat = 0.0
     """Run-to-run spread of the measured iteration time: median absolute deviation over the median."""
     fitted_to: tuple[str, ...] = ()

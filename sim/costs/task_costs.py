@@ -162,41 +162,37 @@ class CostModel:
         """Seconds of a step over ``num_stepped`` scalars that moves ``stepped_bytes``; calibrated.
 
         Adam does about a dozen operations per element for 28 to 32 bytes of traffic, so memory bounds it: bytes over
-        the rate of the memory that holds the state.  Where the machine states seconds per scalar of the optimizer,
-        these count; else, on the host, no step is faster than the cores' arithmetic (``core_s_per_scalar``).  Paged
-        moments come to the device and go back ([Note: Paged state]).  Nothing to step costs the calibrated overhead
-        alone.
+        the rate of the memory that holds the state.  On the host no step is faster than the cores' arithmetic
+        (``core_s_per_scalar``).  Where the machine states seconds per scalar of the optimizer, these count instead.
+        Paged moments come to the device and go back ([Note: Paged state]).  Nothing to step costs the calibrated
+        overhead alone.
         """
         if num_stepped == 0:
             return self._calibrated(0.0, kind)
         device, host = self.hardware.device, self.hardware.host
+        # A paged optimizer steps as the other does.
+        is_paged = self.optimizer is Optimizer.PAGED_ADAMW_8BIT
+        named = Optimizer.ADAMW_8BIT if is_paged else self.optimizer
         if kind is TaskKind.CPU_ADAM or device.kind is DeviceKind.CPU:
-            return self._calibrated(host_step_s(host, self.optimizer, num_stepped, stepped_bytes), kind)
+            stated = host.optimizer_s_per_scalar.get(named)
+            arithmetic_s = core_s_per_scalar(named) * num_stepped / host.num_cores
+            streaming_s = max(stepped_bytes / host_adam_bytes_per_s(host), arithmetic_s)
+            factor = 1.0 if self.calibration is None else self.calibration.host_optimizer_factors.get(named, 1.0)
+            return self._calibrated(factor * (streaming_s if stated is None else stated * num_stepped), kind)
+        stated = device.optimizer_s_per_scalar.get(named)
         rate = device.memory_bandwidth_bytes_per_s * efficiency_frac(device, OperationClass.ELEMENTWISE)
-        stated = device.optimizer_s_per_scalar.get(self.optimizer)
-        stepping_s = stepped_bytes / rate if stated is None else stated * num_stepped
-        if self.optimizer is Optimizer.PAGED_ADAMW_8BIT:
+        stepping_s = device.launch_overhead_s + (stepped_bytes / rate if stated is None else stated * num_stepped)
+        factor = 1.0 if self.calibration is None else self.calibration.device_optimizer_factors.get(named, 1.0)
+        paging_s = 0.0
+        if is_paged:
             links = (self.hardware.host_to_device, self.hardware.device_to_host)
-            stepping_s += sum(self.copy_s(PAGED_BYTES_PER_SCALAR * num_stepped, link) for link in links)
-        return self._calibrated(device.launch_overhead_s + stepping_s, kind)
+            paging_s = sum(self.copy_s(PAGED_BYTES_PER_SCALAR * num_stepped, link) for link in links)
+        return self._calibrated(factor * stepping_s + paging_s, kind)
 
     def _calibrated(self, seconds: float, kind: TaskKind) -> float:
         if self.calibration is None:
             return seconds
         return seconds * self.calibration.factor(kind) + self.calibration.overhead_s.get(kind, 0.0)
-
-
-def host_step_s(host: Host, optimizer: Optimizer, num_stepped: int, stepped_bytes: int) -> float:
-    """Seconds of a step on the host's cores, before calibration.
-
-    Measured seconds per scalar where the host states them, else bytes over the rate of CPU Adam, or the cores'
-    arithmetic if that takes longer.
-    """
-    stated = host.optimizer_s_per_scalar.get(optimizer)
-    if stated is not None:
-        return stated * num_stepped
-    streaming_s = stepped_bytes / host_adam_bytes_per_s(host)
-    return max(streaming_s, core_s_per_scalar(optimizer) * num_stepped / host.num_cores)
 
 
 def host_adam_bytes_per_s(host: Host) -> float:
