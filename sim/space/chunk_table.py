@@ -14,7 +14,7 @@ from ...shared.layout.adam_memory import alone_peak_bytes, together_gradient_byt
 from ...shared.layout.layout import Chunk, Layout
 from ...shared.layout.shards import chunk_paged_bytes, chunk_state_bytes, rank_part, stepped_bytes
 from ...shared.schema.schedule import Task, TaskId, TaskKind
-from ...shared.schema.workload import Workload
+from ...shared.schema.workload import Parameter, Workload
 from ..costs.task_costs import CostModel
 from .collective_table import CollectiveTable, collective_table
 from .compute_table import FloatArray, Positions
@@ -195,11 +195,7 @@ def chunk_table(
     gradient_bytes = [part.gradient_bytes for part in parts]
     num_scalings = 2 if step.limits_norm else 0
     moved = [part.stepped_bytes + num_scalings * part.gradient_bytes for part in parts]
-    whole = moved
-    if step.is_sharded:
-        whole = [
-            stepped_bytes(chunk, parameters, optimizer) + num_scalings * sum(chunk.gradient_bytes) for chunk in chunks
-        ]
+    whole = _whole_stepped_bytes(chunks, parameters, step) if step.is_sharded else moved
     narrow = [alone_peak_bytes(chunk, parameters, optimizer) for chunk in chunks]
     gradients = _gradients_by_block(chunks)
     num_stepped = [part.num_stepped for part in parts]
@@ -245,6 +241,14 @@ def chunk_table(
         step=step,
         collectives=None if step.num_ranks == 1 else collective_table(layout, parts, is_stepped.tolist(), costs, step),
     )
+
+
+def _whole_stepped_bytes(chunks: Sequence[Chunk], parameters: Sequence[Parameter], step: StepSpec) -> list[int]:
+    """Memory traffic of stepping each chunk whole, scaled gradients included."""
+    num_scalings = 2 if step.limits_norm else 0
+    return [
+        stepped_bytes(chunk, parameters, step.optimizer) + num_scalings * sum(chunk.gradient_bytes) for chunk in chunks
+    ]
 
 
 def _gradients_by_block(chunks: Sequence[Chunk]) -> list[tuple[int, int, int]]:

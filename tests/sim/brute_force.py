@@ -26,7 +26,7 @@ from protwin.sim.searching.search import search
 from protwin.sim.space.space import SearchSpace
 from protwin.sim.space.step_spec import StepSpec
 from tests.sim.fastest import fastest_request
-from tests.strategies import calibrations, hardware, workloads
+from tests.strategies import any_optimizer, calibrations, hardware, workloads
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,11 @@ class Case:
                 device_budget_bytes=max(1, device_budget_bytes),
                 host_budget_bytes=max(outcome.host_bytes for outcome in self.outcomes),
                 space=self.space,
-                step=Step(micro_batches=self.step.micro_batches, max_gradient_norm=self.step.max_gradient_norm),
+                step=Step(
+                    micro_batches=self.step.micro_batches,
+                    max_gradient_norm=self.step.max_gradient_norm,
+                    optimizer=self.step.optimizer,
+                ),
                 effort=Effort(tolerance_frac=tolerance_frac),
                 method=self.method,
             )
@@ -100,6 +104,7 @@ def brute_force(
                     n_swap=n_swap,
                     micro_batches=step.micro_batches,
                     max_gradient_norm=step.max_gradient_norm,
+                    optimizer=step.optimizer,
                 )
                 schedule = compile_schedule(plan, model, layout, policies=method.policies)
                 timing = simulate_timing(schedule, costs.durations_s(schedule), contention)
@@ -134,6 +139,10 @@ def cases(draw: DrawFn, method: Method = FULL_TRAINING) -> Case:
         n_checkpoint=tuple({0, draw(st.integers(0, model.num_blocks))}),
         n_swap=draw(st.sampled_from(((0,), (0,), (0, 1), (0, model.num_blocks)))),
     )
-    step = StepSpec(draw(st.sampled_from((1, 1, 2, 3))), draw(st.sampled_from((None, None, 1.0))))
+    step = StepSpec(
+        draw(st.sampled_from((1, 1, 2, 3))),
+        draw(st.sampled_from((None, None, 1.0))),
+        optimizer=draw(any_optimizer(model)),
+    )
     outcomes = brute_force(model, box, calibration, space, step, method)
     return Case(model, box, calibration, space, step, outcomes, method)

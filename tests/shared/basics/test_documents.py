@@ -241,7 +241,7 @@ def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
 def test_toml_is_read_and_its_damage_is_named(tmp_path: Path) -> None:
     path = tmp_path / "plan.toml"
     path.write_text(
-        'kind = "plan"\nschema_version = 1\nworkload_id = "0123456789abcdef"\n'
+        'kind = "plan"\nschema_version = 2\nworkload_id = "0123456789abcdef"\n'
         "chunk_bytes = 4096\nn_persist = 1\nn_buffer = 2\n"
     )
     assert Plan.load(path) == a_plan()
@@ -431,5 +431,5 @@ def test_kinds_are_named_as_people_speak(tmp_path: Path) -> None:
     with pytest.raises(FileError, match="is an advice state file, expected a plan file"):
         Plan.load(tmp_path / "state.json")
     (tmp_path / "plan.json").write_text('{"kind": "plan"}')
-    with pytest.raises(FileError, match="has no schema_version; this release reads 1"):
+    with pytest.raises(FileError, match="has no schema_version; this release reads 2"):
         Plan.load(tmp_path / "plan.json")

@@ -82,14 +82,14 @@ def test_the_text_of_a_plan_by_hand() -> None:
     assert row(text, "prologue") == ["prologue", "keep", "0, 3", "device", "1000 B", "–", "–"]
     assert row(text, "layers.2")[:4] == ["layers.2", "checkpoint", "2", "host, buffer 1"]
     assert row(text, "1") == [
-        "1", "2", "2,000", "8 KiB", "host, buffer 0", "1", "7.812 KiB", "CPU Adam, 1,000 of them"
+        "1", "2", "2,000", "8 KiB", "host, buffer 0", "1", "7.812 KiB", "CPU AdamW, 1,000 of them"
     ]  # fmt: skip
-    assert row(text, "3")[-1] == "device Adam"
+    assert row(text, "3")[-1] == "device AdamW"
     unwrapped = " ".join(text.split())
     for sentence in (
         "2 of 4 chunks persistent (512 B)",
         "Activations of 3 blocks: 1 kept on the device, 2 recomputed; 2 micro-batches one after another.",
-        "CPU Adam steps 2,000 parameters after the norm of all gradients is known, device Adam 100 at the end, "
+        "CPU AdamW steps 2,000 parameters after the norm of all gradients is known, device AdamW 100 at the end, "
         "1,008 are frozen.",
         "max_gradient_norm = 0.5",
     ):
