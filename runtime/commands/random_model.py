@@ -9,35 +9,43 @@ from torch import nn
 
 from ...shared.basics.errors import WorkloadError
 from ...shared.basics.units import format_bytes
+from ...shared.optimizers.state import state_tensors
+from ...shared.schema.optimizer import Optimizer
 from ...shared.schema.training_options import TrainingOptions
+from ...shared.schema.workload import DType
 from ..devices.machine import host_memory_bytes
 from ..devices.process_settings import leave_a_core_for_lanes
 from ..model.configurations import build_model, training_dtype
 from ..tracing.configurations import apply_options, configured_model
 
-_OPTIMIZER_BYTES: Final = 12
-"""Of AdamW's state for one trained scalar: two float32 moments, and a float32 gradient on its way."""
+_WIDENED_BYTES: Final = 4
+"""Of a trained scalar's gradient on its way, in float32."""
 
 
 def random_model(
-    configuration: dict[str, Any], name: str, dtype: str | None, seed: int, options: TrainingOptions
+    configuration: dict[str, Any],
+    name: str,
+    dtype: str | None,
+    seed: int,
+    options: TrainingOptions,
+    optimizer: Optimizer = Optimizer.ADAMW,
 ) -> nn.Module:
-    """The model with random weights.  Raises WorkloadError if this machine cannot hold it."""
+    """The model with random weights.  Raises WorkloadError if this machine cannot hold it with its optimizer."""
     leave_a_core_for_lanes()
     chosen = training_dtype(configuration, dtype)
     twin = configured_model(configuration, name, dtype, options)
-    check_host_memory(twin, name, "Use a smaller configuration, or trace without --real.")
+    check_host_memory(twin, name, "Use a smaller configuration, or trace without --real.", optimizer)
     torch.manual_seed(seed)
     model: nn.Module = build_model(configuration, name, chosen, device="cpu")
     apply_options(model, options)
     return model
 
 
-def check_host_memory(twin: nn.Module, name: str, remedy: str) -> None:
+def check_host_memory(twin: nn.Module, name: str, remedy: str, optimizer: Optimizer = Optimizer.ADAMW) -> None:
     """Raise WorkloadError if this machine cannot hold a model like ``twin`` with its optimizer state."""
-    need_bytes = sum(
-        p.numel() * (p.element_size() + (_OPTIMIZER_BYTES if p.requires_grad else 0)) for p in twin.parameters()
-    )
+    stepped = [(DType(str(p.dtype)), tuple(p.shape)) for p in twin.parameters() if p.requires_grad]
+    need_bytes = sum(p.numel() * (p.element_size() + _WIDENED_BYTES * p.requires_grad) for p in twin.parameters())
+    need_bytes += sum(tensor.size_bytes for one in stepped for tensor in state_tensors(one, optimizer))
     if need_bytes > host_memory_bytes():
         raise WorkloadError(
             f"{name} with its optimizer state needs about {format_bytes(need_bytes)} but this machine has "

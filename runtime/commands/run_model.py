@@ -10,6 +10,7 @@ from torch import nn
 
 from ...shared.basics.errors import PlanError
 from ...shared.catalogue.models import ModelConfiguration
+from ...shared.schema.optimizer import Optimizer
 from ...shared.schema.training_options import TrainingOptions
 from ...shared.schema.workload import Parameter, Workload
 from ..devices.process_settings import leave_a_core_for_lanes
@@ -50,13 +51,13 @@ class RunModel:
             )
         return twin
 
-    def build(self, twin: nn.Module, workload: Workload) -> nn.Module:
+    def build(self, twin: nn.Module, workload: Workload, optimizer: Optimizer) -> nn.Module:
         """The model on the host.  Raises ProtwinError if its weights do not fit it, or it does not fit this machine."""
         name, dtype = self.described.name, str(workload.compute_dtype)
         if self.weights is None:
-            return random_model(self.described.config, name, dtype, self.seed, self.options)
+            return random_model(self.described.config, name, dtype, self.seed, self.options, optimizer)
         leave_a_core_for_lanes()
-        check_host_memory(twin, name, "Use a machine with more memory.")
+        check_host_memory(twin, name, "Use a machine with more memory.", optimizer)
         model: nn.Module = load_pretrained(
             self.weights,
             self.described.config,

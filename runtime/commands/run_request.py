@@ -21,6 +21,7 @@ from ..data.sources import DataSource, PackedSource
 from ..devices.cpu_device import CpuDevice
 from ..devices.cuda_device import CudaDevice
 from ..devices.device import TrainingDevice
+from ..optimizers.named import check_runs_on
 from ..training.guards import check_carried_out
 from .learning_rates import LearningRates
 from .run_budget import check_budget
@@ -104,7 +105,8 @@ class RunRequest:
         if self.wants_record:
             check_record(extent.steps, training.pauses)
         device = self.device.at_hand()
-        built = self.model.build(twin, workload)
+        check_runs_on(self.plan.optimizer, device.torch_device)
+        built = self.model.build(twin, workload, self.plan.optimizer)
         record = training.run(built, device, tell)
         if self.save is not None:
             save_published(self.save, built, found.tokenizer, base=str(self.model.weights or self.model.named))

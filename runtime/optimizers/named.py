@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import warnings
 from functools import partial
 from types import ModuleType
@@ -93,9 +94,12 @@ def _name_of(made: torch.optim.Optimizer) -> Optimizer | None:
 
 
 def _bitsandbytes(optimizer: Optimizer) -> ModuleType:
+    # It warns of what it would need for other things than optimizers.
+    told = logging.getLogger(f"{_LIBRARY}.backends")
+    level = told.level
     try:
+        told.setLevel(logging.CRITICAL)
         with warnings.catch_warnings():
-            # It warns of what it would need for other things than optimizers.
             warnings.simplefilter("ignore")
             return importlib.import_module(_LIBRARY)
     except ImportError as error:
@@ -104,3 +108,5 @@ def _bitsandbytes(optimizer: Optimizer) -> ModuleType:
             f"pip install 'protwin[bitsandbytes]', or choose an optimizer of torch: "
             f"{', '.join(name for name in Optimizer if not name.is_of_bitsandbytes)}."
         ) from error
+    finally:
+        told.setLevel(level)

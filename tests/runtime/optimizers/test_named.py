@@ -69,7 +69,7 @@ def trained(case: Case, plan: Plan, device: CpuDevice | None = None) -> tuple[nn
 
 
 @pytest.mark.parametrize(("optimizer", "dtype"), EVERY, ids=str)
-@settings(max_examples=3, phases=[Phase.explicit, Phase.generate])
+@settings(max_examples=2, phases=[Phase.explicit, Phase.generate])
 @given(data=st.data())
 def test_every_plan_equals_the_plain_loop_with_its_optimizer(
     optimizer: Optimizer, dtype: torch.dtype, data: st.DataObject

@@ -103,6 +103,17 @@ def test_state_lies_where_its_chunk_is_stepped(
     assert table.device_adam_s[n_persist] == costs.task_s(adam) == costs.durations_s(schedule)[adam.id]
 
 
+def test_shards_on_devices_page_their_own_moments() -> None:
+    model = model_of([(1000, 401), (1000, 400), (400, 100)], DType.BFLOAT16)
+    knobs = {"parallel": ParallelMode.SHARDED, "num_ranks": 2, "n_shard": 3}
+    plan = plan_of(model, Optimizer.PAGED_ADAMW_8BIT, 0, **knobs)
+    schedule = compile_schedule(plan, model)
+    verify_schedule(schedule, plan, model)
+    paged = {b.chunk: (b.memory, b.size_bytes) for b in schedule.buffers if b.content is Content.PAGED_STATE}
+    # A rank's part of the third has 20,000 scalars, too few for pages; the first is padded to whole 256 bytes.
+    assert paged == {0: (Memory.HOST, 2 * 200_512), 1: (Memory.HOST, 2 * 200_000)}
+
+
 def test_a_schedule_of_another_optimizer_is_rejected() -> None:
     model = model_of([(64, 64), (64, 64)], DType.FLOAT32)
     plan, other = (plan_of(model, optimizer, 1) for optimizer in (Optimizer.ADAM, Optimizer.ADAMW))
