@@ -14,12 +14,15 @@ import torch
 from torch import nn
 
 from ...shared.basics.errors import FileError, PlanError
+from ...shared.optimizers.state import BLOCK_SCALARS
 from ..chunks.placed_model import PlacedModel
 from ..model.strides import copy_strided, in_memory_order, strided
 from ..optimizers.chunk_optimizer import ChunkOptimizer
 
 _MASTER: Final = "master_param"
 """The key of a narrow parameter's float32 weight beside its state."""
+_SCALES: Final = ("absmax1", "absmax2")
+_MAPS: Final = ("qmap1", "qmap2")
 _OF_THE_MACHINE: Final = frozenset({"capturable", "differentiable", "foreach", "fused"})
 """Options that say how an optimizer computes, not what: a resumed training keeps its own."""
 
@@ -161,7 +164,7 @@ class OptimizerState:
             state, name = dict(states.get(parameter, {})), self._names[parameter]
             given = state.pop(_MASTER, None)
             for key, part in state.items():
-                if not _fits(part, parameter):
+                if not _fits(key, part, parameter):
                     raise PlanError(
                         f"the optimizer's state_dict has a {key} of shape {tuple(part.shape)} for parameter {name} of "
                         f"shape {tuple(parameter.shape)}. Load the state_dict of an optimizer of this model."
@@ -249,8 +252,15 @@ def _copied(value: Any, shares: Sequence[_Share]) -> Any:
     return value.clone() if value.untyped_storage()._cdata in live else value
 
 
-def _fits(value: Any, parameter: nn.Parameter) -> bool:
-    """Whether a state may be one of ``parameter``: of its shape, a number, or factors of its shape as Adafactor has."""
+def _fits(key: str, value: Any, parameter: nn.Parameter) -> bool:
+    """Whether a state may be one of ``parameter``: of its shape, a number, or factors of its shape as Adafactor has.
+
+    8-bit state has a scale for every block of scalars, and maps of its own length ([Note: 8-bit state]).
+    """
+    if key in _SCALES and isinstance(value, torch.Tensor):
+        return value.shape == (-(-parameter.numel() // BLOCK_SCALARS),)
+    if key in _MAPS:
+        return True
     if not isinstance(value, torch.Tensor) or value.numel() == 1:
         return True
     if value.dim() != parameter.dim():

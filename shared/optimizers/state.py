@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from typing import Final
 
@@ -113,6 +114,8 @@ def is_paged(stepped: Stepped, optimizer: Optimizer) -> bool:
 
 def paged_bytes(together: Iterable[Stepped], optimizer: Optimizer) -> int:
     """Bytes of the state of these parameters that lie in unified memory: moments, without their scales."""
+    if optimizer is not Optimizer.PAGED_ADAMW_8BIT:
+        return 0
     return sum(
         tensor.size_bytes
         for stepped in together
@@ -124,15 +127,23 @@ def paged_bytes(together: Iterable[Stepped], optimizer: Optimizer) -> int:
 
 def map_bytes(together: Iterable[Stepped], optimizer: Optimizer) -> int:
     """Bytes of the maps that these parameters, of one chunk, share."""
+    if not optimizer.is_quantized:
+        return 0
     return _NUM_MAPS * MAP_BYTES if any(is_quantized(stepped, optimizer) for stepped in together) else 0
 
 
 def state_bytes(together: Iterable[Stepped], optimizer: Optimizer) -> int:
     """Bytes of all that ``optimizer`` keeps for the parameters of one chunk: masters, state and maps."""
     every = list(together)
-    kept_bytes = sum(tensor.size_bytes for stepped in every for tensor in state_tensors(stepped, optimizer))
-    masters_bytes = sum(prod(shape) * master_bytes(dtype, optimizer) for dtype, shape in every)
-    return masters_bytes + kept_bytes + map_bytes(every, optimizer)
+    return sum(_own_bytes(stepped, optimizer) for stepped in every) + map_bytes(every, optimizer)
+
+
+@lru_cache(maxsize=2**16)
+def _own_bytes(stepped: Stepped, optimizer: Optimizer) -> int:
+    """What is kept for one parameter alone: its master and its state.  Blocks repeat their shapes."""
+    dtype, shape = stepped
+    kept_bytes = sum(tensor.size_bytes for tensor in state_tensors(stepped, optimizer))
+    return prod(shape) * master_bytes(dtype, optimizer) + kept_bytes
 
 
 def stepped_of(parameters: Iterable[Parameter]) -> tuple[Stepped, ...]:

@@ -175,6 +175,25 @@ def test_a_training_goes_on_under_another_plan(optimizer: Optimizer, tmp_path: P
     assert max(map(len, maps)) == (1 if optimizer is Optimizer.ADAMW_8BIT else 0)
 
 
+@pytest.mark.parametrize("optimizer", [Optimizer.ADAMW_8BIT, Optimizer.SGD])
+def test_state_in_torchs_form_goes_on(optimizer: Optimizer) -> None:
+    """A state_dict of one plan is loaded under another, with the weights of the same moment."""
+    case = case_of(optimizer, torch.float32)
+    plan = plan_for(case.workload).model_copy(update={"optimizer": optimizer})
+    model = case.build()
+    with carry_out(model, plan, case.workload, optimizer=case.make_optimizer) as training:
+        case.loss(model, case.batches[0]).backward()
+        training.step()
+        state = training.optimizer.state_dict()
+    after = plan.model_copy(update={"n_persist": 0, "chunk_bytes": 50_000, "n_buffer": 12})
+    with carry_out(model, after, case.workload, optimizer=case.make_optimizer) as training:
+        training.optimizer.load_state_dict(state)
+        for batch in case.batches[1:]:
+            case.loss(model, batch).backward()
+            training.step()
+    assert differences(model, case.plain.weights[-1]) == []
+
+
 # -- refusals --------------------------------------------------------------------------------------------------------
 
 
