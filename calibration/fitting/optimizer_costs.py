@@ -37,7 +37,7 @@ def optimizer_factors(
 ) -> tuple[OptimizerFactors, OptimizerFactors]:
     """Measured over modelled seconds of a step: on the host's lane of CPU Adam, and on a CUDA device.
 
-    The model is that of ``hardware`` without a calibration.  What a library that is not there would step is left out.
+    The model is that of ``hardware`` without a calibration.  Optimizers of a library that is not there are left out.
     """
     is_cuda = device.torch_device.type == "cuda"
     share_s = seconds / (len(MEASURED) * (2 if is_cuda else 1))

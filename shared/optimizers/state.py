@@ -27,7 +27,7 @@ LEAST_QUANTIZED_SCALARS: Final = 4096
 LEAST_PAGED_SCALARS: Final = 100_000
 """A smaller tensor's moments stay in the device's ordinary memory."""
 PAGED_NAMES: Final = ("state1", "state2")
-"""What of a paged tensor's state lies in unified memory; its scales do not."""
+"""Keys of a paged tensor's state in unified memory; its scales are not there."""
 MAP_BYTES: Final = 256 * 4
 """One map from bytes to values."""
 _NUM_MAPS: Final = 2
@@ -60,7 +60,7 @@ class StateTensor:
 
 
 def stepped_dtype(dtype: DType, optimizer: Optimizer) -> DType:
-    """The element type of the weight that is stepped: that of the parameter, or of its float32 master."""
+    """The element type of the weight that is stepped: the parameter or its float32 master."""
     if optimizer is Optimizer.ADAMW_BF16 and dtype is DType.BFLOAT16:
         return dtype
     return DType.FLOAT32 if dtype.item_bytes < DType.FLOAT32.item_bytes else dtype
@@ -140,7 +140,7 @@ def state_bytes(together: Iterable[Stepped], optimizer: Optimizer) -> int:
 
 @lru_cache(maxsize=2**16)
 def _own_bytes(stepped: Stepped, optimizer: Optimizer) -> int:
-    """What is kept for one parameter alone: its master and its state.  Blocks repeat their shapes."""
+    """Bytes of one parameter's master and state.  Blocks repeat their shapes."""
     dtype, shape = stepped
     kept_bytes = sum(tensor.size_bytes for tensor in state_tensors(stepped, optimizer))
     return prod(shape) * master_bytes(dtype, optimizer) + kept_bytes

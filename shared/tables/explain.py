@@ -160,7 +160,7 @@ def explain_plan(plan: Plan, workload: Workload) -> str:
 def explain(schedule: Schedule, plan: Plan, workload: Workload, layout: Layout, *, optimizer: str | None = None) -> str:
     """What one iteration does with every block and every chunk, as text: two tables and a summary.
 
-    ``optimizer`` is the name of what steps; by default that of the plan's optimizer.
+    ``optimizer`` is the name of what steps; the plan's own unless given.
     """
     optimizer = optimizer or plan.optimizer.words
     found = account(schedule, plan, workload, layout)

@@ -37,7 +37,7 @@ def test_factors_turn_the_model_into_what_was_measured(monkeypatch: pytest.Monke
     assert per_scalar[Optimizer.ADAMW_8BIT] > 2 * per_scalar[Optimizer.ADAM]
 
 
-def test_what_an_absent_library_steps_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_optimizers_of_an_absent_library_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(optimizer_costs, "_SHAPE", (8, 16))
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     found, _ = optimizer_factors(CpuDevice(), machine(kind=DeviceKind.CPU), seconds=0.01)

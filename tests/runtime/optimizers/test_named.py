@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from functools import lru_cache, partial
 from pathlib import Path
+from threading import Barrier, BrokenBarrierError, Thread
 
 import pytest
 import torch
@@ -13,6 +15,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from protwin.runtime import CpuDevice, carry_out, named_optimizer
+from protwin.runtime.optimizers.chunk_optimizer import ChunkOptimizer
+from protwin.runtime.optimizers.step_options import ParameterGroup, StepOptions
 from protwin.shared.basics.errors import PlanError
 from protwin.shared.compile.compile import compile_schedule
 from protwin.shared.layout.layout import build_layout
@@ -173,6 +177,34 @@ def test_a_training_goes_on_under_another_plan(optimizer: Optimizer, tmp_path: P
         ]
     assert differences(resumed, case.plain.weights[-1]) == []
     assert max(map(len, maps)) == (1 if optimizer is Optimizer.ADAMW_8BIT else 0)
+
+
+@pytest.mark.parametrize("optimizer", [Optimizer.ADAMW_8BIT, Optimizer.ADAMW])
+def test_steps_of_bitsandbytes_take_turns_on_the_cpu(optimizer: Optimizer) -> None:
+    """Its kernels are wrong beside themselves; those of torch may run side by side."""
+    running, most, both = 0, 0, Barrier(2)
+
+    def stepped() -> None:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        with suppress(BrokenBarrierError):
+            both.wait(0.1)  # of two at once, each sees the other
+        running -= 1
+
+    steppers = []
+    for _ in range(2):
+        weight = nn.Parameter(torch.zeros(8))
+        options = StepOptions([ParameterGroup((weight,), {})], {})
+        stepper = ChunkOptimizer([weight], [weight], options, named_optimizer(optimizer))
+        stepper.optimizer.step = stepped
+        steppers.append(stepper)
+    threads = [Thread(target=stepper.step, args=([torch.zeros(8)],)) for stepper in steppers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert most == (1 if optimizer.is_of_bitsandbytes else 2)
 
 
 @pytest.mark.parametrize("optimizer", [Optimizer.ADAMW_8BIT, Optimizer.SGD])
