@@ -446,6 +446,7 @@ def host_memories() -> SearchStrategy[HostMemory]:
         device_bytes=_SIZES,
         loading_bytes=_SIZES,
         process_bytes=_SIZES,
+        step_bytes=_SIZES,
     )
 
 

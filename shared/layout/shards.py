@@ -92,6 +92,13 @@ def regions(chunk: Chunk, parameters: Sequence[Parameter]) -> list[Region]:
     return found
 
 
+def stepped_parts(chunk: Chunk, parameters: Sequence[Parameter], num_ranks: int) -> Sequence[Stepped]:
+    """What is stepped one by one of a chunk: its parameters, or one of ``num_ranks`` parts of its regions."""
+    if num_ranks > 1:
+        return [(r.dtype, (r.shard_elements(num_ranks),)) for r in regions(chunk, parameters) if r.trainable]
+    return stepped_members(chunk, parameters)
+
+
 def rank_part(
     chunk: Chunk,
     parameters: Sequence[Parameter],

@@ -7,7 +7,7 @@ from math import prod
 from typing import Final
 
 from ..schema.optimizer import Optimizer
-from .state import Stepped, master_bytes, state_tensors, stepped_dtype
+from .state import Stepped, is_quantized, master_bytes, state_tensors, stepped_dtype
 
 _MATRIX_PASSES: Final = 17
 _VECTOR_PASSES: Final = 19
@@ -18,6 +18,7 @@ reciprocal root 2, times the gradient 3, norm of the update 1, addition to the w
 gradient's rows and columns 2, product of the factors 1, division 2.  A vector: square 2, interpolation 3, copy 2.
 """
 
+_FLOAT32_BYTES: Final = 4
 PAGED_BYTES_PER_SCALAR: Final = 2
 """Of two moments, one byte each."""
 
@@ -54,6 +55,21 @@ def temporary_bytes(stepped: Stepped, optimizer: Optimizer) -> int:
         return (2 * count + 1) * item_bytes
     matrices = prod(shape[:-2])
     return (count + matrices * (shape[-2] + shape[-1] + 1)) * item_bytes
+
+
+def host_temporary_bytes(stepped: Stepped, optimizer: Optimizer) -> int:
+    """The most that a step on the host holds at once beside weight, gradient and state.
+
+    Kernels of bitsandbytes for the CPU are passes over whole tensors (``_optimizer_update_8bit_blockwise_cpu`` and
+    ``_optimizer_update_32bit_cpu``, version 0.50.2): both moments in float32, the scaled gradient and two tensors of
+    the denominator, or three tensors where moments are float32 already.
+    """
+    count = prod(stepped[1])
+    if is_quantized(stepped, optimizer):
+        return _FLOAT32_BYTES * 5 * count
+    if optimizer.is_of_bitsandbytes:
+        return _FLOAT32_BYTES * 3 * count
+    return temporary_bytes(stepped, optimizer)
 
 
 def widened_scalars(count: int, optimizer: Optimizer, piece: int) -> int:

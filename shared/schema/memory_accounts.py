@@ -89,6 +89,13 @@ class HostMemory(FrozenModel):
     homes."""
     process_bytes: NonNegativeInt
     """Python, PyTorch and the other libraries."""
+    step_bytes: NonNegativeInt = 0
+    """The most that the step of one tensor makes on the way, of optimizers whose kernels are several passes."""
+
+    @property
+    def training_bytes(self) -> int:
+        """The most while training, the process itself left out."""
+        return self.pinned_bytes + self.state_bytes + self.device_bytes + self.step_bytes
 
     @property
     def pinned_bytes(self) -> int:
@@ -98,5 +105,4 @@ class HostMemory(FrozenModel):
     @property
     def total_bytes(self) -> int:
         """The most that the process holds, while loading or while training."""
-        training_bytes = self.pinned_bytes + self.state_bytes + self.device_bytes
-        return self.process_bytes + max(self.loading_bytes, training_bytes)
+        return self.process_bytes + max(self.loading_bytes, self.training_bytes)

@@ -53,11 +53,11 @@ def _host_words(host: HostMemory) -> str:
         (host.pinned_bytes, "pinned in powers of two" if is_rounded else "pinned"),
         (host.state_bytes, "optimizer state"),
         (host.device_bytes, "in the device's place"),
+        (host.step_bytes, "within steps"),
         (host.process_bytes, "Python and libraries"),
     ]
     listed = ", ".join(f"{format_bytes(size)} {name}" for size, name in parts if size)
-    training_bytes = host.pinned_bytes + host.state_bytes + host.device_bytes
-    if host.loading_bytes > training_bytes:
+    if host.loading_bytes > host.training_bytes:
         return f"while the model loads; then {listed}"
     return listed
 

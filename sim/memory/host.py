@@ -20,7 +20,9 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 
 from ...shared.layout.layout import Layout
+from ...shared.layout.shards import stepped_parts
 from ...shared.optimizers.state import master_bytes
+from ...shared.optimizers.work import host_temporary_bytes
 from ...shared.schema.hardware import DeviceKind, Hardware
 from ...shared.schema.memory_accounts import HostMemory, PinnedRule
 from ...shared.schema.plan import ParallelMode
@@ -87,7 +89,27 @@ def host_memory(
         device_bytes=device_peak_bytes if is_cpu else 0,
         loading_bytes=loading_peak_bytes(schedule, parameters, layout, is_on_host=is_cpu),
         process_bytes=PROCESS_BYTES[hardware.device.kind],
+        step_bytes=step_peak_bytes(schedule, parameters, layout, is_on_host=is_cpu),
     )
+
+
+def step_peak_bytes(schedule: Schedule, parameters: Sequence[Parameter], layout: Layout, *, is_on_host: bool) -> int:
+    """The most that stepping one tensor makes in the host's memory.  Bytes.
+
+    ``is_on_host``: device memory is host memory too.  What torch's operators make there is in the schedule's account of
+    the device; what kernels of bitsandbytes make within is not.
+    """
+    optimizer = schedule.optimizer
+    states = {b.chunk: b.memory for b in schedule.buffers if b.is_static and b.content is Content.OPTIMIZER_STATE}
+    counts = {Memory.HOST} | ({Memory.DEVICE} if is_on_host and optimizer.is_of_bitsandbytes else set())
+    num_parts = schedule.num_ranks if schedule.parallel is ParallelMode.SHARDED else 1
+    stepped = (
+        one
+        for chunk in layout.chunks
+        if states.get(chunk.id) in counts
+        for one in stepped_parts(chunk, parameters, num_parts if states[chunk.id] is Memory.HOST else 1)
+    )
+    return max((host_temporary_bytes(one, optimizer) for one in stepped), default=0)
 
 
 def loading_peak_bytes(schedule: Schedule, parameters: Sequence[Parameter], layout: Layout, *, is_on_host: bool) -> int:

@@ -6,14 +6,14 @@ Compute tasks make and free what they name themselves; when memory of copies com
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum
 from math import prod
 
-from ...shared.layout.layout import Chunk, Layout
-from ...shared.layout.shards import regions, stepped_members
-from ...shared.optimizers.state import MAP_BYTES, PAGED_NAMES, Stepped, is_paged, map_bytes, master_bytes, state_tensors
+from ...shared.layout.layout import Layout
+from ...shared.layout.shards import stepped_parts
+from ...shared.optimizers.state import MAP_BYTES, PAGED_NAMES, is_paged, map_bytes, master_bytes, state_tensors
 from ...shared.schema.schedule import AllocationId, Content, Lane, Memory, Schedule, Task, TaskKind
 from ...shared.schema.workload import Parameter
 from ...shared.verify.happens_before import HappensBefore
@@ -149,7 +149,7 @@ def static_tensors(schedule: Schedule, parameters: tuple[Parameter, ...], layout
         elif buffer.memory is Memory.DEVICE and buffer.content is Content.OPTIMIZER_STATE:
             assert buffer.chunk is not None
             num_ranks = schedule.num_ranks if buffer.chunk in sharded else 1
-            together = _stepped(layout.chunks[buffer.chunk], parameters, num_ranks)
+            together = stepped_parts(layout.chunks[buffer.chunk], parameters, num_ranks)
             first_step += [MAP_BYTES] * (map_bytes(together, optimizer) // MAP_BYTES)
             for dtype, shape in together:
                 if of_master := prod(shape) * master_bytes(dtype, optimizer):
@@ -160,10 +160,3 @@ def static_tensors(schedule: Schedule, parameters: tuple[Parameter, ...], layout
         elif buffer.memory is Memory.DEVICE:
             set_up.append(SetUp(buffer.size_bytes, stays=True))
     return StaticTensors(tuple(set_up), tuple(first_step))
-
-
-def _stepped(chunk: Chunk, parameters: tuple[Parameter, ...], num_ranks: int) -> Sequence[Stepped]:
-    """What is stepped one by one: parameters, or one of ``num_ranks`` parts of regions."""
-    if num_ranks > 1:
-        return [(r.dtype, (r.shard_elements(num_ranks),)) for r in regions(chunk, parameters) if r.trainable]
-    return stepped_members(chunk, parameters)

@@ -13,6 +13,7 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.profiler import ProfilerActivity, profile
 
 from protwin.runtime import CpuDevice, carry_out, named_optimizer
 from protwin.runtime.optimizers.chunk_optimizer import ChunkOptimizer
@@ -21,7 +22,7 @@ from protwin.shared.basics.errors import PlanError
 from protwin.shared.compile.compile import compile_schedule
 from protwin.shared.layout.layout import build_layout
 from protwin.shared.optimizers.state import LEAST_QUANTIZED_SCALARS, is_quantized, state_bytes
-from protwin.shared.optimizers.work import temporary_bytes
+from protwin.shared.optimizers.work import host_temporary_bytes, temporary_bytes
 from protwin.shared.schema.optimizer import Optimizer
 from protwin.shared.schema.plan import Plan
 from protwin.shared.schema.workload import DType
@@ -147,6 +148,26 @@ def test_adafactor_makes_what_was_said_on_the_way(shape: tuple[int, ...]) -> Non
         made.step()
     found = ledger.watched_peak_bytes - before
     assert found == temporary_bytes((DType.FLOAT32, shape), Optimizer.ADAFACTOR)
+
+
+@pytest.mark.parametrize("optimizer", ON_CPU)
+def test_steps_on_the_host_make_what_was_said_on_the_way(optimizer: Optimizer) -> None:
+    """Oracle: every allocation of a step, those within operators too, as torch's profiler sees them."""
+    dtype = DType.BFLOAT16 if optimizer is Optimizer.ADAMW_BF16 else DType.FLOAT32
+    for shape in ((300, 100), (LEAST_QUANTIZED_SCALARS - 1,)):
+        weight = nn.Parameter(torch.randn(shape).to(getattr(torch, dtype)))
+        weight.grad = torch.randn_like(weight)
+        made = named_optimizer(optimizer)([{"params": [weight]}])
+        made.step()
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+            made.step()
+        level = found = 0
+        events = (event for event in seen.profiler.kineto_results.events() if event.name() == "[memory]")
+        for event in sorted(events, key=lambda event: event.start_ns()):
+            level += event.nbytes()
+            found = max(found, level)
+        # Scalars on their way to Python besides.
+        assert 0 <= found - host_temporary_bytes((dtype, shape), optimizer) <= 64
 
 
 # -- checkpoints -----------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from protwin.shared.layout.layout import build_layout
 from protwin.shared.optimizers.names import optimizer_named
 from protwin.shared.optimizers.state import stepped_of
 from protwin.shared.optimizers.work import traffic_bytes
+from protwin.shared.schema.hardware import DeviceKind
 from protwin.shared.schema.optimizer import Optimizer
 from protwin.shared.schema.plan import ParallelMode, Plan
 from protwin.shared.schema.schedule import Content, Memory, TaskKind
@@ -22,6 +23,7 @@ from protwin.shared.schema.workload import DType, Parameter, Workload
 from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
 from protwin.shared.verify.verify import verify_schedule
 from protwin.sim.costs.task_costs import CostModel
+from protwin.sim.memory.host import host_memory
 from protwin.sim.searching.problem import search_problem
 from protwin.sim.searching.request import SearchRequest, Step
 from protwin.sim.space.chunk_table import chunk_table
@@ -197,6 +199,29 @@ def test_less_state_is_less_device_memory() -> None:
     assert peaks[Optimizer.ADAMW] - peaks[Optimizer.SGD] == 3 * (400_000 + 4)
     scales = 2 * 4 * -(-100_000 // 256) + 2048
     assert peaks[Optimizer.ADAMW] - by_8_bit == 3 * (800_000 + 4 - 200_000 - scales)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "n_persist", "kind", "expected"),
+    [
+        (Optimizer.ADAMW, 0, DeviceKind.CUDA, 0),
+        (Optimizer.ADAMW_8BIT, 0, DeviceKind.CUDA, 20 * 100_000),
+        (Optimizer.LION, 0, DeviceKind.CUDA, 12 * 100_000),
+        (Optimizer.ADAFACTOR, 0, DeviceKind.CUDA, 4 * (100_000 + 400 + 250 + 1)),
+        # The largest is persistent: nothing of it is the host's, unless the CPU is the device.
+        (Optimizer.ADAMW_8BIT, 1, DeviceKind.CUDA, 20 * 4096),
+        (Optimizer.ADAMW_8BIT, 1, DeviceKind.CPU, 20 * 100_000),
+    ],
+)
+def test_the_host_holds_what_the_largest_step_makes(
+    optimizer: Optimizer, n_persist: int, kind: DeviceKind, expected: int
+) -> None:
+    model = model_of([(400, 250), (64, 64)], DType.FLOAT32)
+    schedule = compile_schedule(plan_of(model, optimizer, n_persist), model)
+    layout = build_layout(model.parameters, num_blocks=2, chunk_bytes=1)
+    found = host_memory(schedule, model.parameters, layout, machine(kind=kind), device_peak_bytes=0)
+    assert found.step_bytes == expected
+    assert found.training_bytes == found.pinned_bytes + found.state_bytes + expected
 
 
 # -- names and refusals ----------------------------------------------------------------------------------------------
