@@ -39,9 +39,12 @@ from protwin.shared.schema.workload import (
     DType,
     Operation,
     OperationClass,
+    OuterSection,
     Parameter,
     Phase,
+    Uses,
     Workload,
+    in_forward_order,
 )
 
 CHUNK_BYTES: Final = (2**30, 8192, 4096, 2048, 1024, 512, 256, 1)
@@ -180,8 +183,18 @@ def _shared_inputs(draw: DrawFn, num_blocks: int) -> SharedInput:
 
 
 @st.composite
+def uses(draw: DrawFn, num_blocks: int) -> Uses:
+    """Any sections: a tied head, an embedding of several, weights that blocks share, what a block alone would own."""
+    sections = st.sampled_from(OuterSection) | st.integers(0, num_blocks - 1)
+    users = st.lists(sections, max_size=3, unique=True).map(tuple)
+    forward = draw(users.filter(len))
+    backward = draw(st.just(forward) | users)
+    return Uses(forward=forward, backward=backward, gradient=min((draw(sections), *backward), key=in_forward_order))
+
+
+@st.composite
 def workloads(draw: DrawFn, max_blocks: int = 6, measured: bool | None = True, min_parameters: int = 1) -> Workload:
-    """Workloads of one to ``max_blocks`` blocks of several kinds, with unowned parameters anywhere.
+    """Workloads of one to ``max_blocks`` blocks of several kinds, with parameters that no block alone uses anywhere.
 
     ``measured``: whether phases carry seconds (None: some do); without, they carry operations.
     ``min_parameters``: of each block.
@@ -198,16 +211,28 @@ def workloads(draw: DrawFn, max_blocks: int = 6, measured: bool | None = True, m
         for place, (elements, dtype, trainable) in enumerate(kinds[kind].parameters)
     ]
     unowned = draw(_parameter_lists(dtypes, 0, 3))
+    used = [draw(st.none() | uses(num_blocks)) for _ in unowned]
     for number, (elements, dtype, trainable) in enumerate(unowned):
         place = draw(st.integers(0, len(parameters)))
         aliases = ("tied",) if number == 0 and elements % 2 else ()
         parameters.insert(
             place,
-            Parameter(name=f"unowned.{number}", shape=(elements, 1), dtype=dtype, trainable=trainable, aliases=aliases),
+            Parameter(
+                name=f"unowned.{number}",
+                shape=(elements, 1),
+                dtype=dtype,
+                trainable=trainable,
+                uses=used[number],
+                aliases=aliases,
+            ),
         )
     embedded_bytes, loss_bytes = draw(_SIZES), draw(_SIZES)
-    head_gradient_bytes = draw(st.integers(0, _gradient_bytes(unowned)))
-    embedding_gradient_bytes = _gradient_bytes(unowned) - head_gradient_bytes
+    embedding_gradient_bytes, head_gradient_bytes = (
+        _gradient_bytes([p for p, of_p in zip(unowned, used, strict=True) if (of_p and of_p.gradient) == completed])
+        for completed in (OuterSection.PROLOGUE, OuterSection.EPILOGUE)
+    )
+    unknown_bytes = _gradient_bytes([p for p, of_p in zip(unowned, used, strict=True) if of_p is None])
+    embedding_gradient_bytes += unknown_bytes
     return Workload(
         model_name="random",
         model_hash="0123456789abcdef",

@@ -13,8 +13,7 @@ def bootstrap_plans(workload: Workload) -> tuple[Plan, ...]:
     """Three plans that between them run every kind of task: all on the device, half of it, and nothing kept there."""
     chunk_bytes = largest_block_bytes(workload)
     layout = build_layout(workload.parameters, num_blocks=workload.num_blocks, chunk_bytes=chunk_bytes)
-    offloaded = [chunk.id for chunk in layout.chunks if chunk.blocks]
-    half = offloaded[len(offloaded) // 2] if offloaded else 0
+    half = len(layout.chunks) // 2
     blocks = workload.num_blocks
 
     def plan(n_persist: int, n_buffer: int, n_checkpoint: int, prefetch_depth: int) -> Plan:
@@ -92,9 +91,5 @@ def spanning_plans(workload: Workload) -> dict[str, Plan]:
 
 
 def _prefix(layout: Layout, share: float) -> int:
-    """The prefix that makes ``share`` of the block-owned chunks persistent."""
-    owned = [chunk.id for chunk in layout.chunks if chunk.blocks]
-    count = round(share * len(owned))
-    if count == len(owned):
-        return len(layout.chunks)
-    return int(owned[count]) if count else 0
+    """The prefix that makes ``share`` of the chunks persistent."""
+    return round(share * len(layout.chunks))

@@ -69,8 +69,7 @@ def _fits(workload: Workload, hardware: Hardware) -> bool:
         return room_bytes >= 0
     n_persist = 0
     for chunk in layout.chunks:
-        if chunk.id not in layout.unowned:
-            room_bytes -= _persistent_bytes(chunk, workload.parameters)
+        room_bytes -= _persistent_bytes(chunk, workload.parameters)
         if room_bytes < 0:
             break
         n_persist += 1
@@ -86,7 +85,7 @@ def _least_too_many(workload: Workload, hardware: Hardware) -> int:
 
 def _persistent_bytes(chunk: Chunk, parameters: Sequence[Parameter]) -> int:
     """What a chunk takes of the device for good: parameters, gradients and the optimizer's state."""
-    return chunk.size_bytes + sum(chunk.gradient_bytes) + chunk_state_bytes(chunk, parameters, Optimizer.ADAMW)
+    return chunk.size_bytes + chunk.gradient_bytes + chunk_state_bytes(chunk, parameters, Optimizer.ADAMW)
 
 
 @dataclass(frozen=True, slots=True)

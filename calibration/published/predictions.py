@@ -326,7 +326,7 @@ def idle_buffer_bytes(workload: Workload) -> tuple[int, ...]:
     found = []
     for chunk_bytes in (CHUNK_BYTES, *_OTHER_CHUNK_BYTES):
         layout = build_layout(workload.parameters, num_blocks=workload.num_blocks, chunk_bytes=chunk_bytes)
-        widest = max(len(chunks) for chunks in layout.chunks_of_block)
+        widest = max(len(chunks) for chunks in layout.needed[1 : 1 + workload.num_blocks])
         found.append(2 * widest * chunk_bytes)
     return tuple(found)
 

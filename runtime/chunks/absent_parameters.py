@@ -17,33 +17,8 @@ import torch
 from torch import nn
 
 from ...shared.basics.errors import ScheduleError
+from ..model.parameters import asks_for_facts
 
-_VALUES: Final = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
-"""Attributes that give values."""
-_FACTS: Final = frozenset(
-    {
-        "data_ptr",
-        "dim",
-        "element_size",
-        "get_device",
-        "is_complex",
-        "is_contiguous",
-        "is_floating_point",
-        "is_signed",
-        "ndimension",
-        "nelement",
-        "numel",
-        "register_hook",
-        "register_post_accumulate_grad_hook",
-        "requires_grad_",
-        "retain_grad",
-        "size",
-        "storage_offset",
-        "stride",
-        "untyped_storage",
-    }
-)
-"""Methods that read no value."""
 _NAME: Final = "_protwin_name"
 
 
@@ -72,13 +47,6 @@ def _away_class(original: type[nn.Parameter]) -> type[nn.Parameter] | None:
         return None
     body = {"__torch_function__": classmethod(_refuse_values), "_protwin_original": original}
     return type(original.__name__, (original,), body)
-
-
-def asks_for_facts(function: Any) -> bool:
-    """Whether an operation of torch reads no value of its tensor: its shape, dtype, gradient and the like."""
-    name = getattr(function, "__name__", str(function))
-    attribute = getattr(getattr(function, "__self__", None), "__name__", "")
-    return name in _FACTS or (name == "__get__" and attribute not in _VALUES)
 
 
 def _refuse_values(cls: type, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from ...shared.basics.errors import ScheduleError
-from .absent_parameters import asks_for_facts
+from ..model.parameters import asks_for_facts
 
 Norms = Mapping[int, torch.Tensor]
 """The norm of each gradient by the ``id`` of its parameter."""

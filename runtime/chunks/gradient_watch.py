@@ -28,8 +28,8 @@ def refusing_late_gradients(chunks: Iterable[DeviceChunk], has_left: Callable[[i
         def arrived(parameter: torch.Tensor, chunk_id: int = chunk.chunk.id) -> None:
             if has_left(chunk_id):
                 raise ScheduleError(
-                    f"a parameter of chunk {chunk_id} got a gradient after backward had left its block: it is used "
-                    f"outside the block too. Name the blocks so that shared parameters lie outside (blocks=...)."
+                    f"a parameter of chunk {chunk_id} got a gradient after backward had left the sections that used it "
+                    f"when the model was traced. Trace the model as it is trained, and search a plan for that."
                 )
 
         for parameter in chunk.trainable:

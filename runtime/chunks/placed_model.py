@@ -9,10 +9,11 @@ import torch
 from torch import nn
 
 from ...shared.layout.layout import Layout
+from ...shared.layout.uses import numbered_section, numbered_uses
 from ...shared.schema.optimizer import Optimizer
 from ...shared.schema.plan import Plan
 from ...shared.schema.schedule import Content, Section
-from ...shared.schema.workload import BlockId, Workload
+from ...shared.schema.workload import Workload
 from ..devices.device import TrainingDevice
 from ..optimizers.chunk_optimizer import ChunkOptimizer, MakeOptimizer
 from ..optimizers.device_steps import DeviceStep, narrow_steps
@@ -80,7 +81,7 @@ class PlacedModel:
         self._stand_ins: GradientStandIns | None = None
         self._looks: GradientLooks | None = None
         self._staying: dict[Section, list[nn.Parameter]] = {}
-        """The trainable parameters of each block that stay on the device."""
+        """The trainable parameters that stay on the device, by the section that completes their gradients."""
         self._labels = {id(p): policy.options.label_of(p) for p in model.parameters()}
         self._in_order = [parameter for parameter in model.parameters() if parameter.requires_grad]
         parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -134,8 +135,10 @@ class PlacedModel:
         stepped = {parameter for step in self._device_steps for parameter in step.parameters}
         found: dict[Section, list[nn.Parameter]] = {}
         for spec in workload.parameters:
-            if spec.block is not None and parameters[spec.name] in stepped:
-                found.setdefault(BlockId(spec.block), []).append(parameters[spec.name])
+            if parameters[spec.name] in stepped:
+                number = numbered_uses(spec, workload.num_blocks).gradient
+                section = numbered_section(number, workload.num_blocks)
+                found.setdefault(section, []).append(parameters[spec.name])
         return found
 
     def _make_optimizers(self, chunk: DeviceChunk, policy: StepPolicy, optimizer: Optimizer) -> None:

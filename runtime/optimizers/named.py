@@ -105,7 +105,7 @@ def _bitsandbytes(optimizer: Optimizer) -> ModuleType:
     except ImportError as error:
         raise PlanError(
             f"the optimizer {optimizer} is one of bitsandbytes, which cannot be imported ({error}). Install it with "
-            f"pip install 'protwin[bitsandbytes]', or choose an optimizer of torch: "
+            f"pip install '.[bitsandbytes]' in the checkout, or choose an optimizer of torch: "
             f"{', '.join(name for name in Optimizer if not name.is_of_bitsandbytes)}."
         ) from error
     finally:

@@ -56,7 +56,7 @@ def family_of_configuration(
     with quiet(), autocast_of(options):
         tracer = _Tracer(model, on_progress)
         pieces = tuple(tracer.pieces())
-        facts = traced_model(model, find_blocks(model), tracer.subject.stands_for, name=name, traced_with="fake")
+        facts = traced_model(model, find_blocks(model), tracer.subject.uses, name=name, traced_with="fake")
         family = WorkloadFamily(
             model_name=facts.model_name,
             model_hash=facts.model_hash,
@@ -79,11 +79,12 @@ def _with_twin(
     """``family`` with its twin, if a trace of that shows no other difference."""
     model = configured_model(configuration, name, twin, options)
     subject = FakeSubject(model)
-    facts = traced_model(model, find_blocks(model), subject.stands_for, name=name, traced_with="fake")
-    known = family.model_copy(update={"twins": {twin: facts.model_hash}})
     shape = dict(zip(family.variables, family.pieces[-1].proven_at[0], strict=True))
+    traced = subject.at(batch_of(model, shape))
+    facts = traced_model(model, find_blocks(model), subject.uses, name=name, traced_with="fake")
+    known = family.model_copy(update={"twins": {twin: facts.model_hash}})
     # Some models differ: T5 looks for overflows in float16 alone.
-    does_the_same = known.in_dtype(twin).at(**shape) == assemble(facts, subject.at(batch_of(model, shape)))
+    does_the_same = known.in_dtype(twin).at(**shape) == assemble(facts, traced)
     return known if does_the_same else family
 
 

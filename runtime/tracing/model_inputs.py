@@ -119,7 +119,7 @@ class ModelInputs:
 
     def batches(self, given: Mapping[str, int | None]) -> Iterator[Inputs]:
         """Batches of the shape, the likeliest first: which way round a spectrogram is the model alone knows."""
-        batch_size, length = given[BATCH_SIZE] or 0, given[SEQUENCE_LENGTH] or 0
+        batch_size, length = given[BATCH_SIZE] or 0, given.get(SEQUENCE_LENGTH) or 0
         target = given.get(TARGET_LENGTH) or length
         for inputs in self._inputs(batch_size, length):
             yield inputs | self._targets(inputs, batch_size, length, target)

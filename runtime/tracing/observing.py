@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from ...shared.basics.errors import WorkloadError
 from ...shared.basics.units import format_bytes
@@ -26,11 +27,28 @@ from ..model.batches import Batch, Loss, batch_tensors, loss_of
 from ..model.blocks import NamedBlock
 from ..model.kept_tensors import kept_tensors
 from ..model.nested_tensors import storage_bytes, tensors_in
+from ..model.parameters import SeenUses, asks_for_facts
 from .block_inputs import GivenTensor, GivenTensors
 from .operations import observe_call
 
 _MOST_PASSES: Final = 6
 """Iterations after which what a model keeps is taken as it is."""
+
+
+class _GivenParameters(TorchFunctionMode):
+    """Notes what functions of torch are given, before autocast puts a cast that it has kept in a weight's place."""
+
+    def __init__(self, observer: _Observer) -> None:
+        super().__init__()
+        self._observer = observer
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """``function`` itself."""
+        if not asks_for_facts(function):
+            self._observer.note_uses(args, kwargs or {})
+        return function(*args, **(kwargs or {}))
 
 
 class _Observer:
@@ -43,6 +61,12 @@ class _Observer:
     def __init__(self, ledger: MemoryLedger, model: nn.Module) -> None:
         self._ledger = ledger
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.uses = {name: SeenUses() for name, _ in model.named_parameters()}
+        """By the name of the parameter; of all iterations."""
+        self._uses_of_storage = {
+            parameter.untyped_storage()._cdata: self.uses[name] for name, parameter in model.named_parameters()
+        }
+        self._uses_of_gradient = {id(parameter): self.uses[name] for name, parameter in model.named_parameters()}
         self.sections: dict[PhaseKey, Observation] = {}
         self._current: Observation | None = None
         self._key: PhaseKey | None = None
@@ -109,6 +133,7 @@ class _Observer:
         current = self._current
         if current is None:
             return
+        self.note_uses(args, kwargs)
         call = observe_call(operator, args, kwargs, result)
         if call is not None:
             current.calls.append(call)
@@ -116,6 +141,17 @@ class _Observer:
             level = self._ledger.watched_bytes - current.start_bytes
             current.levels.append(level)
             current.adding_levels.append(level - current.final_bytes)
+
+    def note_uses(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note the parameters that somebody is given, views of them included: whoever has a view may read it."""
+        announced = self._next or self._key
+        if announced is None:
+            return
+        kind, section = announced
+        for tensor in tensors_in((args, kwargs)):
+            seen = self._uses_of_storage.get(tensor.untyped_storage()._cdata)
+            if seen is not None:
+                (seen.forward if kind is TaskKind.FORWARD else seen.backward).add(section)
 
     def _forgotten(self, made_in: Hashable, size_bytes: int) -> None:
         if self.place() == (TaskKind.FORWARD, OuterSection.EPILOGUE) and isinstance(made_in, tuple):
@@ -125,6 +161,10 @@ class _Observer:
 
     def _accumulated(self, parameter: torch.Tensor) -> None:
         """A gradient is final.  Were it added to another, both would be there until now, and then one of them."""
+        # The section that was announced last: it is there even if it has done nothing yet.
+        announced = self._next or self._key
+        assert announced is not None
+        self._uses_of_gradient[id(parameter)].gradient.add(announced[1])
         current = self._current
         if current is None or id(parameter) in self._with_gradient:
             return
@@ -169,7 +209,7 @@ def observe_sections(
             observer.restart()
             given.restart()
             before_bytes = ledger.watched_bytes
-            with ledger.metering():
+            with ledger.metering(), _GivenParameters(observer):
                 value = loss_of(model, batch, loss)
                 value.backward()  # type: ignore[no-untyped-call]
                 del value
@@ -194,7 +234,7 @@ def observe_sections(
         observation.output_bytes = size_bytes
         if index in tallies:
             observation.saved_bytes = tallies[index].sizes_bytes
-    return SeenIterations(observer.sections, found, kept_bytes, outlived_bytes)
+    return SeenIterations(observer.sections, found, kept_bytes, outlived_bytes, observer.uses)
 
 
 def _has_settled(ledger: MemoryLedger, model: nn.Module, before_bytes: int, number: int) -> bool:
@@ -253,6 +293,8 @@ class SeenIterations:
     that keeps it; None outside of every block."""
     outlived_bytes: dict[int, int]
     """By block: what its forward made that lived until the forward of the epilogue, and no longer."""
+    uses: dict[str, SeenUses]
+    """By the name of each parameter: who used it."""
 
 
 class _OutputSizes:

@@ -32,7 +32,7 @@ from ..model.identity import model_hash, software_versions
 from ..model.kept_tensors import attributes_as_found
 from ..model.memory_overlaps import overlap_of
 from ..model.ownership import check_untaken
-from ..model.parameters import compute_dtype, describe_parameters
+from ..model.parameters import SeenUses, TracedUses, compute_dtype, describe_parameters
 from ..model.snapshot import left_as_found
 from ..model.strides import unkept_strides
 from .block_inputs import shared_inputs
@@ -79,11 +79,11 @@ def trace(
         named = find_blocks(model, names)
         if any(parameter.is_meta for parameter in model.parameters()):
             subject = FakeSubject(model, names, device_kind=device_kind)
-            facts = traced_model(model, named, subject.stands_for, name=name, traced_with="fake")
-            return assemble(facts, subject.at(batch, loss, on_progress))
+            shape = subject.at(batch, loss, on_progress)
+            return assemble(traced_model(model, named, subject.uses, name=name, traced_with="fake"), shape)
         seen, seconds = _observe_real(model, batch, loss, named, repeats, on_progress)
         return assemble(
-            traced_model(model, named, range(len(named)), name=name, traced_with="real"),
+            traced_model(model, named, _uses_of(seen, named, range(len(named))), name=name, traced_with="real"),
             _traced_shape(model, batch, seen, range(len(named))),
             seconds=seconds,
             measured_on=device_description(next(model.parameters()).device) if repeats > 0 else None,
@@ -104,17 +104,17 @@ def trace(
 
 
 def traced_model(
-    model: nn.Module, blocks: Sequence[NamedBlock], stands_for: Sequence[int], *, name: str | None, traced_with: str
+    model: nn.Module, blocks: Sequence[NamedBlock], uses: TracedUses, *, name: str | None, traced_with: str
 ) -> TracedModel:
     """What is said of a model at every shape."""
-    parameters = describe_parameters(model, blocks)
+    parameters = describe_parameters(model, blocks, uses)
     return TracedModel(
         model_name=name or getattr(getattr(model, "config", None), "name_or_path", "") or type(model).__name__,
         model_hash=model_hash(model),
         compute_dtype=compute_dtype(parameters),
         parameters=parameters,
         block_names=tuple(block.name for block in blocks),
-        stands_for=tuple(stands_for),
+        stands_for=tuple(uses.stands_for),
         traced_with=traced_with,
         software=software_versions(),
     )
@@ -140,6 +140,12 @@ class FakeSubject:
         self._blocks = blocks if remaining is None else find_blocks(self._twin, remaining)
         self.stands_for = stands_for
         """For every block of the model, the one that is observed for it."""
+        self._seen: dict[str, SeenUses] = {}
+
+    @property
+    def uses(self) -> TracedUses:
+        """Who used each parameter, in all that was traced so far."""
+        return TracedUses(self._seen, [block.name for block in self._blocks], self.stands_for)
 
     def at(
         self, batch: Batch, loss: Loss | None = None, on_progress: Callable[[int, int], None] | None = None
@@ -167,6 +173,7 @@ class FakeSubject:
         ):
             observe = partial(observe_sections, self._twin, given, loss, self._blocks, passes=1, held=held)
             seen = {mode: observe(mode, progress.advance) for mode in TRACED_MODES}
+        _join_uses(self._seen, seen)
         return _traced_shape(self._model, batch, seen, self.stands_for)
 
 
@@ -200,6 +207,19 @@ def _traced_shape(model: nn.Module, batch: Batch, seen: _Seen, stands_for: Seque
         observed=_casts_until_backward(seen),
         shared_inputs=shared_inputs(seen[ActivationMode.KEEP].given, seen[ActivationMode.CHECKPOINT].given, stands_for),
     )
+
+
+def _join_uses(joined: dict[str, SeenUses], seen: _Seen) -> None:
+    """Add the uses that were seen in every mode."""
+    for iterations in seen.values():
+        for name, uses in iterations.uses.items():
+            joined.setdefault(name, SeenUses()).join(uses)
+
+
+def _uses_of(seen: _Seen, blocks: Sequence[NamedBlock], stands_for: Sequence[int]) -> TracedUses:
+    joined: dict[str, SeenUses] = {}
+    _join_uses(joined, seen)
+    return TracedUses(joined, [block.name for block in blocks], stands_for)
 
 
 def _check_model(model: nn.Module) -> None:

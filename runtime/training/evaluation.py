@@ -1,7 +1,9 @@
-"""Forward without gradients in the middle of a training: every block's chunks come when it runs, and go after it.
+"""Forward without gradients in the middle of a training: every section's chunks come when it runs, and go after it.
 
-No lane runs meanwhile.  Gathers happen on the compute thread, one block after the other, into what the plan's buffers
-leave free, so at no time is more of the model on the device than a plan's fewest buffers hold.
+No lane runs meanwhile.  Gathers happen on the compute thread, one section after the other, into what the plan's buffers
+leave free, so at no time is more of the model on the device than a plan's fewest buffers hold.  A part of the model may
+also run alone, as encoders do when text is generated: what it needs outside the blocks comes with the module that holds
+it, and goes with the next section.
 """
 
 from __future__ import annotations
@@ -55,8 +57,11 @@ class Evaluation:
             self._model.register_forward_hook(self._leave_model, always_call=True),
         ]
         for index, block in enumerate(self._blocks):
-            handles.append(block.module.register_forward_pre_hook(self._enter_block(index), prepend=True))
-            handles.append(block.module.register_forward_hook(self._leave_block(index)))
+            handles.append(block.module.register_forward_pre_hook(self._entering(1 + index), prepend=True))
+        if self._blocks:
+            handles.append(self._blocks[-1].module.register_forward_hook(self._entering(1 + len(self._blocks))))
+        for module, held in self._holders():
+            handles.append(module.register_forward_pre_hook(self._bringing(held), prepend=True))
         try:
             yield
         finally:
@@ -75,6 +80,7 @@ class Evaluation:
             ledger.doing = "running forward alone"
             ledger.start_metering()
             ledger.adopt_inputs(tensors_in((args, kwargs)))
+        self._enter(self._needed(0))
 
     def _leave_model(self, module: nn.Module, args: Any, output: Any) -> None:
         self._end_forward()
@@ -87,24 +93,42 @@ class Evaluation:
             self._claim_before_bytes = None
         self._keep([])
 
-    def _enter_block(self, block: int) -> Any:
-        needed = [chunk for chunk in self._chunks if block in chunk.chunk.blocks]
+    def _needed(self, section: int) -> list[DeviceChunk]:
+        """The chunks that the forward of a section needs, by its number."""
+        return [chunk for chunk in self._chunks if section in chunk.chunk.forward]
+
+    def _entering(self, section: int) -> Any:
+        needed = self._needed(section)
 
         def enter(*_: Any) -> None:
-            self._keep(needed)
-            for chunk in needed:
-                if chunk.state is ChunkState.AWAY:
-                    self._gather(chunk)
+            self._enter(needed)
 
         return enter
 
-    def _leave_block(self, block: int) -> Any:
-        shared = [chunk for chunk in self._chunks if {block, block + 1} <= set(chunk.chunk.blocks)]
+    def _enter(self, needed: Sequence[DeviceChunk]) -> None:
+        """Let every chunk but ``needed`` go, and bring these."""
+        self._keep(needed)
+        self._bring(needed)
 
-        def leave(*_: Any) -> None:
-            self._keep(shared)
+    def _holders(self) -> Iterator[tuple[nn.Module, list[DeviceChunk]]]:
+        """The modules outside the blocks that hold parameters themselves, with the chunks of these."""
+        inside = {id(part) for block in self._blocks for part in block.module.modules()}
+        chunk_of = {id(parameter): chunk for chunk in self._chunks for parameter in chunk.parameters}
+        for module in self._model.modules():
+            held = {id(parameter) for parameter in module.parameters(recurse=False)} & chunk_of.keys()
+            if held and id(module) not in inside:
+                yield module, [chunk for chunk in self._chunks if any(chunk is chunk_of[key] for key in held)]
 
-        return leave
+    def _bringing(self, chunks: Sequence[DeviceChunk]) -> Any:
+        def enter(*_: Any) -> None:
+            self._bring(chunks)
+
+        return enter
+
+    def _bring(self, chunks: Iterable[DeviceChunk]) -> None:
+        for chunk in chunks:
+            if chunk.state is ChunkState.AWAY:
+                self._gather(chunk)
 
     def _gather(self, chunk: DeviceChunk) -> None:
         if self._device.runs_behind:

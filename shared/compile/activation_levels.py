@@ -4,8 +4,8 @@ A block's forward leaves its output and what it saves; what a forward frees that
 saves that, is taken off its output.  Whatever a checkpointed forward leaves beside its output (the random generator's
 state) goes with it.  While a task runs, everything that the tasks before it left is alive, and the task adds its own
 peak.  What backwards leave is the measured level, or what must still be alive if that is more: the gradient that a
-backward hands on is the difference, and not below 0.  What swaps is counted by those who know when it travels; here it
-is only taken off what the phases leave.
+backward hands on is the difference, and not below 0; a part of a gradient that another section completes goes along
+with it.  What swaps is counted by those who know when it travels; here it is only taken off what the phases leave.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Final
 
 import numpy as np
 
+from ..layout.uses import numbered_uses
 from ..schema.workload import Phase, Workload
 from .program import BoolArray, IntArray
 from .shared_bytes import SharedBytes
@@ -78,9 +79,9 @@ class _MicroBatch:
     handed: IntArray
     """(K, n + 2) what the backwards of the epilogue, of all blocks from the last on, and of the prologue hand on."""
     level: IntArray
-    """(K,) what phases have left in the end by their net bytes, without the gradients of blocks."""
+    """(K,) what phases have left in the end by their net bytes, without gradients."""
     left: IntArray
-    """(K,) gradients outside every block that stay until the step."""
+    """(K,) what backwards have left beside gradients; it stays until the step."""
 
 
 def activation_levels(
@@ -150,10 +151,11 @@ class ActivationAccount:
         alive[:, 2 : num_blocks + 2] = handed_on + (self.outputs + self.saved).cumsum(axis=1)
         # ``held``: outputs and saved activations that backward has yet to consume, and what earlier micro-batches left.
         forward_bytes, backward = self.epilogue_forward, workload.epilogue_backward
+        own = self.own_gradient_bytes(is_later)
         before_epilogue = alive[:, num_blocks + 1]
         alive[:, num_blocks + 2] = before_epilogue + np.maximum(0, forward_bytes)
         level = level + workload.prologue_forward.net_bytes + self.forward.sum(axis=1)
-        level = level + forward_bytes + backward.net_bytes - _added(backward, is_later)
+        level = level + forward_bytes + backward.net_bytes - own[:, -1]
         held = before_epilogue - self.outputs[:, -1]
         swapped = self.swapped.sum(axis=1)
 
@@ -162,7 +164,7 @@ class ActivationAccount:
             [p.checkpoint_backward.net_bytes for p in self.profiles],
             [p.backward.net_bytes for p in self.profiles],
         )
-        left_behind = left_behind + self.shared.freed_later - self.shared.freed_now - self.own_gradient_bytes(is_later)
+        left_behind = left_behind + self.shared.freed_later - self.shared.freed_now - own[:, 1:-1]
         levels = _with_start(level, self.recomputed + left_behind)
         consumed = self.saved.copy()
         consumed[:, 1:] += self.outputs[:, :-1]
@@ -174,30 +176,38 @@ class ActivationAccount:
         alive[:, num_blocks + 4 : -1 : 2] = after[:, :-1] + np.maximum(self.recomputed, 0)[:, ::-1]
         alive[:, -1] = after[:, -1]
         last = workload.prologue_backward
-        level = levels[:, -1] + last.net_bytes - _added(last, is_later)
+        level = levels[:, -1] + last.net_bytes - own[:, 0]
         end = np.maximum(level - left, 0)
         return _MicroBatch(alive, np.concatenate([after - others, end[:, None]], axis=1), level, left + end)
 
     @cached_property
     def room_bytes(self) -> IntArray:
-        """(n,) room for gradients: of all trainable parameters, whether they have any or not."""
-        sizes = [0] * self.workload.num_blocks
+        """(n + 2,) room for gradients: of all trainable parameters that a section completes, with or without any."""
+        num_blocks = self.workload.num_blocks
+        sizes = [0] * (num_blocks + 2)
         for parameter in self.workload.parameters:
-            if parameter.block is not None and parameter.trainable:
-                sizes[parameter.block] += parameter.size_bytes
+            if parameter.trainable:
+                sizes[numbered_uses(parameter, num_blocks).gradient] += parameter.size_bytes
         return np.array(sizes, dtype=np.int64)
 
     @cached_property
     def stated_bytes(self) -> IntArray:
-        """(K, n) gradients that a backward says it leaves in the first micro-batch; below 0 where it does not say."""
-        return np.where(
-            self.is_checkpoint,
-            [_stated_bytes(p.checkpoint_backward) for p in self.profiles],
-            [_stated_bytes(p.backward) for p in self.profiles],
+        """(K, n + 2) gradients that a first micro-batch's backward says it leaves; below 0 where it does not say."""
+        kept, again = (
+            [
+                _stated_bytes(phase)
+                for phase in (self.workload.prologue_backward, *blocks, self.workload.epilogue_backward)
+            ]
+            for blocks in (
+                [p.backward for p in self.profiles],
+                [p.checkpoint_backward for p in self.profiles],
+            )
         )
+        is_checkpoint = np.pad(self.is_checkpoint, ((0, 0), (1, 1)))
+        return np.where(is_checkpoint, again, kept)
 
     def own_gradient_bytes(self, is_later: bool) -> IntArray:
-        """(K, n) gradients among what backwards leave that have buffers of their own, or were added to others.
+        """(K, n + 2) gradients among what backwards leave that have buffers of their own, or were added to others.
 
         Parameters that nothing uses, or that a block under ``torch.no_grad()`` uses, have room but no gradient; a phase
         that does not say how much it leaves of gradients leaves all.
@@ -247,10 +257,6 @@ class ActivationAccount:
 def _with_start(start: IntArray, changes: IntArray) -> IntArray:
     """(K, n + 1) ``start`` (K,), and the sums after each of ``changes`` (K, n), last block first."""
     return np.concatenate([start[:, None], start[:, None] + changes[:, ::-1].cumsum(axis=1)], axis=1)
-
-
-def _added(phase: Phase, is_later: bool) -> int:
-    return phase.stated_gradient_bytes if is_later else 0
 
 
 def _stated_bytes(phase: Phase) -> int:

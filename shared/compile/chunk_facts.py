@@ -108,8 +108,8 @@ def _last_of(keys: IntArray, numbers: IntArray) -> IntArray:
 class ChunkFacts:
     """Facts of every chunk.
 
-    Shapes: C chunks, E (chunk, block) pairs with gradients, U (block, chunk) pairs of blocks and their chunks,
-    T trainable chunks of blocks.
+    Shapes: C chunks, E (chunk, section) pairs with gradients, U (step, chunk) pairs of a micro-batch's steps and the
+    chunks that they need, T trainable chunks.
     """
 
     layout: Layout
@@ -125,35 +125,31 @@ class ChunkFacts:
         found: Self = layout.derived[key]
         return found
 
-    def stays(self, is_gathered: BoolArray, n_buffer: int, step_block: IntArray) -> Stays:
-        """The stays of the gathered chunks in ``n_buffer`` buffers, where step s is of block ``step_block[s]``.
+    def stays(self, is_gathered: BoolArray, n_buffer: int, step_number: IntArray) -> Stays:
+        """The stays of the gathered chunks in ``n_buffer`` buffers.
 
-        Raises PlanError if a block needs more buffers.
+        ``step_number``: (S,) the number of each step within its micro-batch (``Layout.needed``).  Raises PlanError if a
+        step needs more buffers.
         """
-        return self._kept_stays(is_gathered.tobytes(), n_buffer, step_block.tobytes())
+        return self._kept_stays(is_gathered.tobytes(), n_buffer, step_number.tobytes())
 
     @cached_property
     def _kept_stays(self) -> Callable[[bytes, int, bytes], Stays]:
         """The latest: plans that swap other blocks have the same."""
 
         @lru_cache(maxsize=_FEW_USES)
-        def uses(is_gathered: bytes, step_block: bytes) -> Uses:
+        def uses(is_gathered: bytes, step_number: bytes) -> Uses:
             found = np.frombuffer(is_gathered, dtype=np.bool_).tolist()
-            needed = [[chunk for chunk in chunks if found[chunk]] for chunks in self.layout.chunks_of_block]
-            return Uses.of([needed[block] for block in np.frombuffer(step_block, dtype=np.int64).tolist()])
+            needed = [[chunk for chunk in chunks if found[chunk]] for chunks in self.layout.needed]
+            return Uses.of([needed[step] for step in np.frombuffer(step_number, dtype=np.int64).tolist()])
 
         @lru_cache(maxsize=_FEW_STAYS)
-        def stays(is_gathered: bytes, n_buffer: int, step_block: bytes) -> Stays:
-            return Stays.of(assign_slots(uses(is_gathered, step_block), n_buffer))
+        def stays(is_gathered: bytes, n_buffer: int, step_number: bytes) -> Stays:
+            return Stays.of(assign_slots(uses(is_gathered, step_number), n_buffer))
 
         return stays
 
     # -- every chunk -------------------------------------------------------------------------------------------------
-
-    @cached_property
-    def is_owned(self) -> BoolArray:
-        """(C,) whether a block owns it."""
-        return np.array([bool(chunk.blocks) for chunk in self.layout.chunks], dtype=np.bool_)
 
     @cached_property
     def is_trainable(self) -> BoolArray:
@@ -161,16 +157,16 @@ class ChunkFacts:
         return np.array([chunk.is_trainable for chunk in self.layout.chunks], dtype=np.bool_)
 
     @cached_property
-    def first_block(self) -> IntArray:
-        """(C,) the first block that owns it, whose backward comes last; the number of blocks where none does."""
-        chunks, num_blocks = self.layout.chunks, self.layout.num_blocks
-        return integers(chunk.blocks[0] if chunk.blocks else num_blocks for chunk in chunks)
+    def completed_by(self) -> IntArray:
+        """(C,) the section whose backward completes the chunk's gradients; ``NOT_THERE`` where there are none."""
+        found = (chunk.completed_by for chunk in self.layout.chunks)
+        return integers(NOT_THERE if section is None else section for section in found)
 
     @cached_property
     def update_order(self) -> IntArray:
-        """(T,) trainable chunks of blocks as their gradients are complete: last block first."""
-        stepped = np.flatnonzero(self.is_owned & self.is_trainable)[::-1]
-        order: IntArray = stepped[np.argsort(-self.first_block[stepped], kind="stable")]
+        """(T,) trainable chunks as their gradients are complete: last section first."""
+        stepped = np.flatnonzero(self.is_trainable)[::-1]
+        order: IntArray = stepped[np.argsort(-self.completed_by[stepped], kind="stable")]
         return order
 
     @cached_property
@@ -191,8 +187,8 @@ class ChunkFacts:
 
     @cached_property
     def whole_gradient_bytes(self) -> IntArray:
-        """(C,) the gradients of all blocks."""
-        return integers(sum(chunk.gradient_bytes) for chunk in self.layout.chunks)
+        """(C,) the gradients of all sections."""
+        return integers(chunk.gradient_bytes for chunk in self.layout.chunks)
 
     @cached_property
     def num_stepped(self) -> IntArray:
@@ -266,30 +262,28 @@ class ChunkFacts:
         highest = int((peak[whole] - before).max(initial=0))
         return max(highest, int(of_part[parts].max(initial=0) - together[whole].sum() - alone[whole].sum()))
 
-    # -- blocks and chunks -------------------------------------------------------------------------------------------
+    # -- sections and chunks -----------------------------------------------------------------------------------------
 
     @cached_property
     def uses(self) -> tuple[IntArray, IntArray, IntArray]:
-        """(U,) blocks, the chunks that each needs, and the place of the chunk among them."""
+        """(U,) steps of a micro-batch, the chunks that each needs, and the place of the chunk among them."""
         found = [
-            (block, chunk, place)
-            for block, chunks in enumerate(self.layout.chunks_of_block)
-            for place, chunk in enumerate(chunks)
+            (step, chunk, place) for step, chunks in enumerate(self.layout.needed) for place, chunk in enumerate(chunks)
         ]
-        blocks, chunks, places = zip(*found, strict=True) if found else ((), (), ())
-        return integers(blocks), integers(chunks), integers(places)
+        steps, chunks, places = zip(*found, strict=True) if found else ((), (), ())
+        return integers(steps), integers(chunks), integers(places)
 
     @cached_property
     def gradients(self) -> tuple[IntArray, IntArray, IntArray]:
-        """(E,) chunks, blocks and bytes of all gradients that a block's backward leaves; chunks ascend."""
+        """(E,) chunks, sections and bytes of all gradients that a section's backward completes; chunks ascend."""
         found = [
-            (chunk.id, block, size_bytes)
+            (chunk.id, section, size_bytes)
             for chunk in self.layout.chunks
-            for block, size_bytes in zip(chunk.blocks, chunk.gradient_bytes, strict=False)
+            for section, size_bytes in chunk.gradients
             if size_bytes
         ]
-        chunks, blocks, sizes = zip(*found, strict=True) if found else ((), (), ())
-        return integers(chunks), integers(blocks), integers(sizes)
+        chunks, sections, sizes = zip(*found, strict=True) if found else ((), (), ())
+        return integers(chunks), integers(sections), integers(sizes)
 
     # -- work --------------------------------------------------------------------------------------------------------
 
@@ -327,11 +321,6 @@ class ChunkFacts:
     def all_reduce_work(self) -> Work:
         """By chunk: the sum of its gradients over ranks which keep all of it."""
         return Work(moved_bytes=self.whole_gradient_bytes, num_ranks=self.step.num_ranks)
-
-    @cached_property
-    def outer_gradient_bytes(self) -> int:
-        """Gradients of the chunks that no block owns."""
-        return int(self.whole_gradient_bytes[~self.is_owned].sum())
 
 
 def integers(values: Iterable[int]) -> IntArray:

@@ -1,9 +1,11 @@
 """From a plan to the schedule that carries it out.  All policy lives here.
 
 [Note: Steps]
-A *step* is one block's forward, or one block's backward with its recomputation: the stretches of the compute lane that
-need chunks.  A micro-batch of n blocks has 2n steps, forward ones first, and an iteration has those of all its
-micro-batches.  The policies are written in steps:
+A *step* is one section's forward, or one section's backward with its recomputation: the stretches of the compute lane
+that need chunks.  Forward and backward of the epilogue follow each other, and are one step.  A micro-batch of n blocks
+has 2n + 3 steps: n + 1 forwards, the epilogue, n + 1 backwards; an iteration has those of all its micro-batches.  A
+parameter that several sections use is needed by the steps of all of them (``Uses``), and its gradient is complete with
+the last backward that adds to it.  The policies are written in steps:
 
 - A chunk is gathered for the step that first needs it, not before the step ``prefetch_depth`` earlier has begun.
 - A chunk is freed when the last step that uses its stay ends (``slots.assign_slots``).  It has one place at a time: its
@@ -24,8 +26,7 @@ Several ranks run one and the same schedule, each on a device and with micro-bat
 of the collective lane.  Since that lane has one order, all ranks enter its tasks in the same order.
 
 - Gradients that stay on the device are added up over all ranks (all-reduced) when the last micro-batch's backward of
-  their chunk has ended, once per step; device Adam waits for that.  Those outside every block follow the backward of
-  the prologue, which is the last to add to them.
+  their chunk has ended, once per step; device Adam waits for that.
 - Gradients that leave are added up in every micro-batch, before they leave: on the host nobody could.  REPLICATED:
   all-reduced where they lie; every rank then has all of them on its host, and steps all of the chunk.  SHARDED: laid
   flat in the order of the shards (``shards.py``) and reduce-scattered; the rank's shard leaves, and its CPU Adam steps
@@ -40,8 +41,6 @@ of the collective lane.  Since that lane has one order, all ranks enter its task
   that run before its own, since these wait for their backward.
 - A norm of gradients that are sharded, on hosts or devices, is known when the sums of squares of all ranks have been
   added up.
-- Chunks that no block owns are persistent in every mode: the parts before the first and after the last block use them
-  at both ends of every micro-batch.
 
 [Note: Memory of compute tasks]
 A phase's curve already contains what the task allocates and frees while it runs, so the buffers of a compute task
@@ -123,7 +122,7 @@ def compile_schedule(
 def drafted(family: Family, policies: Policies = FULL_TRAINING, *, with_operands: bool = False) -> Draft:
     """What ``policies`` say about ``family``; with what tasks read and write if it is of one plan alone.
 
-    Raises PlanError if a block needs more buffers than there are.
+    Raises PlanError if a section needs more buffers than there are.
     """
     draft = Draft()
     sections = policies.sections(family, draft)
@@ -133,7 +132,7 @@ def drafted(family: Family, policies: Policies = FULL_TRAINING, *, with_operands
     draft.at_end_bytes = updates.widened_bytes
     if with_operands:
         homes = add_homes(family, draft)
-        left_over = sections.wire(updates.device_adam)
+        sections.wire(updates.device_adam)
         residency.wire(homes)
-        updates.wire(homes, left_over)
+        updates.wire(homes)
     return draft

@@ -76,10 +76,10 @@ class Family:
 
     @cached_property
     def has_new_gradients(self) -> BoolArray:
-        """(n,) whether each block has new gradients in every micro-batch: those of persistent chunks are added to."""
-        chunks, blocks, _ = self.facts.gradients
-        has_new = np.zeros(self.workload.num_blocks, dtype=np.bool_)
-        has_new[blocks[self.is_gathered[chunks]]] = True
+        """(n + 2,) whether each section has new gradients in every micro-batch; persistent chunks' are added to."""
+        chunks, sections, _ = self.facts.gradients
+        has_new = np.zeros(self.workload.num_blocks + 2, dtype=np.bool_)
+        has_new[sections[self.is_gathered[chunks]]] = True
         return has_new
 
 

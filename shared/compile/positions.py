@@ -13,7 +13,8 @@ micro-batch has 3n + 4 positions:
 
 and the last position of the iteration is device Adam.  So plans that differ in activation modes alone have their tasks
 at the same positions, and one numpy axis holds them.  A step (see [Note: Steps] in ``compile.py``) is one forward
-position, or a recomputation and its backward.
+position, a recomputation and its backward, or both positions of the epilogue.  Sections are numbered as in
+``shared/layout/uses.py``: s = 0 is the prologue, s = n + 1 the epilogue.
 """
 
 from __future__ import annotations
@@ -36,7 +37,12 @@ class Positions:
     @property
     def num_steps(self) -> int:
         """Steps of one iteration."""
-        return 2 * self.num_blocks * self.micro_batches
+        return self.micro_steps * self.micro_batches
+
+    @property
+    def micro_steps(self) -> int:
+        """Steps of one micro-batch."""
+        return 2 * self.num_blocks + 3
 
     @property
     def micro_length(self) -> int:
@@ -59,22 +65,32 @@ class Positions:
         return self.length - 2
 
     @cached_property
-    def step_block(self) -> IntArray:
-        """(S,) the block of each step."""
-        blocks = np.arange(self.num_blocks)
-        return np.tile(np.concatenate([blocks, blocks[::-1]]), self.micro_batches)
+    def step_number(self) -> IntArray:
+        """(S,) the number of each step within its micro-batch."""
+        return np.tile(np.arange(self.micro_steps), self.micro_batches)
 
-    def forward(self, block: IntArray, micro_batch: int | IntArray = 0) -> IntArray:
-        """The forward of each block."""
-        return self.micro_length * micro_batch + 1 + block
+    def forward_step(self, section: IntArray, micro_batch: int | IntArray = 0) -> IntArray:
+        """The step of the forward of each section."""
+        return self.micro_steps * micro_batch + section
 
-    def backward(self, block: IntArray, micro_batch: int | IntArray = 0) -> IntArray:
-        """The backward of each block."""
-        return self.micro_length * micro_batch + self.num_blocks + 4 + 2 * (self.num_blocks - 1 - block)
+    def backward_step(self, section: IntArray, micro_batch: int | IntArray = 0) -> IntArray:
+        """The step of the backward of each section."""
+        return self.micro_steps * (micro_batch + 1) - 1 - section
 
-    def last_backward(self, block: IntArray) -> IntArray:
-        """The backward of each block in the last micro-batch."""
-        return self.backward(block, self.micro_batches - 1)
+    def forward(self, section: IntArray, micro_batch: int | IntArray = 0) -> IntArray:
+        """The forward of each section."""
+        return self.micro_length * micro_batch + section
+
+    def backward(self, section: IntArray, micro_batch: int | IntArray = 0) -> IntArray:
+        """The backward of each section."""
+        # Every block has two positions, prologue and epilogue one each.
+        behind = 2 * (self.num_blocks + 1 - section) - (section == 0)
+        found: IntArray = self.micro_length * micro_batch + self.num_blocks + 2 + behind
+        return found
+
+    def last_backward(self, section: IntArray) -> IntArray:
+        """The backward of each section in the last micro-batch."""
+        return self.backward(section, self.micro_batches - 1)
 
     def step_begin(self, step: IntArray) -> IntArray:
         """The first position of each step of the iteration."""
@@ -88,14 +104,22 @@ class Positions:
 
     @cached_property
     def _begins(self) -> IntArray:
-        return self._position(3)
+        sections = self._sections
+        # A block's backward begins with its recomputation, the epilogue's with its forward.
+        is_before = (sections > 0) & (self.step_number > self.num_blocks)
+        begins: IntArray = self._ends - is_before
+        return begins
 
     @cached_property
     def _ends(self) -> IntArray:
-        return self._position(4)
+        micro_batch = np.arange(self.num_steps) // self.micro_steps
+        is_forward = self.step_number <= self.num_blocks
+        sections = self._sections
+        ends: IntArray = np.where(is_forward, self.forward(sections, micro_batch), self.backward(sections, micro_batch))
+        return ends
 
-    def _position(self, offset: int) -> IntArray:
-        """(S,) compute positions of steps, those of a backward shifted by ``offset``."""
-        micro_batch, within = np.divmod(np.arange(self.num_steps), 2 * self.num_blocks)
-        place = np.where(within < self.num_blocks, 1 + within, offset - self.num_blocks + 2 * within)
-        return self.micro_length * micro_batch + place
+    @property
+    def _sections(self) -> IntArray:
+        """(S,) the section of each step."""
+        sections: IntArray = np.minimum(self.step_number, self.micro_steps - 1 - self.step_number)
+        return sections

@@ -20,8 +20,9 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from ..schema.schedule import Content, Memory, OuterSection, Section, TaskKind
-from ..schema.workload import BlockId, Phase
+from ..layout.uses import numbered_section
+from ..schema.schedule import Content, Memory, Section, TaskKind
+from ..schema.workload import Phase
 
 IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
@@ -107,8 +108,8 @@ class TaskGroup:
         """(K, n) the rows under K choices of modes: (K, blocks) those that are checkpointed."""
         if self.checkpointed is None:
             return np.tile(self.rows, (len(is_checkpoint), 1))
-        outside = np.zeros((len(is_checkpoint), 2), dtype=np.bool_)
-        again = np.concatenate([is_checkpoint, outside], axis=1)[:, self.section]
+        outside = np.zeros((len(is_checkpoint), 1), dtype=np.bool_)
+        again = np.concatenate([outside, is_checkpoint, outside], axis=1)[:, self.section]
         return np.where(again, self.checkpointed, self.rows)
 
 
@@ -216,5 +217,5 @@ def spread(values: Integers, shape: tuple[int, ...]) -> IntArray:
 
 
 def sections_by_number(num_blocks: int) -> list[Section | None]:
-    """Blocks by index, then prologue and epilogue; ``NOT_THERE``, from the end, is none."""
-    return [*(BlockId(block) for block in range(num_blocks)), OuterSection.PROLOGUE, OuterSection.EPILOGUE, None]
+    """All sections; ``NOT_THERE``, from the end, is none."""
+    return [*(numbered_section(number, num_blocks) for number in range(num_blocks + 2)), None]

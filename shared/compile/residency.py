@@ -27,10 +27,12 @@ class Residency:
         self.family = family
         self.draft = draft
         self.sections = sections
-        self.stays: Stays = family.facts.stays(family.is_gathered, family.n_buffer, sections.step_block)
+        self.stays: Stays = family.facts.stays(family.is_gathered, family.n_buffer, sections.step_number)
         self.swapped = family.swapped
-        """(B,)"""
-        draft.repeats = self.stays.repeats(2 * sections.num_blocks)
+        """(B,) blocks"""
+        self._swapping = 1 + family.swapped
+        """(B,) the same among the sections."""
+        draft.repeats = self.stays.repeats(sections.positions.micro_steps)
         self._swap_out()
         self._send_position = self._sent_behind()  # (S,) or (D, S)
         self._gather_rank, self._fetch_rank = self._ranks()
@@ -63,7 +65,7 @@ class Residency:
             has_one = of_stay >= 0
             np.maximum.at(freed, stays.first_step[has_one], stays.last_step[of_stay[has_one]])
         # What comes back is sent in the same order, and not before its way out.
-        blocks = np.flatnonzero(self.family.is_swap)
+        blocks = 1 + np.flatnonzero(self.family.is_swap)
         back = sections.backward_step(blocks)
         freed[back] = np.maximum(freed[back], sections.forward_step(blocks))
         opened = np.maximum(freed, self._window(steps))
@@ -75,7 +77,7 @@ class Residency:
 
     def _ranks(self) -> tuple[IntArray, IntArray]:
         """The order of all that comes: (G,) of gathers, (M * B,) of what comes back, which comes first to its step."""
-        back = self.sections.backward_step(self.swapped).ravel()
+        back = self.sections.backward_step(self._swapping).ravel()
         steps = np.concatenate([back, self.stays.first_step])
         ranks = np.empty_like(steps)
         ranks[np.argsort(steps, kind="stable")] = np.arange(len(steps))
@@ -133,7 +135,7 @@ class Residency:
         )
 
     def _micro_batch_of(self, steps: IntArray) -> IntArray:
-        found: IntArray = steps // (2 * self.sections.num_blocks)
+        found: IntArray = steps // self.sections.positions.micro_steps
         return found
 
     def _wait_for_room(self) -> None:
@@ -170,10 +172,10 @@ class Residency:
 
     def _swap_out(self) -> None:
         """Add the ways out of what blocks swap, behind their forward."""
-        sections, swapped = self.sections, self.swapped
-        steps = sections.forward_step(swapped)  # (M, B)
+        sections = self.sections
+        steps = sections.forward_step(self._swapping)  # (M, B)
         self._swap_facts = {
-            "section": spread(swapped, steps.shape),
+            "section": spread(self._swapping, steps.shape),
             "micro_batch": spread(sections.micro_batch, steps.shape),
         }
         forwards = sections.step_end[steps].ravel()
@@ -183,7 +185,7 @@ class Residency:
                 sections.end_position[steps].ravel(),
                 Part.LEAVES,
                 self.family.swap_work,
-                self._swap_facts["section"],
+                self._swap_facts["section"] - 1,
                 **self._swap_facts,
             )
         )
@@ -198,14 +200,14 @@ class Residency:
     def _fetch(self) -> None:
         """Add their ways back, ahead of their backward."""
         sections = self.sections
-        steps = sections.backward_step(self.swapped).ravel()
+        steps = sections.backward_step(self._swapping).ravel()
         self.fetches = self.draft.tasks(
             TaskGroup(
                 TaskKind.ACTIVATION_FETCH,
                 self._send_position[..., steps],
                 Part.COMES,
                 self.family.swap_work,
-                self._swap_facts["section"],
+                self._swap_facts["section"] - 1,
                 within=2 * self._fetch_rank,
                 **self._swap_facts,
             )
@@ -217,7 +219,7 @@ class Residency:
         self.fetched = self._swap_buffers(self.fetches, sections.step_end[steps], replaces=self.saved)
 
     def _swap_buffers(self, made_by: IntArray, freed_by: IntArray, replaces: Integers = NOT_THERE) -> IntArray:
-        sizes = self.family.swappable_bytes[self._swap_facts["section"]]
+        sizes = self.family.swappable_bytes[self._swap_facts["section"] - 1]
         return self.draft.buffers(
             BufferGroup(
                 Content.SWAPPED,
@@ -240,41 +242,36 @@ class Residency:
         draft.read(self.gathers, homes.parameters[stays.chunk], 0)
         draft.read(self.exchanges, self.buffers[self.exchanged], 0)
         draft.update(self.exchanges, self.buffers[self.exchanged], 0)
-        at_home = np.full(self.sections.num_blocks, NOT_THERE)
-        at_home[self.swapped] = draft.buffers(
+        at_home = draft.buffers(
             BufferGroup(
                 Content.SWAPPED,
                 Memory.PINNED_HOST,
                 self.family.swappable_bytes[self.swapped],
-                section=self.swapped,
+                section=self._swapping,
                 made_at=Operand.SWAPPED.at(self.swapped),
             )
         )
-        blocks = self._swap_facts["section"]
+        at_home = spread(at_home, (self.family.step.micro_batches, len(at_home)))
         draft.read(self.offloads, self.saved, 0)
-        draft.update(self.offloads, at_home[blocks], 0)
-        draft.read(self.fetches, at_home[blocks], 0)
-        draft.read(self.sections.backward_of(self.swapped).ravel(), self.fetched, Operand.SWAPPED.at())
+        draft.update(self.offloads, at_home, 0)
+        draft.read(self.fetches, at_home, 0)
+        draft.read(self.sections.backward_of(self._swapping).ravel(), self.fetched, Operand.SWAPPED.at())
         self._read_parameters(homes)
 
     def _read_parameters(self, homes: Homes) -> None:
-        """Every compute task reads the chunks of its section, those of no block at both ends of the micro-batch."""
+        """Every compute task reads the chunks that its step needs."""
         draft, sections, stays = self.draft, self.sections, self.stays
-        blocks, chunks, places = self.family.facts.uses
+        numbers, chunks, places = self.family.facts.uses
         num_steps = len(sections.step_begin)
         # The stay of each chunk at each step: the latest that has begun.
         begins = stays.chunk * num_steps + stays.first_step
         by_chunk = np.argsort(begins)
-        for steps, tasks in (
-            (sections.forward_step(blocks), (sections.forwards[:, 1 + blocks],)),
-            (sections.backward_step(blocks), (sections.recomputations[:, blocks], sections.backward_of(blocks))),
-        ):
-            number = np.searchsorted(begins[by_chunk], chunks * num_steps + steps, side="right") - 1
-            where = spread(homes.parameters[chunks], steps.shape).reshape(steps.shape)
-            gathered = self.family.is_gathered[chunks]
-            where[:, gathered] = self.buffers[by_chunk[number[:, gathered]]]
-            for of_steps in tasks:
-                draft.read(of_steps, where, Operand.PARAMETERS.at(places))
-        unowned = np.flatnonzero(~self.family.facts.is_owned)
-        outside = np.concatenate([sections.forwards[:, [0, -1]], sections.backwards[:, [0, -1]]], axis=None)
-        draft.read(outside[:, None], homes.parameters[unowned], Operand.PARAMETERS.at(unowned))
+        steps = sections.positions.micro_steps * sections.micro_batch + numbers  # (M, U)
+        number = np.searchsorted(begins[by_chunk], chunks * num_steps + steps, side="right") - 1
+        where = spread(homes.parameters[chunks], steps.shape).reshape(steps.shape)
+        gathered = self.family.is_gathered[chunks]
+        where[:, gathered] = self.buffers[by_chunk[number[:, gathered]]]
+        begin, end = sections.step_begin[steps], sections.step_end[steps]
+        draft.read(end, where, Operand.PARAMETERS.at(places))
+        # Steps of two tasks: the epilogue's, and backwards with their recomputation.
+        draft.read(np.where(begin == end, NOT_THERE, begin), where, Operand.PARAMETERS.at(places))

@@ -20,7 +20,8 @@ _FORWARD, _CHECKPOINT_FORWARD, _RECOMPUTE, _BACKWARD, _CHECKPOINT_BACKWARD, _PER
 class FullTraining:
     """Forward of all sections, then backward of all, micro-batch by micro-batch.
 
-    Shapes: n blocks, M micro-batches, S steps.
+    Shapes: n blocks, M micro-batches, S steps.  Sections go by their numbers ([Note: Numbers of sections] in
+    ``shared/layout/uses.py``).
     """
 
     def __init__(self, family: Family, draft: Draft) -> None:
@@ -30,43 +31,43 @@ class FullTraining:
         self.num_blocks = num_blocks
         self.micro_batch: IntArray = np.arange(micro_batches)[:, None]
         """(M, 1)"""
-        self._blocks = np.arange(num_blocks)
+        self._blocks = 1 + np.arange(num_blocks)
+        """(n,) the blocks among the sections."""
         positions = self.positions = Positions(num_blocks, micro_batches)
-        self.step_block = positions.step_block
-        """(S,)"""
+        self.step_number = positions.step_number
+        """(S,) the number of each step within its micro-batch."""
         steps = np.arange(positions.num_steps)
         self.begin_position = positions.step_begin(steps)
         """(S,) where the first task of each step stands."""
         self.end_position = positions.step_end(steps)
         """(S,) where the last one stands."""
         self.forwards, self.recomputations, self.backwards = self._add_tasks()
-        """(M, n + 2) of the prologue, of blocks and of the epilogue; (M, n) of blocks; (M, n + 2) of the epilogue, of
-        blocks from the last on, and of the prologue."""
-        end = np.concatenate([self.forwards[:, 1:-1], self.backwards[:, 1:-1]], axis=1)
+        """(M, n + 2) of all sections; (M, n) of blocks; (M, n + 2) of all sections from the last on."""
+        end = np.concatenate([self.forwards[:, :-1], self.backwards], axis=1)
         self.step_end: IntArray = end.ravel()
         """(S,) the last task of each step."""
-        begin = np.concatenate([self.forwards[:, 1:-1], self.recomputations[:, ::-1]], axis=1)
+        begin = np.concatenate([self.forwards, self.recomputations[:, ::-1], self.backwards[:, -1:]], axis=1)
         self.step_begin: IntArray = begin.ravel()
         """(S,) the first task of each step, whether the plan has it or not."""
 
-    def forward_step(self, block: IntArray) -> IntArray:
-        """(M, ...) the forward step of each block."""
-        return 2 * self.num_blocks * self.micro_batch + block
+    def forward_step(self, section: IntArray) -> IntArray:
+        """(M, ...) the forward step of each section."""
+        return self.positions.forward_step(section, self.micro_batch)
 
-    def backward_step(self, block: IntArray) -> IntArray:
-        """(M, ...) the backward step of each block."""
-        return 2 * self.num_blocks * self.micro_batch + (2 * self.num_blocks - 1 - block)
+    def backward_step(self, section: IntArray) -> IntArray:
+        """(M, ...) the backward step of each section."""
+        return self.positions.backward_step(section, self.micro_batch)
 
-    def backward_of(self, block: IntArray) -> IntArray:
-        """(M, ...) the backward of each block."""
-        return self.backwards[:, self.num_blocks - block]
+    def backward_of(self, section: IntArray) -> IntArray:
+        """(M, ...) the backward of each section."""
+        return self.backwards[:, self.num_blocks + 1 - section]
 
     # -- tasks -------------------------------------------------------------------------------------------------------
 
     def _add_tasks(self) -> tuple[IntArray, IntArray, IntArray]:
         """Add all compute tasks but device Adam; a recomputation for every block, with no row where it has none."""
         num_blocks, blocks = self.num_blocks, self._blocks
-        prologue, epilogue = num_blocks, num_blocks + 1
+        prologue, epilogue = 0, num_blocks + 1
         of_profile = _PROFILES + _PER_PROFILE * np.array([block.profile for block in self.family.workload.blocks])
         at_backward = self.positions.backward(blocks)
 
@@ -112,10 +113,10 @@ class FullTraining:
 
     # -- one plan ----------------------------------------------------------------------------------------------------
 
-    def wire(self, device_adam: IntArray) -> IntArray:
+    def wire(self, device_adam: IntArray) -> None:
         """Add what sections leave for others in the family's one plan, who uses it, and the phases.
 
-        Gives what is left for ``device_adam``, (1,): the (M,) gradients outside every block.
+        What the prologue's backward leaves beside gradients stays for ``device_adam``, (1,).
         """
         family, num_blocks = self.family, self.num_blocks
         account = ActivationAccount(family.workload, family.is_checkpoint, family.is_swap[None])
@@ -127,7 +128,7 @@ class FullTraining:
         outputs = self._buffers(
             Content.OUTPUT,
             np.append(prologue_bytes, account.outputs[0]),
-            np.append(num_blocks, self._blocks),
+            np.append(0, self._blocks),
             (self.forwards[:, :-1], Operand.INPUT),
             # The first block's input is the prologue's output, which the prologue's backward needs.
             (np.concatenate([back[:, :1], back[:, 2:]], axis=1), Operand.INPUT),
@@ -147,13 +148,13 @@ class FullTraining:
         handed = self._buffers(
             Content.INCOMING_GRADIENT,
             handed_bytes,
-            np.concatenate([[num_blocks + 1], self._blocks[::-1], [num_blocks]]),
+            np.arange(num_blocks + 2)[::-1],
             (self.backwards, Operand.HANDED),
             (taking, Operand.HANDED),
         )
         self._read(outputs, saved, handed)
+        self.draft.read(device_adam, handed[:, -1], Operand.HANDED.at())
         self._state_phases(account)
-        return handed[:, -1]
 
     def _buffers(
         self,
@@ -189,9 +190,6 @@ class FullTraining:
         read(back[:, 1:-1], saved[:, :-1], Operand.SAVED.at())
         read(back[:, -1:], saved[:, -1:], Operand.CONSUMED.at())
         read(self.backwards[:, 1:], handed[:, :-1], Operand.HANDED.at())
-        # The prologue's backward adds to what it has left of the first micro-batch.
-        read(back[1:, 0], handed[:1, -1], Operand.GRADIENTS.at())
-        self.draft.update(back[1:, 0], handed[:1, -1], Operand.GRADIENTS.at())
 
     def _state_phases(self, account: ActivationAccount) -> None:
         """The phase of every task, with what shared inputs change in it."""
@@ -208,7 +206,7 @@ class FullTraining:
             backwards.append(backward.with_shared(held_bytes=later[block], freed_bytes=now[block]))
         forwards.append(workload.epilogue_forward.with_shared(held_bytes=held[-1]))
         backwards = [workload.epilogue_backward, *backwards[::-1], workload.prologue_backward]
-        is_new = [False, *self.family.has_new_gradients[::-1].tolist(), False]
+        is_new = self.family.has_new_gradients[::-1].tolist()
         adding = [phase if new else phase.adding for phase, new in zip(backwards, is_new, strict=True)]
         phases = self.draft.phases
         for micro_batch, (of_forward, of_backward) in enumerate(

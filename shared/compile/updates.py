@@ -15,7 +15,7 @@ from .sections import FullTraining
 
 _REDUCES, _OFFLOADS, _ACCUMULATES, _STEPS, _TASKS_PER_CHUNK = range(5)
 """The order of what becomes of one chunk's gradients behind a backward."""
-_OUTER, _NORM, _NORM_PARTS, _CPU_ADAM = range(4)
+_NORM, _NORM_PARTS, _CPU_ADAM = range(3)
 """The order of what follows the last backward of all."""
 
 
@@ -23,7 +23,7 @@ class Updates:
     """Reductions over ranks, copies to the host, sums, the norm, and Adam on the host and on the device.
 
     Shapes: C chunks, D depths, M micro-batches; U chunks whose gradients leave, V chunks that are sharded over the
-    devices, P chunks of blocks whose gradients stay, each in the order in which they are complete.
+    devices, P chunks whose gradients stay, each in the order in which they are complete.
     """
 
     def __init__(self, family: Family, draft: Draft, sections: FullTraining) -> None:
@@ -43,7 +43,6 @@ class Updates:
         """What adds up the gradients that stay on the device, whole or in parts."""
         self._reduce()
         self._offload()
-        self._reduce_outer()
         self._step()
         self._add_gradients()
 
@@ -66,19 +65,19 @@ class Updates:
         )
         return self.draft.tasks(group).reshape(shape)
 
-    def _behind_all(
-        self, kind: TaskKind, work: Work, number: int, *, section: int = NOT_THERE, micro_batch: int = 0
-    ) -> IntArray:
+    def _behind_all(self, kind: TaskKind, work: Work, number: int) -> IntArray:
         """(1,) a task behind the last backward of all."""
         position, rows = np.array([self.sections.positions.prologue_backward]), np.zeros(1, dtype=np.int64)
-        group = TaskGroup(
-            kind, position, Part.LEAVES, work, rows, within=number, section=section, micro_batch=micro_batch
-        )
-        return self.draft.tasks(group)
+        return self.draft.tasks(TaskGroup(kind, position, Part.LEAVES, work, rows, within=self._behind_chunks + number))
+
+    @property
+    def _behind_chunks(self) -> int:
+        """The order of what follows all that becomes of single chunks' gradients behind the last backward."""
+        return _TASKS_PER_CHUNK * len(self.family.facts.update_order)
 
     def _last_steps(self, chunks: IntArray) -> IntArray:
         """(M, n) the steps of the last backwards of ``chunks``."""
-        return self.sections.backward_step(self.family.facts.first_block[chunks])
+        return self.sections.backward_step(self.family.facts.completed_by[chunks])
 
     def _ends(self, chunks: IntArray) -> IntArray:
         """(M, n) the last backwards of ``chunks``."""
@@ -142,22 +141,6 @@ class Updates:
 
     # -- at the end of the step --------------------------------------------------------------------------------------
 
-    def _reduce_outer(self) -> None:
-        """Add up what ranks have of the gradients outside every block, behind the last backward."""
-        size_bytes, num_ranks = self.family.facts.outer_gradient_bytes, self.family.step.num_ranks
-        self.outer: IntArray = np.zeros(0, dtype=np.int64)
-        """(1,), or (0,) if there is nothing to add up."""
-        if num_ranks > 1 and size_bytes:
-            self.outer = self._behind_all(
-                TaskKind.ALL_REDUCE,
-                Work(moved_bytes=size_bytes, num_ranks=num_ranks),
-                _OUTER,
-                section=self.sections.num_blocks,
-                micro_batch=self.family.step.micro_batches - 1,
-            )
-            self.draft.wait(self.outer, self.sections.backwards[-1, -1:])
-        self.summed.append(self.outer)
-
     def _step(self) -> None:
         """Add the norm if it is limited, Adam of every offloaded chunk, and device Adam."""
         draft, facts = self.draft, self.family.facts
@@ -181,7 +164,7 @@ class Updates:
                     facts.cpu_adam_work,
                     self.leaving,
                     # In the order in which the next iteration needs them.
-                    within=_CPU_ADAM + self.leaving,
+                    within=self._behind_chunks + _CPU_ADAM + self.leaving,
                     chunk=self.leaving,
                 )
             )
@@ -235,12 +218,13 @@ class Updates:
     def _add_gradients(self) -> None:
         """Add the gradients that backwards leave, and what reductions make of them."""
         facts, sections, family = self.family.facts, self.sections, self.family
-        chunks, blocks, sizes = facts.gradients
+        chunks, completing, sizes = facts.gradients
         # What takes the gradients of each chunk away, by micro-batch.
         taken_by = np.full((len(sections.micro_batch), len(facts.size_bytes)), self.device_adam[0])
         taken_by[:, self.parted] = self.parting
         taken_by[:, self.leaving] = self.reducing if family.step.is_sharded else self.offloads
-        places = np.lexsort((-blocks, chunks)).argsort()  # of gradients among others of their chunk: last block first
+        # Of gradients among others of their chunk: those of the last section first.
+        places = np.lexsort((-completing, chunks)).argsort()
         # Gradients of persistent chunks stay from the first micro-batch on.
         is_made = family.is_gathered[chunks] | (sections.micro_batch == 0)
         micro_batch, pairs = np.nonzero(is_made)
@@ -249,15 +233,15 @@ class Updates:
             Memory.DEVICE,
             sizes[pairs],
             chunk=chunks[pairs],
-            section=blocks[pairs],
+            section=completing[pairs],
             micro_batch=micro_batch,
-            made_by=sections.backward_of(blocks)[is_made],
+            made_by=sections.backward_of(completing)[is_made],
             made_at=Operand.GRADIENTS.at(chunks[pairs]),
             freed_by=taken_by[micro_batch, chunks[pairs]],
             freed_at=Operand.GRADIENTS.at(places[pairs]),
         )
         self.gradients: IntArray = np.full(is_made.shape, NOT_THERE)
-        """(M, E) the buffers of (chunk, block) pairs."""
+        """(M, E) the buffers of (chunk, section) pairs."""
         self.gradients[is_made] = self.draft.buffers(group)
         self.gradient_places = places
         self.reduced = self._add_reduced()
@@ -296,26 +280,21 @@ class Updates:
 
     # -- one plan ----------------------------------------------------------------------------------------------------
 
-    def wire(self, homes: Homes, left_over: IntArray) -> None:
-        """Add what tasks read and write in the family's one plan, and the phase of device Adam.
-
-        ``left_over``: (M,) the gradients outside every block.
-        """
+    def wire(self, homes: Homes) -> None:
+        """Add what tasks read and write in the family's one plan, and the phase of device Adam."""
         self._wire_device(homes)
         self._wire_hosts(homes)
         draft = self.draft
-        draft.read(self.outer[:, None], left_over, np.arange(len(left_over)))
-        draft.update(self.outer[:, None], left_over, np.arange(len(left_over)))
         _, staying, places = self._gradients_of(np.flatnonzero(~self.family.is_gathered))
-        whole = (left_over, staying[0][np.argsort(places)])
+        whole = staying[0][np.argsort(places)]
         parts = homes.gradients[np.sort(self.parted)]
-        self._read_in_order(self.norm, homes.gradients[np.sort(self.leaving)], parts, *whole)
+        self._read_in_order(self.norm, homes.gradients[np.sort(self.leaving)], parts, whole)
         chunks = np.concatenate(
             [np.flatnonzero(~self.family.is_gathered & self.family.facts.is_trainable), np.sort(self.parted)]
         )
         paged = homes.paged[chunks]
         stepped = (homes.parameters[chunks], homes.state[chunks], paged[paged != NOT_THERE])
-        self._read_in_order(self.device_adam, *whole, parts, *stepped)
+        self._read_in_order(self.device_adam, whole, parts, *stepped)
         written = np.concatenate(stepped)
         draft.update(self.device_adam, written, np.arange(len(written)))
         if self.widened_bytes:
@@ -324,8 +303,8 @@ class Updates:
     def _wire_device(self, homes: Homes) -> None:
         """Gradients that backwards add to, and what adds them up over ranks."""
         draft, added = self.draft, ~self.family.is_gathered[self.family.facts.gradients[0]]
-        chunks, blocks, _ = (of[added] for of in self.family.facts.gradients)
-        adding = self.sections.backward_of(blocks)[1:]
+        chunks, completing, _ = (of[added] for of in self.family.facts.gradients)
+        adding = self.sections.backward_of(completing)[1:]
         for use in (draft.read, draft.update):
             use(adding, self.gradients[:1, added], Operand.GRADIENTS.at(chunks))
         number, gradients, places = self._gradients_of(self.parted)

@@ -11,14 +11,13 @@ from .layout import Layout
 def kind_of(plan: Plan, layout: Layout, workload: Workload) -> PlanKind:
     """The kind of ``plan``.
 
-    Chunks that no block owns stay on the device in every plan, and blocks that have nothing to move keep their
-    activations in mode SWAP: neither counts for a kind.
+    Blocks that have nothing to move keep their activations in mode SWAP, and do not count for a kind.
     """
-    first_offloaded = plan.n_persist + plan.n_shard
-    owned = [chunk.id for chunk in layout.chunks if chunk.blocks]
+    num_gathered = max(0, len(layout.chunks) - plan.n_persist)
+    num_sharded = min(plan.n_shard, num_gathered)
     return kind_by_counts(
-        num_offloaded=sum(chunk >= first_offloaded for chunk in owned),
-        num_sharded=sum(plan.n_persist <= chunk < first_offloaded for chunk in owned),
+        num_offloaded=num_gathered - num_sharded,
+        num_sharded=num_sharded,
         n_swap=sum(
             mode is ActivationMode.SWAP and workload.profile_of(BlockId(block)).swappable_bytes > 0
             for block, mode in enumerate(plan.modes(workload.num_blocks))

@@ -1,8 +1,10 @@
 """The chunk layout: which parameters share a flat buffer.
 
-Rules: chunks follow execution order; a block's parameters stay together; a block begins a chunk of its own unless it
-fits whole into the rest of the current one; a parameter larger than ``chunk_bytes`` has a chunk to itself.  Parameters
-that no block owns never share a chunk with a block, since they would force the block's parameters to be persistent.
+Rules: chunks follow the order of the program, from the prologue by way of the blocks to the epilogue; a block's
+parameters stay together; a block begins a chunk of its own unless it fits whole into the rest of the current one; a
+parameter larger than ``chunk_bytes`` has a chunk to itself.  Parameters that no block alone uses come with the first
+section that uses them, and share chunks with parameters of the same uses alone: others would travel with them for
+nothing, such as an embedding, which backward does not need, with the norm behind it, or a block with a tied head.
 Source of the packing: ProTrain (arXiv 2406.08334), hierarchical chunk management.
 """
 
@@ -19,6 +21,7 @@ from ..optimizers.check import check_optimizer
 from ..schema.plan import ParallelMode, Plan, why_not_parallel
 from ..schema.schedule import ChunkId
 from ..schema.workload import Parameter, Workload
+from .uses import NumberedUses, numbered_uses
 
 ALIGNMENT_BYTES: Final = 256
 """Every parameter begins at a multiple of this within its chunk, as the device's allocator would place it.
@@ -48,12 +51,14 @@ class Chunk:
 
     id: ChunkId
     parameters: tuple[PlacedParameter, ...]
-    blocks: tuple[int, ...]
-    """The blocks that own them, ascending; empty for parameters outside every block."""
+    forward: tuple[int, ...]
+    """The sections that run forward with it, ascending; see [Note: Numbers of sections] in ``uses.py``."""
+    backward: tuple[int, ...]
+    """Those that run backward, or forward again, with it."""
     size_bytes: int
     """Size of the flat buffer, alignment included."""
-    gradient_bytes: tuple[int, ...]
-    """Bytes of its gradients, per entry of ``blocks`` (one entry for a chunk outside every block)."""
+    gradients: tuple[tuple[int, int], ...]
+    """(section, bytes) of its gradients, by the section in whose backward they become final; ascending."""
     staging_bytes: int
     """Size of the host buffer that receives its gradients, alignment included; 0 if nothing is trainable."""
     num_trainable: int
@@ -63,6 +68,16 @@ class Chunk:
     def is_trainable(self) -> bool:
         """Whether the optimizer has anything to do with it."""
         return self.num_trainable > 0
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of all its gradients."""
+        return sum(size_bytes for _, size_bytes in self.gradients)
+
+    @property
+    def completed_by(self) -> int | None:
+        """The section whose backward completes its gradients, as the last one; None if nothing is trainable."""
+        return self.gradients[0][0] if self.gradients else None
 
 
 @dataclass(frozen=True, repr=False)
@@ -79,42 +94,48 @@ class Layout(Shown):
         return {}
 
     @cached_property
-    def unowned(self) -> frozenset[ChunkId]:
-        """Chunks of parameters outside every block; they are persistent in every plan."""
-        return frozenset(chunk.id for chunk in self.chunks if not chunk.blocks)
+    def needed(self) -> tuple[tuple[ChunkId, ...], ...]:
+        """The chunks that each step of a micro-batch needs, in the order of the program.
 
-    @cached_property
-    def chunks_of_block(self) -> tuple[tuple[ChunkId, ...], ...]:
-        """The chunks that each block needs, in execution order."""
-        return tuple(
-            tuple(chunk.id for chunk in self.chunks if block in chunk.blocks) for block in range(self.num_blocks)
+        For n blocks, step s up to n is the forward of section s, step n + 1 is forward and backward of the epilogue,
+        and step 2 (n + 1) - s is the backward of section s.
+        """
+        last = self.num_blocks + 1
+        forward, backward = (
+            [tuple(chunk.id for chunk in self.chunks if section in of_chunk(chunk)) for section in range(last + 1)]
+            for of_chunk in (_forward, _backward)
         )
+        return (*forward, *backward[last - 1 :: -1])
 
     def persistent(self, n_persist: int) -> frozenset[ChunkId]:
-        """The first ``n_persist`` chunks and the unowned ones.  Raises PlanError if there are fewer chunks."""
+        """The first ``n_persist`` chunks.  Raises PlanError if there are fewer."""
         if n_persist > len(self.chunks):
             raise PlanError(
                 f"n_persist is {n_persist} but chunk_bytes = {self.chunk_bytes} gives {len(self.chunks)} chunks. "
                 f"Lower n_persist."
             )
-        return frozenset(chunk.id for chunk in self.chunks[:n_persist]) | self.unowned
+        return frozenset(chunk.id for chunk in self.chunks[:n_persist])
 
     def sharded(self, n_persist: int, n_shard: int) -> frozenset[ChunkId]:
-        """The ``n_shard`` chunks after the first ``n_persist``, without the unowned ones, which are persistent.
-
-        Raises PlanError if there are fewer chunks.
-        """
+        """The ``n_shard`` chunks after the first ``n_persist``.  Raises PlanError if there are fewer."""
         if n_shard and n_persist + n_shard > len(self.chunks):
             raise PlanError(
                 f"n_persist is {n_persist} and n_shard is {n_shard} but chunk_bytes = {self.chunk_bytes} gives "
                 f"{len(self.chunks)} chunks. Lower n_shard to {max(0, len(self.chunks) - n_persist)} or less."
             )
-        return frozenset(chunk.id for chunk in self.chunks[n_persist : n_persist + n_shard]) - self.unowned
+        return frozenset(chunk.id for chunk in self.chunks[n_persist : n_persist + n_shard])
 
     def min_buffers(self, n_persist: int) -> int:
-        """Fewest buffers that any plan with ``n_persist`` needs: the most other chunks of one block."""
-        persistent = self.persistent(n_persist)
-        return max((sum(c not in persistent for c in chunks) for chunks in self.chunks_of_block), default=0)
+        """Fewest buffers that any plan with ``n_persist`` needs: the most other chunks of one step."""
+        return max(sum(chunk >= n_persist for chunk in chunks) for chunks in self.needed)
+
+
+def _forward(chunk: Chunk) -> tuple[int, ...]:
+    return chunk.forward
+
+
+def _backward(chunk: Chunk) -> tuple[int, ...]:
+    return chunk.backward
 
 
 def build_layout(parameters: Sequence[Parameter], *, num_blocks: int, chunk_bytes: int) -> Layout:
@@ -124,11 +145,13 @@ def build_layout(parameters: Sequence[Parameter], *, num_blocks: int, chunk_byte
     """
     if chunk_bytes <= 0:
         raise PlanError(f"chunk_bytes is {chunk_bytes}; it must be positive.")
-    packing = _Packing(parameters, chunk_bytes)
-    for block, members in _groups_in_order(parameters):
+    uses = [numbered_uses(parameter, num_blocks) for parameter in parameters]
+    packing = _Packing(parameters, uses, chunk_bytes)
+    for common, members in _groups_in_order(uses, num_blocks):
         sizes = [aligned(parameters[index].size_bytes) for index in members]
-        if packing.is_open and (packing.holds_unowned != (block is None) or not packing.has_room(sum(sizes))):
+        if packing.is_open and (packing.common != common or not packing.has_room(sum(sizes))):
             packing.seal()
+        packing.common = common
         for index, size_bytes in zip(members, sizes, strict=True):
             if packing.is_open and not packing.has_room(size_bytes):
                 packing.seal()
@@ -171,38 +194,36 @@ def check_layout(layout: Layout, plan: Plan, workload: Workload) -> None:
         )
 
 
-def _groups_in_order(parameters: Sequence[Parameter]) -> list[tuple[int | None, list[int]]]:
-    """Parameter indices by block, each group at its first member; unowned parameters one by one."""
-    groups: list[tuple[int | None, list[int]]] = []
-    group_of_block: dict[int, list[int]] = {}
-    for index, parameter in enumerate(parameters):
-        if parameter.block is None:
-            groups.append((None, [index]))
-        elif parameter.block in group_of_block:
-            group_of_block[parameter.block].append(index)
-        else:
-            members = group_of_block[parameter.block] = [index]
-            groups.append((parameter.block, members))
-    return groups
+def _groups_in_order(uses: Sequence[NumberedUses], num_blocks: int) -> list[tuple[NumberedUses | None, list[int]]]:
+    """Parameter indices that stay together, by the first section that uses them; each group at its first member.
+
+    With the uses that all parameters of a chunk must have; None for those that a block alone uses.
+    """
+    groups: dict[tuple[int, NumberedUses | None], list[int]] = {}
+    for index, of_parameter in enumerate(uses):
+        is_of_block = of_parameter.is_alone and 0 < of_parameter.gradient <= num_blocks
+        key = (of_parameter.sections[0], None if is_of_block else of_parameter)
+        groups.setdefault(key, []).append(index)
+    in_order = sorted(groups.items(), key=lambda group: (group[0][0], group[1][0]))
+    return [(common, members) for (_, common), members in in_order]
 
 
 class _Packing:
     """Chunks sealed so far and the one that is open."""
 
-    def __init__(self, parameters: Sequence[Parameter], chunk_bytes: int) -> None:
+    def __init__(self, parameters: Sequence[Parameter], uses: Sequence[NumberedUses], chunk_bytes: int) -> None:
         self.parameters = parameters
+        self.uses = uses
         self.chunk_bytes = chunk_bytes
         self.chunks: list[Chunk] = []
         self.used_bytes = 0
+        self.common: NumberedUses | None = None
+        """The uses of all that is open; None where blocks alone use it."""
         self._open: list[PlacedParameter] = []
 
     @property
     def is_open(self) -> bool:
         return bool(self._open)
-
-    @property
-    def holds_unowned(self) -> bool:
-        return self.parameters[self._open[0].index].block is None
 
     def has_room(self, size_bytes: int) -> bool:
         return self.used_bytes + size_bytes <= self.chunk_bytes
@@ -214,19 +235,21 @@ class _Packing:
     def seal(self) -> None:
         if not self._open:
             return
-        members = [self.parameters[placed.index] for placed in self._open]
-        trainable = [parameter for parameter in members if parameter.trainable]
-        blocks = tuple(sorted({parameter.block for parameter in members if parameter.block is not None}))
-        owners: tuple[int | None, ...] = blocks or (None,)
+        members = [(self.parameters[placed.index], self.uses[placed.index]) for placed in self._open]
+        trainable = [(parameter, uses) for parameter, uses in members if parameter.trainable]
+        gradients: dict[int, int] = {}
+        for parameter, uses in trainable:
+            gradients[uses.gradient] = gradients.get(uses.gradient, 0) + parameter.size_bytes
         self.chunks.append(
             Chunk(
                 id=ChunkId(len(self.chunks)),
                 parameters=tuple(self._open),
-                blocks=blocks,
+                forward=tuple(sorted({section for _, uses in members for section in uses.forward})),
+                backward=tuple(sorted({section for _, uses in members for section in uses.backward})),
                 size_bytes=self.used_bytes,
-                gradient_bytes=tuple(sum(p.size_bytes for p in trainable if p.block == owner) for owner in owners),
-                staging_bytes=sum(aligned(p.size_bytes) for p in trainable),
-                num_trainable=sum(p.num_elements for p in trainable),
+                gradients=tuple(sorted(gradients.items())),
+                staging_bytes=sum(aligned(p.size_bytes) for p, _ in trainable),
+                num_trainable=sum(p.num_elements for p, _ in trainable),
             )
         )
         self._open = []

@@ -111,9 +111,9 @@ def rank_part(
         return RankPart(
             parameter_bytes=chunk.size_bytes,
             gathered_bytes=chunk.size_bytes,
-            gradient_bytes=sum(chunk.gradient_bytes),
+            gradient_bytes=chunk.gradient_bytes,
             staging_bytes=chunk.staging_bytes,
-            reduced_bytes=sum(chunk.gradient_bytes),
+            reduced_bytes=chunk.gradient_bytes,
             state_bytes=chunk_state_bytes(chunk, parameters, optimizer),
             paged_bytes=chunk_paged_bytes(chunk, parameters, optimizer),
             num_stepped=chunk.num_trainable,

@@ -62,7 +62,7 @@ def assign_slots(needed: Sequence[Sequence[ChunkId]] | Uses, n_buffer: int) -> l
     uses = needed if isinstance(needed, Uses) else Uses.of(needed)
     if uses.most_at_once > n_buffer:
         raise PlanError(
-            f"one block needs {uses.most_at_once} offloaded chunks at once but n_buffer is {n_buffer}. "
+            f"one section needs {uses.most_at_once} gathered chunks at once but n_buffer is {n_buffer}. "
             f"Raise n_buffer to {uses.most_at_once}, or chunk_bytes."
         )
     num_steps, evicts = len(uses.needed), n_buffer < uses.num_chunks

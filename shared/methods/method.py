@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Final
+from dataclasses import dataclass
 
 from ..compile.compile import Policies
-from ..verify.full_training import FULL_TRAINING as FULL_TRAINING_RULES
 from ..verify.rules import Rules
 
 
@@ -15,11 +13,8 @@ class Method:
     """What simulator, search and verifier need to know of a training method, and all that they know.
 
     Policies and rules are written apart, on purpose: neither reads the other.
+    ``dataclasses.replace(FULL_TRAINING, ...)`` extends full training (``full_training.py``).
     """
 
-    policies: Policies = field(default_factory=Policies)
-    rules: Rules = FULL_TRAINING_RULES
-
-
-FULL_TRAINING: Final = Method()
-"""Every parameter that the workload trains, by its own gradients."""
+    policies: Policies
+    rules: Rules

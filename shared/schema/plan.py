@@ -70,7 +70,7 @@ class Plan(Document):
 
     KIND: ClassVar[str] = "plan"
     SCHEMA_VERSION: ClassVar[int] = 2
-    """2: names its optimizer."""
+    """2: names its optimizer, and ``n_persist`` counts chunks from the prologue on; 0 keeps none on the device."""
     TABLES: ClassVar[str] = "tables.record:plan_table"
 
     workload_id: str
@@ -78,14 +78,15 @@ class Plan(Document):
     chunk_bytes: PositiveInt
     """Upper bound of a chunk's size; a larger parameter has a chunk of its own."""
     n_persist: NonNegativeInt
-    """The first ``n_persist`` chunks stay on the device for good."""
+    """The first ``n_persist`` chunks stay on the device for good, counted from the prologue's on; 0: none does."""
     n_shard: NonNegativeInt = 0
     """The next ``n_shard`` chunks are sharded over the devices of all ranks, which only SHARDED knows: every device has
     one equal part of their parameters, gradients and optimizer state for good."""
     n_buffer: NonNegativeInt
     """Device places for the chunks that are gathered: sharded over devices, or offloaded."""
     prefetch_depth: PositiveInt = 1
-    """How many blocks ahead of the running one chunks may be gathered, and how many behind it gradients may lag."""
+    """How many sections ahead of the running one chunks may be gathered, and how many behind it gradients may lag.
+    Blocks are sections, and so are the parts before the first and after the last."""
     n_swap: NonNegativeInt = 0
     """Blocks in mode SWAP, the first ones (``place_activation_modes``)."""
     n_checkpoint: NonNegativeInt = 0

@@ -17,7 +17,9 @@ from typing import ClassVar, Final, NewType
 from ..basics.shown import Shown
 from .optimizer import Optimizer
 from .plan import ParallelMode
-from .workload import BlockId, Phase
+from .workload import OuterSection as OuterSection
+from .workload import Phase
+from .workload import Section as Section
 
 ChunkId = NewType("ChunkId", int)
 TaskId = NewType("TaskId", int)
@@ -153,17 +155,6 @@ def in_kind_order(kinds: Iterable[TaskKind]) -> list[TaskKind]:
     return sorted(set(kinds), key=lambda kind: (own.get(kind, len(own)), kind))
 
 
-class OuterSection(StrEnum):
-    """The parts of the model outside its blocks."""
-
-    PROLOGUE = "prologue"
-    EPILOGUE = "epilogue"
-
-
-Section = BlockId | OuterSection
-"""What a compute task runs: a block by its index, or the part before the first or after the last."""
-
-
 class Memory(StrEnum):
     """Where a buffer lies."""
 
@@ -196,7 +187,7 @@ class Content(StrEnum):
     OUTPUT = "output"
     """A section's output, which the next section reads in forward and, saved, in backward."""
     INCOMING_GRADIENT = "incoming_gradient"
-    """What one section's backward hands to the next, with the gradients of parameters outside every block."""
+    """What one section's backward hands to the next, with the parts of gradients that others complete."""
     RESIDENT = "resident"
     """Module buffers and the batch."""
 

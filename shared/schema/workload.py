@@ -11,7 +11,7 @@ import hashlib
 import json
 from enum import StrEnum
 from functools import cached_property
-from math import prod
+from math import inf, prod
 from typing import Annotated, ClassVar, Final, NewType, Self
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, model_validator
@@ -22,6 +22,17 @@ from .plan import ActivationMode, Plan
 from .shared_inputs import SharedInput
 
 BlockId = NewType("BlockId", int)
+
+
+class OuterSection(StrEnum):
+    """The parts of the model outside its blocks."""
+
+    PROLOGUE = "prologue"
+    EPILOGUE = "epilogue"
+
+
+Section = BlockId | OuterSection
+"""What a compute task runs: a block by its index, or the part before the first or after the last."""
 
 MAX_BYTES: Final = 2**60
 Bytes = Annotated[int, Field(ge=0, le=MAX_BYTES)]
@@ -247,6 +258,36 @@ class BlockProfile(FrozenModel):
         return self.checkpoint_backward if mode is ActivationMode.CHECKPOINT else self.backward
 
 
+class Uses(FrozenModel):
+    """The sections that use a parameter, in the order of forward.
+
+    A section begins where the model announces it and ends where the next one does: what the model does between two
+    blocks belongs to the first of them.
+    """
+
+    forward: tuple[NonNegativeInt | OuterSection, ...] = Field(min_length=1)
+    """Those whose forward reads it; of a parameter that nobody was seen to read, the one beside which it stands."""
+    backward: tuple[NonNegativeInt | OuterSection, ...]
+    """Those whose backward reads it, recomputation included.  The lookup of an embedding needs no weights there."""
+    gradient: NonNegativeInt | OuterSection
+    """The one whose backward is the last that adds to its gradient, or that reads it: from its end on it may be
+    stepped."""
+
+    @model_validator(mode="after")
+    def _is_stepped_last(self) -> Self:
+        first = min((in_forward_order(section) for section in self.backward), default=inf)
+        if in_forward_order(self.gradient) > first:
+            raise ValueError(f"its gradient is final in {self.gradient}, but a backward after that one reads it")
+        return self
+
+
+def in_forward_order(section: int | OuterSection) -> float:
+    """A key that sorts sections in the order of forward."""
+    if isinstance(section, OuterSection):
+        return -1 if section is OuterSection.PROLOGUE else inf
+    return section
+
+
 class Parameter(FrozenModel):
     """One parameter tensor; tied names are listed once."""
 
@@ -255,7 +296,10 @@ class Parameter(FrozenModel):
     dtype: DType
     trainable: bool = True
     block: NonNegativeInt | None = None
-    """Index of the block that owns it; None for parameters outside every block."""
+    """Index of the block that alone uses it; None for all others."""
+    uses: Uses | None = None
+    """Who uses a parameter without a block; None if nobody knows: then both parts outside the blocks are taken to read
+    it, in forward and backward, and the first of them to add to its gradient."""
     aliases: tuple[str, ...] = ()
     """Other names of the same tensor."""
 
@@ -283,6 +327,8 @@ class Workload(Document):
     """One model, one batch shape: everything that a machine-independent prediction needs."""
 
     KIND: ClassVar[str] = "workload"
+    SCHEMA_VERSION: ClassVar[int] = 2
+    """2: parameters outside the blocks name the sections that use them."""
     TABLES: ClassVar[str] = "tables.workloads:workload_tables"
 
     model_name: Name
@@ -334,19 +380,31 @@ class Workload(Document):
         for parameter in self.parameters:
             if parameter.block is not None and parameter.block >= len(self.blocks):
                 raise ValueError(f"parameter {parameter.name} names block {parameter.block} of {len(self.blocks)}")
+            if parameter.uses is not None:
+                self._check_uses(parameter.name, parameter.block, parameter.uses)
             for name in (parameter.name, *parameter.aliases):
                 if name in names:
                     raise ValueError(f"parameter name {name} occurs twice")
                 names.add(name)
         return self
 
+    def _check_uses(self, name: str, block: int | None, uses: Uses) -> None:
+        if block is not None:
+            raise ValueError(f"parameter {name} has block {block}, which alone uses it, and names other uses")
+        for section in (*uses.forward, *uses.backward, uses.gradient):
+            if isinstance(section, int) and section >= len(self.blocks):
+                raise ValueError(f"parameter {name} is used by block {section} of {len(self.blocks)}")
+
     @cached_property
     def identity(self) -> str:
-        """Hash of what a plan depends on: model, batch shapes, parameters and their blocks; not of any timing."""
+        """Hash of what a plan depends on: model, batch shapes, parameters and who uses them; not of any timing."""
         facts = [
             self.model_hash,
             sorted((name, list(shape)) for name, shape in self.batch_shapes.items()),
-            [[p.name, list(p.shape), p.dtype, p.trainable, p.block] for p in self.parameters],
+            [
+                [p.name, list(p.shape), p.dtype, p.trainable, p.block, p.uses and p.uses.model_dump(mode="json")]
+                for p in self.parameters
+            ],
             [block.name for block in self.blocks],
         ]
         return hashlib.sha256(json.dumps(facts, separators=(",", ":")).encode()).hexdigest()[:16]

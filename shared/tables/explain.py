@@ -9,6 +9,7 @@ from enum import StrEnum
 from ..basics.units import format_bytes
 from ..compile.compile import compile_schedule
 from ..layout.layout import Chunk, Layout, build_layout
+from ..layout.uses import numbered_section
 from ..optimizers.state import master_bytes
 from ..schema.plan import ActivationMode, ParallelMode, Plan
 from ..schema.schedule import (
@@ -17,13 +18,12 @@ from ..schema.schedule import (
     Content,
     Lane,
     Memory,
-    OuterSection,
     Schedule,
     Section,
     TaskKind,
     in_kind_order,
 )
-from ..schema.workload import BlockId, Workload
+from ..schema.workload import Workload
 from ..verify.guaranteed_peak import guaranteed_device_peak
 from .labels import LANE_NAMES, MEMORY_NAMES, NO_VALUE, format_share, kind_name, knobs
 from .table import Heading, Parts, Table
@@ -93,16 +93,16 @@ class Account:
 def account(schedule: Schedule, plan: Plan, workload: Workload, layout: Layout) -> Account:
     """The account of one iteration of ``schedule``, which must be the one of the other three."""
     modes = plan.modes(workload.num_blocks)
-    unowned = tuple(sorted(layout.unowned))
-    keep = ActivationMode.KEEP
+    names = ["prologue", *(block.name for block in workload.blocks), "epilogue"]
+    modes = (ActivationMode.KEEP, *modes, ActivationMode.KEEP)
+    used = [
+        tuple(chunk.id for chunk in layout.chunks if number in (*chunk.forward, *chunk.backward))
+        for number in range(len(names))
+    ]
     return Account(
-        sections=(
-            _section(schedule, OuterSection.PROLOGUE, "prologue", keep, unowned),
-            *(
-                _section(schedule, BlockId(index), block.name, modes[index], layout.chunks_of_block[index])
-                for index, block in enumerate(workload.blocks)
-            ),
-            _section(schedule, OuterSection.EPILOGUE, "epilogue", keep, unowned),
+        sections=tuple(
+            _section(schedule, numbered_section(number, workload.num_blocks), name, modes[number], used[number])
+            for number, name in enumerate(names)
         ),
         chunks=tuple(_chunk(schedule, chunk, workload) for chunk in layout.chunks),
     )

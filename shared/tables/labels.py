@@ -137,7 +137,7 @@ def knobs(plan: Plan, *, num_blocks: int | None = None) -> tuple[Knob, ...]:
             else []
         ),
         Knob("n_buffer", str(plan.n_buffer), "device places for the other chunks"),
-        Knob("prefetch_depth", str(plan.prefetch_depth), "blocks ahead that chunks are gathered"),
+        Knob("prefetch_depth", str(plan.prefetch_depth), "sections ahead that chunks are gathered"),
         Knob("n_checkpoint", f"{plan.n_checkpoint}{of_blocks}", "blocks whose activations are recomputed"),
     ]
     if plan.n_swap:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import isfinite
@@ -19,11 +19,12 @@ from ..schema.schedule import (
     Lane,
     OuterSection,
     Schedule,
+    Section,
     Task,
     TaskId,
     TaskKind,
 )
-from ..schema.workload import BlockId, Workload
+from ..schema.workload import BlockId, Uses, Workload
 from .happens_before import HappensBefore, Occurrence, OrderError
 from .shards import Held, held
 
@@ -56,23 +57,71 @@ class Claim:
 
     @cached_property
     def steps(self) -> list[list[TaskId]]:
-        """The compute tasks of every step: forwards of the blocks, then backwards with their recomputations."""
+        """The compute tasks of every step: a forward, a backward with its recomputation, or both of the epilogue."""
         steps: list[list[TaskId]] = []
         is_open = False
         for task in self.tasks_of(TaskKind.FORWARD, TaskKind.RECOMPUTE, TaskKind.BACKWARD):
-            if isinstance(task.section, OuterSection):
-                continue
             if is_open:
                 steps[-1].append(task.id)
             else:
                 steps.append([task.id])
-            is_open = task.kind is TaskKind.RECOMPUTE
+            is_at_turn = task.kind is TaskKind.FORWARD and task.section is OuterSection.EPILOGUE
+            is_open = task.kind is TaskKind.RECOMPUTE or is_at_turn
         return steps
 
     @cached_property
     def step_of(self) -> dict[TaskId, int]:
-        """The step of every compute task of a block."""
+        """The step of every compute task of a section."""
         return {task: step for step, tasks in enumerate(self.steps) for task in tasks}
+
+    @cached_property
+    def sections(self) -> list[Section]:
+        """All sections, in the order of forward."""
+        blocks = (BlockId(block) for block in range(self.workload.num_blocks))
+        return [OuterSection.PROLOGUE, *blocks, OuterSection.EPILOGUE]
+
+    @cached_property
+    def used_forward(self) -> dict[Section, set[ChunkId]]:
+        """The chunks that each section's forward runs with."""
+        return self._used(lambda uses: uses.forward)
+
+    @cached_property
+    def used_backward(self) -> dict[Section, set[ChunkId]]:
+        """The chunks that each section's backward and its recomputation run with."""
+        return self._used(lambda uses: uses.backward)
+
+    def _used(self, sections_of: Callable[[Uses], Sequence[int | OuterSection]]) -> dict[Section, set[ChunkId]]:
+        found: dict[Section, set[ChunkId]] = {section: set() for section in self.sections}
+        for chunk in self.layout.chunks:
+            for placed in chunk.parameters:
+                uses = self.uses_of(placed.index)
+                for section in sections_of(uses):
+                    found[section if isinstance(section, OuterSection) else BlockId(section)].add(chunk.id)
+                if OuterSection.EPILOGUE in (*uses.forward, *uses.backward):
+                    # Its forward and backward are one step.
+                    found[OuterSection.EPILOGUE].add(chunk.id)
+        return found
+
+    def uses_of(self, parameter: int) -> Uses:
+        """Who uses a parameter, by its place among the workload's."""
+        found = self.workload.parameters[parameter]
+        if found.block is not None:
+            return Uses(forward=(found.block,), backward=(found.block,), gradient=found.block)
+        ends = (OuterSection.PROLOGUE, OuterSection.EPILOGUE)
+        return found.uses or Uses(forward=ends, backward=ends, gradient=ends[0])
+
+    @cached_property
+    def completed(self) -> dict[Section, dict[ChunkId, int]]:
+        """Bytes of the gradients that each section's backward completes, by chunk; none where these are 0."""
+        found: dict[Section, dict[ChunkId, int]] = {section: {} for section in self.sections}
+        for chunk in self.layout.chunks:
+            for placed in chunk.parameters:
+                parameter = self.workload.parameters[placed.index]
+                if parameter.trainable and parameter.size_bytes:
+                    section = self.uses_of(placed.index).gradient
+                    of_section = found[section if isinstance(section, OuterSection) else BlockId(section)]
+                    of_section[chunk.id] = of_section.get(chunk.id, 0) + parameter.size_bytes
+        return found
 
     @cached_property
     def modes(self) -> tuple[ActivationMode, ...]:
@@ -88,7 +137,7 @@ class Claim:
     def sharded(self) -> frozenset[ChunkId]:
         """The chunks of which every device has its part for good."""
         first, number = self.plan.n_persist, self.plan.n_shard
-        return frozenset(c.id for c in self.layout.chunks if c.blocks and first <= c.id < first + number)
+        return frozenset(c.id for c in self.layout.chunks if first <= c.id < first + number)
 
     @cached_property
     def allocating(self) -> dict[AllocationId, TaskId]:

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from ..schema.schedule import Allocation, AllocationId, ChunkId, Content, Memory, Section, Task, TaskKind
-from ..schema.workload import BlockId, Phase
+from ..schema.workload import Phase
 from .claim import Claim, reject
 
 Name = tuple[Content, ChunkId | None, Section | None, int]
@@ -96,16 +96,15 @@ def _describe(name: Name) -> str:
     return " ".join([content, *where, *([f"of micro-batch {micro_batch}"] if micro_batch > 0 else [])])
 
 
-def gradients_of_block(claim: Claim, block: BlockId, micro_batch: int) -> tuple[dict[Name, int], int]:
-    """Gradients that a block's backward makes anew, with their bytes, and the bytes of all its gradients.
+def gradients_of(claim: Claim, section: Section, micro_batch: int) -> tuple[dict[Name, int], int]:
+    """Gradients that a section's backward makes anew, with their bytes, and the bytes of all that it completes.
 
     Later micro-batches add to the gradients of persistent chunks where these lie.
     """
-    chunks = [claim.layout.chunks[chunk] for chunk in claim.layout.chunks_of_block[block]]
-    sizes = {chunk.id: chunk.gradient_bytes[chunk.blocks.index(block)] for chunk in chunks}
+    sizes = claim.completed[section]
     made: dict[Name, int] = {
-        (Content.GRADIENTS, chunk, block, micro_batch): size
+        (Content.GRADIENTS, chunk, section, micro_batch): size
         for chunk, size in sizes.items()
-        if size and not (micro_batch and chunk in claim.persistent)
+        if not (micro_batch and chunk in claim.persistent)
     }
     return made, sum(sizes.values())

@@ -86,7 +86,7 @@ def check_places(claim: Claim) -> None:
 
 
 def check_gathers(claim: Claim) -> None:
-    """A gather copies what the rank has of a chunk on its host into a fresh buffer of the chunk, for some block."""
+    """A gather copies what the rank has of a chunk on its host into a fresh buffer of the chunk, for some section."""
     for task in claim.tasks_of(TaskKind.GATHER):
         if (chunk := chunk_of(claim, task)).id in claim.persistent | claim.sharded:
             reject(f"{task.name} copies chunk {chunk.id}, which no host has")
@@ -94,7 +94,7 @@ def check_gathers(claim: Claim) -> None:
 
 
 def check_one_gather(claim: Claim, task: Task, *, moved_bytes: int) -> None:
-    """From the chunk's home into a fresh buffer of the chunk's size, which some block uses."""
+    """From the chunk's home into a fresh buffer of the chunk's size, which some section uses."""
     chunk = chunk_of(claim, task)
     compare_buffers(task, task.reads, [claim.homes[Content.PARAMETERS, chunk.id]], "reads")
     filled = [claim.buffer(b) for b in task.writes]
@@ -222,7 +222,7 @@ def check_gather_window(claim: Claim) -> None:
         step = min(claim.step_of[user] for user in claim.readers[gather.writes[0]] if user in claim.step_of)
         limit = max(step - depth - 1, -len(steps))
         if not claim.before(steps[limit][-1], gather.id, 0 if limit >= 0 else 1):
-            reject(f"{gather.name} may run more than {depth} blocks ahead")
+            reject(f"{gather.name} may run more than {depth} sections ahead")
 
 
 def check_swap_window(claim: Claim) -> None:
@@ -236,7 +236,7 @@ def check_swap_window(claim: Claim) -> None:
     for task in claim.tasks_of(TaskKind.ACTIVATION_FETCH):
         limit = min(step_of[user] for user in claim.readers[task.writes[0]] if user in step_of) - depth - 1
         if limit >= 0 and not claim.before(steps[limit][-1], task.id):
-            reject(f"{task.name} may run more than {depth} blocks ahead")
+            reject(f"{task.name} may run more than {depth} sections ahead")
 
 
 def check_all_gather_order(claim: Claim) -> None:

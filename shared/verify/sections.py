@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Iterator
 
 from ..schema.plan import ActivationMode
-from ..schema.schedule import Content, OuterSection, Section, TaskKind
+from ..schema.schedule import ChunkId, Content, OuterSection, Section, TaskKind
 from ..schema.workload import BlockId, Phase
 from .claim import Claim, check_amounts, reject
-from .compute_tasks import Expected, Name, check_compute_task, gradients_of_block
+from .compute_tasks import Expected, Name, check_compute_task, gradients_of
 
 
 def check_program(claim: Claim) -> None:
@@ -42,14 +42,14 @@ class _Walk:
     """Goes through the compute lane and keeps account of what is alive.
 
     The level of activations is known from the phases' net bytes.  What a backward leaves behind beyond saved
-    activations, outputs and the gradients of its block must lie in its INCOMING_GRADIENT buffer.  What is swapped
+    activations, outputs and the gradients that it completes must lie in its INCOMING_GRADIENT buffer.  What is swapped
     counts as alive from forward to backward, since phases do not know of it.
     """
 
     def __init__(self, claim: Claim) -> None:
         self.claim = claim
         self.blocks = [BlockId(block) for block in range(claim.workload.num_blocks)]
-        self.sections: list[Section] = [OuterSection.PROLOGUE, *self.blocks, OuterSection.EPILOGUE]
+        self.sections = claim.sections
         self.micro_batch = 0
         self.level_bytes = 0
         self.held, self.kept, self.freed = self._shared_inputs()
@@ -107,10 +107,8 @@ class _Walk:
         size_bytes = 0 if isinstance(section, OuterSection) else self.claim.swapping.get(section, 0)
         return {self._called(Content.SWAPPED, section): size_bytes} if size_bytes else {}
 
-    def _parameters(self, section: Section) -> set[Name]:
-        layout = self.claim.layout
-        chunks = layout.unowned if isinstance(section, OuterSection) else layout.chunks_of_block[section]
-        return {(Content.PARAMETERS, chunk, None, 0) for chunk in chunks}
+    def _parameters(self, used: dict[Section, set[ChunkId]], section: Section) -> set[Name]:
+        return {(Content.PARAMETERS, chunk, None, 0) for chunk in used[section]}
 
     def _input(self, section: Section) -> set[Name]:
         if section is OuterSection.PROLOGUE:
@@ -136,20 +134,21 @@ class _Walk:
                 left_bytes = max(0, phase.net_bytes - sum(swapped.values()))
                 output_bytes = min(profile.output_bytes, left_bytes)
                 makes = {output: output_bytes, saved: left_bytes - output_bytes} | swapped
-        return self._expect(TaskKind.FORWARD, section, phase, self._parameters(section) | self._input(section), makes)
+        reads = self._parameters(self.claim.used_forward, section) | self._input(section)
+        return self._expect(TaskKind.FORWARD, section, phase, reads, makes)
 
     def _recompute(self, section: Section) -> Expected:
         assert not isinstance(section, OuterSection)
         phase = self.claim.workload.profile_of(section).recompute
         makes = {self._called(Content.ACTIVATIONS, section): max(0, phase.net_bytes)}
-        return self._expect(TaskKind.RECOMPUTE, section, phase, self._parameters(section) | self._input(section), makes)
+        reads = self._parameters(self.claim.used_backward, section) | self._input(section)
+        return self._expect(TaskKind.RECOMPUTE, section, phase, reads, makes)
 
     def _backward(self, section: Section) -> Expected:
         workload = self.claim.workload
         output = self._called(Content.OUTPUT, OuterSection.PROLOGUE)
         saved = {self._called(Content.ACTIVATIONS, section)}
-        gradients: dict[Name, int] = {}
-        own_bytes = 0
+        gradients, own_bytes = gradients_of(self.claim, section, self.micro_batch)
         if section is OuterSection.PROLOGUE:
             phase = workload.prologue_backward
             consumed = {output}
@@ -161,10 +160,6 @@ class _Walk:
         else:
             phase = workload.profile_of(section).backward_in(self._mode(section))
             phase = phase.with_shared(held_bytes=self.kept[section], freed_bytes=self.freed[section])
-            gradients, own_bytes = gradients_of_block(self.claim, section, self.micro_batch)
-            # Of parameters that nothing uses there is room for gradients, but there are none.
-            if phase.gradient_bytes is not None:
-                own_bytes = min(own_bytes, phase.gradient_bytes)
             consumed = saved | self._input(section) | self._swapped(section).keys()
             # The first block's input is the prologue's output, which the prologue's own backward drops.
             drops = consumed - {output}
@@ -172,6 +167,9 @@ class _Walk:
             incoming = self._called(Content.INCOMING_GRADIENT, self.sections[self.sections.index(section) + 1])
             consumed = consumed | {incoming}
             drops = drops | {incoming}
+        # Of parameters that nothing uses there is room for gradients, but there are none.
+        if phase.gradient_bytes is not None:
+            own_bytes = min(own_bytes, phase.gradient_bytes)
         carried_out = phase
         if self.micro_batch:
             # Gradients are there already: what the phase would leave of them is added to these.
@@ -185,18 +183,12 @@ class _Walk:
         self.alive[handed] = size_bytes
         makes = {handed: size_bytes} | gradients
         updates = self._added_to(section)
-        reads = self._parameters(section) | consumed | updates
+        reads = self._parameters(self.claim.used_backward, section) | consumed | updates
         return Expected(TaskKind.BACKWARD, section, self.micro_batch, carried_out, reads, makes, updates, drops)
 
     def _added_to(self, section: Section) -> set[Name]:
         """Gradients of the first micro-batch that a later one's backward adds to, where they stay on the device."""
-        if not self.micro_batch or section is OuterSection.EPILOGUE:
+        if not self.micro_batch:
             return set()
-        if section is OuterSection.PROLOGUE:
-            return {(Content.INCOMING_GRADIENT, None, section, 0)}
-        chunks = [self.claim.layout.chunks[chunk] for chunk in self.claim.layout.chunks_of_block[section]]
-        return {
-            (Content.GRADIENTS, chunk.id, section, 0)
-            for chunk in chunks
-            if chunk.id in self.claim.persistent and chunk.gradient_bytes[chunk.blocks.index(section)]
-        }
+        kept = self.claim.completed[section].keys() & self.claim.persistent
+        return {(Content.GRADIENTS, chunk, section, 0) for chunk in kept}

@@ -41,7 +41,7 @@ def held(chunk: Chunk, parameters: Sequence[Parameter], plan: Plan) -> Held:
         stepped = stepped_of([chunk], parameters)
         return Held(
             chunk.size_bytes,
-            sum(chunk.gradient_bytes),
+            chunk.gradient_bytes,
             chunk.staging_bytes,
             state_bytes(stepped, plan.optimizer),
             stepped,

@@ -12,10 +12,10 @@ from math import prod
 from ..layout.adam_memory import WIDENED_SCALARS
 from ..schema.plan import ParallelMode
 from ..schema.schedule import ChunkId, Content, OuterSection, Task, TaskKind
-from ..schema.workload import BlockId, Phase
+from ..schema.workload import Phase
 from .claim import Claim, check_amounts, check_earlier, check_in_place, chunk_of, compare_buffers, reject
 from .collectives import Meeting
-from .compute_tasks import Expected, Name, check_compute_task, gradients_of_block, name_of_part
+from .compute_tasks import Expected, Name, check_compute_task, gradients_of, name_of_part
 from .shards import fullest_regions
 from .steps import Stepped, extra_bytes, goes_alone, moved_bytes, stepped_of
 
@@ -84,10 +84,10 @@ def check_norm(claim: Claim) -> None:
 
 
 def _check_norm(claim: Claim, task: Task) -> None:
-    """It reads every gradient: staged, waiting on the device whole or in part, or outside every block."""
+    """It reads every gradient: staged, or waiting on the device whole or in part."""
     if task.chunk is not None or task.section is not None or task.phase is not None or task.micro_batch:
         reject(f"{task.name} names a chunk, a section, a phase or a micro-batch")
-    left = [claim.buffer(b) for b in claim.freed_by(TaskKind.DEVICE_ADAM)]
+    left = [b for b in map(claim.buffer, claim.freed_by(TaskKind.DEVICE_ADAM)) if b.content is Content.GRADIENTS]
     staged = [claim.homes[Content.GRADIENTS, chunk] for chunk in claim.updated]
     parts = [claim.homes[Content.REDUCED_GRADIENTS, chunk] for chunk in claim.scattered]
     compare_buffers(task, task.reads, [*staged, *parts, *left], "reads")
@@ -136,8 +136,8 @@ def _device_adam(claim: Claim) -> Expected:
         (Content.INCOMING_GRADIENT, None, OuterSection.PROLOGUE, micro_batch)
         for micro_batch in range(claim.plan.micro_batches)
     }
-    for block in range(claim.workload.num_blocks):
-        made, _ = gradients_of_block(claim, BlockId(block), 0)
+    for section in claim.sections:
+        made, _ = gradients_of(claim, section, 0)
         drops |= {name for name in made if name[1] in trainable}
     updates |= {
         name_of_part(content, chunk) if chunk in claim.sharded else (content, chunk, None, 0)
@@ -191,9 +191,7 @@ def reductions(claim: Claim) -> Iterator[Meeting]:
         return
     last = plan.micro_batches - 1
     stay = [c for c in claim.layout.chunks if c.is_trainable and c.id in claim.persistent]
-    yield from ((TaskKind.ALL_REDUCE, chunk.id, None, last) for chunk in stay if chunk.blocks)
-    if any(sum(chunk.gradient_bytes) for chunk in stay if not chunk.blocks):
-        yield TaskKind.ALL_REDUCE, None, OuterSection.PROLOGUE, last
+    yield from ((TaskKind.ALL_REDUCE, chunk.id, None, last) for chunk in stay)
     is_sharded = plan.parallel is ParallelMode.SHARDED
     leaving = TaskKind.REDUCE_SCATTER if is_sharded else TaskKind.ALL_REDUCE
     for chunk_id in claim.updated + (claim.scattered if is_sharded else []):
@@ -242,20 +240,13 @@ def check_all_reduces(claim: Claim) -> None:
 
 def _check_all_reduce(claim: Claim, task: Task) -> None:
     """Gradients where they lie; or, of the norm, nothing that has a buffer."""
-    if task.phase is not None:
-        reject(f"{task.name} has a phase")
+    if task.phase is not None or task.section is not None:
+        reject(f"{task.name} has a section or a phase")
     if task.chunk is not None:
         chunk = chunk_of(claim, task)
         micro_batch = 0 if chunk.id in claim.persistent else task.micro_batch
         gradients = claim.gradients.get((chunk.id, micro_batch), [])
-        size_bytes = sum(chunk.gradient_bytes)
-    elif task.section is not None:
-        gradients = [
-            claim.buffer(b)
-            for b in claim.freed_by(TaskKind.DEVICE_ADAM)
-            if claim.buffer(b).content is Content.INCOMING_GRADIENT
-        ]
-        size_bytes = sum(sum(claim.layout.chunks[chunk].gradient_bytes) for chunk in claim.layout.unowned)
+        size_bytes = chunk.gradient_bytes
     else:
         gradients, size_bytes = [], _NORM_BYTES
     check_in_place(task, gradients)
@@ -276,7 +267,10 @@ def check_gradient_window(claim: Claim) -> None:
     alone = [task for task in claim.tasks_of(TaskKind.REDUCE_SCATTER) if task.chunk in claim.sharded]
     for offload in (*claim.tasks_of(TaskKind.GRADIENT_OFFLOAD), *alone):
         assert offload.chunk is not None
-        last_step = steps_each * (offload.micro_batch + 1) - 1 - min(claim.layout.chunks[offload.chunk].blocks)
+        places = (placed.index for placed in claim.layout.chunks[offload.chunk].parameters)
+        completing = [claim.uses_of(place).gradient for place in places if claim.workload.parameters[place].trainable]
+        section = min(place for place, section in enumerate(claim.sections) if section in completing)
+        last_step = steps_each * (offload.micro_batch + 1) - 1 - section
         distance, step = divmod(last_step + claim.plan.prefetch_depth + 1, num_steps)
         # Beyond the next iteration the chunk's own next gather, which waits for its Adam, is the tighter bound.
         if distance <= 1 and not claim.before(offload.id, steps[step][0], distance):
@@ -298,7 +292,7 @@ def check_reduction_order(claim: Claim) -> None:
 
 def check_norm_order(claim: Claim) -> None:
     """Under a limit, every Adam comes after the norm of all ranks."""
-    shared = [t for t in claim.tasks_of(TaskKind.ALL_REDUCE) if t.chunk is None and t.section is None]
+    shared = [t for t in claim.tasks_of(TaskKind.ALL_REDUCE) if t.chunk is None]
     for norm in claim.tasks_of(TaskKind.GRADIENT_NORM):
         for task in shared:
             check_earlier(claim, norm.id, task.id)

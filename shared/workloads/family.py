@@ -230,6 +230,8 @@ class WorkloadFamily(Document):
     """One model, trained in one way, at every shape of its batch."""
 
     KIND: ClassVar[str] = "workload_family"
+    SCHEMA_VERSION: ClassVar[int] = 2
+    """2: parameters outside the blocks name the sections that use them."""
 
     model_name: str
     model_hash: str

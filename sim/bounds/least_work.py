@@ -40,7 +40,7 @@ class LeastWork:
             gathered_s = places.offloaded_sum(leaving_s) + places.sharded_sum(leaving_s)
             brought_s = places.offloaded_sum(collectives.gather_s) + places.sharded_sum(collectives.gather_s)
             staying_s = places.persistent_sum(np.where(stepped, collectives.stay_s, 0.0))
-            lanes.append(gathered_s + brought_s + staying_s + (collectives.outer_s or 0.0))
+            lanes.append(gathered_s + brought_s + staying_s)
         self._lanes_s = np.stack(lanes, axis=1)
         """(P, L - 1) of the lanes beside compute, without what blocks swap."""
 

@@ -33,7 +33,7 @@ Ends = NDArray[np.float64]
 
 def kept_micro_batches(micro_batches: int, num_blocks: int, prefetch_depth: int) -> int:
     """Micro-batches to simulate in place of so many: all of them where copies are issued more than one ahead."""
-    reaches_far = prefetch_depth + 1 > 2 * num_blocks
+    reaches_far = prefetch_depth + 1 > 2 * num_blocks + 3
     return micro_batches if reaches_far else min(micro_batches, KEPT_MICRO_BATCHES)
 
 

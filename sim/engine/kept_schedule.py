@@ -117,9 +117,10 @@ def _kind(schedule: Schedule, task: Task, num_later: int = 0) -> tuple[object, .
 
 
 def _left_over(schedule: Schedule, tasks: list[Task]) -> tuple[AllocationId, ...]:
-    """What the backward of the prologue leaves: nothing frees it before the step."""
+    """What the backward of the prologue leaves until the step; gradients that leave the device go before."""
     (end,) = (task for task in tasks if task.kind is TaskKind.BACKWARD and task.section is OuterSection.PROLOGUE)
-    return end.allocates
+    (step,) = (task for task in schedule.tasks if task.kind is TaskKind.DEVICE_ADAM)
+    return tuple(buffer for buffer in end.allocates if buffer in step.frees)
 
 
 def _bytes(schedule: Schedule, buffers: tuple[AllocationId, ...]) -> int:

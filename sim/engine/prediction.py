@@ -7,7 +7,8 @@ from typing import Final, TypeVar
 
 from ...shared.basics.errors import WorkloadError
 from ...shared.layout.layout import Layout, build_layout
-from ...shared.methods.method import FULL_TRAINING, Method
+from ...shared.methods.full_training import FULL_TRAINING
+from ...shared.methods.method import Method
 from ...shared.records.flops import hardware_flops, model_flops
 from ...shared.records.phase_times import phase_times_s
 from ...shared.records.phase_waits import Span, SpanOf, phase_waits

@@ -11,7 +11,8 @@ from ...shared.basics.progress import OnProgress, no_progress
 from ...shared.catalogue.rank_share import rent_of_ranks
 from ...shared.compile.compile import compile_schedule
 from ...shared.layout.layout import Layout
-from ...shared.methods.method import FULL_TRAINING, Method
+from ...shared.methods.full_training import FULL_TRAINING
+from ...shared.methods.method import Method
 from ...shared.schema.calibration import Calibration
 from ...shared.schema.hardware import Hardware
 from ...shared.schema.plan import Plan

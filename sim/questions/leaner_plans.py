@@ -55,17 +55,17 @@ def plan_with_room(plan: Plan, workload: Workload, layout: Layout, room: Room) -
     return None
 
 
-def may_have_room(workload: Workload, layout: Layout, schedule: Schedule, room: Room) -> bool:
+def may_have_room(workload: Workload, layout: Layout, room: Room) -> bool:
     """False if no plan that ``plan_with_room`` could come to fits: in microseconds, before anything is compiled.
 
-    When the last part of the model begins its forward, the device holds the chunks outside all blocks and what every
-    block left behind, which is the least where it is checkpointed or swapped.  ``schedule`` is that of the plan at any
-    batch.
+    When the last part of the model begins its forward, the device holds the chunks that it needs and what every block
+    left behind, which is the least where it is checkpointed or swapped.
     """
-    held = _held_by_chunk(schedule)
+    needed = layout.needed[workload.num_blocks + 1]
     profiles = [workload.profile_of(block) for block in range(workload.num_blocks)]
     left_bytes = sum(min(p.checkpoint_forward.net_bytes, p.forward.net_bytes - p.swappable_bytes) for p in profiles)
-    least_bytes = sum(held[chunk] for chunk in layout.unowned) + left_bytes + workload.epilogue_forward.peak_bytes
+    needed_bytes = sum(layout.chunks[chunk].size_bytes for chunk in needed)
+    least_bytes = needed_bytes + left_bytes + workload.epilogue_forward.peak_bytes
     return least_bytes <= room.device_bytes
 
 

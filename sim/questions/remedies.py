@@ -223,7 +223,7 @@ def _with_room(plan: Plan, larger: Workload, schedule: Schedule, room: Room) -> 
     """The plan for a larger batch, or one close to it, if one fits; ``schedule`` is the plan's own."""
     layout = build_layout(larger.parameters, num_blocks=larger.num_blocks, chunk_bytes=plan.chunk_bytes)
     plan = plan.model_copy(update={"workload_id": larger.identity})
-    if not may_have_room(larger, layout, schedule, room):
+    if not may_have_room(larger, layout, room):
         return
     found = plan_with_room(plan, larger, layout, room)
     if found is not None:

@@ -4,11 +4,10 @@
 A unit of FSDP2 is a block: every block a chunk, the next one gathered while one runs, so that two have buffers.  ZeRO-3
 has windows in parameters: 10**9 that live at a time, and 5 * 10**7 that are fetched ahead (DeepSpeed, zero/config.py:
 stage3_max_live_parameters, stage3_prefetch_bucket_size).  Both step after backward has ended: a limit of the gradients'
-norm has CPU Adam wait for it here too, and where the request has none, theirs is 1.0.  Parameters outside all blocks
-stay on every device here, where both shard them too; and both have costs of their own (allocations, synchronisation,
-Python) that no plan has.  So these baselines are what the systems would reach if they carried out their plans as this
-project does: at least as fast as they are.  ZeRO-2 with offload keeps parameters on the device and steps them on the
-host, for which there is no plan yet.
+norm has CPU Adam wait for it here too, and where the request has none, theirs is 1.0.  Both have costs of their own
+(allocations, synchronisation, Python) that no plan has.  So these baselines are what the systems would reach if they
+carried out their plans as this project does: at least as fast as they are.  ZeRO-2 with offload keeps parameters on the
+device and steps them on the host, for which there is no plan yet.
 """
 
 from __future__ import annotations
@@ -100,11 +99,11 @@ def system_plan(system: System, problem: SearchProblem, like: Plan, *, is_checkp
     moves = system.is_offloaded or system.is_sharded
     n_buffer, prefetch_depth = 0, 1
     if moves:
-        fewest, num_owned = layout.min_buffers(0), len(layout.chunks) - len(layout.unowned)
-        n_buffer = min(2 * fewest, num_owned)
+        fewest, num_chunks = layout.min_buffers(0), len(layout.chunks)
+        n_buffer = min(2 * fewest, num_chunks)
         if system.has_windows:
             largest = max(1, *num_parameters)
-            n_buffer = min(max(fewest, MAX_LIVE_PARAMETERS // largest), num_owned)
+            n_buffer = min(max(fewest, MAX_LIVE_PARAMETERS // largest), num_chunks)
             prefetch_depth = min(max(1, -(-PREFETCH_PARAMETERS // largest)), workload.num_blocks)
     return Plan(
         workload_id=workload.identity,

@@ -45,6 +45,11 @@ class Simulated:
     timing: Timing
 
     @property
+    def time_s(self) -> float:
+        """Of an iteration."""
+        return self.timing.iteration_s
+
+    @property
     def order(self) -> tuple[float, tuple[int, ...]]:
         """Fastest first, of equally fast ones the simplest."""
         return self.timing.iteration_s, self.candidate.simplicity
@@ -59,6 +64,11 @@ class Replayed:
     """NaN if the replay did not become periodic."""
     bound_s: float
     """No simulation takes less."""
+
+    @property
+    def time_s(self) -> float:
+        """Of an iteration; NaN if it is not known."""
+        return self.period_s
 
     @property
     def order(self) -> tuple[float, tuple[int, ...]]:
@@ -181,6 +191,7 @@ class BranchAndBound:
         """Simulate the simplest of the replayed plans that seem to be within the tolerance of the best."""
         if self.tolerance_frac == 0:
             return
+        self._replay_fewer_buffers()
         near = [found for found in self.replayed if found.period_s <= self.near_s]
         for found in sorted(near, key=lambda found: found.candidate.simplicity):
             chosen = self.simplest_near()
@@ -188,6 +199,36 @@ class BranchAndBound:
                 return
             self.replayed.remove(found)
             self.simulate(found.candidate)
+
+    def _replay_fewer_buffers(self) -> None:
+        """Replay plans like the simplest that is near the best, with as few buffers as leave it near."""
+        near = [one for one in self._known if one.time_s <= self.near_s]
+        if not near:
+            return
+        like = min(near, key=lambda one: one.candidate.simplicity).candidate
+        grid, row = self.problem.layouts[like.layout].grid, like.index[0]
+        rows = np.flatnonzero((grid.prefix == grid.prefix[row]) & (grid.n_buffer < grid.n_buffer[row]))
+        rows = rows[np.argsort(grid.n_buffer[rows])]
+        low, high = 0, len(rows)
+        while low < high:
+            middle = (low + high) // 2
+            is_near = self._time_with(like, int(rows[middle])) <= self.near_s
+            low, high = (low, middle) if is_near else (middle + 1, high)
+
+    def _time_with(self, like: Candidate, row: int) -> float:
+        """Of the plan like another one in another residency; infinite if it does not fit."""
+        candidate = self.candidates.with_buffers(like, row)
+        if candidate is not None:
+            self._replay([candidate])
+            self.num_replays += 1
+        found = (like.layout, (row, *like.index[1:]))
+        times_s = (one.time_s for one in self._known if (one.candidate.layout, one.candidate.index) == found)
+        return next(times_s, np.inf)
+
+    @property
+    def _known(self) -> list[Simulated | Replayed]:
+        """The plans within the limit of memory that were simulated or replayed."""
+        return [*self.fitting, *self.replayed]
 
     def simplest_near(self) -> Simulated | None:
         """The simplest of the simulated plans within the tolerance of the best, if there is any."""

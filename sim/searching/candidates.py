@@ -229,6 +229,23 @@ class Candidates:
             pass
         return self._taken(self._best(self._opened(np.inf), most))
 
+    def with_buffers(self, like: Candidate, row: int) -> Candidate | None:
+        """The plan like another one in another residency; None if it does not fit or has left the queue."""
+        _, depth, mode = like.index
+        for item in self._heap:
+            rows = item[-1]
+            if isinstance(rows, _Rows) and rows.layout == like.layout and row in rows.rows and mode in rows.modes:
+                self._heap.remove(item)
+                heapify(self._heap)
+                number, columns = int(np.flatnonzero(rows.rows == row)[0]), np.flatnonzero(rows.modes == mode)
+                family = self._problem.family(like.layout, row, like.n_swap)
+                self._sharpen([_Look(rows, number, columns, family)], np.inf)
+                break
+        for plans, plan in self._opened(np.inf):
+            if (plans.layout, plans.row, *plan[1:3]) == (like.layout, row, depth, mode):
+                return self._taken([(plans, plan)])[0]
+        return None
+
     def _open_families(self) -> bool:
         """Look at a residency of each of the best families; false if nothing is left.
 

@@ -69,7 +69,8 @@ class Chooser:
         self._room = SegmentRoom.of(request)
         self._fragile: list[Chosen] = []
         """Plans that do not survive, the last of which came closest to it."""
-        self._survivors: set[Simulated] = set()
+        self._wanted_bytes: dict[Simulated, int] = {}
+        """Segments that plans are expected to hold."""
         self._lowered: dict[PlanKind, tuple[int, int]] = {}
         """By kind: the limit of its guaranteed peaks, and the least peak that is known not to survive."""
 
@@ -167,10 +168,23 @@ class Chooser:
         return False
 
     def _settled(self, kind: PlanKind, *, explores: bool = True) -> Chosen:
-        """Of the plans of one kind, the simplest within the tolerance that none outdoes."""
+        """Of the plans of one kind, the simplest within the tolerance that none outdoes.
+
+        If that one does not survive, the fastest within the tolerance of which it is known that it does.
+        """
         fastest = self._fastest(kind)
         assert fastest is not None, "a kind that is worth it has a plan"
-        return self._undominated(self._simplest_near(self._of(kind), fastest.iteration_s, explores=explores))
+        simplest = self._undominated(self._simplest_near(self._of(kind), fastest.iteration_s, explores=explores))
+        if self._survives(simplest):
+            return simplest
+        near_s = fastest.iteration_s * (1 + self._request.effort.tolerance_frac)
+        surviving = [
+            Chosen(where, branch, one)
+            for where, branch in self._of(kind).items()
+            for one in branch.fitting
+            if one.time_s <= near_s and one in self._wanted_bytes and self._survives(Chosen(where, branch, one))
+        ]
+        return min(surviving, key=lambda one: one.plan.order, default=simplest)
 
     @property
     def _left_out_frac(self) -> float:
@@ -205,7 +219,7 @@ class Chooser:
             better += [one for one in branch.replayed if _dominates(one, plan)]
             if not better:
                 return Chosen(chosen.where, branch, plan)
-            best = min(better, key=lambda one: (_time_s(one), one.candidate.peak_bytes, one.candidate.simplicity))
+            best = min(better, key=lambda one: (one.time_s, one.candidate.peak_bytes, one.candidate.simplicity))
             if isinstance(best, Replayed):
                 branch.replayed.remove(best)
                 best = branch.simulate(best.candidate)
@@ -217,13 +231,10 @@ class Chooser:
 
     def _keeps(self, found: Chosen) -> bool:
         """Whether ``found`` survives.  Otherwise its like are left out, and it may be named as a faster alternative."""
-        room, problem = self._room, found.branch.problem
-        if room is None or found.plan in self._survivors:
+        room = self._room
+        if room is None or self._survives(found):
             return True
-        wanted_bytes = room.wanted_bytes(found.plan, problem)
-        if wanted_bytes <= room.limit_bytes:
-            self._survivors.add(found.plan)
-            return True
+        wanted_bytes = self._wanted_bytes[found.plan]
         self._fragile.append(found)
         kind, peak_bytes = found.where[2], found.plan.candidate.peak_bytes
         limit_bytes = room.lowered_peak_bytes(found.plan, wanted_bytes)
@@ -231,6 +242,14 @@ class Chooser:
         for branch in self._of(kind).values():
             branch.lower_limit(limit_bytes)
         return False
+
+    def _survives(self, found: Chosen) -> bool:
+        """Whether its segments are expected to leave the margin free."""
+        if self._room is None:
+            return True
+        if found.plan not in self._wanted_bytes:
+            self._wanted_bytes[found.plan] = self._room.wanted_bytes(found.plan, found.branch.problem)
+        return self._wanted_bytes[found.plan] <= self._room.limit_bytes
 
     def _expandable(self, limit_s: float) -> Chosen | None:
         """The fastest plan below ``limit_s`` that needs expandable segments, if there is one."""
@@ -267,14 +286,10 @@ def _simplest(where: Where) -> tuple[int, int, int]:
     return kind.complexity, (SEVERAL.index(mode) if mode in SEVERAL else 0), -size
 
 
-def _time_s(one: Simulated | Replayed) -> float:
-    return one.period_s if isinstance(one, Replayed) else one.timing.iteration_s
-
-
 def _dominates(one: Simulated | Replayed, other: Simulated) -> bool:
     """Whether ``one`` is no slower and needs no more device memory, and is better in one of the two."""
     pairs = (
-        (_time_s(one), other.timing.iteration_s),
+        (one.time_s, other.timing.iteration_s),
         (one.candidate.peak_bytes, other.candidate.peak_bytes),
     )
     return all(mine <= its for mine, its in pairs) and any(mine < its for mine, its in pairs)

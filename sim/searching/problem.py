@@ -11,7 +11,8 @@ import numpy as np
 
 from ...shared.basics.errors import PlanError
 from ...shared.catalogue.rank_share import machine_of_rank
-from ...shared.methods.method import FULL_TRAINING, Method
+from ...shared.methods.full_training import FULL_TRAINING
+from ...shared.methods.method import Method
 from ...shared.optimizers.check import check_optimizer
 from ...shared.schema.calibration import Calibration
 from ...shared.schema.hardware import DeviceKind, Hardware

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from ...shared.basics.errors import PlanError
 from ...shared.basics.units import as_bytes
 from ...shared.catalogue.rank_share import machine_of_rank
-from ...shared.methods.method import FULL_TRAINING, Method
+from ...shared.methods.full_training import FULL_TRAINING
+from ...shared.methods.method import Method
 from ...shared.schema.calibration import Calibration
 from ...shared.schema.hardware import Hardware
 from ...shared.schema.optimizer import Optimizer

@@ -29,16 +29,14 @@ _PLAIN_STEP: Final = StepSpec()
 class ChunkTable:
     """Facts of every chunk.
 
-    Shapes: C chunks, P prefixes, E (chunk, block) pairs with gradients, T trainable chunks of blocks.
+    Shapes: C chunks, P prefixes, E (chunk, section) pairs with gradients, T trainable chunks.
     """
 
     workload: Workload
     layout: Layout
     places: Placements
-    is_owned: BoolArray
-    """(C,) whether a block owns it, so that it can be offloaded."""
     is_stepped: BoolArray
-    """(C,) whether a block owns it and the optimizer steps it."""
+    """(C,) whether the optimizer steps it."""
     size_bytes: IntArray
     """(C,)"""
     state_bytes: IntArray
@@ -61,10 +59,8 @@ class ChunkTable:
     """(C,) memory traffic of that."""
     part_widened_bytes: IntArray
     """(C,) the most that device Adam adds when it widens the gradients of a rank's part."""
-    first_block: IntArray
-    """(C,) the first block that owns it; the number of blocks where none does."""
-    last_block: IntArray
-    """(C,) the last block that owns it; the number of blocks where none does."""
+    completed_by: IntArray
+    """(C,) the section whose backward completes its gradients; -1 where it has none."""
     gather_s: FloatArray
     """(C,)"""
     offload_s: FloatArray
@@ -86,12 +82,12 @@ class ChunkTable:
     """(C,) the gradients of its other parameters."""
     gradient_chunk: IntArray
     """(E,) chunk of each gradient buffer."""
-    gradient_block: IntArray
-    """(E,) block whose backward makes it."""
+    gradient_section: IntArray
+    """(E,) section whose backward completes it."""
     gradient_bytes: IntArray
     """(E,)"""
     update_order: IntArray
-    """(T,) chunks as their gradients leave and CPU Adam steps them: last block first."""
+    """(T,) chunks as their gradients leave and CPU Adam steps them: last section first."""
     costs: CostModel
     step: StepSpec
     collectives: CollectiveTable | None
@@ -111,7 +107,7 @@ class ChunkTable:
 
     def stays(self, prefix: int, n_buffer: int) -> Stays:
         """The stays of gathered chunks in ``n_buffer`` buffers, as the compiler assigns them."""
-        return self.facts.stays(self.is_gathered(prefix), n_buffer, self.positions.step_block)
+        return self.facts.stays(self.is_gathered(prefix), n_buffer, self.positions.step_number)
 
     def is_offloaded(self, prefix: int | IntArray) -> BoolArray:
         """(..., C) whether a chunk is offloaded, for each entry of ``prefix``."""
@@ -144,18 +140,10 @@ class ChunkTable:
 
     @cached_property
     def device_adam_bytes(self) -> IntArray:
-        """(P,) the most that device Adam adds to the level at its start.
-
-        Of the chunks before ``n_persist`` all are stepped, of the others those that no block owns, and then parts.
-        """
-        unowned_bytes = np.where(self.is_owned, 0, self.narrow_bytes)
-        early = self.narrow_peak_bytes - (self.narrow_bytes.cumsum() - self.narrow_bytes)
-        late = np.where(self.is_owned, 0, self.narrow_peak_bytes - (unowned_bytes.cumsum() - unowned_bytes))
-        most_early = np.append(0, np.maximum.accumulate(early))
-        most_late = np.append(np.maximum.accumulate(late[::-1])[::-1], 0)
-        owned_bytes = np.append(0, (self.narrow_bytes - unowned_bytes).cumsum())
+        """(P,) the most that device Adam of persistent chunks, and then of parts, adds to the level at its start."""
+        added = self.narrow_peak_bytes - (self.narrow_bytes.cumsum() - self.narrow_bytes)
         places = self.places
-        highest = np.maximum(most_early, most_late - owned_bytes)[places.n_persist]
+        highest = np.append(0, np.maximum.accumulate(added))[places.n_persist]
         most: IntArray = np.maximum(0, highest - places.persistent_sum(self.wide_bytes))
         if places.has_shards:
             widened = np.where(places.is_sharded(places.all), self.part_widened_bytes, 0).max(axis=1, initial=0)
@@ -197,14 +185,14 @@ def chunk_table(
     moved = [part.stepped_bytes + num_scalings * part.gradient_bytes for part in parts]
     whole = _whole_stepped_bytes(chunks, parameters, step) if step.is_sharded else moved
     narrow = [alone_peak_bytes(chunk, parameters, optimizer) for chunk in chunks]
-    gradients = _gradients_by_block(chunks)
+    gradients = [(chunk.id, *of_section) for chunk in chunks for of_section in chunk.gradients]
     num_stepped = [part.num_stepped for part in parts]
-    is_stepped = np.array([bool(chunk.blocks) and chunk.is_trainable for chunk in chunks], dtype=np.bool_)
+    is_stepped = np.array([chunk.is_trainable for chunk in chunks], dtype=np.bool_)
+    completed_by = _integers(-1 if chunk.completed_by is None else chunk.completed_by for chunk in chunks)
     return ChunkTable(
         workload=workload,
         layout=layout,
         places=places or Placements.of(layout),
-        is_owned=np.array([bool(chunk.blocks) for chunk in chunks], dtype=np.bool_),
         is_stepped=is_stepped,
         size_bytes=_integers(chunk.size_bytes for chunk in chunks),
         state_bytes=_of_trainable(chunks, (chunk_state_bytes(chunk, parameters, optimizer) for chunk in chunks)),
@@ -220,8 +208,7 @@ def chunk_table(
             widened_part_bytes(chunk, parameters, step.num_ranks, optimizer) if step.is_sharded else 0
             for chunk in chunks
         ),
-        first_block=_integers(chunk.blocks[0] if chunk.blocks else layout.num_blocks for chunk in chunks),
-        last_block=_integers(chunk.blocks[-1] if chunk.blocks else layout.num_blocks for chunk in chunks),
+        completed_by=completed_by,
         gather_s=_seconds(costs, TaskKind.GATHER, [part.parameter_bytes for part in parts]),
         offload_s=np.where(is_stepped, _seconds(costs, TaskKind.GRADIENT_OFFLOAD, gradient_bytes), 0.0),
         cpu_adam_s=np.where(is_stepped, _seconds(costs, TaskKind.CPU_ADAM, moved, num_stepped), 0.0),
@@ -234,9 +221,9 @@ def chunk_table(
         narrow_bytes=_integers(dropped for _, dropped in narrow),
         wide_bytes=_integers(together_gradient_bytes(chunk, parameters, optimizer) for chunk in chunks),
         gradient_chunk=_integers(chunk for chunk, _, _ in gradients),
-        gradient_block=_integers(block for _, block, _ in gradients),
+        gradient_section=_integers(section for _, section, _ in gradients),
         gradient_bytes=_integers(size_bytes for _, _, size_bytes in gradients),
-        update_order=_integers(sorted(is_stepped.nonzero()[0], key=lambda c: (-chunks[c].blocks[0], -c))),
+        update_order=_integers(sorted(is_stepped.nonzero()[0], key=lambda c: (-completed_by[c], -c))),
         costs=costs,
         step=step,
         collectives=None if step.num_ranks == 1 else collective_table(layout, parts, is_stepped.tolist(), costs, step),
@@ -246,20 +233,7 @@ def chunk_table(
 def _whole_stepped_bytes(chunks: Sequence[Chunk], parameters: Sequence[Parameter], step: StepSpec) -> list[int]:
     """Memory traffic of stepping each chunk whole, scaled gradients included."""
     num_scalings = 2 if step.limits_norm else 0
-    return [
-        stepped_bytes(chunk, parameters, step.optimizer) + num_scalings * sum(chunk.gradient_bytes) for chunk in chunks
-    ]
-
-
-def _gradients_by_block(chunks: Sequence[Chunk]) -> list[tuple[int, int, int]]:
-    """(chunk, block, bytes) of every gradient that a block's backward leaves."""
-    return [
-        (chunk.id, block, size_bytes)
-        for chunk in chunks
-        if chunk.blocks
-        for block, size_bytes in zip(chunk.blocks, chunk.gradient_bytes, strict=True)
-        if size_bytes
-    ]
+    return [stepped_bytes(chunk, parameters, step.optimizer) + num_scalings * chunk.gradient_bytes for chunk in chunks]
 
 
 def _seconds(

@@ -34,22 +34,20 @@ class CollectiveTable:
     """Its buffer on the device if it is offloaded, the padding of shards included."""
     reduced_bytes: IntArray
     """Its gradients laid flat in the order of the shards; 0 where hosts have whole chunks."""
-    outer_s: float | None
-    """The all-reduction of what no block owns; None where nothing of it is stepped."""
     norm_s: float
-    """That of a norm's parts."""
+    """The all-reduction of a norm's parts."""
 
 
 def collective_table(
     layout: Layout, parts: Sequence[RankPart], is_stepped: Sequence[bool], costs: CostModel, step: StepSpec
 ) -> CollectiveTable:
-    """Tabulate ``layout``.  ``parts``: what a host has of each chunk; ``is_stepped``: of chunks that a block owns."""
+    """Tabulate ``layout``.  ``parts``: what a host has of each chunk; ``is_stepped``: whether it is."""
 
     @cache
     def seconds(kind: TaskKind, size_bytes: int) -> float:
         return costs.task_s(Task(TaskId(0), kind, moved_bytes=size_bytes, num_ranks=step.num_ranks))
 
-    whole = [sum(chunk.gradient_bytes) for chunk in layout.chunks]
+    whole = [chunk.gradient_bytes for chunk in layout.chunks]
     stay = _of(is_stepped, [seconds(TaskKind.ALL_REDUCE, size) for size in whole])
     leave, gather = stay, np.zeros(len(parts))
     reduced = np.zeros(len(parts), dtype=np.int64)
@@ -57,14 +55,12 @@ def collective_table(
         leave = _of(is_stepped, [seconds(TaskKind.REDUCE_SCATTER, part.reduced_bytes) for part in parts])
         gather = np.array([seconds(TaskKind.ALL_GATHER, part.gathered_bytes) for part in parts])
         reduced = np.array([part.reduced_bytes for part in parts], dtype=np.int64)
-    outer_bytes = sum(whole[chunk] for chunk in layout.unowned)
     return CollectiveTable(
         gather_s=gather,
         stay_s=stay,
         leave_s=leave,
         gathered_bytes=np.array([part.gathered_bytes for part in parts], dtype=np.int64),
         reduced_bytes=reduced,
-        outer_s=seconds(TaskKind.ALL_REDUCE, outer_bytes) if outer_bytes else None,
         norm_s=seconds(TaskKind.ALL_REDUCE, NORM_BYTES),
     )
 

@@ -89,7 +89,7 @@ def _seconds(workload: Workload, is_checkpoint: BoolArray, costs: CostModel) -> 
     seconds[:, num_blocks + 2] = costs.phase_s(workload.epilogue_backward, TaskKind.BACKWARD)
     backward = by_mode([p.backward for p in profiles], [p.checkpoint_backward for p in profiles], TaskKind.BACKWARD)
     recompute = by_mode(None, [p.recompute for p in profiles], TaskKind.RECOMPUTE)
-    at = positions.backward(np.arange(num_blocks))
+    at = positions.backward(1 + np.arange(num_blocks))
     seconds[:, at] = backward
     seconds[:, at - 1] = recompute
     seconds[:, 3 * num_blocks + 3] = costs.phase_s(workload.prologue_backward, TaskKind.BACKWARD)

@@ -178,7 +178,7 @@ def _layouts(workload: Workload, wanted: Sequence[int] | None) -> list[Layout]:
         distinct.setdefault(tuple(chunk.parameters for chunk in layout.chunks), layout)
     layouts = list(distinct.values())
     if wanted is None:
-        small = [layout for layout in layouts if len(layout.chunks) - len(layout.unowned) <= _MAX_CHUNKS]
+        small = [layout for layout in layouts if len(layout.chunks) <= _MAX_CHUNKS]
         layouts = small or layouts[-1:]
     return layouts
 

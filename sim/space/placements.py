@@ -34,10 +34,9 @@ _Booleans = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, eq=False)
 class Placements:
-    """Shapes: P prefixes, C chunks.  Chunks that no block owns are persistent in all of them."""
+    """Shapes: P prefixes, C chunks."""
 
-    is_owned: _Booleans
-    """(C,) whether a block owns it."""
+    num_chunks: int
     n_persist: _Integers
     """(P,) the knob."""
     n_shard: _Integers
@@ -48,7 +47,7 @@ class Placements:
         """Every ``n_persist`` without shards, and the pairs ``shards`` of ``n_persist`` and ``n_shard``."""
         num_chunks = len(layout.chunks)
         return cls(
-            is_owned=np.array([bool(chunk.blocks) for chunk in layout.chunks], dtype=np.bool_),
+            num_chunks=num_chunks,
             n_persist=np.array([*range(num_chunks + 1), *(n_persist for n_persist, _ in shards)], dtype=np.int64),
             n_shard=np.array([*([0] * (num_chunks + 1)), *(n_shard for _, n_shard in shards)], dtype=np.int64),
         )
@@ -61,7 +60,7 @@ class Placements:
     @property
     def has_shards(self) -> bool:
         """Whether any prefix has chunks that are sharded over the devices."""
-        return len(self.n_persist) > len(self.is_owned) + 1
+        return len(self.n_persist) > self.num_chunks + 1
 
     def is_gathered(self, prefix: int | _Integers) -> _Booleans:
         """(..., C) whether a chunk is not persistent, for each entry of ``prefix``."""
@@ -93,14 +92,13 @@ class Placements:
         return total
 
     def _from(self, first: int | _Integers) -> _Booleans:
-        """(..., C) whether a block owns a chunk that comes no sooner than ``first``."""
-        places = np.arange(len(self.is_owned))
-        is_from: _Booleans = np.logical_and(self.is_owned, places >= np.asarray(first)[..., None])
+        """(..., C) whether a chunk comes no sooner than ``first``."""
+        is_from: _Booleans = np.arange(self.num_chunks) >= np.asarray(first)[..., None]
         return is_from
 
     def _sum_from(self, values: _Numbers) -> _Numbers:
-        """(C + 1,) the sum of ``values`` (C,) over the owned chunks from each place on."""
-        found: _Numbers = np.append(np.where(self.is_owned, values, 0)[::-1].cumsum()[::-1], 0)
+        """(C + 1,) the sum of ``values`` (C,) over the chunks from each place on."""
+        found: _Numbers = np.append(values[::-1].cumsum()[::-1], 0)
         return found
 
 
@@ -112,10 +110,9 @@ class Placement:
     """One choice of persistent and sharded chunks."""
 
     n_persist: int
-    """The smallest that keeps these chunks."""
     n_shard: int
     fewest: int
-    """Buffers that the block with the most gathered chunks needs."""
+    """Buffers that the section with the most gathered chunks needs."""
     num_gathered: int
     """Chunks that are not persistent."""
 
@@ -125,24 +122,19 @@ def distinct_prefixes(
 ) -> list[Placement]:
     """Distinct choices of persistent and sharded chunks; None for everything that [Note: Shards in the space] names."""
     num_chunks = len(layout.chunks)
-    is_owned = np.array([bool(chunk.blocks) for chunk in layout.chunks], dtype=bool)
-    needs = np.zeros((layout.num_blocks, num_chunks), dtype=np.int64)
-    for block, chunks in enumerate(layout.chunks_of_block):
-        needs[block, list(chunks)] = 1
-    # needed_after[b, p]: chunks of block b at or after position p, those left when p chunks are persistent.
-    needed_after = np.zeros((layout.num_blocks, num_chunks + 1), dtype=np.int64)
+    needs = np.zeros((len(layout.needed), num_chunks), dtype=np.int64)
+    for step, chunks in enumerate(layout.needed):
+        needs[step, list(chunks)] = 1
+    # needed_after[s, p]: chunks of step s at or after position p, those left when p chunks are persistent.
+    needed_after = np.zeros((len(needs), num_chunks + 1), dtype=np.int64)
     needed_after[:, :num_chunks] = needs[:, ::-1].cumsum(axis=1)[:, ::-1]
     fewest = needed_after.max(axis=0)
-    num_from = np.append(is_owned[::-1].cumsum()[::-1], 0).tolist()
     candidates = range(num_chunks + 1) if n_persist is None else sorted(set(n_persist))
-    firsts: dict[int, int] = {}
-    for first in candidates:
-        if first <= num_chunks:
-            firsts.setdefault(num_from[first], first)
+    firsts = [first for first in candidates if first <= num_chunks]
     pairs: dict[tuple[int, int], Placement] = {}
-    for number, first in enumerate(firsts.values()):
+    for number, first in enumerate(firsts):
         for count in _shard_counts(num_chunks - first, n_shard, is_first=number == 0):
-            left = num_from[first], num_from[first + count]
+            left = num_chunks - first, num_chunks - first - count
             pairs.setdefault(left, Placement(first, count, int(fewest[first]), left[0]))
     return list(pairs.values())
 

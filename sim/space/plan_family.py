@@ -138,7 +138,7 @@ class PlanFamily:
 
     def let_go(self) -> None:
         """Keep what replays read, and no more, since searches have many families.  All else is made again if needed."""
-        _ = self._task_s, self._block_at, self.place_at
+        _ = self._task_s, self._section_at, self.place_at
         for name in ("draft", "buffers", "_sequences"):
             vars(self).pop(name, None)
         lanes = self.lanes
@@ -165,7 +165,7 @@ class PlanFamily:
         return seconds
 
     @cached_property
-    def _block_at(self) -> IntArray:
+    def _section_at(self) -> IntArray:
         """(L,) the section of each task of compute, by number."""
         sections = np.zeros(self.draft.num_tasks, dtype=np.int64)
         for ids, group in self.draft.groups:
@@ -176,9 +176,8 @@ class PlanFamily:
     def compute_s(self, modes: IntArray) -> FloatArray:
         """(K, L) seconds of compute under these choices of modes, alone on the machine; all depths have one program."""
         is_checkpoint = self.family.is_checkpoint[modes]
-        # Neither the parts outside the blocks, by the numbers after theirs, nor what has no section has a mode.
-        outside = np.zeros((len(is_checkpoint), 3), dtype=np.bool_)
-        again = np.concatenate([is_checkpoint, outside], axis=1)[:, self._block_at]
+        # Neither the parts outside the blocks nor what has no section, the last number, has a mode.
+        again = np.pad(is_checkpoint, ((0, 0), (1, 2)))[:, self._section_at]
         kept_s, again_s = self._task_s[:, self.lanes.tasks[COMPUTE][0]]
         found: FloatArray = np.where(again, again_s, kept_s)
         return found

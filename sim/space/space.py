@@ -137,12 +137,12 @@ class LayoutGrid:
     @cached_property
     def num_offloaded(self) -> IntArray:
         """(R,) chunks on the hosts."""
-        return self.places.offloaded_sum(np.ones_like(self.places.is_owned, dtype=np.int64))[self.prefix]
+        return self.places.offloaded_sum(np.ones(self.places.num_chunks, dtype=np.int64))[self.prefix]
 
     @cached_property
     def num_sharded(self) -> IntArray:
         """(R,) chunks that are sharded over the devices."""
-        return self.places.sharded_sum(np.ones_like(self.places.is_owned, dtype=np.int64))[self.prefix]
+        return self.places.sharded_sum(np.ones(self.places.num_chunks, dtype=np.int64))[self.prefix]
 
     def is_distinct(self, n_swap: int) -> BoolArray:
         """(R, D) whether the plans with this ``n_swap`` differ from those before them.
@@ -155,7 +155,7 @@ class LayoutGrid:
 
     def is_of_kind(self, kind: PlanKind, prefixes: IntArray, modes: IntArray) -> BoolArray:
         """(F, M) whether the plans with these of the layout's ``prefixes`` and rows of ``ModeRows`` are of ``kind``."""
-        ones = np.ones_like(self.places.is_owned, dtype=np.int64)
+        ones = np.ones(self.places.num_chunks, dtype=np.int64)
         is_offloaded = self.places.offloaded_sum(ones)[prefixes] > 0
         is_sharded = self.places.sharded_sum(ones)[prefixes] > 0
         place = np.where(is_offloaded, 3, np.where(is_sharded, 2, 0))[:, None]

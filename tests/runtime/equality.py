@@ -89,9 +89,9 @@ def trained(case: Case, plan: Plan) -> Outcome:
 
 
 def offloaded_chunks(workload: Workload, plan: Plan) -> list[Chunk]:
-    """The chunks of blocks that are not persistent."""
+    """The chunks that are not persistent."""
     layout = build_layout(workload.parameters, num_blocks=workload.num_blocks, chunk_bytes=plan.chunk_bytes)
-    return [chunk for chunk in layout.chunks[plan.n_persist :] if chunk.blocks]
+    return list(layout.chunks[plan.n_persist :])
 
 
 def swapped_bytes(workload: Workload, plan: Plan) -> int:

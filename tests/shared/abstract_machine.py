@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from protwin.shared.layout.layout import Layout
 from protwin.shared.schema.plan import ActivationMode, ParallelMode, Plan
@@ -84,10 +85,10 @@ class AbstractMachine:
         self.seen: dict[tuple[Lane, AllocationId], int] = {}
         """Number of writes that a buffer had had when the running task of a lane began to read it."""
         self.steps_of: dict[ChunkId, int] = {}
-        self.num_block_steps = 0
-        """Forwards and backwards of blocks that have ended, since the first iteration."""
+        self.num_steps = 0
+        """Steps that have ended, since the first iteration: forwards and backwards, those of the epilogue as one."""
         self.gathered_after: dict[AllocationId, int] = {}
-        """``num_block_steps`` when the gather of a buffer started, until its first use."""
+        """``num_steps`` when the gather of a buffer started, until its first use."""
         self.normed: set[int] = set()
         """Iterations whose norm of all gradients is known."""
         self.normed_alone: set[int] = set()
@@ -216,8 +217,9 @@ class AbstractMachine:
             if buffer.memory is Memory.DEVICE:
                 self.level_bytes -= buffer.size_bytes
         self.ended.add((event.iteration, task.id))
-        if task.kind in (TaskKind.FORWARD, TaskKind.BACKWARD) and not isinstance(task.section, OuterSection):
-            self.num_block_steps += 1
+        is_at_turn = task.kind is TaskKind.FORWARD and task.section is OuterSection.EPILOGUE
+        if task.kind in (TaskKind.FORWARD, TaskKind.BACKWARD) and not is_at_turn:
+            self.num_steps += 1
         self._note_level()
 
     def _note_level(self) -> None:
@@ -279,13 +281,36 @@ class AbstractMachine:
                 self.steps_of[chunk] = self.steps_of.get(chunk, 0) + 1
         return made
 
-    def _parameters(self, section: Section, iteration: int) -> list[Value]:
-        chunks = [
-            chunk
-            for chunk in self.layout.chunks
-            if (section in chunk.blocks if not isinstance(section, OuterSection) else not chunk.blocks)
-        ]
+    def _parameters(self, task: Task, iteration: int) -> list[Value]:
+        """Of the chunks with a parameter that this pass of the section uses; the epilogue's two passes are one."""
+        section, is_forward = task.section, task.kind is TaskKind.FORWARD
+
+        def needs(index: int) -> bool:
+            parameter = self.workload.parameters[index]
+            if parameter.block is not None:
+                return section == parameter.block
+            if parameter.uses is None:
+                return isinstance(section, OuterSection)
+            if section is OuterSection.EPILOGUE:
+                return section in (*parameter.uses.forward, *parameter.uses.backward)
+            return section in (parameter.uses.forward if is_forward else parameter.uses.backward)
+
+        chunks = [chunk for chunk in self.layout.chunks if any(needs(placed.index) for placed in chunk.parameters)]
         return [("parameters", c.id, iteration if c.is_trainable else 0) for c in chunks]
+
+    def _completing(self, chunk: ChunkId) -> dict[Section, int]:
+        """Bytes of a chunk's gradients by the section that completes them."""
+        found: dict[Section, int] = {}
+        for placed in self.layout.chunks[chunk].parameters:
+            parameter = self.workload.parameters[placed.index]
+            if parameter.trainable:
+                section: Any = OuterSection.PROLOGUE
+                if parameter.block is not None:
+                    section = parameter.block
+                elif parameter.uses is not None:
+                    section = parameter.uses.gradient
+                found[section] = found.get(section, 0) + parameter.size_bytes
+        return found
 
     def _needed(self, task: Task, iteration: int) -> list[Value]:
         section = task.section
@@ -316,10 +341,10 @@ class AbstractMachine:
             return self._summed(self._gradients(chunk.id, iteration, micro))
         needed: list[Value] = []
         if task.kind is TaskKind.ALL_REDUCE:
-            return self._outer(iteration) if section is OuterSection.PROLOGUE else []
+            return []
         if task.kind in (TaskKind.DEVICE_ADAM, TaskKind.GRADIENT_NORM):
-            outer = self._outer(iteration)
-            needed += self._summed(outer) if self._has_outer_gradients() else outer
+            if task.kind is TaskKind.DEVICE_ADAM:
+                needed += [("incoming", OuterSection.PROLOGUE, iteration, m) for m in range(last + 1)]
             for chunk in self.layout.chunks:
                 if chunk.is_trainable and chunk.id in self.persistent:
                     needed += self._summed(self._gradients(chunk.id, iteration, last))
@@ -335,24 +360,20 @@ class AbstractMachine:
         assert section is not None
         place = self.sections.index(section)
         before = self.sections[place - 1]
-        needed = self._parameters(section, iteration)
+        needed = self._parameters(task, iteration)
         if task.kind is TaskKind.BACKWARD and section is not OuterSection.EPILOGUE:
             needed.append(("incoming", self.sections[place + 1], iteration, micro))
         if task.kind is TaskKind.BACKWARD and section is OuterSection.PROLOGUE:
             needed.append(("output", OuterSection.PROLOGUE, iteration, micro))
-            if micro:
-                needed.append(
-                    ("added", iteration, micro - 1) if micro > 1 else ("incoming", OuterSection.PROLOGUE, iteration, 0)
-                )
         elif section is not OuterSection.PROLOGUE:
             needed.append(("output", before, iteration, micro))
             if task.kind is TaskKind.BACKWARD:
                 needed.append(("saved", section, iteration, micro))
                 needed += self._swapped(section, iteration, micro)
-                if micro and not isinstance(section, OuterSection):
-                    for chunk_id in self.persistent:
-                        gradients = self._gradients(chunk_id, iteration, micro - 1)
-                        needed += [gradient for gradient in gradients if gradient[2] == section]
+        if task.kind is TaskKind.BACKWARD and micro:
+            for chunk_id in self.persistent:
+                gradients = self._gradients(chunk_id, iteration, micro - 1)
+                needed += [gradient for gradient in gradients if gradient[2] == section]
         return needed
 
     def _home(self, chunk: ChunkId | None) -> str:
@@ -366,16 +387,6 @@ class AbstractMachine:
         """Gradients as they are when all ranks' are in them."""
         return [("summed", *gradient) for gradient in gradients] if self.plan.num_ranks > 1 else gradients
 
-    def _outer(self, iteration: int) -> list[Value]:
-        """What all micro-batches leave of gradients outside every block."""
-        last = self.plan.micro_batches - 1
-        needed: list[Value] = [("incoming", OuterSection.PROLOGUE, iteration, m) for m in range(1, last + 1)]
-        needed.append(("added", iteration, last) if last else ("incoming", OuterSection.PROLOGUE, iteration, 0))
-        return needed
-
-    def _has_outer_gradients(self) -> bool:
-        return any(chunk.is_trainable and not chunk.blocks for chunk in self.layout.chunks)
-
     def _norm_is_shared(self) -> bool:
         offloaded = [c for c in self.layout.chunks if c.is_trainable and c.id not in self.persistent]
         return self.is_sharded and bool(offloaded)
@@ -388,12 +399,8 @@ class AbstractMachine:
         return [("swapped", section, iteration, micro)]
 
     def _gradients(self, chunk_id: ChunkId, iteration: int, micro: int) -> list[Value]:
-        chunk = self.layout.chunks[chunk_id]
-        return [
-            ("gradient", chunk_id, block, iteration, micro)
-            for block, size in zip(chunk.blocks, chunk.gradient_bytes, strict=False)
-            if size
-        ]
+        completing = self._completing(chunk_id)
+        return [("gradient", chunk_id, section, iteration, micro) for section, size in completing.items() if size]
 
     def _made(self, task: Task, buffer_id: AllocationId, iteration: int) -> Value:
         """What ``task`` puts into a buffer; the buffer's declared content must be something that it makes."""
@@ -417,12 +424,10 @@ class AbstractMachine:
             case TaskKind.RECOMPUTE, Content.ACTIVATIONS:
                 return ("saved", task.section, iteration, micro)
             case TaskKind.BACKWARD, Content.INCOMING_GRADIENT:
-                if buffer.micro_batch != micro:
-                    return ("added", iteration, micro)
                 return ("incoming", task.section, iteration, micro)
             case TaskKind.BACKWARD, Content.GRADIENTS if buffer.section == task.section:
                 return ("gradient", buffer.chunk, task.section, iteration, micro)
-            case TaskKind.ALL_REDUCE, Content.GRADIENTS | Content.INCOMING_GRADIENT:
+            case TaskKind.ALL_REDUCE, Content.GRADIENTS:
                 value = self.places[buffer_id].value
                 if value is None or value[0] == "summed":
                     raise Violation(f"{task.name} adds up {value}")
@@ -455,25 +460,26 @@ class AbstractMachine:
         is_gather = task.kind is TaskKind.GATHER or (task.kind is TaskKind.ALL_GATHER and task.chunk in self.sharded)
         if is_gather or task.kind is TaskKind.ACTIVATION_FETCH:
             for buffer_id in task.writes:
-                self.gathered_after[buffer_id] = self.num_block_steps
-        if task.lane is not Lane.COMPUTE or isinstance(task.section, OuterSection) or task.section is None:
+                self.gathered_after[buffer_id] = self.num_steps
+        if task.lane is not Lane.COMPUTE or task.section is None:
             return
         for buffer_id in task.reads:
-            started = self.gathered_after.pop(buffer_id, self.num_block_steps)
-            if self.num_block_steps - started > depth:
-                raise Violation(f"buffer {buffer_id} was gathered {self.num_block_steps - started} steps ahead")
+            started = self.gathered_after.pop(buffer_id, self.num_steps)
+            if self.num_steps - started > depth:
+                raise Violation(f"buffer {buffer_id} was gathered {self.num_steps - started} steps ahead")
         for buffer, place in zip(self.schedule.buffers, self.places, strict=True):
             if buffer.is_static or not place.is_alive or place.value is None:
                 continue
-            num_blocks, micro_batches = self.workload.num_blocks, self.plan.micro_batches
+            # As many forwards, the epilogue, and as many backwards again.
+            num_steps, micro_batches = 2 * len(self.sections) - 1, self.plan.micro_batches
             if buffer.content is Content.SWAPPED and self.making[buffer.id].kind is TaskKind.FORWARD:
                 _, section, iteration, micro = place.value
                 assert isinstance(iteration, int)
                 assert isinstance(section, int)
                 assert isinstance(micro, int)
-                ended = 2 * num_blocks * (iteration * micro_batches + micro) + section
-                if self.num_block_steps - ended > depth:
-                    raise Violation(f"what block {section} swaps lags {self.num_block_steps - ended} steps behind")
+                ended = num_steps * (iteration * micro_batches + micro) + 1 + section
+                if self.num_steps - ended > depth:
+                    raise Violation(f"what block {section} swaps lags {self.num_steps - ended} steps behind")
             if buffer.content not in (Content.GRADIENTS, Content.REDUCED_GRADIENTS):
                 continue
             assert buffer.chunk is not None
@@ -482,12 +488,11 @@ class AbstractMachine:
             *_, iteration, micro = place.value
             assert isinstance(iteration, int)
             assert isinstance(micro, int)
-            first_step = 2 * num_blocks * (iteration * micro_batches + micro)
-            last_step = first_step + 2 * num_blocks - 1 - min(self.layout.chunks[buffer.chunk].blocks)
-            if self.num_block_steps - last_step > depth:
-                raise Violation(
-                    f"gradients of chunk {buffer.chunk} lag {self.num_block_steps - last_step} steps behind"
-                )
+            first_step = num_steps * (iteration * micro_batches + micro)
+            completing = [self.sections.index(section) for section in self._completing(buffer.chunk)]
+            last_step = first_step + num_steps - 1 - min(completing)
+            if self.num_steps - last_step > depth:
+                raise Violation(f"gradients of chunk {buffer.chunk} lag {self.num_steps - last_step} steps behind")
 
 
 # -- adversaries -----------------------------------------------------------------------------------------------------

@@ -10,7 +10,8 @@ from hypothesis.strategies import DrawFn
 
 from protwin.shared.compile.compile import compile_schedule
 from protwin.shared.layout.layout import build_layout
-from protwin.shared.methods.method import FULL_TRAINING, Method
+from protwin.shared.methods.full_training import FULL_TRAINING
+from protwin.shared.methods.method import Method
 from protwin.shared.schema.calibration import Calibration
 from protwin.shared.schema.hardware import Hardware
 from protwin.shared.schema.plan import Plan
@@ -60,14 +61,18 @@ class Case:
                 device_budget_bytes=max(1, device_budget_bytes),
                 host_budget_bytes=max(outcome.host_bytes for outcome in self.outcomes),
                 space=self.space,
-                step=Step(
-                    micro_batches=self.step.micro_batches,
-                    max_gradient_norm=self.step.max_gradient_norm,
-                    optimizer=self.step.optimizer,
-                ),
+                step=self.asked_step,
                 effort=Effort(tolerance_frac=tolerance_frac),
                 method=self.method,
             )
+        )
+
+    @property
+    def asked_step(self) -> Step:
+        """The step as a request asks for it."""
+        step = self.step
+        return Step(
+            micro_batches=step.micro_batches, max_gradient_norm=step.max_gradient_norm, optimizer=step.optimizer
         )
 
     def feasible(self, device_budget_bytes: int) -> list[Outcome]:

@@ -259,8 +259,9 @@ def test_a_unit_of_fsdp_is_a_block() -> None:
     workload = family.at(batch_size=1, sequence_length=128)
     chosen = fsdp_plan(workload, 64, 0.5)
     layout = build_layout(workload.parameters, num_blocks=workload.num_blocks, chunk_bytes=chosen.chunk_bytes)
-    assert [chunk.blocks for chunk in layout.chunks if chunk.blocks] == [(b,) for b in range(workload.num_blocks)]
-    assert layout.sharded(0, chosen.n_shard) == {chunk.id for chunk in layout.chunks if chunk.blocks}
+    of_blocks = [chunk.forward for chunk in layout.chunks if 0 < chunk.forward[0] <= workload.num_blocks]
+    assert of_blocks == [(1 + block,) for block in range(workload.num_blocks)]
+    assert layout.sharded(0, chosen.n_shard) == {chunk.id for chunk in layout.chunks}
     assert (chosen.n_buffer, chosen.n_checkpoint) == (2, 20)
 
 

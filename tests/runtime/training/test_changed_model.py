@@ -16,7 +16,7 @@ from protwin.shared.basics.errors import ScheduleError
 from protwin.shared.schema.plan import Plan
 from tests.runtime.life_cycle import plan_for
 from tests.runtime.misuse import check_goes_on
-from tests.runtime.models import Case, differences, hand_written, token_batches, uncached
+from tests.runtime.models import SEED, Case, adamw, differences, hand_written, token_batches, uncached
 from tests.runtime.watchdog import ends_in_time
 
 
@@ -128,7 +128,7 @@ def test_a_block_that_is_skipped_is_noticed(
     monkeypatch.setattr(TakenOver, "check", lambda self: None)
     kept = list(model.model.layers)
     model.model.layers = nn.ModuleList([layer for index, layer in enumerate(kept) if index != skipped])
-    message = rf"model\.layers\.{skipped}|the schedule expects"
+    message = rf"model\.layers\.{skipped}|the schedule expects|its chunk is not on the device"
     with pytest.raises(ScheduleError, match=message):
         model(**case.batches[1])
     model.model.layers = nn.ModuleList(kept)
@@ -147,14 +147,23 @@ class UsesABlocksWeightOutside(nn.Module):
 
 
 def test_a_weight_that_is_used_outside_its_block() -> None:
-    """Persistent it would do; offloaded its gradient would come too late, and the training stops before that."""
-    model, points = UsesABlocksWeightOutside(), torch.ones(2, 5)
+    """It comes for the penalty and for its block, and leaves when both have added to its gradient."""
+    model, plain, points = UsesABlocksWeightOutside(), UsesABlocksWeightOutside(), torch.ones(2, 5)
+    plain.load_state_dict(model.state_dict())
     workload = trace(model, points, repeats=0)
-    layout_bytes = 2**20
-    plan = Plan(workload_id=workload.identity, chunk_bytes=layout_bytes, n_persist=3, n_buffer=0)
-    with ends_in_time(), carry_out(model, plan, workload) as training:
+    (used,) = (p.uses for p in workload.parameters if p.name == "inner.stack.3.down.weight")
+    assert used is not None
+    assert (used.forward, used.gradient) == (("prologue", 3), "prologue")
+    plan = Plan(workload_id=workload.identity, chunk_bytes=2**20, n_persist=0, n_buffer=2)
+    torch.manual_seed(SEED)
+    with ends_in_time(), carry_out(model, plan, workload, optimizer=adamw) as training:
         model(points).backward()
         training.step()
+    optimizer = adamw([{"params": list(plain.parameters())}])
+    torch.manual_seed(SEED)
+    plain(points).backward()
+    optimizer.step()
+    assert differences(model, plain.state_dict()) == []
 
 
 def test_models_of_one_kind_train_side_by_side(case: Case) -> None:

@@ -85,7 +85,7 @@ def test_random_plans_evaluate_and_train_as_the_plain_loop(name: str) -> None:
 
 def test_chunks_that_blocks_share(case: Case) -> None:
     plan = plan_for(case.workload).model_copy(update={"chunk_bytes": 80_000, "n_persist": 0, "n_buffer": 2})
-    shared = [chunk for chunk in offloaded_chunks(case.workload, plan) if len(chunk.blocks) > 1]
+    shared = [chunk for chunk in offloaded_chunks(case.workload, plan) if len(chunk.forward) > 1]
     assert shared
     check(case, plan)
 
@@ -111,7 +111,7 @@ def within_what_it_takes(case: Case, batch: Any) -> None:
     with ends_in_time(), start(case, model, plan, device=device) as training:
         persistent_bytes = sum(c.chunk.size_bytes for c in training._placed.chunks if c.is_persistent)
         of_blocks = [
-            sum(c.size_bytes for c in offloaded_chunks(case.workload, plan) if block in c.blocks)
+            sum(c.size_bytes for c in offloaded_chunks(case.workload, plan) if 1 + block in c.forward)
             for block in range(case.workload.num_blocks)
         ]
         highest: list[int] = []

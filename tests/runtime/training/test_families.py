@@ -169,13 +169,13 @@ def test_blocks_can_be_named() -> None:
     ]
 
 
-def test_named_blocks_train_and_the_others_stay() -> None:
-    """Parameters of blocks that nobody named belong to no block, so they are persistent."""
+def test_named_blocks_train_and_the_others_come_with_the_parts_around_them() -> None:
+    """Blocks that nobody named are of the prologue and the epilogue."""
     model, batch = llama(), token_batches(1)[0]
     workload = trace(model, batch, blocks=["model.layers.1", "model.layers.2"], repeats=0)
     assert workload.num_blocks == 2
     assert {p.block for p in workload.parameters if p.name.startswith("model.layers.0.")} == {None}
-    plan = Plan(workload_id=workload.identity, chunk_bytes=2**20, n_persist=0, n_buffer=1, n_checkpoint=1)
+    plan = Plan(workload_id=workload.identity, chunk_bytes=2**20, n_persist=0, n_buffer=2, n_checkpoint=1)
     expected = plain_losses(llama(), batch)
     losses = []
     with carry_out(model, plan, workload, optimizer=adamw) as training:

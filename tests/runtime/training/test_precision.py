@@ -207,7 +207,7 @@ def test_a_trace_that_reuses_casts_is_off(monkeypatch: pytest.MonkeyPatch) -> No
     for module in (batches_module, swapping_module):
         monkeypatch.setattr(module, "torch", forgetful)
     measured_bytes, guaranteed_bytes = peaks_under_autocast(0)
-    assert measured_bytes != pytest.approx(guaranteed_bytes, rel=0.02)
+    assert measured_bytes != pytest.approx(guaranteed_bytes, rel=0.01)
 
 
 def test_casts_that_autocast_keeps_from_an_earlier_forward_would_be_stale(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,7 +215,7 @@ def test_casts_that_autocast_keeps_from_an_earlier_forward_would_be_stale(monkey
     monkeypatch.setattr(torch, "clear_autocast_cache", lambda: None)
     name = "llama"
     try:
-        with pytest.raises(ScheduleError, match="got a gradient after backward had left its block"):
+        with pytest.raises(ScheduleError, match="got a gradient after backward had left the sections"):
             trained(name, half_offloaded(autocast_cases()[name].workload), is_wide=True)
     finally:
         monkeypatch.undo()

@@ -196,6 +196,8 @@ FIELDS = {"workload_id": "w", "chunk_bytes": 1, "n_persist": 0, "n_buffer": 0}
         ('{"kind": "recipe"}', "a recipe file, expected a plan file"),
         ('{"kind": "plan"}', "no schema_version; this release reads 2. Write it again"),
         ('{"kind": "plan", "schema_version": 3}', "schema_version 3; this release reads 2. Update protwin"),
+        # The first version counted chunks from the first block on, and kept what lies outside on the device.
+        (json.dumps(FIELDS | {"kind": "plan", "schema_version": 1}), "schema_version 1; this release reads 2. Write"),
         ('{"kind": "plan", "schema_version": 0}', "Write it again"),
         ('{"kind": "plan", "schema_version": "2"}', "Write it again"),
         ('{"kind": "plan", "schema_version": true}', "Write it again"),
@@ -212,7 +214,7 @@ FIELDS = {"workload_id": "w", "chunk_bytes": 1, "n_persist": 0, "n_buffer": 0}
         ('{"kind": "plan", "schema_version": 2, "chunk_bytes": ' + "9" * 5_000 + "}", "damaged"),
         ("[" * 100_000, "damaged"),
     ],
-    ids=range(27),
+    ids=range(28),
 )
 def test_damaged_and_foreign_files_are_refused_with_the_reason(text: str, reason: str, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"

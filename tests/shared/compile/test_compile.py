@@ -13,7 +13,7 @@ from protwin.shared.compile.compile import compile_schedule
 from protwin.shared.layout.layout import build_layout
 from protwin.shared.schema.plan import ActivationMode, Plan
 from protwin.shared.schema.schedule import Content, Lane, Memory, OuterSection, Schedule, Task, TaskKind
-from protwin.shared.schema.workload import DType, Workload
+from protwin.shared.schema.workload import DType, Uses, Workload
 from protwin.shared.verify.verify import verify_schedule
 from tests.shared.abstract_machine import AbstractMachine
 from tests.shared.adversaries import at_random, preferring
@@ -54,29 +54,69 @@ def table(schedule: Schedule) -> list[tuple[str, set[str], set[str]]]:
 
 
 def test_two_blocks_in_one_buffer() -> None:
-    """Steps: forward 0, forward 1, backward 1, backward 0.  Chunk 1 stays across the turn, chunk 0 comes twice."""
+    """Steps: three forwards, the epilogue, three backwards.  Chunk 1 stays across the turn, chunk 0 comes twice."""
     model = chain(2)
     schedule = compile_schedule(plan(model), model)
     assert table(schedule) == [
-        ("forward prologue", set(), set()),
-        # Its buffer was last used by backward 0; the step two before its own was backward 1.
-        ("gather chunk 0", set(), {"backward 0", "backward 1", "cpu_adam chunk 0"}),
         # Gradients of the step two before have gone.
-        ("forward 0", {"gather chunk 0"}, {"gradient_offload chunk 1"}),
-        ("gather chunk 1", {"forward 0"}, {"backward 0", "cpu_adam chunk 1"}),
-        ("forward 1", {"gather chunk 1"}, {"gradient_offload chunk 0"}),
+        ("forward prologue", set(), {"gradient_offload chunk 0"}),
+        # Its buffer was last used by backward 0; the step two before its own was the prologue's backward.
+        ("gather chunk 0", set(), {"backward 0", "backward prologue", "cpu_adam chunk 0"}),
+        ("forward 0", {"gather chunk 0"}, set()),
+        ("gather chunk 1", {"forward prologue", "forward 0"}, {"cpu_adam chunk 1"}),
+        ("forward 1", {"gather chunk 1"}, set()),
         ("forward epilogue", set(), set()),
         ("backward epilogue", set(), set()),
         ("backward 1", set(), set()),
         ("gradient_offload chunk 1", {"backward 1"}, set()),
         ("cpu_adam chunk 1", {"gradient_offload chunk 1"}, set()),
-        ("gather chunk 0 again", {"backward 1", "forward 1", "forward 0"}, set()),
+        ("gather chunk 0 again", {"backward 1", "backward epilogue", "forward 0"}, set()),
         ("backward 0", {"gather chunk 0 again"}, set()),
         ("gradient_offload chunk 0", {"backward 0"}, set()),
         ("cpu_adam chunk 0", {"gradient_offload chunk 0"}, set()),
-        ("backward prologue", set(), set()),
+        ("backward prologue", {"gradient_offload chunk 1"}, set()),
         ("device_adam", set(), set()),
     ]
+
+
+def tied(*, prefetch_depth: int = 1, n_buffer: int = 1) -> Schedule:
+    """One block between an embedding that is the head too, and that the prologue's backward only adds to."""
+    uses = Uses(
+        forward=(OuterSection.PROLOGUE, OuterSection.EPILOGUE),
+        backward=(OuterSection.EPILOGUE,),
+        gradient=OuterSection.PROLOGUE,
+    )
+    head = parameter("embedding", 1_000, None).model_copy(update={"uses": uses})
+    model = workload([parameter("w", 1_000, 0), head], 1)
+    knobs = plan(model, prefetch_depth=prefetch_depth, n_buffer=n_buffer)
+    schedule = compile_schedule(knobs, model)
+    check_everything(schedule, knobs, model)
+    return schedule
+
+
+def test_a_tied_head_comes_for_both_ends_and_leaves_with_its_last_gradient() -> None:
+    """Chunk 0, of the prologue, comes before it and again before the epilogue; its backward needs it no more."""
+    assert table(tied()) == [
+        ("gather chunk 0", set(), {"backward 0", "cpu_adam chunk 0"}),
+        ("forward prologue", {"gather chunk 0"}, {"gradient_offload chunk 1"}),
+        ("gather chunk 1", {"forward prologue"}, {"backward prologue", "cpu_adam chunk 1"}),
+        ("forward 0", {"gather chunk 1"}, {"gradient_offload chunk 0"}),
+        ("gather chunk 0 again", {"forward prologue", "forward 0"}, set()),
+        ("forward epilogue", {"gather chunk 0 again"}, set()),
+        ("backward epilogue", set(), set()),
+        ("gather chunk 1 again", {"forward 0", "backward epilogue"}, set()),
+        ("backward 0", {"gather chunk 1 again"}, set()),
+        ("gradient_offload chunk 1", {"backward 0"}, set()),
+        ("cpu_adam chunk 1", {"gradient_offload chunk 1"}, set()),
+        ("backward prologue", set(), set()),
+        ("gradient_offload chunk 0", {"backward prologue"}, set()),
+        ("cpu_adam chunk 0", {"gradient_offload chunk 0"}, set()),
+        ("device_adam", set(), set()),
+    ]
+
+
+def test_with_two_buffers_a_tied_head_stays_from_end_to_end() -> None:
+    assert [task.chunk for task in tasks_of(tied(n_buffer=2), TaskKind.GATHER)] == [0, 1]
 
 
 def test_a_checkpointed_block_waits_before_its_recomputation() -> None:
@@ -153,14 +193,26 @@ def test_activations_of_both_modes_by_hand() -> None:
     }
 
 
-def test_gradients_outside_blocks_stay_with_the_incoming_gradient() -> None:
+def test_gradients_outside_blocks_leave_as_those_of_blocks() -> None:
+    """Nobody knows who uses the embedding: it comes at both ends of forward and backward."""
     model = workload([parameter("embedding", 1_000, None), parameter("w", 1_000, 0)], 1)
     schedule = compile_schedule(plan(model), model)
     last = next(
         b for b in schedule.buffers if b.content is Content.INCOMING_GRADIENT and b.section is OuterSection.PROLOGUE
     )
-    assert last.size_bytes == 4_000
-    assert last.id in schedule.tasks[-1].frees
+    assert last.size_bytes == 0
+    gradients = [b for b in schedule.buffers if b.content is Content.GRADIENTS and not b.is_static]
+    assert [(b.chunk, b.section, b.size_bytes) for b in gradients] == [(1, 0, 4_000), (0, OuterSection.PROLOGUE, 4_000)]
+    assert [task.chunk for task in tasks_of(schedule, TaskKind.GRADIENT_OFFLOAD)] == [1, 0]
+    assert [task.chunk for task in tasks_of(schedule, TaskKind.GATHER)] == [0, 1, 0, 1, 0]
+    assert schedule.tasks[-1].num_stepped == 0
+
+
+def test_nothing_is_nailed_to_the_device() -> None:
+    """Beside activations, a plan without persistent chunks holds module buffers and the batch for good."""
+    model = workload([parameter("embedding", 1_000, None), parameter("w", 1_000, 0), parameter("head", 70, None)], 1)
+    schedule = compile_schedule(plan(model, n_buffer=2), model)
+    assert [b.content for b in schedule.buffers if b.is_static and b.memory is Memory.DEVICE] == [Content.RESIDENT]
 
 
 # -- counts ----------------------------------------------------------------------------------------------------------
@@ -250,11 +302,12 @@ def test_empty_parameters_move_nothing() -> None:
 
 def test_blocks_without_parameters_need_no_buffer() -> None:
     model = workload([parameter("embedding", 10, None)], 3)
-    knobs = plan(model, n_buffer=0)
-    schedule = compile_schedule(knobs, model)
-    assert not tasks_of(schedule, TaskKind.GATHER)
-    assert schedule.tasks[-1].num_stepped == 10
-    check_everything(schedule, knobs, model)
+    for n_persist, num_gathers in ((1, 0), (0, 1)):
+        knobs = plan(model, n_persist=n_persist, n_buffer=1 - n_persist)
+        schedule = compile_schedule(knobs, model)
+        assert len(tasks_of(schedule, TaskKind.GATHER)) == num_gathers
+        assert schedule.tasks[-1].num_stepped == 10 * n_persist
+        check_everything(schedule, knobs, model)
 
 
 @pytest.mark.parametrize("prefetch_depth", [1, 2, 3, 100])
@@ -299,7 +352,7 @@ def test_a_plan_of_another_workload() -> None:
 def test_too_few_buffers() -> None:
     parameters = [parameter(f"w{index}", 1_000, min(1, index)) for index in range(4)]
     model = workload(parameters, 2)
-    with pytest.raises(PlanError, match=r"needs 3 offloaded chunks at once but n_buffer is 0\. Raise n_buffer to 3,"):
+    with pytest.raises(PlanError, match=r"needs 3 gathered chunks at once but n_buffer is 0\. Raise n_buffer to 3,"):
         compile_schedule(plan(model, n_buffer=0), model)
     with pytest.raises(PlanError, match="Raise n_buffer to 3,"):
         compile_schedule(plan(model, n_buffer=2), model)

@@ -75,13 +75,13 @@ def test_a_mixed_precision_shard_has_its_part_of_the_masters() -> None:
     assert parts == 16 * 2_048 // 8 + 4
 
 
-def test_unowned_chunks_stay_whole() -> None:
+def test_chunks_outside_the_blocks_are_sharded_too() -> None:
     model = workload([parameter("embedding", 700, None), parameter("layers.0.weight", 1_000, 0)], 1)
     layout = build_layout(model.parameters, num_blocks=1, chunk_bytes=4_096)
-    assert layout.sharded(0, 2) == {1}
+    assert layout.sharded(0, 2) == {0, 1}
     update = {"parallel": ParallelMode.SHARDED, "num_ranks": 2, "n_shard": 2}
     schedule = compiled(PlannedWorkload(model, plan(model).model_copy(update=update), layout))
-    assert [b.size_bytes for b in homes(schedule, Content.PARAMETERS)] == [2_816, 2_048]
+    assert [b.size_bytes for b in homes(schedule, Content.PARAMETERS)] == [1_408, 2_048]
 
 
 # -- how they come and go --------------------------------------------------------------------------------------------
@@ -210,7 +210,7 @@ def test_a_plan_explains_its_shards() -> None:
 def test_the_account_adds_up_to_the_schedule(case: PlannedWorkload) -> None:
     schedule = compiled(case)
     found = account(schedule, case.plan, case.workload, case.layout)
-    used = {chunk for block in case.layout.chunks_of_block for chunk in block}
+    used = {chunk for chunks in case.layout.needed for chunk in chunks}
     sharded = case.layout.sharded(case.plan.n_persist, case.plan.n_shard) & used
     assert {chunk.chunk.id for chunk in found.chunks if chunk.is_sharded} == sharded
     fresh = [t for t in schedule.tasks if t.kind in (TaskKind.GATHER, TaskKind.ALL_GATHER) and t.allocates]

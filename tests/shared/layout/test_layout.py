@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from itertools import pairwise
+from operator import attrgetter
 
 import pytest
 from hypothesis import given, settings
@@ -13,10 +15,11 @@ from protwin.shared.basics.errors import PlanError
 from protwin.shared.compile.compile import compile_schedule
 from protwin.shared.layout.layout import Chunk, Layout, build_layout, check_layout
 from protwin.shared.layout.shards import chunk_state_bytes
+from protwin.shared.layout.uses import numbered_uses
 from protwin.shared.schema.optimizer import Optimizer
-from protwin.shared.schema.workload import DType, Parameter, Workload
+from protwin.shared.schema.workload import DType, OuterSection, Parameter, Uses, Workload
 from tests.shared.small_models import chain, parameter, plan, workload
-from tests.strategies import CHUNK_BYTES, PlannedWorkload, planned_workloads, workloads
+from tests.strategies import CHUNK_BYTES, PlannedWorkload, planned_workloads, uses, workloads
 
 ALIGNMENT = 256
 ANY_CHUNK_BYTES = st.sampled_from(CHUNK_BYTES) | st.integers(1, 20_000)
@@ -24,19 +27,26 @@ ANY_CHUNK_BYTES = st.sampled_from(CHUNK_BYTES) | st.integers(1, 20_000)
 
 @st.composite
 def parameter_lists(draw: DrawFn) -> tuple[list[Parameter], int]:
-    """Parameters of up to four blocks in any order, even one that no model has."""
+    """Parameters of up to four blocks, or of any sections, in any order, even one that no model has."""
     num_blocks = draw(st.integers(1, 4))
-    number = draw(st.integers(0, 12))
-    return [
-        Parameter(
-            name=f"p{index}",
-            shape=(draw(st.integers(0, 700)), draw(st.integers(1, 2))),
-            dtype=draw(st.sampled_from((DType.FLOAT32, DType.BFLOAT16, DType.FLOAT64))),
-            trainable=draw(st.booleans()),
-            block=draw(st.none() | st.integers(0, num_blocks - 1)),
+    found = []
+    for index in range(draw(st.integers(0, 12))):
+        block = draw(st.none() | st.integers(0, num_blocks - 1))
+        found.append(
+            Parameter(
+                name=f"p{index}",
+                shape=(draw(st.integers(0, 700)), draw(st.integers(1, 2))),
+                dtype=draw(st.sampled_from((DType.FLOAT32, DType.BFLOAT16, DType.FLOAT64))),
+                trainable=draw(st.booleans()),
+                block=block,
+                uses=draw(st.none() | uses(num_blocks).filter(is_not_of_a_block)) if block is None else None,
+            )
         )
-        for index in range(number)
-    ], num_blocks
+    return found, num_blocks
+
+
+def is_not_of_a_block(of_parameter: Uses) -> bool:
+    return not of_parameter.forward == of_parameter.backward == (of_parameter.gradient,)
 
 
 def padded(parameter: Parameter) -> int:
@@ -93,42 +103,44 @@ def test_nothing_is_wasted_but_the_alignment(drawn: tuple[list[Parameter], int],
 
 
 @given(parameter_lists(), ANY_CHUNK_BYTES)
-def test_unowned_parameters_share_with_no_block(drawn: tuple[list[Parameter], int], chunk_bytes: int) -> None:
+def test_a_chunk_is_of_blocks_or_of_equal_uses(drawn: tuple[list[Parameter], int], chunk_bytes: int) -> None:
     parameters, layout = drawn_layout(drawn, chunk_bytes)
     for chunk in layout.chunks:
-        owners = {p.block for p in members(chunk, parameters)}
-        assert (None in owners) == (owners == {None}) == (chunk.blocks == ()) == (chunk.id in layout.unowned)
-        assert chunk.blocks == tuple(sorted(owner for owner in owners if owner is not None))
+        found = members(chunk, parameters)
+        if found[0].block is None:
+            assert {(p.block, p.uses) for p in found} == {(None, found[0].uses)}
+        else:
+            owners = tuple(sorted({1 + p.block for p in found if p.block is not None}))
+            assert chunk.forward == chunk.backward == owners
+            assert all(p.block is not None for p in found)
 
 
 @given(parameter_lists(), ANY_CHUNK_BYTES)
 def test_a_block_stays_together_and_in_order(drawn: tuple[list[Parameter], int], chunk_bytes: int) -> None:
-    """Blocks come in the order of their first parameters, each whole, its parameters in their order."""
+    """Sections come in the order of the program, each whole, its parameters in their order."""
     parameters, layout = drawn_layout(drawn, chunk_bytes)
     placed = [member.index for chunk in layout.chunks for member in chunk.parameters]
-    first_of = {p.block: index for index, p in reversed(list(enumerate(parameters))) if p.block is not None}
-    expected = sorted(
-        range(len(parameters)),
-        key=lambda i: (first_of.get(parameters[i].block, i), i),  # type: ignore[arg-type]
-    )
-    assert placed == expected
-    for block, chunks in enumerate(layout.chunks_of_block):
-        assert list(chunks) == [c.id for c in layout.chunks if any(p.block == block for p in members(c, parameters))]
+    for block in range(layout.num_blocks):
+        own = [index for index, p in enumerate(parameters) if p.block == block]
+        where = [placed.index(index) for index in own]
+        assert where == list(range(where[0], where[0] + len(own))) if own else True
+        chunks = [c.id for c in layout.chunks if any(p.block == block for p in members(c, parameters))]
         # With only one block's parameters between its first and its last chunk.
         for chunk in chunks[1:-1]:
-            assert layout.chunks[chunk].blocks == (block,)
+            assert layout.chunks[chunk].forward == (1 + block,)
+    firsts = [min(chunk.forward) for chunk in layout.chunks if parameters[chunk.parameters[0].index].uses is None]
+    assert firsts == sorted(firsts)
 
 
 @given(parameter_lists(), ANY_CHUNK_BYTES)
 def test_chunks_end_only_where_they_must(drawn: tuple[list[Parameter], int], chunk_bytes: int) -> None:
-    """What begins a chunk (a whole block, or within one block a parameter) did not fit into the one before."""
+    """What begins a chunk (a whole block, or within one a parameter) did not fit into the one before."""
     parameters, layout = drawn_layout(drawn, chunk_bytes)
     for chunk, following in pairwise(layout.chunks):
-        first = parameters[following.parameters[0].index]
-        is_unowned = not chunk.blocks
-        if is_unowned != (first.block is None):
+        first, before = parameters[following.parameters[0].index], members(chunk, parameters)
+        if (first.block is None) != (before[0].block is None) or first.uses != before[0].uses:
             continue
-        if first.block is not None and first.block not in chunk.blocks:
+        if first.block is not None and first.block not in {p.block for p in before}:
             needed = sum(padded(p) for p in parameters if p.block == first.block)
         else:
             needed = padded(first)
@@ -140,7 +152,7 @@ def test_a_shared_chunk_holds_each_later_block_whole(drawn: tuple[list[Parameter
     parameters, layout = drawn_layout(drawn, chunk_bytes)
     for chunk in layout.chunks:
         owners = list(dict.fromkeys(p.block for p in members(chunk, parameters)))
-        for owner in owners[1:] if chunk.blocks else ():
+        for owner in owners[1:]:
             inside = [p for p in members(chunk, parameters) if p.block == owner]
             assert inside == [p for p in parameters if p.block == owner]
 
@@ -150,8 +162,13 @@ def test_sums_over_parameters(drawn: tuple[list[Parameter], int], chunk_bytes: i
     parameters, layout = drawn_layout(drawn, chunk_bytes)
     for chunk in layout.chunks:
         trained = [p for p in members(chunk, parameters) if p.trainable]
-        owners = chunk.blocks or (None,)
-        assert chunk.gradient_bytes == tuple(sum(p.size_bytes for p in trained if p.block == o) for o in owners)
+        completing = [(numbered_uses(p, layout.num_blocks).gradient, p.size_bytes) for p in trained]
+        sums = Counter({section: 0 for section, _ in completing})
+        for section, size_bytes in completing:
+            sums[section] += size_bytes
+        assert chunk.gradients == tuple(sorted(sums.items()))
+        assert chunk.gradient_bytes == sum(p.size_bytes for p in trained)
+        assert chunk.completed_by == min(sums, default=None)
         assert chunk.staging_bytes == sum(map(padded, trained))
         assert chunk.num_trainable == sum(p.shape[0] * p.shape[1] for p in trained)
         assert chunk.is_trainable == any(p.size_bytes for p in trained)
@@ -166,14 +183,15 @@ def test_sums_over_parameters(drawn: tuple[list[Parameter], int], chunk_bytes: i
 
 
 @given(workloads(min_parameters=0), ANY_CHUNK_BYTES)
-def test_persistent_chunks_are_the_first_and_the_unowned(model: Workload, chunk_bytes: int) -> None:
+def test_persistent_chunks_are_the_first(model: Workload, chunk_bytes: int) -> None:
     layout = build_layout(model.parameters, num_blocks=model.num_blocks, chunk_bytes=chunk_bytes)
     for n_persist in range(len(layout.chunks) + 1):
-        expected = {c.id for c in layout.chunks if c.id < n_persist or not c.blocks}
+        expected = {c.id for c in layout.chunks if c.id < n_persist}
         assert layout.persistent(n_persist) == expected
         needs = [
-            sum(1 for c in layout.chunks if block in c.blocks and c.id not in expected)
-            for block in range(model.num_blocks)
+            sum(1 for c in layout.chunks if section in passing(c) and c.id not in expected)
+            for section in range(model.num_blocks + 2)
+            for passing in (attrgetter("forward"), attrgetter("backward"))
         ]
         assert layout.min_buffers(n_persist) == max(needs)
     with pytest.raises(PlanError, match=f"gives {len(layout.chunks)} chunks"):
@@ -193,10 +211,13 @@ def test_min_buffers_is_the_fewest_that_compile(case: PlannedWorkload) -> None:
 # -- by hand ---------------------------------------------------------------------------------------------------------
 
 
+HEAD = Uses(forward=(OuterSection.EPILOGUE,), backward=(OuterSection.EPILOGUE,), gradient=OuterSection.EPILOGUE)
+
+
 def test_a_layout_by_hand() -> None:
-    """Block 0 fits behind nothing unowned; block 1 does not fit whole behind it; block 2 fills up block 1's last."""
+    """Block 0 fits behind no embedding; block 1 does not fit whole behind it; block 2 fills up block 1's last."""
     parameters = [
-        parameter("embedding", 64, None),  # 256 bytes
+        parameter("embedding", 64, None),  # 256 bytes; used at both ends, for all that anybody knows
         parameter("a", 100, 0),  # 400, padded to 512
         parameter("b", 1, 0),  # 4, padded to 256
         parameter("c", 64, 1),  # 256
@@ -204,7 +225,7 @@ def test_a_layout_by_hand() -> None:
         parameter("e", 1_000, 1),  # 4 000, too large: 4 096
         parameter("f", 10, 1),  # padded to 256
         parameter("g", 20, 2, trainable=False),  # padded to 256
-        parameter("h", 30, None),
+        parameter("h", 30, None).model_copy(update={"uses": HEAD}),
     ]
     layout = build_layout(parameters, num_blocks=3, chunk_bytes=1_024)
     assert [[parameters[m.index].name for m in chunk.parameters] for chunk in layout.chunks] == [
@@ -217,12 +238,11 @@ def test_a_layout_by_hand() -> None:
     ]
     assert [chunk.size_bytes for chunk in layout.chunks] == [256, 768, 768, 4_096, 512, 256]
     assert [m.offset_bytes for m in layout.chunks[1].parameters] == [0, 512]
-    assert layout.chunks[4].blocks == (1, 2)
-    assert layout.chunks[4].gradient_bytes == (40, 0)
+    assert layout.chunks[4].forward == layout.chunks[4].backward == (2, 3)
+    assert layout.chunks[4].gradients == ((2, 40),)
     assert layout.chunks[4].staging_bytes == 256
-    assert layout.chunks_of_block == ((1,), (2, 3, 4), (4,))
-    assert layout.unowned == {0, 5}
-    assert [layout.min_buffers(n) for n in range(7)] == [3, 3, 3, 2, 1, 0, 0]
+    assert layout.needed == ((0,), (1,), (2, 3, 4), (4,), (0, 5), (4,), (2, 3, 4), (1,), (0,))
+    assert [layout.min_buffers(n) for n in range(7)] == [3, 3, 3, 2, 1, 1, 0]
 
 
 @pytest.mark.parametrize("chunk_bytes", [0, -1])

@@ -121,6 +121,6 @@ def assert_follows(stays: Sequence[Stay], index: int) -> None:
 
 def test_a_step_that_needs_more_than_there_is() -> None:
     steps = [[ChunkId(0)], [ChunkId(1), ChunkId(2)], [ChunkId(0), ChunkId(1), ChunkId(2)], [ChunkId(3)]]
-    with pytest.raises(PlanError, match=r"needs 3 offloaded chunks at once but n_buffer is 1\. Raise n_buffer to 3,"):
+    with pytest.raises(PlanError, match=r"needs 3 gathered chunks at once but n_buffer is 1\. Raise n_buffer to 3,"):
         assign_slots(steps, 1)
     assert assign_slots([], 0) == assign_slots([[], []], 0) == []

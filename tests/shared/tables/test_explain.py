@@ -11,7 +11,7 @@ from protwin.shared.compile.compile import compile_schedule
 from protwin.shared.layout.layout import build_layout
 from protwin.shared.schema.plan import ActivationMode, Plan
 from protwin.shared.schema.schedule import Content, Memory, TaskKind
-from protwin.shared.schema.workload import Workload
+from protwin.shared.schema.workload import OuterSection, Uses, Workload
 from protwin.shared.tables.explain import Account, SectionAccount, Stepper, account, explain, explain_plan
 from tests.shared.small_models import (
     OUTPUT_BYTES,
@@ -64,32 +64,38 @@ def test_every_mode_by_hand() -> None:
     assert [chunk.stepper for chunk in found.chunks] == [Stepper.DEVICE_ADAM, *[Stepper.CPU_ADAM] * 3]
 
 
+def used_by(section: OuterSection) -> Uses:
+    return Uses(forward=(section,), backward=(section,), gradient=section)
+
+
 def test_the_text_of_a_plan_by_hand() -> None:
     small = workload(
         [
-            parameter("embedding", 50, None),
+            parameter("embedding", 50, None).model_copy(update={"uses": used_by(OuterSection.PROLOGUE)}),
             parameter("layers.0.weight", 1_000, 0),
             parameter("layers.1.weight", 1_000, 1, trainable=False),
             parameter("layers.2.weight", 1_000, 2),
             parameter("layers.2.scale", 8, 2, trainable=False),
-            parameter("head", 50, None),
+            parameter("head", 50, None).model_copy(update={"uses": used_by(OuterSection.EPILOGUE)}),
         ],
         3,
     )
-    text = explain_plan(
-        plan(small, chunk_bytes=9_000, n_buffer=2, n_checkpoint=2, max_gradient_norm=0.5, micro_batches=2), small
-    )
-    assert row(text, "prologue") == ["prologue", "keep", "0, 3", "device", "1000 B", "–", "–"]
+    knobs = plan(small, chunk_bytes=9_000, n_buffer=2, n_checkpoint=2, max_gradient_norm=0.5, micro_batches=2)
+    text = explain_plan(knobs.model_copy(update={"n_persist": 1}), small)
+    assert row(text, "prologue") == ["prologue", "keep", "0", "device", "1000 B", "–", "–"]
+    assert row(text, "epilogue")[:4] == ["epilogue", "keep", "3", "host, buffer 0"]
     assert row(text, "layers.2")[:4] == ["layers.2", "checkpoint", "2", "host, buffer 1"]
+    # It makes room for the head at both turns, and stays from one micro-batch to the next.
     assert row(text, "1") == [
-        "1", "2", "2,000", "8 KiB", "host, buffer 0", "1", "7.812 KiB", "CPU AdamW, 1,000 of them"
+        "1", "2", "2,000", "8 KiB", "host, buffer 0", "3", "7.812 KiB", "CPU AdamW, 1,000 of them"
     ]  # fmt: skip
-    assert row(text, "3")[-1] == "device AdamW"
+    assert row(text, "0")[-1] == "device AdamW"
+    assert row(text, "3")[-1] == "CPU AdamW"
     unwrapped = " ".join(text.split())
     for sentence in (
-        "2 of 4 chunks persistent (512 B)",
+        "1 of 4 chunks persistent (256 B)",
         "Activations of 3 blocks: 1 kept on the device, 2 recomputed; 2 micro-batches one after another.",
-        "CPU AdamW steps 2,000 parameters after the norm of all gradients is known, device AdamW 100 at the end, "
+        "CPU AdamW steps 2,050 parameters after the norm of all gradients is known, device AdamW 50 at the end, "
         "1,008 are frozen.",
         "max_gradient_norm = 0.5",
     ):

@@ -286,8 +286,8 @@ def test_a_frozen_chunk_that_comes_before_it_has_gone_is_rejected() -> None:
     weights = [
         parameter(f"layers.{block}.{place}", 1_000, block, trainable=False) for place, block in enumerate(blocks)
     ]
-    model = workload([*weights, parameter("head", 10, None)], 3)
-    knobs = plan(model, n_buffer=2)
+    model = workload([*weights, parameter("trained", 10, 2)], 3)
+    knobs = plan(model, n_buffer=3, prefetch_depth=2)
     case = PlannedWorkload(model, knobs, build_layout(model.parameters, num_blocks=3, chunk_bytes=knobs.chunk_bytes))
     schedule = compiled(case)
     first, last_use = only(schedule, TaskKind.GATHER, 0), schedule.lanes[Lane.COMPUTE][-3]
@@ -317,7 +317,7 @@ def test_a_chunk_that_ends_with_a_frozen_block_is_accepted() -> None:
     for prefetch_depth in (1, 2, 3, 4):
         knobs = plan(model, chunk_bytes=512, prefetch_depth=prefetch_depth)
         layout = build_layout(model.parameters, num_blocks=6, chunk_bytes=512)
-        assert layout.chunks[1].blocks == (2, 3)
+        assert layout.chunks[1].backward == (3, 4)
         verify_schedule(compile_schedule(knobs, model, layout), knobs, model, layout)
 
 

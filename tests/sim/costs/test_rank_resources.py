@@ -6,6 +6,7 @@ import pytest
 
 from protwin.shared.basics.errors import HardwareError
 from protwin.shared.catalogue.machines import machine as known_machine
+from protwin.shared.layout.layout import build_layout
 from protwin.shared.schema.plan import ParallelMode, Plan
 from protwin.shared.schema.schedule import LANES_ALONE, Lane
 from protwin.shared.schema.workload import DType
@@ -72,7 +73,8 @@ def test_communicators_take_device_memory_by_their_channels() -> None:
 def test_what_carries_collectives_is_no_memory_of_the_allocator() -> None:
     hardware = known_machine("h100-80gb-x8")
     model = shipped_family("gpt2", DType.FLOAT32).at(batch_size=1, sequence_length=16)
-    alone = Plan(workload_id=model.identity, chunk_bytes=2**28, n_persist=4, n_buffer=0)
+    layout = build_layout(model.parameters, num_blocks=model.num_blocks, chunk_bytes=2**28)
+    alone = Plan(workload_id=model.identity, chunk_bytes=2**28, n_persist=len(layout.chunks), n_buffer=0)
     together = alone.model_copy(update={"parallel": ParallelMode.DDP, "num_ranks": 8})
     accounts = [simulate(one, model, hardware).device_reserved for one in (alone, together)]
     of_one, of_eight = (account for account in accounts if account is not None)

@@ -16,7 +16,7 @@ import pytest
 
 from protwin.shared.basics.errors import FileError, ScheduleError
 from protwin.shared.compile.compile import compile_schedule
-from protwin.shared.methods.method import Method
+from protwin.shared.methods.full_training import FULL_TRAINING as METHOD
 from protwin.shared.records.chrome_trace import chrome_trace
 from protwin.shared.records.comparison import compare_records
 from protwin.shared.report.bars import kind_colour
@@ -115,7 +115,9 @@ def case(n_persist: int = 2) -> tuple[Schedule, Plan, Workload]:
 
 def predicted(calibration: Calibration | None = None) -> Record:
     schedule, plan, model = case()
-    return simulate(plan, model, hand_made.machine(), calibration, schedule=schedule, method=Method(rules=RULES))
+    return simulate(
+        plan, model, hand_made.machine(), calibration, schedule=schedule, method=replace(METHOD, rules=RULES)
+    )
 
 
 # -- verified --------------------------------------------------------------------------------------------------------

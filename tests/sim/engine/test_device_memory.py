@@ -156,7 +156,7 @@ def spread_over_iterations(*, is_trainable: bool) -> tuple[Schedule, Timing]:
     holds the gathers, so that chunks come while the previous iteration still runs.
     """
     model = workload(2, is_trainable=is_trainable)
-    schedule = compile_schedule(plan(model, n_checkpoint=2), model)
+    schedule = compile_schedule(plan(model, n_checkpoint=2, prefetch_depth=2), model)
     return schedule, run(schedule, [5.0 if t.kind is TaskKind.GRADIENT_OFFLOAD else 1.0 for t in schedule.tasks])
 
 

@@ -21,12 +21,14 @@ from protwin.sim.bounds.exact_peaks import family_peaks
 from protwin.sim.bounds.replay import REPLAY_FRAC, Replayer, ReplayPlan
 from protwin.sim.engine import simulator, unfolding
 from protwin.sim.engine.folding import KEPT_MICRO_BATCHES, Repeating, find_folds, settled_period_s
+from protwin.sim.engine.kept_schedule import memory_schedule
 from protwin.sim.engine.simulator import simulate, simulate_timing
 from protwin.sim.searching.problem import SearchProblem, search_problem
 from protwin.sim.searching.request import SearchRequest, Step
 from protwin.sim.space.space import SearchSpace
 from protwin.sim.space.step_spec import StepSpec
 from tests.proof_size import examples
+from tests.shared import small_models
 from tests.sim import brute_force
 from tests.sim.hand_made import machine, plan, workload
 from tests.sim.ranked_cases import RANKS, nodes
@@ -44,6 +46,17 @@ def test_a_folded_record_says_what_the_simulation_of_all_micro_batches_says(
     planned: PlannedWorkload, box: Hardware, micro_batches: int
 ) -> None:
     _assert_equal_records(planned.plan.model_copy(update={"micro_batches": micro_batches}), planned.workload, box)
+
+
+def test_gradients_of_the_prologue_that_leave_are_not_left_over() -> None:
+    """Those of an offloaded embedding go in every micro-batch; what device Adam alone frees adds up."""
+    model = small_models.workload(
+        [small_models.parameter("embedding", 1_000, None), small_models.parameter("layers.0.weight", 10, 0)], 1
+    )
+    chosen = small_models.plan(model, n_buffer=2, micro_batches=KEPT_MICRO_BATCHES + 3)
+    whole, few = compile_schedule(chosen, model), memory_schedule(chosen, model)
+    assert len(few.tasks) < len(whole.tasks)
+    assert guaranteed_device_peak(few).size_bytes == guaranteed_device_peak(whole).size_bytes
 
 
 def _takes_time(model: Workload) -> bool:

@@ -158,7 +158,7 @@ def test_a_leaner_plan_is_safe_and_fits(case: PlannedWorkload, share: float, hos
     if peak_bytes <= room.device_bytes and host_bytes <= room.host_bytes:
         assert found is not None
         assert found[0] == case.plan, "a plan that fits stays as it is"
-    if not may_have_room(case.workload, case.layout, schedule, room):
+    if not may_have_room(case.workload, case.layout, room):
         assert found is None
     if found is not None:
         verify_schedule(

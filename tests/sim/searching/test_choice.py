@@ -40,7 +40,7 @@ def recommended(found: Case, budget_bytes: int, uncertainty: Uncertainty) -> Sea
         device_budget_bytes=max(1, budget_bytes),
         host_budget_bytes=max(outcome.host_bytes for outcome in found.outcomes),
         space=found.space,
-        step=Step(micro_batches=found.step.micro_batches, max_gradient_norm=found.step.max_gradient_norm),
+        step=found.asked_step,
     )
     return search(replace(request, effort=Effort(tolerance_frac=0.0, uncertainty=uncertainty)))
 
@@ -116,7 +116,7 @@ def test_what_survives_leaves_the_margin_in_its_record(
 
 
 def test_the_plan_that_needs_expandable_segments_is_named_with_its_gain() -> None:
-    """llama-3-8b on an RTX 3090: the fastest plan by what it allocates has segments that do not fit."""
+    """llama-3-8b on an RTX 3090: the fastest plan by what it allocates has segments that do not leave the margin."""
     family = shipped_family("llama-3-8b", DType.BFLOAT16)
     assert family is not None
     model, box = family.at(batch_size=1, sequence_length=2048), load_hardware("rtx-3090")
@@ -126,7 +126,8 @@ def test_the_plan_that_needs_expandable_segments_is_named_with_its_gain() -> Non
     if other is not None:
         record = simulate(other.plan, model, box)
         assert record.device_reserved is not None
-        assert record.device_reserved.needs_expandable or record.device_reserved.num_retries
+        left_bytes = record.device_reserved.limit_bytes - record.device_reserved.expected_bytes
+        assert left_bytes < box.device.memory_bytes * 0.05
         assert other.iteration_s < result.prediction.iteration_s
     for baseline in result.baselines:
         record = simulate(baseline.plan, model, box)
@@ -150,16 +151,16 @@ def test_a_plan_of_ones_own_is_laid_beside() -> None:
 
 
 def test_where_no_plan_leaves_the_margin_one_that_fits_without_it_is_recommended() -> None:
-    """gpt2 at 30 sequences on 24 GB: 22.4 GiB of segments at the least, of 23.06 GiB less 1.2 GiB."""
+    """gpt2 at 31 sequences on 24 GB: 22.8 GiB of segments, of 23.06 GiB less 1.2 GiB."""
     family = shipped_family("gpt2", DType.BFLOAT16)
     assert family is not None
-    model, box = family.at(batch_size=30, sequence_length=1024), load_hardware("rtx-3090")
+    model, box = family.at(batch_size=31, sequence_length=1024), load_hardware("rtx-3090")
     result = search(SearchRequest(workload=model, hardware=box))
     reserved = result.prediction.device_reserved
     assert reserved is not None
     assert not result.survives
     assert reserved.num_retries == 0, "it fits with the allocator's default settings"
-    assert result.plan_kind is PlanKind.CHECKPOINTED, "the simplest kind that does"
+    assert result.plan_kind is PlanKind.OFFLOADED, "the simplest kind that does"
 
 
 def test_a_margin_that_nothing_fits_into_is_no_budget() -> None:

@@ -20,7 +20,7 @@ from protwin.sim.searching import infeasible
 from protwin.sim.searching.infeasible import Changes, smallest_changes
 from protwin.sim.searching.least_memory import least_device, least_host
 from protwin.sim.searching.problem import SearchProblem, search_problem
-from protwin.sim.searching.request import Effort, Step
+from protwin.sim.searching.request import Effort
 from protwin.sim.searching.search import search
 from protwin.sim.space.space import SearchSpace
 from protwin.sim.space.step_spec import StepSpec
@@ -40,7 +40,7 @@ def problem_of(found: Case, device_bytes: int, host_bytes: int) -> SearchProblem
             device_budget_bytes=device_bytes,
             host_budget_bytes=host_bytes,
             space=found.space,
-            step=Step(micro_batches=found.step.micro_batches, max_gradient_norm=found.step.max_gradient_norm),
+            step=found.asked_step,
         )
     )
 
@@ -59,7 +59,7 @@ def is_found(found: Case, device_bytes: int, host_bytes: int) -> bool:
                 device_budget_bytes=device_bytes,
                 host_budget_bytes=host_bytes,
                 space=found.space,
-                step=Step(micro_batches=found.step.micro_batches, max_gradient_norm=found.step.max_gradient_norm),
+                step=found.asked_step,
                 effort=Effort(max_replays=1),
             )
         )

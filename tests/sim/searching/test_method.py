@@ -20,7 +20,8 @@ from protwin.shared.compile.program import Draft, IntArray, Part, TaskGroup, Wor
 from protwin.shared.compile.residency import Residency
 from protwin.shared.compile.sections import FullTraining
 from protwin.shared.compile.updates import Updates
-from protwin.shared.methods.method import FULL_TRAINING, Method
+from protwin.shared.methods.full_training import FULL_TRAINING
+from protwin.shared.methods.method import Method
 from protwin.shared.schema.schedule import Lane, TaskKind, add_task_kind
 from protwin.shared.verify.claim import Claim, check_amounts, check_earlier, check_in_place, chunk_of, reject
 from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
@@ -61,8 +62,12 @@ class Halves(Residency):
 class Resting(Updates):
     def __init__(self, family: Family, draft: Draft, sections: FullTraining) -> None:
         super().__init__(family, draft, sections)
-        steps = sections.backward_step(np.arange(sections.num_blocks)).ravel()
-        where = {"section": sections.step_block[steps], "micro_batch": steps // (2 * sections.num_blocks)}
+        blocks = 1 + np.arange(sections.num_blocks)
+        steps = sections.backward_step(blocks).ravel()
+        where = {
+            "section": np.tile(blocks, len(sections.micro_batch)),
+            "micro_batch": steps // sections.positions.micro_steps,
+        }
         rows, position = np.zeros_like(steps), sections.end_position[steps]
         pauses = draft.tasks(TaskGroup(PAUSE, position, Part.LEAVES, Work(stated_s=PAUSE_S), rows, **where))
         draft.wait(pauses, sections.step_end[steps])

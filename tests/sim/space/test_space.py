@@ -176,5 +176,5 @@ def test_a_model_without_parameters_in_its_blocks_has_plans_too() -> None:
     model = workload(num_blocks=2)
     bare = model.model_copy(update={"parameters": (Parameter(name="w", shape=(64,), dtype=DType.FLOAT32),)})
     result = search(fastest_request(workload=bare, hardware=machine()))
-    assert result.certificate.num_candidates == 3
-    assert result.plan.n_buffer == 0
+    assert result.certificate.num_candidates > 3
+    assert (result.plan.n_persist, result.plan.n_buffer) == (1, 0)
