@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from protwin.shared.compile.compile import compile_schedule
 from protwin.shared.layout.layout import build_layout
+from protwin.shared.schema.optimizer import Optimizer
 from protwin.shared.schema.plan import ParallelMode, Plan
 from protwin.shared.schema.schedule import Lane, Memory, TaskKind
 from protwin.shared.schema.workload import Workload
@@ -103,6 +104,9 @@ def test_over_endless_links_ranks_do_what_one_does_alone(case: PlannedWorkload, 
         "n_buffer": case.layout.min_buffers(0),
         "max_gradient_norm": None,
     }
+    if case.plan.optimizer is Optimizer.ADAFACTOR:
+        # It needs whole matrices, and refuses ranks that have parts of them.
+        update["optimizer"] = Optimizer.ADAMW
     sharded = case.plan.model_copy(update=update)
     alone = sharded.model_copy(
         update={"parallel": ParallelMode.SINGLE, "num_ranks": 1, "n_persist": num_chunks, "n_shard": 0}
