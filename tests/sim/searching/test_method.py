@@ -23,7 +23,7 @@ from protwin.shared.compile.updates import Updates
 from protwin.shared.methods.full_training import FULL_TRAINING
 from protwin.shared.methods.method import Method
 from protwin.shared.schema.schedule import Lane, TaskKind, add_task_kind
-from protwin.shared.verify.claim import Claim, check_amounts, check_earlier, check_in_place, chunk_of, reject
+from protwin.shared.verify.claim import Claim, check_amounts, check_earlier, chunk_of, reject
 from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
 from protwin.shared.verify.residency import check_gathers, check_one_gather
 from protwin.shared.verify.rules import Rule, Stage
@@ -36,9 +36,10 @@ from protwin.sim.engine.simulator import simulate_plan
 from tests.proof_size import examples
 from tests.sim import brute_force
 from tests.sim.bound_cases import Case, cases
+from tests.sim.engine.test_added_kinds import PAUSE, PAUSE_S, check_pauses
 
-SECOND_HALF, PAUSE = add_task_kind("second_half", Lane.H2D), add_task_kind("rest", Lane.COMPUTE)
-SECOND_HALF_S = PAUSE_S = 0.002
+SECOND_HALF = add_task_kind("second_half", Lane.H2D)
+SECOND_HALF_S = 0.002
 
 
 class Halves(Residency):
@@ -97,22 +98,6 @@ def check_order_of_halves(claim: Claim) -> None:
         check_earlier(claim, claim.allocating[second.writes[0]], second.id)
         for user in claim.on_compute(claim.readers[second.writes[0]]):
             check_earlier(claim, second.id, user)
-
-
-def check_pauses(claim: Claim) -> None:
-    """Every backward of a block, and nothing else, is followed by one pause."""
-    lane = [claim.schedule.tasks[task] for task in claim.schedule.lanes[Lane.COMPUTE]]
-    for before, task in zip(lane, [*lane[1:], None], strict=True):
-        is_due = before.kind is TaskKind.BACKWARD and isinstance(before.section, int)
-        if is_due != (task is not None and task.kind is PAUSE):
-            reject(f"after {before.name} compute rests wrongly")
-        if is_due and task is not None:
-            if (task.section, task.micro_batch, task.stated_s) != (before.section, before.micro_batch, PAUSE_S):
-                reject(f"{task.name} is not the pause after {before.name}")
-            check_in_place(task, [])
-            check_amounts(task)
-            if task.chunk is not None or task.phase is not None:
-                reject(f"{task.name} has a chunk or a phase")
 
 
 RULES = FULL_TRAINING.rules
