@@ -285,7 +285,8 @@ def plans(
     chunk_bytes = draw(st.sampled_from(CHUNK_BYTES) | st.integers(1, 20_000))
     layout = build_layout(workload.parameters, num_blocks=workload.num_blocks, chunk_bytes=chunk_bytes)
     n_persist = draw(st.integers(0, len(layout.chunks)))
-    n_buffer = layout.min_buffers(n_persist) + draw(st.integers(0, 5) | st.just(len(layout.chunks)))
+    n_host_stepped = draw(st.just(0) | st.integers(0, len(layout.chunks) - n_persist))
+    n_buffer = layout.min_buffers(n_persist + n_host_stepped) + draw(st.integers(0, 5) | st.just(len(layout.chunks)))
     modes = None
     n_checkpoint = draw(st.integers(0, workload.num_blocks))
     n_swap = draw(st.integers(0, workload.num_blocks - n_checkpoint))
@@ -299,6 +300,7 @@ def plans(
         optimizer=draw(optimizers),
         chunk_bytes=chunk_bytes,
         n_persist=n_persist,
+        n_host_stepped=n_host_stepped,
         n_buffer=n_buffer,
         prefetch_depth=draw(st.integers(1, max_prefetch_depth)),
         n_checkpoint=n_checkpoint,
@@ -327,11 +329,12 @@ def parallel_workloads(draw: DrawFn, max_blocks: int = 6, measured: bool | None 
     mode = draw(st.sampled_from((ParallelMode.SHARDED, ParallelMode.REPLICATED, ParallelMode.DDP)))
     knobs: dict[str, object] = {"parallel": mode, "num_ranks": draw(st.sampled_from((2, 3, 5, 8, 1000)))}
     if mode is ParallelMode.DDP:
-        knobs["n_persist"] = len(case.layout.chunks)
+        knobs |= {"n_persist": len(case.layout.chunks), "n_host_stepped": 0}
     if mode is ParallelMode.SHARDED:
         if case.plan.optimizer is Optimizer.ADAFACTOR:
             knobs["optimizer"] = Optimizer.SGD
-        num_left = len(case.layout.chunks) - case.plan.n_persist
+        knobs |= {"n_persist": case.plan.num_kept, "n_host_stepped": 0}
+        num_left = len(case.layout.chunks) - case.plan.num_kept
         knobs["n_shard"] = draw(st.just(0) | st.just(num_left) | st.integers(0, num_left))
     return PlannedWorkload(case.workload, case.plan.model_copy(update=knobs), case.layout)
 

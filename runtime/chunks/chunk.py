@@ -29,11 +29,23 @@ from ..model.strides import strided
 from .absent_parameters import bring_back, send_away
 
 
+class ChunkResidency(Enum):
+    """Where a chunk's weights have their home, and whether the device keeps a place for them."""
+
+    PERSISTENT = auto()
+    """The device has them for good, and steps them."""
+    HOST_STEPPED = auto()
+    """The host has them and steps them; the device keeps a place for them, which is filled after every step."""
+    OFFLOADED = auto()
+    """The host has them and steps them; they come to the device for stays."""
+
+
 class ChunkState(Enum):
     """Where a chunk's weights are, and what that costs the device."""
 
     AWAY = auto()
-    """On the host alone.  The flat storage has size 0, and parameters are of a class that refuses to be read."""
+    """On the host alone, and parameters are of a class that refuses to be read.  An offloaded chunk's flat storage has
+    size 0; a host-stepped one's holds the values before the step."""
     COMING = auto()
     """The device's bytes are taken and parameters are their ordinary selves, but the copy may still run or be queued:
     who reads must wait for the gather's mark."""
@@ -59,7 +71,7 @@ class DeviceChunk:
         parameters: Sequence[nn.Parameter],
         device: TrainingDevice,
         *,
-        is_persistent: bool,
+        residency: ChunkResidency,
         has_arrivals: bool = False,
         optimizer: Optimizer = Optimizer.ADAMW,
     ) -> None:
@@ -67,22 +79,22 @@ class DeviceChunk:
 
         ``optimizer`` says which parameters are stepped through float32 masters.
 
-        Raises the device's out-of-memory error if a persistent chunk does not fit.
+        Raises the device's out-of-memory error if a chunk that stays there does not fit.
         """
         self.chunk = chunk
         self.parameters = tuple(parameters)
-        self.is_persistent = is_persistent
+        self.residency = residency
         self.state = ChunkState.PRESENT
         """Changed by ``make_room``, ``gather`` and ``release``."""
         self._device = device
-        if is_persistent and device.ledger is not None:
+        if self.has_place and device.ledger is not None:
             device.ledger.allocate(chunk.size_bytes, f"chunk {chunk.id}", Content.PARAMETERS)
         self._flat = device.empty(chunk.size_bytes, f"chunk {chunk.id}")
-        self._home = None if is_persistent else device.host_buffer(chunk.size_bytes)
+        self._home = None if self.is_persistent else device.host_buffer(chunk.size_bytes)
         if device.ledger is not None:
             # Evaluation gathers on the compute thread, whose operations the ledger watches: the home is the host's.
             device.ledger.ignore([self._flat, *([] if self._home is None else [self._home])])
-        is_staged = not is_persistent and chunk.is_trainable
+        is_staged = not self.is_persistent and chunk.is_trainable
         self._staging = device.host_buffer(chunk.staging_bytes) if is_staged else None
         self._arrivals = device.host_buffer(chunk.staging_bytes) if is_staged and has_arrivals else None
         self._gathering = Lock()
@@ -102,8 +114,18 @@ class DeviceChunk:
         self.stepped_next: set[nn.Parameter] = set()
         """Whose gradients of this step have left; ``PlacedModel.drop_gradients`` empties it."""
         self._move_in()
-        if not is_persistent:
+        if not self.is_persistent:
             self._let_go()
+
+    @property
+    def is_persistent(self) -> bool:
+        """Whether the device has its weights for good, and steps them."""
+        return self.residency is ChunkResidency.PERSISTENT
+
+    @property
+    def has_place(self) -> bool:
+        """Whether its bytes on the device are taken for good."""
+        return self.residency is not ChunkResidency.OFFLOADED
 
     def _move_in(self) -> None:
         staged_bytes = 0
@@ -171,20 +193,27 @@ class DeviceChunk:
             self.state = state
 
     def make_room(self) -> None:
-        """Take the device's bytes.  Raises the device's out-of-memory error if they do not fit."""
-        name = f"chunk {self.chunk.id}"
-        if self._device.ledger is not None:
-            self._device.ledger.allocate(self.chunk.size_bytes, name, Content.PARAMETERS)
+        """Take the device's bytes, unless it has them.
+
+        Raises the device's out-of-memory error if they do not fit.
+        """
         with self._gathering:
-            try:
-                self._device.resize(self._flat, self.chunk.size_bytes, name)
-            except BaseException:
-                if self._device.ledger is not None:
-                    self._device.ledger.free(self.chunk.size_bytes, Content.PARAMETERS)
-                raise
+            if not self.has_place:
+                self._take_bytes()
             self._enter(ChunkState.COMING)
             for parameter in self.parameters:
                 bring_back(parameter)
+
+    def _take_bytes(self) -> None:
+        name = f"chunk {self.chunk.id}"
+        if self._device.ledger is not None:
+            self._device.ledger.allocate(self.chunk.size_bytes, name, Content.PARAMETERS)
+        try:
+            self._device.resize(self._flat, self.chunk.size_bytes, name)
+        except BaseException:
+            if self._device.ledger is not None:
+                self._device.ledger.free(self.chunk.size_bytes, Content.PARAMETERS)
+            raise
 
     def gather(self) -> None:
         """Bring the chunk's home to the device.
@@ -192,16 +221,17 @@ class DeviceChunk:
         Makes room first, unless the compute thread has ([Note: Memory on one stream] in ``memory_events``).
         """
         assert self._home is not None
-        if not self._device.runs_behind:
+        # A place is no memory that comes and goes, so that the compute thread makes none.
+        if not self._device.runs_behind or (self.has_place and self.state is ChunkState.AWAY):
             self.make_room()
         with self._gathering:
             self._device.copy(self._flat, self._home, to_device=True)
             self._enter(ChunkState.PRESENT)
 
     def release(self) -> None:
-        """Give the device's bytes back, in the order of the current stream."""
+        """Give the device's bytes back, in the order of the current stream; who has a place there keeps it."""
         self._let_go()
-        if self._device.ledger is not None:
+        if self._device.ledger is not None and not self.has_place:
             self._device.ledger.free(self.chunk.size_bytes, Content.PARAMETERS)
 
     def leave(self) -> None:
@@ -215,7 +245,8 @@ class DeviceChunk:
         self._enter(ChunkState.AWAY)
         for spec, parameter in zip(self._specs, self.parameters, strict=True):
             send_away(parameter, spec.name)
-        self._device.resize(self._flat, 0, f"chunk {self.chunk.id}")
+        if not self.has_place:
+            self._device.resize(self._flat, 0, f"chunk {self.chunk.id}")
 
     # -- gradients ---------------------------------------------------------------------------------------------------
 
@@ -289,7 +320,7 @@ class DeviceChunk:
             value = _view(source, placed.offset_bytes, parameter)
             bring_back(parameter)
             parameter.data = value.to(origin, copy=True)
-        if self.state is not ChunkState.AWAY and self._device.ledger is not None:
+        if (self.has_place or self.state is not ChunkState.AWAY) and self._device.ledger is not None:
             self._device.ledger.free(self.chunk.size_bytes, Content.PARAMETERS)
         # Dropped, not shrunk: somebody else may hold the storage by now, such as an array of numpy.
         self.state = ChunkState.AWAY

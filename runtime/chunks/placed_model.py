@@ -12,7 +12,7 @@ from ...shared.layout.layout import Layout
 from ...shared.layout.uses import numbered_section, numbered_uses
 from ...shared.schema.optimizer import Optimizer
 from ...shared.schema.plan import Plan
-from ...shared.schema.schedule import Content, Section
+from ...shared.schema.schedule import ChunkId, Content, Section
 from ...shared.schema.workload import Workload
 from ..devices.device import TrainingDevice
 from ..optimizers.chunk_optimizer import ChunkOptimizer, MakeOptimizer
@@ -23,7 +23,7 @@ from ..optimizers.non_finite import GradientLooks, refuse_non_finite
 from ..optimizers.quantization_maps import share_maps
 from ..optimizers.step_options import StepOptions
 from ..optimizers.step_undo import LastStep, StepGate
-from .chunk import DeviceChunk
+from .chunk import ChunkResidency, DeviceChunk
 from .gradient_stand_ins import GradientStandIns, Norms, held_gradient
 from .gradient_watch import GradientWatch
 
@@ -110,7 +110,14 @@ class PlacedModel:
 
         One chunk after the other: the model's own copy of a chunk's weights goes before the next chunk takes memory.
         """
-        persistent = layout.persistent(plan.n_persist)
+        kept = layout.persistent(plan.num_kept)
+        host_stepped = layout.host_stepped(plan.n_persist, plan.n_host_stepped)
+
+        def residency_of(chunk: ChunkId) -> ChunkResidency:
+            if chunk in host_stepped:
+                return ChunkResidency.HOST_STEPPED
+            return ChunkResidency.PERSISTENT if chunk in kept else ChunkResidency.OFFLOADED
+
         for chunk in layout.chunks:
             specs = [workload.parameters[placed.index] for placed in chunk.parameters]
             made = DeviceChunk(
@@ -118,7 +125,7 @@ class PlacedModel:
                 specs,
                 [parameters[spec.name] for spec in specs],
                 self._device,
-                is_persistent=chunk.id in persistent,
+                residency=residency_of(chunk.id),
                 has_arrivals=plan.micro_batches > 1,
                 optimizer=plan.optimizer,
             )
@@ -210,7 +217,7 @@ class PlacedModel:
         return " or ".join(sorted({type(stepper.optimizer).__name__ for stepper, _, _ in self.steppers()}))
 
     def step_on_host(self, chunk: DeviceChunk, present: Sequence[bool], *, scale: torch.Tensor | None = None) -> None:
-        """Step an offloaded chunk with its staged gradients, times ``scale``.
+        """Step a chunk whose home is on the host with its staged gradients, times ``scale``.
 
         ``present`` says for which parameters there was one.
 
@@ -232,8 +239,8 @@ class PlacedModel:
     def clip(self, present: Mapping[int, Sequence[bool]]) -> ClippedNorm:
         """The norms of all gradients, and what these must be multiplied by for the norm of all to keep its limit.
 
-        ``present`` says for which parameters of each offloaded chunk there is one.  Raises NonFiniteGradientError if
-        gradients are to be checked and one of them is not finite, with nothing stepped.
+        ``present`` says for which parameters of each chunk that the host steps there is one.  Raises
+        NonFiniteGradientError if gradients are to be checked and one of them is not finite, with nothing stepped.
         """
         assert self._max_norm is not None
         staged = {

@@ -73,13 +73,24 @@ class ComputeLane:
         return found
 
     def _chunks_by_release(self) -> dict[TaskId, list[int]]:
-        """The chunks that each compute task frees."""
+        """The chunks that each compute task frees, and those that wait for new values behind it.
+
+        A chunk that the host steps and the device keeps is not to be read between its last use and its gather.
+        """
         found: dict[TaskId, list[int]] = {}
+        filled = {place for task in self._schedule.tasks if task.kind is TaskKind.GATHER for place in task.writes}
+        last_readers: dict[int, TaskId] = {}
         for task in self._program:
             for buffer in (self._schedule.buffers[freed] for freed in self._schedule.tasks[task].frees):
                 if buffer.content is Content.PARAMETERS:
                     assert buffer.chunk is not None
                     found.setdefault(task, []).append(buffer.chunk)
+            for buffer in (self._schedule.buffers[read] for read in self._schedule.tasks[task].reads):
+                if buffer.is_static and buffer.id in filled:
+                    assert buffer.chunk is not None
+                    last_readers[buffer.chunk] = task
+        for chunk, task in last_readers.items():
+            found.setdefault(task, []).append(chunk)
         return found
 
     def _from_other_lanes(self, task: Task) -> tuple[list[TaskId], list[TaskId]]:

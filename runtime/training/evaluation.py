@@ -68,6 +68,8 @@ class Evaluation:
             for handle in handles:
                 handle.remove()
             self._end_forward()
+            for chunk in self._chunks:
+                chunk.leave()
             # Copies of chunks may still be queued, and their homes are about to be stepped.
             self._device.synchronize()
 
@@ -136,7 +138,7 @@ class Evaluation:
         chunk.gather()
 
     def _keep(self, needed: Sequence[DeviceChunk]) -> None:
-        """Let every chunk but ``needed`` go."""
+        """Let every chunk but ``needed`` go; what has a place on the device stays until the end of the evaluation."""
         for chunk in self._chunks:
-            if chunk not in needed:
+            if chunk not in needed and not chunk.has_place:
                 chunk.leave()

@@ -251,7 +251,7 @@ class OffloadedWeights:
         for name, parameter, version in self._noted:
             if parameter._version != version:
                 raise ScheduleError(
-                    f"parameter {name} was written to while a plan is being carried out. Its chunk is offloaded, so "
-                    f"the change is lost. Close the training before weights are changed, or keep every chunk "
+                    f"parameter {name} was written to while a plan is being carried out. The host steps its chunk, "
+                    f"so that the change is lost. Close the training before weights are changed, or keep every chunk "
                     f"persistent (n_persist)."
                 )

@@ -16,6 +16,11 @@ the last backward that adds to it.  The policies are written in steps:
 - CPU Adam steps a chunk as soon as its last gradients have arrived; the chunk's next gather waits for that.  Where the
   norm of all gradients is limited, it waits for the norm, and that for all gradients.
 - Gradients of persistent chunks stay until device Adam, which ends the iteration.
+- A chunk that the host steps and the device keeps (``Plan.n_host_stepped``) has its parameters in a place of its own on
+  the device.  Its gradients leave and are stepped as an offloaded chunk's are.  Its new values are gathered into that
+  place once per iteration, for the step that first needs them, when the last step of the iteration before that needs
+  the old ones has ended.  They take no room, so that no window holds them back; among gathers they keep the order of
+  the steps.
 - What a block in mode SWAP saved leaves when its forward has ended, and comes back like a chunk: not before the step
   ``prefetch_depth`` before its backward has begun.
 

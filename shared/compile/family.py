@@ -29,9 +29,11 @@ class Family:
     workload: Workload
     facts: ChunkFacts
     is_gathered: BoolArray
-    """(C,) whether a chunk is not persistent."""
+    """(C,) whether a chunk comes to the device for stays; the others have their place there."""
     is_offloaded: BoolArray
     """(C,) whether it is on the hosts; the other gathered ones are sharded over the devices."""
+    is_host_stepped: BoolArray
+    """(C,) whether it has its place on the device and is stepped on the host; such chunks are trainable."""
     n_buffer: int
     is_swap: BoolArray
     """(n,) blocks in mode SWAP."""
@@ -75,11 +77,23 @@ class Family:
         return np.flatnonzero(self.is_swap & (self.swappable_bytes > 0))
 
     @cached_property
+    def is_persistent(self) -> BoolArray:
+        """(C,) whether a chunk is on the device for good, with all that it is stepped with."""
+        is_persistent: BoolArray = ~(self.is_gathered | self.is_host_stepped)
+        return is_persistent
+
+    @cached_property
+    def leaves(self) -> BoolArray:
+        """(C,) whether the host has a chunk's home, where its gradients leave to and where it is stepped."""
+        leaves: BoolArray = self.is_offloaded | self.is_host_stepped
+        return leaves
+
+    @cached_property
     def has_new_gradients(self) -> BoolArray:
         """(n + 2,) whether each section has new gradients in every micro-batch; persistent chunks' are added to."""
         chunks, sections, _ = self.facts.gradients
         has_new = np.zeros(self.workload.num_blocks + 2, dtype=np.bool_)
-        has_new[sections[self.is_gathered[chunks]]] = True
+        has_new[sections[~self.is_persistent[chunks]]] = True
         return has_new
 
 
@@ -94,16 +108,17 @@ def family_of(plan: Plan, workload: Workload, layout: Layout) -> Family:
     Raises PlanError if the plan's modes or chunks contradict the workload or the layout.
     """
     modes = plan.modes(workload.num_blocks)
-    persistent = layout.persistent(plan.n_persist)
-    sharded = layout.sharded(plan.n_persist, plan.n_shard)
+    kept, sharded = layout.persistent(plan.num_kept), layout.sharded(plan.num_kept, plan.n_shard)
+    host_stepped = layout.host_stepped(plan.n_persist, plan.n_host_stepped)
     step = StepKnobs(
         plan.micro_batches, plan.max_gradient_norm is not None, plan.parallel, plan.num_ranks, plan.optimizer
     )
     return Family(
         workload=workload,
         facts=ChunkFacts.of(layout, workload.parameters, step),
-        is_gathered=np.array([chunk.id not in persistent for chunk in layout.chunks], dtype=np.bool_),
-        is_offloaded=np.array([chunk.id not in persistent | sharded for chunk in layout.chunks], dtype=np.bool_),
+        is_gathered=np.array([chunk.id not in kept for chunk in layout.chunks], dtype=np.bool_),
+        is_offloaded=np.array([chunk.id not in kept | sharded for chunk in layout.chunks], dtype=np.bool_),
+        is_host_stepped=np.array([chunk.id in host_stepped for chunk in layout.chunks], dtype=np.bool_),
         n_buffer=plan.n_buffer,
         is_swap=np.array([mode is ActivationMode.SWAP for mode in modes]),
         is_checkpoint=np.array([[mode is ActivationMode.CHECKPOINT for mode in modes]]),

@@ -1,4 +1,7 @@
-"""The buffers that are there for good: on the device if a chunk is persistent or sharded, else on the host."""
+"""The buffers that are there for good: on the device if a chunk is persistent or sharded, else on the host.
+
+A chunk that is stepped on the host and kept on the device has those of an offloaded one, and its place on the device.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from ..schema.schedule import Content, Memory
 from .family import Family
 from .program import NOT_THERE, BoolArray, BufferGroup, Draft, IntArray
 
-_PER_CHUNK = 5
+_PER_CHUNK = 6
 
 
 @dataclass(frozen=True, eq=False)
@@ -18,6 +21,7 @@ class Homes:
     """(C,) each: buffers of chunks, ``NOT_THERE`` where a chunk has none."""
 
     parameters: IntArray
+    """What Adam steps: on the host where that steps them."""
     state: IntArray
     """Of trainable chunks."""
     paged: IntArray
@@ -27,6 +31,8 @@ class Homes:
     the rank's part of a sharded one's on the device."""
     arrivals: IntArray
     """Where the gradients of later micro-batches arrive, if there are any."""
+    kept: IntArray
+    """What compute reads of chunks that are not gathered: their places on the device."""
 
 
 def static_bytes(family: Family, memory: Memory) -> int:
@@ -38,9 +44,9 @@ def static_bytes(family: Family, memory: Memory) -> int:
 
 def add_homes(family: Family, draft: Draft) -> Homes:
     """Add the buffers of all chunks, chunk by chunk, behind module buffers and the batch."""
-    facts, gathered, offloaded = family.facts, family.is_gathered, family.is_offloaded
+    facts, gathered = family.facts, family.is_gathered
     draft.buffers(BufferGroup(Content.RESIDENT, Memory.DEVICE, np.array([family.workload.resident_bytes])))
-    on_device = ~offloaded
+    on_device = ~family.leaves
     trained = facts.is_trainable
 
     def add(content: Content, number: int, sizes: IntArray, *homes: tuple[Memory, BoolArray]) -> IntArray:
@@ -54,13 +60,13 @@ def add_homes(family: Family, draft: Draft) -> Homes:
         return found
 
     staging_bytes = facts.part("staging_bytes")
-    leaving = trained & offloaded
+    leaving = trained & family.leaves
     parameters = add(
         Content.PARAMETERS,
         0,
         np.where(gathered, facts.part("parameter_bytes"), facts.size_bytes),
         (Memory.DEVICE, on_device),
-        (Memory.PINNED_HOST, offloaded),
+        (Memory.PINNED_HOST, family.leaves),
     )
     paged_bytes = np.where(on_device, np.where(gathered, facts.part("paged_bytes"), facts.paged_bytes), 0)
     state = add(
@@ -81,4 +87,6 @@ def add_homes(family: Family, draft: Draft) -> Homes:
     if family.step.micro_batches > 1:
         arrivals = add(Content.ARRIVING_GRADIENTS, 3, staging_bytes, (Memory.PINNED_HOST, leaving))
     paged = add(Content.PAGED_STATE, 4, paged_bytes, (Memory.HOST, paged_bytes > 0))
-    return Homes(parameters, state, paged, np.maximum(reduced, staging), arrivals)
+    places = add(Content.PARAMETERS, 5, facts.size_bytes, (Memory.DEVICE, family.is_host_stepped))
+    kept = np.where(family.is_persistent, parameters, places)
+    return Homes(parameters, state, paged, np.maximum(reduced, staging), arrivals, kept)

@@ -18,9 +18,10 @@ from .sections import FullTraining
 
 
 class Residency:
-    """Persistent, sharded and offloaded chunks; activations that stay, and those that swap.
+    """Persistent, host-stepped, sharded and offloaded chunks; activations that stay, and those that swap.
 
-    Shapes: C chunks, D depths, G stays of gathered chunks, M micro-batches, S steps, B blocks that swap.
+    Shapes: C chunks, D depths, G stays of gathered chunks, H host-stepped chunks, M micro-batches, S steps, B blocks
+    that swap.
     """
 
     def __init__(self, family: Family, draft: Draft, sections: FullTraining) -> None:
@@ -28,6 +29,9 @@ class Residency:
         self.draft = draft
         self.sections = sections
         self.stays: Stays = family.facts.stays(family.is_gathered, family.n_buffer, sections.step_number)
+        self.renewed: IntArray = np.flatnonzero(family.is_host_stepped)
+        """(H,) chunks."""
+        self._first_use, self._last_use = self._uses_of(self.renewed)
         self.swapped = family.swapped
         """(B,) blocks"""
         self._swapping = 1 + family.swapped
@@ -35,8 +39,9 @@ class Residency:
         draft.repeats = self.stays.repeats(sections.positions.micro_steps)
         self._swap_out()
         self._send_position = self._sent_behind()  # (S,) or (D, S)
-        self._gather_rank, self._fetch_rank = self._ranks()
+        self._gather_rank, self._renewal_rank, self._fetch_rank = self._ranks()
         self._gather()
+        self._renew()
         self._fetch()
 
     fewer_buffers_add: ClassVar[bool] = True
@@ -75,13 +80,17 @@ class Residency:
         position[:, 0] = before[0]
         return position
 
-    def _ranks(self) -> tuple[IntArray, IntArray]:
-        """The order of all that comes: (G,) of gathers, (M * B,) of what comes back, which comes first to its step."""
+    def _ranks(self) -> tuple[IntArray, IntArray, IntArray]:
+        """The order of all that comes: (G,) of gathers, (H,) of new values, (M * B,) of what comes back.
+
+        It is the order of the steps; to one step, what comes back is first, then new values.
+        """
         back = self.sections.backward_step(self._swapping).ravel()
-        steps = np.concatenate([back, self.stays.first_step])
+        steps = np.concatenate([back, self._first_use, self.stays.first_step])
         ranks = np.empty_like(steps)
         ranks[np.argsort(steps, kind="stable")] = np.arange(len(steps))
-        return ranks[len(back) :], ranks[: len(back)]
+        of_back, of_renewals, of_gathers = np.split(ranks, [len(back), len(back) + len(self._first_use)])
+        return of_gathers, of_renewals, of_back
 
     # -- chunks ------------------------------------------------------------------------------------------------------
 
@@ -134,6 +143,36 @@ class Residency:
             )
         )
 
+    def _uses_of(self, chunks: IntArray) -> tuple[IntArray, IntArray]:
+        """(H,) each: the first step of the iteration that uses each chunk, and the last."""
+        steps, used, _ = self.family.facts.uses
+        num_chunks, num_steps = len(self.family.is_gathered), len(self.sections.step_begin)
+        first, last = np.full(num_chunks, num_steps), np.full(num_chunks, NOT_THERE)
+        np.minimum.at(first, used, steps)
+        np.maximum.at(last, used, steps)
+        return first[chunks], last[chunks] + num_steps - self.sections.positions.micro_steps
+
+    def _renew(self) -> None:
+        """Add the copies of what the host has stepped, to the chunks' own places.
+
+        They take no room, so that no window bounds them: they may come as soon as nobody uses the values before.
+        """
+        chunks, sections = self.renewed, self.sections
+        self.renewals = self.draft.tasks(
+            TaskGroup(
+                TaskKind.GATHER,
+                self._send_position[..., self._first_use],
+                Part.COMES,
+                self.family.facts.gather_work,
+                chunks,
+                within=2 * self._renewal_rank,
+                chunk=chunks,
+            )
+        )
+        """(H,)"""
+        self.draft.wait(self.renewals, sections.step_end[self._last_use], is_previous=True)
+        self.draft.wait(sections.step_begin[self._first_use], self.renewals)
+
     def _micro_batch_of(self, steps: IntArray) -> IntArray:
         found: IntArray = steps // self.sections.positions.micro_steps
         return found
@@ -158,7 +197,7 @@ class Residency:
         self.draft.wait(tasks, np.where(window >= 0, self.sections.step_end[np.maximum(window, 0)], NOT_THERE))
 
     def follow(self, stepped_by: IntArray) -> None:
-        """Let the first gather of every chunk wait for what stepped it in the previous iteration.
+        """Let the first gather of every chunk, and new values, wait for what stepped it in the previous iteration.
 
         ``stepped_by``: (C,) tasks; ``NOT_THERE`` where nothing does: then it waits for the end of the last stay.
         """
@@ -167,6 +206,7 @@ class Residency:
         stepped = stepped_by[stays.chunk[first]]
         gone = self.sections.step_end[stays.last_step[stays.latest[first]]]
         self.draft.wait(self.gathers[first], np.where(stepped >= 0, stepped, gone), is_previous=True)
+        self.draft.wait(self.renewals, stepped_by[self.renewed], is_previous=True)
 
     # -- activations -------------------------------------------------------------------------------------------------
 
@@ -240,6 +280,8 @@ class Residency:
         """Add the hosts' buffers of what swaps, and what tasks read and write, in the family's one plan."""
         draft, stays = self.draft, self.stays
         draft.read(self.gathers, homes.parameters[stays.chunk], 0)
+        draft.read(self.renewals, homes.parameters[self.renewed], 0)
+        draft.update(self.renewals, homes.kept[self.renewed], 0)
         draft.read(self.exchanges, self.buffers[self.exchanged], 0)
         draft.update(self.exchanges, self.buffers[self.exchanged], 0)
         at_home = draft.buffers(
@@ -268,7 +310,7 @@ class Residency:
         by_chunk = np.argsort(begins)
         steps = sections.positions.micro_steps * sections.micro_batch + numbers  # (M, U)
         number = np.searchsorted(begins[by_chunk], chunks * num_steps + steps, side="right") - 1
-        where = spread(homes.parameters[chunks], steps.shape).reshape(steps.shape)
+        where = spread(homes.kept[chunks], steps.shape).reshape(steps.shape)
         gathered = self.family.is_gathered[chunks]
         where[:, gathered] = self.buffers[by_chunk[number[:, gathered]]]
         begin, end = sections.step_begin[steps], sections.step_end[steps]

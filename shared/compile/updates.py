@@ -31,11 +31,11 @@ class Updates:
         self.draft = draft
         self.sections = sections
         order = family.facts.update_order
-        self.leaving: IntArray = order[family.is_offloaded[order]]
+        self.leaving: IntArray = order[family.leaves[order]]
         """(U,) chunks."""
         self.parted: IntArray = order[(family.is_gathered & ~family.is_offloaded)[order]]
         """(V,) chunks."""
-        self.staying: IntArray = order[~family.is_gathered[order]]
+        self.staying: IntArray = order[family.is_persistent[order]]
         """(P,) chunks."""
         self.place_of: IntArray = np.zeros(len(family.layout.chunks), dtype=np.int64)
         self.place_of[order] = np.arange(len(order))
@@ -142,7 +142,7 @@ class Updates:
     # -- at the end of the step --------------------------------------------------------------------------------------
 
     def _step(self) -> None:
-        """Add the norm if it is limited, Adam of every offloaded chunk, and device Adam."""
+        """Add the norm if it is limited, Adam of every chunk that the host steps, and device Adam."""
         draft, facts = self.draft, self.family.facts
         self.norm: IntArray = np.zeros(0, dtype=np.int64)
         """(1,), or (0,) if it is not limited."""
@@ -181,7 +181,7 @@ class Updates:
         """(1,)"""
         self._wait_for_all(self.device_adam, known, *self.summed)
         self.stepped_by: IntArray = np.full(len(facts.size_bytes), NOT_THERE)
-        """(C,) what steps each chunk that is gathered."""
+        """(C,) what steps each chunk that is gathered, or stepped on the host."""
         self.stepped_by[self.leaving] = self.cpu_adams
         self.stepped_by[self.parted] = self.device_adam
 
@@ -207,7 +207,7 @@ class Updates:
     @cached_property
     def _device_adam_work(self) -> Work:
         facts, parted = self.family.facts, self.parted
-        whole = ~self.family.is_gathered & facts.is_trainable
+        whole = self.family.is_persistent & facts.is_trainable
         return Work(
             num_stepped=int(facts.num_stepped[whole].sum() + facts.part("num_stepped")[parted].sum()),
             stepped_bytes=int(facts.whole_stepped_bytes[whole].sum() + facts.part_stepped_bytes[parted].sum()),
@@ -226,7 +226,7 @@ class Updates:
         # Of gradients among others of their chunk: those of the last section first.
         places = np.lexsort((-completing, chunks)).argsort()
         # Gradients of persistent chunks stay from the first micro-batch on.
-        is_made = family.is_gathered[chunks] | (sections.micro_batch == 0)
+        is_made = ~family.is_persistent[chunks] | (sections.micro_batch == 0)
         micro_batch, pairs = np.nonzero(is_made)
         group = BufferGroup(
             Content.GRADIENTS,
@@ -285,12 +285,12 @@ class Updates:
         self._wire_device(homes)
         self._wire_hosts(homes)
         draft = self.draft
-        _, staying, places = self._gradients_of(np.flatnonzero(~self.family.is_gathered))
+        _, staying, places = self._gradients_of(np.flatnonzero(self.family.is_persistent))
         whole = staying[0][np.argsort(places)]
         parts = homes.gradients[np.sort(self.parted)]
         self._read_in_order(self.norm, homes.gradients[np.sort(self.leaving)], parts, whole)
         chunks = np.concatenate(
-            [np.flatnonzero(~self.family.is_gathered & self.family.facts.is_trainable), np.sort(self.parted)]
+            [np.flatnonzero(self.family.is_persistent & self.family.facts.is_trainable), np.sort(self.parted)]
         )
         paged = homes.paged[chunks]
         stepped = (homes.parameters[chunks], homes.state[chunks], paged[paged != NOT_THERE])
@@ -302,7 +302,7 @@ class Updates:
 
     def _wire_device(self, homes: Homes) -> None:
         """Gradients that backwards add to, and what adds them up over ranks."""
-        draft, added = self.draft, ~self.family.is_gathered[self.family.facts.gradients[0]]
+        draft, added = self.draft, self.family.is_persistent[self.family.facts.gradients[0]]
         chunks, completing, _ = (of[added] for of in self.family.facts.gradients)
         adding = self.sections.backward_of(completing)[1:]
         for use in (draft.read, draft.update):
@@ -355,5 +355,5 @@ class Updates:
     @property
     def widened_bytes(self) -> int:
         """The most that device Adam adds to the level at its start."""
-        whole = np.flatnonzero(~self.family.is_gathered & self.family.facts.is_trainable)
+        whole = np.flatnonzero(self.family.is_persistent & self.family.facts.is_trainable)
         return self.family.facts.widened_bytes(whole, self.parted)

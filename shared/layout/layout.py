@@ -116,6 +116,19 @@ class Layout(Shown):
             )
         return frozenset(chunk.id for chunk in self.chunks[:n_persist])
 
+    def host_stepped(self, n_persist: int, n_host_stepped: int) -> frozenset[ChunkId]:
+        """The trainable ones of the ``n_host_stepped`` chunks after the first ``n_persist``.
+
+        Nobody steps the others, which are as persistent ones are.  Raises PlanError if there are fewer chunks.
+        """
+        if n_host_stepped and n_persist + n_host_stepped > len(self.chunks):
+            raise PlanError(
+                f"n_persist is {n_persist} and n_host_stepped is {n_host_stepped} but chunk_bytes = {self.chunk_bytes} "
+                f"gives {len(self.chunks)} chunks. Lower n_host_stepped to {max(0, len(self.chunks) - n_persist)} or "
+                f"less."
+            )
+        return frozenset(c.id for c in self.chunks[n_persist : n_persist + n_host_stepped] if c.is_trainable)
+
     def sharded(self, n_persist: int, n_shard: int) -> frozenset[ChunkId]:
         """The ``n_shard`` chunks after the first ``n_persist``.  Raises PlanError if there are fewer."""
         if n_shard and n_persist + n_shard > len(self.chunks):
@@ -163,8 +176,8 @@ def build_layout(parameters: Sequence[Parameter], *, num_blocks: int, chunk_byte
 def check_layout(layout: Layout, plan: Plan, workload: Workload) -> None:
     """Raise PlanError unless ``layout`` is one of the workload's parameters in chunks of the plan's size.
 
-    Under DDP, all of these must be persistent; only under SHARDED some may be sharded over the devices.  The optimizer
-    must be one that can step the parameters.
+    Under DDP, all of these must be persistent; only under SHARDED some may be sharded over the devices, and none is
+    stepped on the host for a device that keeps it.  The optimizer must be one that can step the parameters.
     """
     if layout.chunk_bytes != plan.chunk_bytes:
         raise PlanError(
@@ -177,6 +190,11 @@ def check_layout(layout: Layout, plan: Plan, workload: Workload) -> None:
             f"the layout holds {len(placed)} parameters of {layout.num_blocks} blocks but the workload has "
             f"{len(workload.parameters)} of {workload.num_blocks}. Build it for this workload."
         )
+    if plan.n_host_stepped and plan.parallel is ParallelMode.SHARDED:
+        raise PlanError(
+            f"n_host_stepped is {plan.n_host_stepped} but parallel is {plan.parallel}: only ranks with whole chunks on "
+            f"their hosts step these for their devices. Set n_host_stepped to 0, or parallel to replicated."
+        )
     if plan.n_shard and plan.parallel is not ParallelMode.SHARDED:
         raise PlanError(
             f"n_shard is {plan.n_shard} but parallel is {plan.parallel}: only ranks in mode sharded have chunks that "
@@ -185,7 +203,8 @@ def check_layout(layout: Layout, plan: Plan, workload: Workload) -> None:
     check_optimizer(plan.optimizer, workload.parameters)
     if (reason := why_not_parallel(plan.optimizer, plan.parallel)) is not None:
         raise PlanError(f"{reason}.")
-    layout.sharded(plan.n_persist, plan.n_shard)
+    layout.host_stepped(plan.n_persist, plan.n_host_stepped)
+    layout.sharded(plan.num_kept, plan.n_shard)
     num_chunks = len(layout.chunks)
     if plan.parallel is ParallelMode.DDP and (kept := len(layout.persistent(plan.n_persist))) < num_chunks:
         raise PlanError(

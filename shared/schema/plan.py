@@ -79,6 +79,9 @@ class Plan(Document):
     """Upper bound of a chunk's size; a larger parameter has a chunk of its own."""
     n_persist: NonNegativeInt
     """The first ``n_persist`` chunks stay on the device for good, counted from the prologue's on; 0: none does."""
+    n_host_stepped: NonNegativeInt = 0
+    """The next ``n_host_stepped`` chunks stay on the device too, but the host steps them: gradients leave, CPU Adam
+    steps there, new values come back before the next iteration uses them."""
     n_shard: NonNegativeInt = 0
     """The next ``n_shard`` chunks are sharded over the devices of all ranks, which only SHARDED knows: every device has
     one equal part of their parameters, gradients and optimizer state for good."""
@@ -129,6 +132,11 @@ class Plan(Document):
         if (self.parallel is ParallelMode.SINGLE) != (self.num_ranks == 1):
             remedy = "name ddp, replicated or sharded" if self.num_ranks > 1 else "it needs 2 at least"
             raise ValueError(f"parallel: {self.parallel} with num_ranks {self.num_ranks}; {remedy}")
+        if self.n_host_stepped and self.parallel is ParallelMode.SHARDED:
+            raise ValueError(
+                f"n_host_stepped: {self.n_host_stepped} with parallel {self.parallel}; chunks that the host steps and "
+                f"the device keeps need whole chunks on the hosts, so that single and replicated know them. Set it to 0"
+            )
         if self.n_shard and self.parallel is not ParallelMode.SHARDED:
             raise ValueError(
                 f"n_shard: {self.n_shard} with parallel {self.parallel}; only ranks in mode sharded have chunks that "
@@ -158,6 +166,11 @@ class Plan(Document):
         if self.note is None:
             fields.pop("note", None)
         return fields
+
+    @property
+    def num_kept(self) -> int:
+        """The first chunks, whose parameters stay on the device whole, whoever steps them."""
+        return self.n_persist + self.n_host_stepped
 
     def modes(self, num_blocks: int) -> tuple[ActivationMode, ...]:
         """The mode of every block.  Raises PlanError if the plan names another number of blocks."""

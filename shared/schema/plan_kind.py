@@ -22,6 +22,8 @@ class PlanKind(StrEnum):
     """Every chunk stays on the device; blocks are recomputed in backward."""
     SHARDED = "sharded"
     """Chunks lie in parts on the devices of all ranks; none is on a host."""
+    HOST_STEPPED = "host-stepped"
+    """Parameters lie on the device, or on those of all ranks; hosts step some of them."""
     OFFLOADED = "offloaded"
     """Chunks lie on the host, which steps them."""
     SWAPPED = "swapped"
@@ -35,7 +37,7 @@ class PlanKind(StrEnum):
     @property
     def uses_host(self) -> bool:
         """Whether anything that the device needs lies on the host."""
-        return self in (PlanKind.OFFLOADED, PlanKind.SWAPPED)
+        return self in (PlanKind.HOST_STEPPED, PlanKind.OFFLOADED, PlanKind.SWAPPED)
 
     @property
     def words(self) -> str:
@@ -47,17 +49,22 @@ _WORDS: Final = {
     PlanKind.RESIDENT: "everything on the device",
     PlanKind.CHECKPOINTED: "everything on the device, blocks checkpointed",
     PlanKind.SHARDED: "sharded over the devices",
+    PlanKind.HOST_STEPPED: "chunks on the device, stepped on the host",
     PlanKind.OFFLOADED: "chunks offloaded to the host",
     PlanKind.SWAPPED: "activations swapped to the host",
 }
 
 
-def kind_by_counts(*, num_offloaded: int, num_sharded: int, n_swap: int, n_checkpoint: int) -> PlanKind:
-    """The kind of a plan with these numbers of chunks on hosts and in shards, and of blocks that swap or recompute."""
+def kind_by_counts(
+    *, num_offloaded: int, num_host_stepped: int, num_sharded: int, n_swap: int, n_checkpoint: int
+) -> PlanKind:
+    """The kind of a plan with these numbers of chunks in every residency, and of blocks that swap or recompute."""
     if n_swap:
         return PlanKind.SWAPPED
     if num_offloaded:
         return PlanKind.OFFLOADED
+    if num_host_stepped:
+        return PlanKind.HOST_STEPPED
     if num_sharded:
         return PlanKind.SHARDED
     return PlanKind.CHECKPOINTED if n_checkpoint else PlanKind.RESIDENT

@@ -165,6 +165,8 @@ def short_plan(outcome: PlanOutcome) -> str:
     """The knobs that matter most, on one line."""
     plan = outcome.plan
     shown = [f"chunk_bytes {format_bytes(plan.chunk_bytes)}", f"n_persist {plan.n_persist}"]
+    if plan.n_host_stepped:
+        shown.append(f"n_host_stepped {plan.n_host_stepped}")
     if plan.n_shard:
         shown.append(f"n_shard {plan.n_shard}")
     shown += [f"n_buffer {plan.n_buffer}", f"prefetch_depth {plan.prefetch_depth}", f"n_checkpoint {plan.n_checkpoint}"]

@@ -68,7 +68,7 @@ class ChunkAccount:
     is_sharded: bool
     """Whether it is sharded over the devices: each has a part of it."""
     slots: tuple[int, ...]
-    """The buffers that it is gathered into; none if it is persistent."""
+    """The buffers that it is gathered into; none if it stays on the device."""
     num_gathers: int
     gathered_bytes: int
     gradient_bytes: int
@@ -78,7 +78,12 @@ class ChunkAccount:
     @property
     def is_persistent(self) -> bool:
         """Whether it stays on the device for good; what is not is gathered in every iteration."""
-        return not self.slots
+        return not self.slots and self.stepper is not Stepper.CPU_ADAM
+
+    @property
+    def is_host_stepped(self) -> bool:
+        """Whether it stays on the device, and the host steps it."""
+        return not self.slots and self.stepper is Stepper.CPU_ADAM
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +136,7 @@ def _size_bytes(buffers: Iterable[Allocation], *contents: Content) -> int:
 
 def _chunk(schedule: Schedule, chunk: Chunk, workload: Workload) -> ChunkAccount:
     of_chunk = [task for task in schedule.tasks if task.chunk == chunk.id]
-    gathers = [task for task in of_chunk if task.kind in (TaskKind.GATHER, TaskKind.ALL_GATHER) and task.allocates]
+    gathers = [t for t in of_chunk if t.kind is TaskKind.GATHER or (t.kind is TaskKind.ALL_GATHER and t.allocates)]
     slots = {schedule.buffers[buffer].slot for task in gathers for buffer in task.allocates}
     stepper = Stepper.DEVICE_ADAM if chunk.is_trainable else Stepper.NOBODY
     if any(task.kind is TaskKind.CPU_ADAM for task in of_chunk):
@@ -212,7 +217,8 @@ def _summary(found: Account, schedule: Schedule, plan: Plan, workload: Workload,
     values = ", ".join(f"{knob.name} = {knob.value}" for knob in knobs(plan, num_blocks=schedule.num_blocks))
     persistent = [chunk for chunk in found.chunks if chunk.is_persistent]
     sharded = [chunk for chunk in found.chunks if chunk.is_sharded]
-    offloaded = [chunk for chunk in found.chunks if not (chunk.is_persistent or chunk.is_sharded)]
+    host_stepped = [chunk for chunk in found.chunks if chunk.is_host_stepped]
+    offloaded = [chunk for chunk in found.chunks if chunk.slots and not chunk.is_sharded]
     peak = guaranteed_device_peak(schedule)
     sentences = [
         f"Plan: {values}.",
@@ -220,6 +226,13 @@ def _summary(found: Account, schedule: Schedule, plan: Plan, workload: Workload,
         f"({_total(c.chunk.size_bytes for c in persistent)}); in all at most {format_bytes(peak.size_bytes)}, in or "
         f"before {schedule.tasks[peak.task].name}.",
     ]
+    if host_stepped:
+        sentences.append(
+            f"Stepped on the host: {_count(len(host_stepped), 'chunk')} that stay on the device "
+            f"({_total(c.chunk.size_bytes for c in host_stepped)}); "
+            f"{_total(c.gradient_bytes for c in host_stepped)} of gradients go to the host, and "
+            f"{_total(c.gathered_bytes for c in host_stepped)} of new values come back."
+        )
     if sharded:
         num_gathers = sum(chunk.num_gathers for chunk in sharded)
         sentences.append(
@@ -317,8 +330,10 @@ def _flops(schedule: Schedule) -> tuple[int, int]:
 
 
 def _places(chunks: Sequence[ChunkAccount]) -> str:
-    """``"device"``, ``"sharded, buffers 0–1"``, ``"host, buffers 0–1"``, or several of them."""
+    """``"device"``, ``"device, stepped on the host"``, ``"sharded, buffers 0–1"``, ``"host, buffers 0–1"``, or more."""
     found = ["device"] if any(chunk.is_persistent for chunk in chunks) else []
+    if any(chunk.is_host_stepped for chunk in chunks):
+        found.append("device, stepped on the host")
     for place, is_sharded in (("sharded", True), ("host", False)):
         slots = sorted({slot for chunk in chunks if chunk.is_sharded is is_sharded for slot in chunk.slots})
         if slots:

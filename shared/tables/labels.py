@@ -132,6 +132,11 @@ def knobs(plan: Plan, *, num_blocks: int | None = None) -> tuple[Knob, ...]:
         Knob("chunk_bytes", format_bytes(plan.chunk_bytes), "parameters packed into one flat buffer, at most"),
         Knob("n_persist", str(plan.n_persist), "first chunks that stay on the device for good"),
         *(
+            [Knob("n_host_stepped", str(plan.n_host_stepped), "next chunks, on the device too but stepped on the host")]
+            if plan.n_host_stepped
+            else []
+        ),
+        *(
             [Knob("n_shard", str(plan.n_shard), "next chunks, sharded over the devices; the rest lie on the hosts")]
             if plan.n_shard
             else []

@@ -17,6 +17,7 @@ from ..schema.schedule import (
     ChunkId,
     Content,
     Lane,
+    Memory,
     OuterSection,
     Schedule,
     Section,
@@ -130,13 +131,21 @@ class Claim:
 
     @cached_property
     def persistent(self) -> frozenset[ChunkId]:
-        """The chunks that stay on the device, whole."""
-        return self.layout.persistent(self.plan.n_persist)
+        """The chunks that stay on the device, whole, with all that they are stepped with, if anything steps them."""
+        first, kept = self.plan.n_persist, self.plan.n_persist + self.plan.n_host_stepped
+        is_kept = (c.id < first or (c.id < kept and not c.is_trainable) for c in self.layout.chunks)
+        return frozenset(c.id for c, stays in zip(self.layout.chunks, is_kept, strict=True) if stays)
+
+    @cached_property
+    def host_stepped(self) -> frozenset[ChunkId]:
+        """The chunks whose parameters stay on the device, whole, and which CPU Adam steps on the host."""
+        first, number = self.plan.n_persist, self.plan.n_host_stepped
+        return frozenset(c.id for c in self.layout.chunks if first <= c.id < first + number and c.is_trainable)
 
     @cached_property
     def sharded(self) -> frozenset[ChunkId]:
         """The chunks of which every device has its part for good."""
-        first, number = self.plan.n_persist, self.plan.n_shard
+        first, number = self.plan.n_persist + self.plan.n_host_stepped, self.plan.n_shard
         return frozenset(c.id for c in self.layout.chunks if first <= c.id < first + number)
 
     @cached_property
@@ -168,8 +177,18 @@ class Claim:
 
     @cached_property
     def homes(self) -> dict[tuple[Content, ChunkId | None], Allocation]:
-        """The static buffer for each content of each chunk."""
-        return {(buffer.content, buffer.chunk): buffer for buffer in self.schedule.buffers if buffer.is_static}
+        """The static buffer for each content of each chunk: of one that the host steps, those on the host."""
+        static = [buffer for buffer in self.schedule.buffers if buffer.is_static]
+        return {(b.content, b.chunk): b for b in static if b.memory is not Memory.DEVICE or not self._is_kept(b)}
+
+    @cached_property
+    def places(self) -> dict[ChunkId | None, Allocation]:
+        """Where each chunk that the host steps stays on the device."""
+        static = [buffer for buffer in self.schedule.buffers if buffer.is_static]
+        return {b.chunk: b for b in static if b.memory is Memory.DEVICE and self._is_kept(b)}
+
+    def _is_kept(self, buffer: Allocation) -> bool:
+        return buffer.content is Content.PARAMETERS and buffer.chunk in self.host_stepped
 
     @cached_property
     def gradients(self) -> dict[tuple[ChunkId | None, int], list[Allocation]]:
@@ -219,7 +238,7 @@ class Claim:
 
     @cached_property
     def held(self) -> dict[ChunkId, Held]:
-        """What one rank has, on its host or its device, of every chunk that is gathered."""
+        """What one rank has, on its host or its device, of every chunk that is not persistent."""
         return {
             chunk.id: held(chunk, self.workload.parameters, self.plan)
             for chunk in self.layout.chunks

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
 
+from ..layout.layout import Chunk
 from ..schema.plan import ParallelMode
 from ..schema.schedule import Allocation, ChunkId, Content, Memory, Section, Task, TaskKind
 from .claim import Claim, check_amounts, check_earlier, check_in_place, chunk_of, compare_buffers, reject
@@ -36,6 +37,8 @@ def check_homes(claim: Claim) -> None:
         part = None if is_persistent else claim.held[chunk.id]
         size_bytes = chunk.size_bytes if part is None else part.parameter_bytes
         homes: list[_Home] = [(Content.PARAMETERS, place, chunk.id, None, size_bytes)]
+        if chunk.id in claim.host_stepped:
+            homes.append((Content.PARAMETERS, Memory.DEVICE, chunk.id, None, chunk.size_bytes))
         if chunk.is_trainable:
             place = Memory.DEVICE if is_persistent or is_sharded else Memory.HOST
             kept = part.stepped if part is not None else stepped_of([chunk], claim.workload.parameters)
@@ -86,11 +89,33 @@ def check_places(claim: Claim) -> None:
 
 
 def check_gathers(claim: Claim) -> None:
-    """A gather copies what the rank has of a chunk on its host into a fresh buffer of the chunk, for some section."""
+    """A gather copies what the rank has of a chunk on its host into a fresh buffer of the chunk, for some section.
+
+    A chunk that the host steps and the device keeps is gathered once, into its place.
+    """
+    renewed: Counter[ChunkId] = Counter()
     for task in claim.tasks_of(TaskKind.GATHER):
         if (chunk := chunk_of(claim, task)).id in claim.persistent | claim.sharded:
             reject(f"{task.name} copies chunk {chunk.id}, which no host has")
-        check_one_gather(claim, task, moved_bytes=claim.held[chunk.id].parameter_bytes)
+        if chunk.id in claim.host_stepped:
+            _check_renewal(claim, task, chunk)
+            renewed[chunk.id] += 1
+        else:
+            check_one_gather(claim, task, moved_bytes=claim.held[chunk.id].parameter_bytes)
+    for chunk_id in sorted(claim.host_stepped):
+        if renewed[chunk_id] != 1:
+            reject(f"what the host has stepped of chunk {chunk_id} comes back {renewed[chunk_id]} times, not once")
+
+
+def _check_renewal(claim: Claim, task: Task, chunk: Chunk) -> None:
+    """From the chunk's home to its place on the device, all of it, for the iteration's first micro-batch."""
+    compare_buffers(task, task.reads, [claim.homes[Content.PARAMETERS, chunk.id]], "reads")
+    compare_buffers(task, task.writes, [claim.places[chunk.id]], "writes")
+    compare_buffers(task, task.allocates, [], "allocates")
+    compare_buffers(task, task.frees, [], "frees")
+    if task.micro_batch:
+        reject(f"{task.name} brings what the host has stepped, not with the first micro-batch")
+    check_amounts(task, moved_bytes=chunk.size_bytes)
 
 
 def check_one_gather(claim: Claim, task: Task, *, moved_bytes: int) -> None:
@@ -214,11 +239,13 @@ def _both(stay: Allocation, other: Allocation) -> str:
 def check_gather_window(claim: Claim) -> None:
     """No gather starts before the step ``prefetch_depth`` ahead of its first use has begun.
 
-    With a depth beyond a whole iteration, it may still not start more than an iteration ahead.
+    With a depth beyond a whole iteration, it may still not start more than an iteration ahead.  New values of a chunk
+    that stays on the device take no room there, and may come as soon as nobody uses the old ones.
     """
     steps, depth = claim.steps, claim.plan.prefetch_depth
     alone = [task for task in claim.tasks_of(TaskKind.ALL_GATHER) if task.chunk in claim.sharded]
-    for gather in (*claim.tasks_of(TaskKind.GATHER), *alone):
+    copied = [task for task in claim.tasks_of(TaskKind.GATHER) if task.chunk not in claim.host_stepped]
+    for gather in (*copied, *alone):
         step = min(claim.step_of[user] for user in claim.readers[gather.writes[0]] if user in claim.step_of)
         limit = max(step - depth - 1, -len(steps))
         if not claim.before(steps[limit][-1], gather.id, 0 if limit >= 0 else 1):

@@ -163,7 +163,8 @@ def _num_gathers(schedule: Schedule, fold: Fold | None) -> int:
     """Gathers that fill a buffer, by a copy or by a collective."""
 
     def fills(task: Task) -> bool:
-        return task.kind in (TaskKind.GATHER, TaskKind.ALL_GATHER) and len(task.allocates) > 0
+        # An all-gather that allocates nothing completes what a gather has begun.
+        return task.kind is TaskKind.GATHER or (task.kind is TaskKind.ALL_GATHER and len(task.allocates) > 0)
 
     found = sum(fills(task) for task in schedule.tasks)
     return found if fold is None else found + int(count_left_out(fold, fills))

@@ -10,7 +10,8 @@ stands in for a device; ``PINNED_RULE`` is the one place that says so.
 The model is on the host when its chunks take it over, one after another (``runtime/chunks/chunk.py``): a chunk's home
 and the places its gradients arrive at are allocated, then its parameters are copied into it, with a float32 master
 beside where they are narrower, and only then the model's own copies go.  Moments come with the first
-step.  Ranks of a sharded plan would need all of that each; they are taken to read one chunk after another from files,
+step.  A chunk that stays on the device and is stepped on the host has a home and masters there too.  Ranks of a
+sharded plan would need all of that each; they are taken to read one chunk after another from files,
 and to keep their shards of it, on the host or on the device.
 """
 
@@ -136,7 +137,7 @@ def loading_peak_bytes(schedule: Schedule, parameters: Sequence[Parameter], layo
             is_whole = on_device.get(chunk.id, 0) >= chunk.size_bytes
             masters = masters if is_whole else -(-masters // schedule.num_ranks)
         level += homes.get(chunk.id, 0)
-        if is_on_host or chunk.id not in on_device:
+        if is_on_host or chunk.id not in on_device or chunk.id in homes:
             level += masters
         # Every chunk is made on the device; an offloaded one goes from there when it has been filled.
         filling_bytes = chunk.size_bytes if is_on_host else 0

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum
 from math import prod
+from typing import Final
 
 from ...shared.layout.layout import Layout
 from ...shared.layout.shards import stepped_parts
@@ -111,6 +112,9 @@ def _parameters_first(schedule: Schedule, buffers: list[AllocationId]) -> tuple[
 # -- tensors that stay -----------------------------------------------------------------------------------------------
 
 
+_PLACE: Final = (Memory.DEVICE, Content.PARAMETERS)
+
+
 @dataclass(frozen=True, slots=True)
 class SetUp:
     """One allocation of the set-up."""
@@ -137,6 +141,7 @@ def static_tensors(schedule: Schedule, parameters: tuple[Parameter, ...], layout
     which fill segments of 20 MiB to the last byte, as one tensor does that is rounded up to 2 MiB.  Of a chunk that is
     sharded over devices there is the rank's part, region by region.
     """
+    kept = {b.chunk for b in schedule.buffers if b.is_static and (b.memory, b.content) == _PLACE}
     sharded = {b.chunk for b in schedule.buffers if b.is_static and b.content is Content.REDUCED_GRADIENTS}
     optimizer = schedule.optimizer
     set_up: list[SetUp] = []
@@ -145,7 +150,8 @@ def static_tensors(schedule: Schedule, parameters: tuple[Parameter, ...], layout
         if not buffer.is_static or not buffer.size_bytes:
             continue
         if buffer.memory is Memory.PINNED_HOST and buffer.content is Content.PARAMETERS:
-            set_up.append(SetUp(buffer.size_bytes, stays=False))
+            if buffer.chunk not in kept:
+                set_up.append(SetUp(buffer.size_bytes, stays=False))
         elif buffer.memory is Memory.DEVICE and buffer.content is Content.OPTIMIZER_STATE:
             assert buffer.chunk is not None
             num_ranks = schedule.num_ranks if buffer.chunk in sharded else 1
@@ -155,8 +161,8 @@ def static_tensors(schedule: Schedule, parameters: tuple[Parameter, ...], layout
                 if of_master := prod(shape) * master_bytes(dtype, optimizer):
                     set_up.append(SetUp(of_master, stays=True))
                 paged = PAGED_NAMES if is_paged((dtype, shape), optimizer) else ()
-                kept = (t.size_bytes for t in state_tensors((dtype, shape), optimizer) if t.name not in paged)
-                first_step += [size_bytes for size_bytes in kept if size_bytes]
+                stays = (t.size_bytes for t in state_tensors((dtype, shape), optimizer) if t.name not in paged)
+                first_step += [size_bytes for size_bytes in stays if size_bytes]
         elif buffer.memory is Memory.DEVICE:
             set_up.append(SetUp(buffer.size_bytes, stays=True))
     return StaticTensors(tuple(set_up), tuple(first_step))

@@ -83,11 +83,14 @@ def _leaner(plan: Plan, workload: Workload, layout: Layout, schedule: Schedule, 
         return plan.model_copy(update=changes)
     if plan.parallel is ParallelMode.DDP:
         return None
-    n_persist = _fewer_persistent(plan, layout, schedule, over_bytes)
-    if n_persist is None:
+    num_kept = _fewer_kept(plan, layout, schedule, over_bytes)
+    if num_kept is None:
         return None
-    n_buffer = max(plan.n_buffer, layout.min_buffers(n_persist))
-    return plan.model_copy(update={"n_persist": n_persist, "n_buffer": n_buffer})
+    n_persist = min(plan.n_persist, num_kept)
+    n_buffer = max(plan.n_buffer, layout.min_buffers(num_kept))
+    return plan.model_copy(
+        update={"n_persist": n_persist, "n_host_stepped": num_kept - n_persist, "n_buffer": n_buffer}
+    )
 
 
 def _saved_by_checkpointing(workload: Workload, block: int) -> int:
@@ -96,17 +99,17 @@ def _saved_by_checkpointing(workload: Workload, block: int) -> int:
     return profile.forward.net_bytes - profile.checkpoint_forward.net_bytes
 
 
-def _fewer_persistent(plan: Plan, layout: Layout, schedule: Schedule, over_bytes: int) -> int | None:
-    """The most persistent chunks without those that hold ``over_bytes`` on the device; none if all hold less.
+def _fewer_kept(plan: Plan, layout: Layout, schedule: Schedule, over_bytes: int) -> int | None:
+    """The most chunks that stay whole without those that hold ``over_bytes`` on the device; none if all hold less.
 
     None if no chunk can go.
     """
     held = _held_by_chunk(schedule)
-    now = layout.persistent(plan.n_persist)
-    for n_persist in range(plan.n_persist - 1, -1, -1):
-        gone = now - layout.persistent(n_persist)
-        if gone and (n_persist == 0 or sum(held[chunk] for chunk in gone) >= over_bytes):
-            return n_persist
+    now = layout.persistent(plan.num_kept)
+    for num_kept in range(plan.num_kept - 1, -1, -1):
+        gone = now - layout.persistent(num_kept)
+        if gone and (num_kept == 0 or sum(held[chunk] for chunk in gone) >= over_bytes):
+            return num_kept
     return None
 
 

@@ -196,6 +196,7 @@ def _knobs(plan: Plan) -> str:
     shown = size if parse_bytes(size) == plan.chunk_bytes else str(plan.chunk_bytes)
     return (
         f"chunk_bytes = {shown}, n_persist = {plan.n_persist}, "
+        f"{f'n_host_stepped = {plan.n_host_stepped}, ' if plan.n_host_stepped else ''}"
         f"{f'n_shard = {plan.n_shard}, ' if plan.n_shard else ''}n_buffer = {plan.n_buffer}, "
         f"prefetch_depth = {plan.prefetch_depth}, n_checkpoint = {plan.n_checkpoint}"
         f"{f', n_swap = {plan.n_swap}' if plan.n_swap else ''}"

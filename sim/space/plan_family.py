@@ -68,6 +68,7 @@ class PlanFamily:
             facts=table.facts,
             is_gathered=table.is_gathered(prefix),
             is_offloaded=table.is_offloaded(prefix),
+            is_host_stepped=np.zeros(len(table.facts.size_bytes), dtype=np.bool_),
             n_buffer=n_buffer,
             is_swap=np.arange(workload.num_blocks) < n_swap,
             is_checkpoint=compute.modes.is_checkpoint,

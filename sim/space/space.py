@@ -158,8 +158,19 @@ class LayoutGrid:
         ones = np.ones(self.places.num_chunks, dtype=np.int64)
         is_offloaded = self.places.offloaded_sum(ones)[prefixes] > 0
         is_sharded = self.places.sharded_sum(ones)[prefixes] > 0
-        place = np.where(is_offloaded, 3, np.where(is_sharded, 2, 0))[:, None]
-        activations = np.where(self.modes.swaps[modes], 4, np.where(self.modes.n_checkpoint[modes] > 0, 1, 0))
+        resident, checkpointed, sharded, offloaded, swapped = (
+            kind.complexity
+            for kind in (
+                PlanKind.RESIDENT,
+                PlanKind.CHECKPOINTED,
+                PlanKind.SHARDED,
+                PlanKind.OFFLOADED,
+                PlanKind.SWAPPED,
+            )
+        )
+        place = np.where(is_offloaded, offloaded, np.where(is_sharded, sharded, resident))[:, None]
+        recomputed = np.where(self.modes.n_checkpoint[modes] > 0, checkpointed, resident)
+        activations = np.where(self.modes.swaps[modes], swapped, recomputed)
         is_of_kind: BoolArray = np.maximum(place, activations) == kind.complexity
         return is_of_kind
 

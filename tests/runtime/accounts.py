@@ -15,22 +15,25 @@ from tests.runtime.training.test_memory import held
 
 KEEP, CHECKPOINT, SWAP = ActivationMode.KEEP, ActivationMode.CHECKPOINT, ActivationMode.SWAP
 MIXTURES = {"kept": (KEEP,), "checkpointed": (CHECKPOINT,), "swapped": (SWAP,), "mixed": (SWAP, CHECKPOINT, KEEP)}
-RESIDENCIES = ("persistent", "offloaded", "mixed")
+RESIDENCIES = ("persistent", "host-stepped", "offloaded", "mixed")
 CHUNK_BYTES = 9_000
 BAR = 0.005
 
 
 def plan_of(case: Case, mixture: str, residency: str, *, micro_batches: int = 1) -> Plan:
-    """Every block in a mode of the mixture; all chunks, some or none persistent."""
+    """Every block in a mode of the mixture; all chunks in one residency, or in equal parts in each."""
     workload = case.workload
     modes = tuple(MIXTURES[mixture][block % len(MIXTURES[mixture])] for block in range(workload.num_blocks))
     layout = build_layout(workload.parameters, num_blocks=workload.num_blocks, chunk_bytes=CHUNK_BYTES)
-    n_persist = {"persistent": len(layout.chunks), "offloaded": 0, "mixed": len(layout.chunks) // 2}[residency]
+    num_chunks = len(layout.chunks)
+    n_persist = {"persistent": num_chunks, "mixed": num_chunks // 3}.get(residency, 0)
+    n_host_stepped = {"host-stepped": num_chunks, "mixed": num_chunks // 3}.get(residency, 0)
     return Plan(
         workload_id=workload.identity,
         chunk_bytes=CHUNK_BYTES,
         n_persist=n_persist,
-        n_buffer=layout.min_buffers(n_persist) + (residency != "persistent"),
+        n_host_stepped=n_host_stepped,
+        n_buffer=layout.min_buffers(n_persist + n_host_stepped) + (residency != "persistent"),
         prefetch_depth=2,
         n_swap=modes.count(SWAP),
         n_checkpoint=modes.count(CHECKPOINT),

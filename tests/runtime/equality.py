@@ -89,9 +89,10 @@ def trained(case: Case, plan: Plan) -> Outcome:
 
 
 def offloaded_chunks(workload: Workload, plan: Plan) -> list[Chunk]:
-    """The chunks that are not persistent."""
+    """The chunks that the host has: those that come for stays, and those that it steps for the device."""
     layout = build_layout(workload.parameters, num_blocks=workload.num_blocks, chunk_bytes=plan.chunk_bytes)
-    return list(layout.chunks[plan.n_persist :])
+    kept = plan.n_persist + plan.n_host_stepped
+    return [c for c in layout.chunks[plan.n_persist :] if c.id >= kept or c.is_trainable]
 
 
 def swapped_bytes(workload: Workload, plan: Plan) -> int:

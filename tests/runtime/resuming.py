@@ -17,16 +17,20 @@ from protwin.shared.schema.workload import Workload
 from tests.runtime.models import SEED, STEPS, Case, differences
 
 
-def plan_of(workload: Workload, *, chunk_bytes: int, n_persist: int | None, n_checkpoint: int = 0) -> Plan:
-    """``n_persist`` None keeps every chunk persistent."""
+def plan_of(
+    workload: Workload, *, chunk_bytes: int, n_persist: int | None, n_host_stepped: int = 0, n_checkpoint: int = 0
+) -> Plan:
+    """``n_persist`` None keeps every chunk persistent; no more are stepped on the host than there are."""
     layout = build_layout(workload.parameters, num_blocks=workload.num_blocks, chunk_bytes=chunk_bytes)
     persistent = len(layout.chunks) if n_persist is None else n_persist
+    on_host = min(n_host_stepped, len(layout.chunks) - persistent)
     spare = 1 if n_persist is not None else 0
     return Plan(
         workload_id=workload.identity,
         chunk_bytes=chunk_bytes,
         n_persist=persistent,
-        n_buffer=min(layout.min_buffers(persistent) + spare, len(layout.chunks) - persistent),
+        n_host_stepped=on_host,
+        n_buffer=min(layout.min_buffers(persistent + on_host) + spare, len(layout.chunks) - persistent - on_host),
         prefetch_depth=1 + spare,
         n_checkpoint=n_checkpoint,
     )
@@ -44,7 +48,7 @@ def offloaded(workload: Workload) -> Plan:
 
 def mixed(workload: Workload) -> Plan:
     """Something of everything, in chunks of another size."""
-    return plan_of(workload, chunk_bytes=17_000, n_persist=2, n_checkpoint=1)
+    return plan_of(workload, chunk_bytes=17_000, n_persist=2, n_host_stepped=2, n_checkpoint=1)
 
 
 def disturb() -> None:

@@ -76,7 +76,9 @@ class AbstractMachine:
         self.modes = plan.modes(workload.num_blocks)
         blocks = [BlockId(block) for block in range(workload.num_blocks)]
         self.sections: list[Section] = [OuterSection.PROLOGUE, *blocks, OuterSection.EPILOGUE]
-        self.persistent = layout.persistent(plan.n_persist)
+        kept = layout.chunks[: plan.n_persist + plan.n_host_stepped]
+        self.host_stepped = {chunk.id for chunk in kept[plan.n_persist :] if chunk.is_trainable}
+        self.persistent = {chunk.id for chunk in kept} - self.host_stepped
         self.programs = {lane: [t for t in schedule.tasks if t.lane is lane] for lane in Lane}
         self.places = [_Place(is_alive=buffer.is_static) for buffer in schedule.buffers]
         self.ended: set[tuple[int, TaskId]] = set()
@@ -93,7 +95,7 @@ class AbstractMachine:
         """Iterations whose norm of all gradients is known."""
         self.normed_alone: set[int] = set()
         """Iterations whose norm of the rank's own shards is known."""
-        self.sharded = layout.sharded(plan.n_persist, plan.n_shard)
+        self.sharded = {chunk.id for chunk in layout.chunks[len(kept) : len(kept) + plan.n_shard]}
         self.is_sharded = plan.parallel is ParallelMode.SHARDED
         self.making = {b: task for task in schedule.tasks for b in task.allocates}
         self.level_bytes = schedule.static_bytes(Memory.DEVICE)
@@ -444,7 +446,9 @@ class AbstractMachine:
                 return ("arrived", buffer.chunk, iteration, micro) if is_own else TORN
             case TaskKind.GRADIENT_ACCUMULATE, Content.GRADIENTS if buffer.memory is Memory.PINNED_HOST:
                 return ("staged", buffer.chunk, iteration, micro) if is_own else TORN
-            case ((TaskKind.CPU_ADAM | TaskKind.DEVICE_ADAM), Content.PARAMETERS) if buffer.is_static:
+            case ((TaskKind.CPU_ADAM | TaskKind.DEVICE_ADAM), Content.PARAMETERS) if buffer.is_static and (
+                buffer.memory is Memory.DEVICE
+            ) is (task.kind is TaskKind.DEVICE_ADAM):
                 return (self._home(buffer.chunk), buffer.chunk, iteration + 1)
             case ((TaskKind.CPU_ADAM | TaskKind.DEVICE_ADAM), Content.OPTIMIZER_STATE):
                 return ("state", buffer.chunk, iteration + 1)
@@ -458,7 +462,8 @@ class AbstractMachine:
         """Gathers run at most ``prefetch_depth`` steps ahead of their first use, gradients lag at most that behind."""
         depth = self.plan.prefetch_depth
         is_gather = task.kind is TaskKind.GATHER or (task.kind is TaskKind.ALL_GATHER and task.chunk in self.sharded)
-        if is_gather or task.kind is TaskKind.ACTIVATION_FETCH:
+        # New values that take no room may come at any time at which nobody uses the old ones.
+        if (is_gather and task.chunk not in self.host_stepped) or task.kind is TaskKind.ACTIVATION_FETCH:
             for buffer_id in task.writes:
                 self.gathered_after[buffer_id] = self.num_steps
         if task.lane is not Lane.COMPUTE or task.section is None:

@@ -136,7 +136,9 @@ def cases(draw: DrawFn) -> Case:
     """Plans of the space that is searched, with and without contention, measured and modelled."""
     model = draw(workloads(measured=None))
     chosen, layout = draw(plans(model, optimizers=any_optimizer(model)))
-    chosen = chosen.model_copy(update={"activation_modes": None})
+    # The space has no chunks that the host steps and the device keeps.
+    changes = {"activation_modes": None, "n_persist": chosen.num_kept, "n_host_stepped": 0}
+    chosen = chosen.model_copy(update=changes)
     if draw(st.booleans()):
         chosen = chosen.model_copy(update={"n_swap": 0, "micro_batches": 1, "max_gradient_norm": None})
     box, calibration = draw(hardware()), draw(st.none() | calibrations())

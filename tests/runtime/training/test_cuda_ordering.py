@@ -44,7 +44,7 @@ def plan_of(case: Case, modes: tuple[ActivationMode, ...] = (SWAP, CHECKPOINT, K
     chunk_bytes = changes.pop("chunk_bytes", CHUNK_BYTES)
     layout = build_layout(case.workload.parameters, num_blocks=case.workload.num_blocks, chunk_bytes=chunk_bytes)
     n_persist = changes.setdefault("n_persist", 0)
-    fewest = layout.min_buffers(n_persist)
+    fewest = layout.min_buffers(n_persist + changes.get("n_host_stepped", 0))
     modes = modes[: case.workload.num_blocks]
     return Plan(
         workload_id=case.workload.identity,
@@ -131,6 +131,12 @@ def test_whichever_stream_lags_the_bits_are_the_plain_loops(starved: str) -> Non
 def test_micro_batches_and_persistent_chunks_too() -> None:
     plan = plan_of(POINTS, micro_batches=2, n_persist=3, prefetch_depth=1)
     assert train(POINTS, plan, stand_in("D2H", seed=1)) == []
+
+
+@pytest.mark.parametrize("starved", STREAMS)
+def test_chunks_that_the_host_steps_and_the_device_keeps_too(starved: str) -> None:
+    plan = plan_of(POINTS, micro_batches=2, n_persist=1, n_host_stepped=4)
+    assert train(POINTS, plan, stand_in(starved, seed=4)) == []
 
 
 def test_a_transformer_too() -> None:

@@ -201,7 +201,7 @@ def test_persistent_chunks_are_the_first(model: Workload, chunk_bytes: int) -> N
 @settings(max_examples=30)
 @given(planned_workloads())
 def test_min_buffers_is_the_fewest_that_compile(case: PlannedWorkload) -> None:
-    fewest = case.layout.min_buffers(case.plan.n_persist)
+    fewest = case.layout.min_buffers(case.plan.n_persist + case.plan.n_host_stepped)
     compile_schedule(case.plan.model_copy(update={"n_buffer": fewest}), case.workload, case.layout)
     for n_buffer in range(max(0, fewest - 2), fewest):
         with pytest.raises(PlanError, match=f"Raise n_buffer to {fewest},"):

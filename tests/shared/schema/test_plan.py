@@ -114,6 +114,7 @@ def test_the_identity_covers_every_knob() -> None:
         {"workload_id": "v"},
         {"chunk_bytes": 4097},
         {"n_persist": 1},
+        {"n_host_stepped": 1},
         {"n_shard": 1},
         {"n_buffer": 2},
         {"prefetch_depth": 2},

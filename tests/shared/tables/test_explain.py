@@ -158,11 +158,15 @@ def test_the_account_adds_up_to_the_schedule(case: PlannedWorkload) -> None:
     recomputed = sum(section.recomputed_bytes for section in found.sections)
     assert case.plan.micro_batches * per_micro_batch + recomputed == sum(outputs)
     steppers = {chunk.chunk.id: chunk.stepper for chunk in found.chunks}
-    persistent = case.layout.persistent(case.plan.n_persist)
+    first, kept = case.plan.n_persist, case.plan.n_persist + case.plan.n_host_stepped
+    # Nobody steps what is frozen.
+    persistent = {c.id for c in case.layout.chunks if c.id < first or (c.id < kept and not c.is_trainable)}
     for chunk in case.layout.chunks:
         stepped_by = Stepper.DEVICE_ADAM if chunk.id in persistent else Stepper.CPU_ADAM
         assert steppers[chunk.id] is (stepped_by if chunk.is_trainable else Stepper.NOBODY)
     assert {chunk.chunk.id for chunk in found.chunks if chunk.is_persistent} == persistent
+    host_stepped = {c.id for c in case.layout.chunks if first <= c.id < kept} - persistent
+    assert {chunk.chunk.id for chunk in found.chunks if chunk.is_host_stepped} == host_stepped
     assert all(slot < schedule.num_slots for chunk in found.chunks for slot in chunk.slots)
     text = explain(schedule, case.plan, case.workload, case.layout)
     for block in case.workload.blocks:

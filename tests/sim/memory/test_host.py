@@ -127,8 +127,9 @@ def loading_by_hand(case: PlannedWorkload, *, is_on_host: bool) -> int:
     """Every allocation of [Note: Loading], one after the other, from the plan alone."""
     chosen, parameters, layout = case.plan, case.workload.parameters, case.layout
     is_sharded = chosen.parallel is ParallelMode.SHARDED
-    persistent = layout.persistent(chosen.n_persist)
-    in_parts = layout.sharded(chosen.n_persist, chosen.n_shard)
+    kept = chosen.n_persist + chosen.n_host_stepped
+    host_stepped = {c.id for c in layout.chunks[chosen.n_persist : kept] if c.is_trainable}
+    in_parts = {c.id for c in layout.chunks[kept : kept + chosen.n_shard]}
     level = peak = 0
 
     def take(size_bytes: int) -> None:
@@ -144,14 +145,15 @@ def loading_by_hand(case: PlannedWorkload, *, is_on_host: bool) -> int:
         if is_sharded:
             take(of_model)  # read from its file
         part = rank_part(chunk, parameters, chosen.parallel, chosen.num_ranks, chosen.optimizer)
-        is_whole = chunk.id in persistent
-        if not is_whole and chunk.id not in in_parts:
+        is_whole = chunk.id < kept
+        is_at_home = chunk.id in host_stepped or not (is_whole or chunk.id in in_parts)
+        if is_at_home:
             take(in_pages(part.parameter_bytes))
             if chunk.is_trainable:
                 take(
                     in_pages(part.staging_bytes) * (1 if chosen.micro_batches == 1 else 2)
                 )  # the sum, and what arrives
-        if is_on_host or not (is_whole or chunk.id in in_parts):
+        if is_on_host or is_at_home:
             own = (DType.BFLOAT16,) if chosen.optimizer is Optimizer.ADAMW_BF16 else ()
             narrow = (p for p in members if p.trainable and p.dtype.item_bytes < 4 and p.dtype not in own)
             masters = sum(4 * p.num_elements for p in narrow)
