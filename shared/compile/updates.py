@@ -190,7 +190,7 @@ class Updates:
         draft, step = self.draft, self.family.step
         read_bytes = int(self.family.facts.part("gradient_bytes")[self.leaving].sum())
         self.norm = self._behind_all(TaskKind.GRADIENT_NORM, Work(stepped_bytes=read_bytes), _NORM)
-        self._wait_for_all(self.norm, self.sections.backwards[-1, -1:], self._arrived, *self.summed)
+        self._wait_for_all(self.norm, self._last_added(), self._arrived, *self.summed)
         if not step.is_sharded or not len(self.leaving) + len(self.parted):
             return self.norm
         # Of sharded gradients every rank knows the norm of its own shards only.
@@ -198,6 +198,15 @@ class Updates:
         known = self._behind_all(TaskKind.ALL_REDUCE, work, _NORM_PARTS)
         draft.wait(known, self.norm)
         return known
+
+    def _last_added(self) -> IntArray:
+        """(1,) the backward that completes the last gradient which stays where backwards add to it; (0,) for none."""
+        chunks, completing, _ = self.family.facts.gradients
+        stays = self.family.is_persistent[chunks]
+        if not stays.any():
+            return np.zeros(0, dtype=np.int64)
+        last: IntArray = self.sections.backward_of(completing[stays].min(keepdims=True))[-1]
+        return last
 
     def _wait_for_all(self, task: IntArray, *others: IntArray) -> None:
         """Let one task wait for many."""
