@@ -1,6 +1,8 @@
 """The proof of the runtime on one device, on the CPU: what a person who trusts it with a month of training relies on.
 
-- equality: for every model and for random plans, losses and weights are those of the plain loop, bit for bit.
+- equality: for every model and for random plans, losses and weights are those of the plain loop, bit for bit, on a
+  device of just the memory that is guaranteed to be enough.
+- optimizers: the same with every optimizer that can step the model here.
 - memory: the measured peak is the schedule's own account, nothing is left, a thousand steps grow nothing.
 - faults: trainings that are killed at random moments resume from a complete checkpoint and end equal.
 - exhaustion: out of memory at every task of a schedule ends in one error with its cause, and loses nothing.
@@ -34,11 +36,12 @@ from protwin.shared.basics.documents import write_atomically
 from protwin.shared.basics.progress import OnProgress, progress_bar
 from protwin.shared.basics.units import format_seconds
 
-from . import prove_equality, prove_exhaustion, prove_faults, prove_memory, prove_properties
+from . import prove_equality, prove_exhaustion, prove_faults, prove_memory, prove_optimizers, prove_properties
 from .prove_claims import Claim, Settings, show
 
 _SECTIONS: Final[dict[str, Callable[[Settings, OnProgress], list[Claim]]]] = {
     "equality": prove_equality.prove,
+    "optimizers": prove_optimizers.prove,
     "memory": prove_memory.prove,
     "faults": prove_faults.prove,
     "exhaustion": prove_exhaustion.prove,

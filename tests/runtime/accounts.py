@@ -10,8 +10,7 @@ from protwin.runtime import CpuDevice, carry_out
 from protwin.shared.layout.layout import build_layout
 from protwin.shared.schema.plan import ActivationMode, Plan
 from tests.runtime.eager_lanes import WATCHED, AccountedPeak, settled_lanes
-from tests.runtime.models import SEED, Case
-from tests.runtime.training.test_memory import held
+from tests.runtime.models import SEED, Case, held
 
 KEEP, CHECKPOINT, SWAP = ActivationMode.KEEP, ActivationMode.CHECKPOINT, ActivationMode.SWAP
 MIXTURES = {"kept": (KEEP,), "checkpointed": (CHECKPOINT,), "swapped": (SWAP,), "mixed": (SWAP, CHECKPOINT, KEEP)}

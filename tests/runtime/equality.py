@@ -8,12 +8,16 @@ from dataclasses import dataclass
 import hypothesis
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
 
-from protwin.runtime import carry_out
+from protwin.runtime import CpuDevice, carry_out
+from protwin.shared.compile.compile import compile_schedule
 from protwin.shared.layout.layout import Chunk, Layout, build_layout
+from protwin.shared.schema.optimizer import Optimizer
 from protwin.shared.schema.plan import ActivationMode, Plan
 from protwin.shared.schema.workload import Workload
-from tests.runtime.models import SEED, Case, differences
+from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
+from tests.runtime.models import SEED, Case, differences, held
 from tests.strategies import plans
 
 
@@ -25,7 +29,7 @@ class _Enough(Exception):
     """No more plans are wanted."""
 
 
-def random_plans(workload: Workload, number: int, seed: int) -> list[Plan]:
+def random_plans(workload: Workload, number: int, seed: int, optimizer: Optimizer = Optimizer.ADAMW) -> list[Plan]:
     """So many different plans that ``workload`` can follow, the same ones for the same seed."""
     found: dict[str, Plan] = {}
 
@@ -38,7 +42,7 @@ def random_plans(workload: Workload, number: int, seed: int) -> list[Plan]:
         phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
     )
-    @given(drawn=plans(workload))
+    @given(drawn=plans(workload, optimizers=st.just(optimizer)))
     def draw(drawn: tuple[Plan, Layout]) -> None:
         if len(found) == number:
             raise _Enough
@@ -61,18 +65,26 @@ class Outcome:
     num_cpu_adam_steps: int
     to_device_bytes: int
     to_host_bytes: int
+    peak_bytes: int
+    guaranteed_bytes: int
 
 
-def trained(case: Case, plan: Plan) -> Outcome:
-    """Train on all batches of the case."""
+def trained(case: Case, plan: Plan, device: CpuDevice | None = None) -> Outcome:
+    """Train on all batches of the case, on ``device`` or on one of just the memory that is guaranteed to be enough."""
     model = case.build()
     losses = []
+    guaranteed_bytes = guaranteed_device_peak(compile_schedule(plan, case.workload)).size_bytes
     with carry_out(
-        model, plan, case.workload, optimizer=case.make_optimizer, parameter_groups=case.groups(model)
+        model,
+        plan,
+        case.workload,
+        optimizer=case.make_optimizer,
+        parameter_groups=case.groups(model),
+        device=device or CpuDevice(guaranteed_bytes),
     ) as training:
         torch.manual_seed(SEED)
         for batches in case.steps(plan.micro_batches):
-            for batch in batches:
+            for batch in held(case, batches):
                 loss = case.loss(model, batch)
                 loss.backward()
                 losses.append(loss.item())
@@ -85,6 +97,8 @@ def trained(case: Case, plan: Plan) -> Outcome:
         num_cpu_adam_steps=training.num_cpu_adam_steps,
         to_device_bytes=training.bytes_host_to_device,
         to_host_bytes=training.bytes_device_to_host,
+        peak_bytes=training.peak_device_bytes,
+        guaranteed_bytes=guaranteed_bytes,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any
@@ -309,6 +309,12 @@ def cases(steps: int = STEPS) -> dict[str, Case]:
             lambda: hand_written(has_statistics=True), points, has_loss=False, groups=three_groups
         ),
     }
+
+
+def held(case: Case, batches: Sequence[Batch]) -> Iterator[Batch]:
+    """Batches as a loop keeps them; what a loss beside the model reads of them counts as long as it is kept."""
+    for batch in batches:
+        yield batch if case.has_loss else {name: tensor.clone() for name, tensor in batch.items()}
 
 
 def copy_of(model: nn.Module) -> nn.Module:

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import prove, prove_equality, prove_faults
+from benchmarks import prove, prove_equality, prove_faults, prove_optimizers
 from benchmarks.prove_claims import Claim, Settings
 from protwin.shared.basics.progress import no_progress
+from protwin.shared.schema.optimizer import Optimizer
 from protwin.shared.schema.plan import Plan
 from tests.runtime.equality import Outcome, trained
 from tests.runtime.models import Case
@@ -90,6 +91,7 @@ def test_sections_of_one_day_are_kept_together_unless_the_machine_differs(
         (lambda outcome: replace(outcome, losses=[loss * 2 for loss in outcome.losses]), "the losses differ"),
         (lambda outcome: replace(outcome, different=["exit.weight"]), "weights differ: exit.weight"),
         (lambda outcome: replace(outcome, num_cpu_adam_steps=1_000), "1000 CPU Adam steps, expected"),
+        (lambda outcome: replace(outcome, peak_bytes=10**9), "the peak is 1000000000 bytes, guaranteed are"),
     ],
 )
 def test_equality_that_does_not_hold_is_a_failure(
@@ -103,6 +105,20 @@ def test_equality_that_does_not_hold_is_a_failure(
     assert claim.is_shown == (message == "")
     assert claim.num_cases == 2
     assert all(message in failure for failure in claim.failures)
+
+
+def test_every_optimizer_that_can_step_a_model_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not paged ones, which need a GPU, nor one for weights in bfloat16, of which this model has none."""
+    claims = {claim.subject: claim for claim in prove_optimizers.prove(SMALL, no_progress)}
+    assert {*claims} == {*Optimizer} - {Optimizer.PAGED_ADAMW_8BIT, Optimizer.ADAMW_BF16}
+    assert all(claim.is_shown and claim.num_cases == 1 for claim in claims.values())
+
+    def with_other_losses(case: Case, plan: Plan) -> Outcome:
+        outcome = trained(case, plan)
+        return replace(outcome, losses=[loss + 1 for loss in outcome.losses])
+
+    monkeypatch.setattr(prove_optimizers, "trained", with_other_losses)
+    assert not any(claim.is_shown for claim in prove_optimizers.prove(SMALL, no_progress))
 
 
 def test_kills_that_lose_something_are_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:

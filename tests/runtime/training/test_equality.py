@@ -6,6 +6,7 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from protwin.runtime import CpuDevice
 from protwin.runtime.optimizers import device_steps
 from protwin.shared.schema.plan import Plan
 from tests.runtime.equality import first, miscounted, offloaded_chunks, random_plans, trained
@@ -46,7 +47,8 @@ def test_narrow_parameters_stepped_in_pieces_equal_the_plain_loop(monkeypatch: p
     case = cases()["llama in bfloat16"]
     assert any(parameter.num_elements > 1_000 for parameter in case.workload.parameters)
     plan = Plan(workload_id=case.workload.identity, chunk_bytes=2**20, n_persist=3, n_buffer=0)
-    outcome = trained(case, plan)
+    # The states of such small pieces are not accounted for.
+    outcome = trained(case, plan, CpuDevice())
     assert outcome.losses == case.plain.losses
     assert outcome.different == []
     assert outcome.num_gathers == 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
 import pytest
@@ -22,7 +21,7 @@ from protwin.shared.schema.plan import Plan
 from protwin.shared.schema.schedule import Content, Memory
 from protwin.shared.schema.workload import Phase as WorkloadPhase
 from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
-from tests.runtime.models import SEED, Batch, Case, cases
+from tests.runtime.models import SEED, Case, cases, held
 from tests.strategies import plans
 
 STEADY = 5
@@ -71,12 +70,6 @@ def measured_bytes(case: Case, plan: Plan, device: CpuDevice, *, lowered_to: int
     gc.collect()
     assert device.ledger.watched_bytes == sum(b.numel() * b.element_size() for b in model.buffers())
     return training.peak_device_bytes
-
-
-def held(case: Case, batches: Sequence[Batch]) -> Iterator[Batch]:
-    """Batches as a loop keeps them; what a loss beside the model reads of them counts as long as it is kept."""
-    for batch in batches:
-        yield batch if case.has_loss else {name: tensor.clone() for name, tensor in batch.items()}
 
 
 def all_persistent(case: Case, n_checkpoint: int, micro_batches: int = 1) -> Plan:
