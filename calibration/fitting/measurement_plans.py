@@ -47,7 +47,7 @@ def largest_block_bytes(workload: Workload) -> int:
 
 
 def spanning_plans(workload: Workload) -> dict[str, Plan]:
-    """Plans that span the knobs, by name: residency, checkpoints, buffers, prefetch and chunk size.
+    """Plans that span the knobs, by name: residencies, checkpoints, buffers, prefetch and chunk size.
 
     Plans that a calibration fits to (``bootstrap_plans``) are left out.
     """
@@ -55,7 +55,7 @@ def spanning_plans(workload: Workload) -> dict[str, Plan]:
     whole, half, double = (max(1, round(block_bytes * share)) for share in (1, 0.55, 2))
     blocks = workload.num_blocks
     wanted: Mapping[str, tuple[int, float, float, int, int]] = {
-        # name: (chunk_bytes, share persistent, share checkpointed, buffers above the fewest, prefetch depth)
+        # name: (chunk_bytes, share on the device, share checkpointed, buffers above the fewest, prefetch depth)
         "all kept, nothing persistent, few buffers": (whole, 0, 0, 1, 1),
         "all kept, nothing persistent, all buffers": (whole, 0, 0, blocks, 3),
         "all kept, half persistent": (whole, 0.5, 0, 2, 2),
@@ -70,17 +70,27 @@ def spanning_plans(workload: Workload) -> dict[str, Plan]:
         "quarter checkpointed, double chunks": (double, 0, 0.25, 1, 2),
         "three quarters checkpointed, quarter persistent": (whole, 0.25, 0.75, 2, 3),
     }
+    host_stepped = {
+        # name: the same, then the share stepped on the host of what is on the device
+        "all kept, all stepped on the host alone": (whole, 1, 0, 0, 1, 1.0),
+        "half checkpointed, a third in each residency": (whole, 2 / 3, 0.5, 1, 2, 0.5),
+    }
     fitted = set(bootstrap_plans(workload))
     plans: dict[str, Plan] = {}
-    for name, (chunk_bytes, persistent, checkpointed, more_buffers, depth) in wanted.items():
+    for name, (chunk_bytes, kept, checkpointed, more_buffers, depth, stepped) in {
+        **{name: (*knobs, 0.0) for name, knobs in wanted.items()},
+        **host_stepped,
+    }.items():
         layout = build_layout(workload.parameters, num_blocks=blocks, chunk_bytes=chunk_bytes)
-        n_persist = _prefix(layout, persistent)
-        fewest = layout.min_buffers(n_persist)
-        offloaded = len(layout.chunks) - len(layout.persistent(n_persist))
+        num_kept = _prefix(layout, kept)
+        n_host_stepped = round(stepped * num_kept)
+        fewest = layout.min_buffers(num_kept)
+        offloaded = len(layout.chunks) - len(layout.persistent(num_kept))
         plan = Plan(
             workload_id=workload.identity,
             chunk_bytes=chunk_bytes,
-            n_persist=n_persist,
+            n_persist=num_kept - n_host_stepped,
+            n_host_stepped=n_host_stepped,
             n_buffer=min(fewest + more_buffers, offloaded) if fewest else 0,
             prefetch_depth=depth,
             n_checkpoint=round(checkpointed * blocks),
@@ -91,5 +101,5 @@ def spanning_plans(workload: Workload) -> dict[str, Plan]:
 
 
 def _prefix(layout: Layout, share: float) -> int:
-    """The prefix that makes ``share`` of the chunks persistent."""
+    """So many chunks are ``share`` of them."""
     return round(share * len(layout.chunks))
