@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeVar
@@ -10,6 +10,7 @@ from typing import TypeVar
 import numpy as np
 
 from ..layout.layout import Layout
+from ..layout.residencies import GATHERED, STEPPED_BY_HOST, ChunkResidency, residencies
 from ..schema.plan import ActivationMode, Plan
 from ..schema.workload import Workload
 from .chunk_facts import ChunkFacts, StepKnobs
@@ -28,12 +29,8 @@ class Family:
 
     workload: Workload
     facts: ChunkFacts
-    is_gathered: BoolArray
-    """(C,) whether a chunk comes to the device for stays; the others have their place there."""
-    is_offloaded: BoolArray
-    """(C,) whether it is on the hosts; the other gathered ones are sharded over the devices."""
-    is_host_stepped: BoolArray
-    """(C,) whether it has its place on the device and is stepped on the host; such chunks are trainable."""
+    residency: IntArray
+    """(C,) each chunk's, as the numbers of ``ChunkResidency``; those that the host steps are trainable or offloaded."""
     n_buffer: int
     is_swap: BoolArray
     """(n,) blocks in mode SWAP."""
@@ -77,16 +74,34 @@ class Family:
         return np.flatnonzero(self.is_swap & (self.swappable_bytes > 0))
 
     @cached_property
+    def is_gathered(self) -> BoolArray:
+        """(C,) whether a chunk comes to the device for stays; the others have their place there."""
+        return is_among(self.residency, GATHERED)
+
+    @cached_property
+    def is_offloaded(self) -> BoolArray:
+        """(C,) whether it is on the hosts."""
+        return is_among(self.residency, (ChunkResidency.OFFLOADED,))
+
+    @cached_property
+    def is_sharded(self) -> BoolArray:
+        """(C,) whether the devices of all ranks have it in parts."""
+        return is_among(self.residency, (ChunkResidency.SHARDED,))
+
+    @cached_property
+    def is_host_stepped(self) -> BoolArray:
+        """(C,) whether it has its place on the device and is stepped on the host."""
+        return is_among(self.residency, (ChunkResidency.HOST_STEPPED,))
+
+    @cached_property
     def is_persistent(self) -> BoolArray:
         """(C,) whether a chunk is on the device for good, with all that it is stepped with."""
-        is_persistent: BoolArray = ~(self.is_gathered | self.is_host_stepped)
-        return is_persistent
+        return is_among(self.residency, (ChunkResidency.PERSISTENT,))
 
     @cached_property
     def leaves(self) -> BoolArray:
         """(C,) whether the host has a chunk's home, where its gradients leave to and where it is stepped."""
-        leaves: BoolArray = self.is_offloaded | self.is_host_stepped
-        return leaves
+        return is_among(self.residency, STEPPED_BY_HOST)
 
     @cached_property
     def has_new_gradients(self) -> BoolArray:
@@ -95,6 +110,14 @@ class Family:
         has_new = np.zeros(self.workload.num_blocks + 2, dtype=np.bool_)
         has_new[sections[~self.is_persistent[chunks]]] = True
         return has_new
+
+
+def is_among(residency: IntArray, some: Iterable[ChunkResidency]) -> BoolArray:
+    """Whether each entry of ``residency`` is one of ``some``."""
+    is_one = np.zeros(len(ChunkResidency), dtype=np.bool_)
+    is_one[list(some)] = True
+    found: BoolArray = is_one[residency]
+    return found
 
 
 def _swap_work(workload: Workload) -> Work:
@@ -108,17 +131,13 @@ def family_of(plan: Plan, workload: Workload, layout: Layout) -> Family:
     Raises PlanError if the plan's modes or chunks contradict the workload or the layout.
     """
     modes = plan.modes(workload.num_blocks)
-    kept, sharded = layout.persistent(plan.num_kept), layout.sharded(plan.num_kept, plan.n_shard)
-    host_stepped = layout.host_stepped(plan.n_persist, plan.n_host_stepped)
     step = StepKnobs(
         plan.micro_batches, plan.max_gradient_norm is not None, plan.parallel, plan.num_ranks, plan.optimizer
     )
     return Family(
         workload=workload,
         facts=ChunkFacts.of(layout, workload.parameters, step),
-        is_gathered=np.array([chunk.id not in kept for chunk in layout.chunks], dtype=np.bool_),
-        is_offloaded=np.array([chunk.id not in kept | sharded for chunk in layout.chunks], dtype=np.bool_),
-        is_host_stepped=np.array([chunk.id in host_stepped for chunk in layout.chunks], dtype=np.bool_),
+        residency=np.array(residencies(plan, layout), dtype=np.int64),
         n_buffer=plan.n_buffer,
         is_swap=np.array([mode is ActivationMode.SWAP for mode in modes]),
         is_checkpoint=np.array([[mode is ActivationMode.CHECKPOINT for mode in modes]]),

@@ -33,7 +33,7 @@ class Updates:
         order = family.facts.update_order
         self.leaving: IntArray = order[family.leaves[order]]
         """(U,) chunks."""
-        self.parted: IntArray = order[(family.is_gathered & ~family.is_offloaded)[order]]
+        self.parted: IntArray = order[family.is_sharded[order]]
         """(V,) chunks."""
         self.staying: IntArray = order[family.is_persistent[order]]
         """(P,) chunks."""

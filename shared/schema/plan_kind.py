@@ -55,21 +55,6 @@ _WORDS: Final = {
 }
 
 
-def kind_by_counts(
-    *, num_offloaded: int, num_host_stepped: int, num_sharded: int, n_swap: int, n_checkpoint: int
-) -> PlanKind:
-    """The kind of a plan with these numbers of chunks in every residency, and of blocks that swap or recompute."""
-    if n_swap:
-        return PlanKind.SWAPPED
-    if num_offloaded:
-        return PlanKind.OFFLOADED
-    if num_host_stepped:
-        return PlanKind.HOST_STEPPED
-    if num_sharded:
-        return PlanKind.SHARDED
-    return PlanKind.CHECKPOINTED if n_checkpoint else PlanKind.RESIDENT
-
-
 class Uncertainty(FrozenModel):
     """How far apart two plans' predicted times must be for one to count as faster, as fractions of the longer one."""
 

@@ -1,9 +1,12 @@
-"""The work that every lane does at least in an iteration, for all persistent chunks of a layout at once."""
+"""The work that every lane does at least in an iteration, for all residencies of a layout's chunks at once."""
 
 from __future__ import annotations
 
 import numpy as np
 
+from ...shared.compile.program import Work
+from ...shared.layout.residencies import GATHERED, STEPPED_BY_HOST, ChunkResidency
+from ...shared.schema.schedule import TaskKind
 from ..space.chunk_table import ChunkTable
 from ..space.compute_table import ComputeTable
 from ..space.prices import FloatArray
@@ -18,29 +21,43 @@ class LeastWork:
     """Shapes: P prefixes, F of them, K rows of activation modes, L lanes in the order of ``Lane``."""
 
     def __init__(self, table: ChunkTable, compute: ComputeTable, throughput: Throughput) -> None:
-        step, places = table.step, table.places
+        step, sum_of, facts = table.step, table.places.sum_of, table.facts
         micro_batches = step.micro_batches
-        stepped = table.is_stepped
         self._throughput = throughput
         self._compute = compute
         self._compute_s = micro_batches * compute.seconds.sum(axis=1)  # (K,)
         self._adam_s = table.device_adam_s  # (P,)
         swap_out_s, swap_in_s = (np.append(0.0, of.cumsum()) for of in (compute.swap_out_s, compute.swap_in_s))
         self._swap_s = micro_batches * np.stack([swap_in_s, swap_out_s])  # (2, n + 1)
-        # Every chunk that is offloaded comes once at least; its gradients leave in every micro-batch.
-        cpu_s = table.cpu_adam_s + (micro_batches - 1) * table.accumulate_s
+
+        def alone_s(kind: TaskKind, work: Work) -> FloatArray:
+            """(C,) of a task of every chunk."""
+            return compute.prices.seconds(kind, work)[:-1]
+
+        def stepped_s(kind: TaskKind, work: Work) -> FloatArray:
+            """(C,) the same, of chunks that something steps."""
+            return np.where(facts.is_trainable, alone_s(kind, work), 0.0)
+
+        # What the host steps comes once at least; gradients leave in every micro-batch.
+        sums_s = (micro_batches - 1) * stepped_s(TaskKind.GRADIENT_ACCUMULATE, facts.accumulate_work)
+        cpu_s = stepped_s(TaskKind.CPU_ADAM, facts.cpu_adam_work) + sums_s
         lanes = [
-            places.offloaded_sum(table.gather_s),
-            micro_batches * places.offloaded_sum(np.where(stepped, table.offload_s, 0.0)),
-            places.offloaded_sum(np.where(stepped, cpu_s, 0.0)) + table.norm_s,
+            sum_of(alone_s(TaskKind.GATHER, facts.gather_work), *STEPPED_BY_HOST),
+            micro_batches * sum_of(stepped_s(TaskKind.GRADIENT_OFFLOAD, facts.offload_work), *STEPPED_BY_HOST),
+            sum_of(cpu_s, *STEPPED_BY_HOST) + table.norm_s,
         ]
-        collectives = table.collectives
-        if collectives is not None:
-            leaving_s = micro_batches * np.where(stepped, collectives.leave_s, 0.0)
-            gathered_s = places.offloaded_sum(leaving_s) + places.sharded_sum(leaving_s)
-            brought_s = places.offloaded_sum(collectives.gather_s) + places.sharded_sum(collectives.gather_s)
-            staying_s = places.persistent_sum(np.where(stepped, collectives.stay_s, 0.0))
-            lanes.append(gathered_s + brought_s + staying_s)
+        if step.num_ranks > 1:
+            summed_s = stepped_s(TaskKind.ALL_REDUCE, facts.all_reduce_work)
+            leaving_s, brought_s = summed_s, np.zeros_like(summed_s)
+            if step.is_sharded:
+                leaving_s = stepped_s(TaskKind.REDUCE_SCATTER, facts.scatter_work)
+                brought_s = alone_s(TaskKind.ALL_GATHER, facts.all_gather_work)
+            leaving = (ChunkResidency.SHARDED, *STEPPED_BY_HOST)
+            lanes.append(
+                sum_of(micro_batches * leaving_s, *leaving)
+                + sum_of(brought_s, *GATHERED)
+                + sum_of(summed_s, ChunkResidency.PERSISTENT)
+            )
         self._lanes_s = np.stack(lanes, axis=1)
         """(P, L - 1) of the lanes beside compute, without what blocks swap."""
 

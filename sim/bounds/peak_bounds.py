@@ -11,6 +11,7 @@ from functools import cached_property
 
 import numpy as np
 
+from ...shared.layout.residencies import ChunkResidency
 from ..space.chunk_table import ChunkTable
 from ..space.compute_table import ComputeTable, Positions
 from ..space.space import IntArray
@@ -37,7 +38,7 @@ class MemoryBounds:
         self._held: dict[tuple[int, int], IntArray] = {}
         # Gradients that are there before each position: what the backwards before it have completed.
         backward = positions.backward(sections)
-        self._is_made = backward[table.gradient_section] < np.arange(positions.micro_length)[:, None]
+        self._is_made = backward[table.facts.gradients[1]] < np.arange(positions.micro_length)[:, None]
         """(W, E)"""
         swapped_bytes = np.where(compute.modes.is_swap, compute.swap_bytes, 0)
         self._swapped = np.zeros((len(swapped_bytes), positions.micro_length), dtype=np.int64)
@@ -57,9 +58,10 @@ class MemoryBounds:
         ``modes``: (K,) rows of the compute table.
         """
         table = self._table
-        gathered = table.is_gathered(prefix)
+        persistent = table.is_any_of(prefix, ChunkResidency.PERSISTENT)
         held = np.stack([self._held_bytes(prefix, number) for number in n_buffer.tolist()])[:, None, self._step_at]
-        staying = np.where(gathered[table.gradient_chunk], 0, table.gradient_bytes)
+        chunks, _, gradient_bytes = table.facts.gradients
+        staying = np.where(persistent[chunks], gradient_bytes, 0)
         found = np.tile(staying.sum() + self._levels.end_bytes[modes], (len(n_buffer), 1))
         for kind in range(self._levels.alive_bytes.shape[1]):
             # In later micro-batches all of them are there from the first one.
@@ -76,10 +78,11 @@ class MemoryBounds:
         key = (prefix, n_buffer)
         if key not in self._held:
             table = self._table
-            stays = table.facts.stays(table.is_gathered(prefix), n_buffer, self._step_number)
+            stays = table.stays(prefix, n_buffer, self._step_number)
+            sizes = table.facts.size_bytes[stays.chunk]
             changes = np.zeros(len(self._step_number) + 1, dtype=np.int64)
-            np.add.at(changes, stays.first_step, table.size_bytes[stays.chunk])
-            np.add.at(changes, stays.last_step + 1, -table.size_bytes[stays.chunk])
+            np.add.at(changes, stays.first_step, sizes)
+            np.add.at(changes, stays.last_step + 1, -sizes)
             self._held[key] = changes[:-1].cumsum()
         return self._held[key]
 

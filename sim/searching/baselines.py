@@ -174,9 +174,8 @@ def _tried(system: System, problem: SearchProblem) -> tuple[bool, ...]:
     layout = problem.layouts[0]
     modes = layout.grid.modes
     keeps = np.flatnonzero((modes.n_swap == 0) & (modes.n_checkpoint == 0))
-    nothing_persists = np.array([0])
-    static_bytes = layout.table.static_device_bytes(nothing_persists, problem.workload.resident_bytes)[0]
-    needed = static_bytes + layout.memory.activation_bytes[keeps]
+    # Whatever chunks hold comes to that.
+    needed = problem.workload.resident_bytes + layout.memory.activation_bytes[keeps]
     return (True,) if (needed > problem.device_budget_bytes).any() else system.n_checkpoint
 
 

@@ -1,10 +1,11 @@
 """The plans that may still win, best bound first, looked at no closer than needed.
 
 [Note: Levels of a bound]
-A *group* is all plans of a layout with the same number of swapped blocks, a *family* those of a group with the same
-persistent chunks.  A plan's bound is sharpened in levels, each dearer than the one before: the bound of its group, by
-the work of a whole period; that of its family; its own ([Note: Stretches] in ``sim/bounds/stretches.py``); whether it
-fits, by a lower bound of its peak; and whether it fits exactly, for which slots must be assigned to its residency.
+A *group* is all plans of a layout with the same number of swapped blocks, a *family* those of a group whose
+chunks have the same residencies.  A plan's bound is sharpened in levels, each dearer than the one before: the bound of
+its group, by the work of a whole period; that of its family; its own ([Note: Stretches] in
+``sim/bounds/stretches.py``); whether it fits, by a lower bound of its peak; and whether it fits exactly, for which
+slots must be assigned to its residency.
 One heap holds groups, families, residencies and plans by what is known of them, so that whatever comes out of it as a
 plan fits, and no plan that is still inside has a lower bound.
 

@@ -78,7 +78,7 @@ class _Place(NamedTuple):
     modes: int
     """The number of the group of modes."""
     prefix: int
-    """Persistent and sharded chunks ([Note: Prefixes] in ``sim/space/placements.py``)."""
+    """The residencies of chunks ([Note: Prefixes] in ``sim/space/placements.py``)."""
 
 
 def _places(problem: SearchProblem) -> Iterator[_Place]:

@@ -175,8 +175,8 @@ class _Known:
     @property
     def character(self) -> tuple[int, ...]:
         """What makes plans more than variants of one another: layout, where chunks lie, modes."""
-        n_swap, n_checkpoint, _, num_offloaded, num_sharded, *_ = self.candidate.simplicity
-        return self.candidate.layout, num_offloaded, num_sharded, n_checkpoint, n_swap
+        n_swap, n_checkpoint, _, *residencies, _, _ = self.candidate.simplicity
+        return self.candidate.layout, *residencies, n_checkpoint, n_swap
 
     @property
     def order(self) -> tuple[float, int, tuple[int, ...]]:

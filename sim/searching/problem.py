@@ -295,8 +295,8 @@ def _with_shares(problem: SearchProblem) -> SearchProblem:
     for index, layout in enumerate(problem.layouts):
         table = layout.table
         static_bytes = table.static_device_bytes(layout.prefixes, problem.workload.resident_bytes).max()
-        moving_bytes = table.size_bytes.sum() + table.gradient_bytes.sum() + layout.memory.activation_bytes.max()
-        most_device.append(int(static_bytes + moving_bytes))
+        chunks_bytes = table.facts.size_bytes.sum() + table.facts.gradients[2].sum()
+        most_device.append(int(static_bytes + chunks_bytes + layout.memory.activation_bytes.max()))
         for n_swap, _ in layout.grid.modes.groups:
             host_needs += problem.host_bytes(index, layout.prefixes, n_swap).tolist()
     device_bytes, host_bytes = shares_of_one_memory(

@@ -12,8 +12,9 @@ import numpy as np
 
 from ...shared.basics.errors import PlanError
 from ...shared.layout.layout import ALIGNMENT_BYTES, Layout, aligned, build_layout
+from ...shared.layout.residencies import ChunkResidency
 from ...shared.schema.workload import Workload
-from .placements import Placement, Placements, distinct_prefixes
+from .placements import COUNTED, Placement, Placements, Wanted, distinct_placements
 from .space import IntArray, LayoutGrid, ModeRows, SearchSpace
 from .step_spec import StepSpec
 
@@ -43,12 +44,12 @@ def enumerate_space(
 ) -> tuple[LayoutGrid, ...]:
     """Every distinct plan of ``space`` under ``step``, grouped by layout; smallest chunks first.
 
-    Two plans are the same if they have the same layout, persistent and sharded chunks, buffers in use, modes and, where
-    a chunk is gathered or a block swaps, prefetch depth.  ``is_offloading`` leaves only plans that offload chunks, or
-    shard them over devices, or only plans that do neither.  Raises PlanError if no plan is left.
+    Two plans are the same if they have the same layout, residencies of chunks, buffers in use, modes and, where a chunk
+    is not persistent or a block swaps, prefetch depth.  ``is_offloading`` leaves only plans with chunks that are not
+    persistent, or only plans without.  Raises PlanError if no plan is left.
     """
     space, step = space or SearchSpace(), step or StepSpec()
-    _check_shards(space, step)
+    others = {residency: _wanted(space, step, residency) for residency in COUNTED[1:]}
     modes = _mode_rows(workload, space)
     layouts = _layouts(workload, space.chunk_bytes)
     # All layouts agree when every chunk is persistent: only the one with the largest chunks keeps that residency.
@@ -58,11 +59,11 @@ def enumerate_space(
         without_offload = not largest_has_persistent and is_offloading is not True
         prefixes = [
             prefix
-            for prefix in distinct_prefixes(layout, space.n_persist, space.n_shard if step.is_sharded else (0,))
-            if (is_offloading is not False if prefix.num_gathered > 0 else without_offload)
+            for prefix in distinct_placements(layout, space.n_persist, others)
+            if (without_offload if prefix.is_persistent else is_offloading is not False)
         ]
         found = _residencies(layout, prefixes, space)
-        largest_has_persistent |= any(prefix.num_gathered == 0 for prefix in prefixes)
+        largest_has_persistent |= any(prefix.is_persistent for prefix in prefixes)
         residencies.append((layout, found))
     grids = tuple(
         LayoutGrid(
@@ -82,13 +83,24 @@ def enumerate_space(
     return grids
 
 
-def _check_shards(space: SearchSpace, step: StepSpec) -> None:
-    if space.n_shard is not None and min(space.n_shard) > 0 and not step.is_sharded:
+def _wanted(space: SearchSpace, step: StepSpec, residency: ChunkResidency) -> Wanted:
+    """Numbers of chunks of a residency that the space allows; none where the mode does not know it."""
+    assert residency.knob is not None
+    wanted: tuple[int, ...] | None = getattr(space, residency.knob)
+    if residency.is_known_to(step.parallel):
+        return wanted
+    if wanted is not None and min(wanted) > 0:
         raise PlanError(
-            f"the space holds no plan: n_shard is at least {min(space.n_shard)} but parallel is {step.parallel}, and "
-            f"only ranks in mode sharded have chunks that lie on their devices in parts. Allow n_shard = 0, or "
-            f"that mode."
+            f"the space holds no plan: {residency.knob} is at least {min(wanted)} but parallel is {step.parallel}, and "
+            f"{_WHO_KNOWS[residency]}. Allow {residency.knob} = 0, or another mode."
         )
+    return (0,)
+
+
+_WHO_KNOWS: Final = {
+    ChunkResidency.SHARDED: "only ranks in mode sharded have chunks that lie on their devices in parts",
+    ChunkResidency.HOST_STEPPED: "only hosts of one rank, or of ranks in mode replicated, have whole chunks to step",
+}
 
 
 # -- modes -----------------------------------------------------------------------------------------------------------
@@ -197,14 +209,14 @@ class _Residencies:
 
 def _residencies(layout: Layout, prefixes: Sequence[Placement], space: SearchSpace) -> _Residencies:
     """The residencies with these prefixes."""
-    shards = [(prefix.n_persist, prefix.n_shard) for prefix in prefixes if prefix.n_shard]
-    first = len(layout.chunks) + 1
-    number_of = {pair: first + place for place, pair in enumerate(shards)}
-    numbers = [number_of.get((prefix.n_persist, prefix.n_shard), prefix.n_persist) for prefix in prefixes]
+    # The plainest are numbered first: of families with equal bounds the search opens them before others.
+    by_number = sorted(range(len(prefixes)), key=lambda place: prefixes[place].is_mixed)
+    numbers = np.empty(len(prefixes), dtype=np.int64)
+    numbers[by_number] = np.arange(len(prefixes))
     counts = [_buffer_counts(prefix.fewest, prefix.num_gathered, space.n_buffer) for prefix in prefixes]
     return _Residencies(
-        places=Placements.of(layout, shards),
-        prefix=np.repeat(np.array(numbers, dtype=np.int64), [len(of_prefix) for of_prefix in counts]),
+        places=Placements.of(layout, [prefixes[place].counts for place in by_number]),
+        prefix=np.repeat(numbers, np.array([len(of_prefix) for of_prefix in counts], dtype=np.int64)),
         n_buffer=np.array(list(chain.from_iterable(counts)), dtype=np.int64),
     )
 
@@ -234,7 +246,7 @@ def _empty_space(layouts: Sequence[Layout], space: SearchSpace, is_offloading: b
             f"the space holds no plan: n_persist is at least {min(space.n_persist)} but no layout has more than "
             f"{most_chunks} chunks. Allow a smaller n_persist, or a smaller chunk_bytes."
         )
-    needed = min(prefix.fewest for layout in layouts for prefix in distinct_prefixes(layout, space.n_persist))
+    needed = min(prefix.fewest for layout in layouts for prefix in distinct_placements(layout, space.n_persist))
     return PlanError(
         f"the space holds no plan: n_buffer is at most {max(space.n_buffer or (0,))} but the block with the most "
         f"offloaded chunks needs {needed}. Allow n_buffer = {needed}, or a larger chunk_bytes."

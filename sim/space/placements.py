@@ -1,105 +1,105 @@
-"""Which chunks of a layout are persistent, sharded over devices, or offloaded: the pairs of knobs that a search tries.
+"""Which chunks of a layout have which residency: the numbers of chunks that a search tries, residency by residency.
 
 [Note: Prefixes]
-Chunks follow execution order, the first ``n_persist`` are persistent, the next ``n_shard`` sharded over the devices,
-and the rest offloaded.  A *prefix* is such a pair by its number: prefix p, up to the number of chunks, has
-``n_persist`` = p and no shards; pairs with shards come after these.  Tables that depend on where chunks lie are indexed
-by it.
+Chunks follow execution order, and residencies theirs ([Note: Order of residencies] in
+``shared/layout/residencies.py``): the first ``n_persist`` chunks are persistent, the next ``n_host_stepped`` stay on
+the device and are stepped on the host, the next ``n_shard`` are sharded over the devices, and the rest are offloaded.
+A *prefix* is such a choice by its number.  Tables that depend on where chunks lie are indexed by it.
 
-[Note: Shards in the space]
-Every pair of ``n_persist`` and ``n_shard`` would square the space.  Unless values of ``n_shard`` are named, which then
-go with every ``n_persist``, it has the pairs without shards; those without offloaded chunks, for every ``n_persist``;
-and, for the smallest ``n_persist``, every ``n_shard``, with the rest offloaded.  Left out is what has whole chunks on
-every device and shards and offloaded chunks all at once: to shard one of the whole chunks makes room for the parts of
-others, so that fewer travel from the hosts, which pays wherever collectives are cheaper than the copies that they
-spare.  Where they are not, a plan that is left out may be faster; what a search proves is about the plans that are
-there.
+[Note: Mixtures in the space]
+Every combination of the numbers would multiply the space by the number of chunks for each residency.  A number that is
+named goes with every other.  Where none is named, the space has, for every choice of the residencies before, none and
+all of the chunks that are left; and, where all residencies before have the smallest number that they may have, every
+number, with the rest offloaded.  So of ``n_shard`` it has the pairs without shards; those without offloaded chunks, for
+every ``n_persist``; and, for the smallest ``n_persist``, every ``n_shard``.  Left out is what has whole chunks on every
+device and shards and offloaded chunks all at once: to shard one of the whole chunks makes room for the parts of others,
+so that fewer travel from the hosts, which pays wherever collectives are cheaper than the copies that they spare.  Where
+they are not, a plan that is left out may be faster; what a search proves is about the plans that are there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Self, TypeVar
+from functools import cached_property
+from itertools import accumulate
+from typing import Final, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
+from ...shared.compile.family import is_among
 from ...shared.layout.layout import Layout
+from ...shared.layout.residencies import GATHERED, ChunkResidency
 
 _Integers = npt.NDArray[np.int64]
 _Numbers = TypeVar("_Numbers", npt.NDArray[np.int64], npt.NDArray[np.float64])
 _Booleans = npt.NDArray[np.bool_]
 
+COUNTED: Final = tuple(residency for residency in ChunkResidency if residency.knob is not None)
+"""The residencies that a knob counts: all but the last."""
+
 
 @dataclass(frozen=True, eq=False)
 class Placements:
-    """Shapes: P prefixes, C chunks."""
+    """Shapes: P prefixes, C chunks, Q residencies."""
 
-    num_chunks: int
-    n_persist: _Integers
-    """(P,) the knob."""
-    n_shard: _Integers
-    """(P,) 0 for the first C + 1."""
+    counts: _Integers
+    """(P, Q) chunks of every residency as knobs count them; C together."""
+    is_trainable: _Booleans
+    """(C,) whether a chunk is stepped; others may have another residency than the knobs say."""
 
     @classmethod
-    def of(cls, layout: Layout, shards: Sequence[tuple[int, int]] = ()) -> Self:
-        """Every ``n_persist`` without shards, and the pairs ``shards`` of ``n_persist`` and ``n_shard``."""
+    def of(cls, layout: Layout, counted: Iterable[Sequence[int]] | None = None) -> Self:
+        """The prefixes with these numbers of chunks of the residencies ``COUNTED``.
+
+        By default every ``n_persist`` in turn, and the rest offloaded.
+        """
         num_chunks = len(layout.chunks)
-        return cls(
-            num_chunks=num_chunks,
-            n_persist=np.array([*range(num_chunks + 1), *(n_persist for n_persist, _ in shards)], dtype=np.int64),
-            n_shard=np.array([*([0] * (num_chunks + 1)), *(n_shard for _, n_shard in shards)], dtype=np.int64),
-        )
+        if counted is None:
+            counted = ((n_persist, *([0] * (len(COUNTED) - 1))) for n_persist in range(num_chunks + 1))
+        rows = [(*counts, num_chunks - sum(counts)) for counts in counted]
+        is_trainable = np.array([chunk.is_trainable for chunk in layout.chunks], dtype=np.bool_)
+        return cls(np.array(rows, dtype=np.int64).reshape(-1, len(ChunkResidency)), is_trainable)
 
     @property
     def all(self) -> _Integers:
         """(P,) every prefix."""
-        return np.arange(len(self.n_persist))
+        return np.arange(len(self.counts))
 
-    @property
-    def has_shards(self) -> bool:
-        """Whether any prefix has chunks that are sharded over the devices."""
-        return len(self.n_persist) > self.num_chunks + 1
-
-    def is_gathered(self, prefix: int | _Integers) -> _Booleans:
-        """(..., C) whether a chunk is not persistent, for each entry of ``prefix``."""
-        return self._from(self.n_persist[prefix])
-
-    def is_offloaded(self, prefix: int | _Integers) -> _Booleans:
-        """(..., C) whether a chunk is offloaded."""
-        return self._from(self.n_persist[prefix] + self.n_shard[prefix])
-
-    def is_sharded(self, prefix: int | _Integers) -> _Booleans:
-        """(..., C) whether a chunk is sharded over the devices."""
-        is_sharded: _Booleans = self.is_gathered(prefix) & ~self.is_offloaded(prefix)
-        return is_sharded
-
-    def persistent_sum(self, values: _Numbers) -> _Numbers:
-        """(P,) the sum of ``values`` (C,) over persistent chunks."""
-        total: _Numbers = values.sum() - self._sum_from(values)[self.n_persist]
-        return total
-
-    def sharded_sum(self, values: _Numbers) -> _Numbers:
-        """(P,) the sum of ``values`` (C,) over chunks that are sharded over the devices."""
-        until = self._sum_from(values)
-        total: _Numbers = until[self.n_persist] - until[self.n_persist + self.n_shard]
-        return total
-
-    def offloaded_sum(self, values: _Numbers) -> _Numbers:
-        """(P,) the sum of ``values`` (C,) over offloaded chunks."""
-        total: _Numbers = self._sum_from(values)[self.n_persist + self.n_shard]
-        return total
-
-    def _from(self, first: int | _Integers) -> _Booleans:
-        """(..., C) whether a chunk comes no sooner than ``first``."""
-        is_from: _Booleans = np.arange(self.num_chunks) >= np.asarray(first)[..., None]
-        return is_from
-
-    def _sum_from(self, values: _Numbers) -> _Numbers:
-        """(C + 1,) the sum of ``values`` (C,) over the chunks from each place on."""
-        found: _Numbers = np.append(values[::-1].cumsum()[::-1], 0)
+    def residency(self, prefix: int) -> _Integers:
+        """(C,) the residency of every chunk."""
+        by_knobs = np.repeat(np.arange(len(ChunkResidency)), self.counts[prefix])
+        found: _Integers = np.where(self.is_trainable, by_knobs, _OF_FROZEN[by_knobs])
         return found
+
+    def is_any_of(self, prefix: int, some: Iterable[ChunkResidency]) -> _Booleans:
+        """(C,) whether a chunk has one of these residencies."""
+        return is_among(self.residency(prefix), some)
+
+    def num_of(self, *some: ChunkResidency) -> _Integers:
+        """(P,) chunks that have one of these residencies."""
+        return self.sum_of(np.ones(len(self.is_trainable), dtype=np.int64), *some)
+
+    def sum_of(self, values: _Numbers, *some: ChunkResidency) -> _Numbers:
+        """(P,) the sum of ``values`` (C,) over chunks that have one of these residencies."""
+        total = np.zeros(len(self.counts), dtype=values.dtype)
+        for residency in ChunkResidency:
+            if residency in some or residency.of_frozen in some:
+                counted = np.where(self.is_trainable, residency in some, residency.of_frozen in some)
+                until = np.append(0, np.where(counted, values, 0).cumsum())
+                end = self._end[:, residency]
+                total = total + until[end] - until[end - self.counts[:, residency]]
+        found: _Numbers = total
+        return found
+
+    @cached_property
+    def _end(self) -> _Integers:
+        """(P, Q) the chunk after the last one of every residency."""
+        return self.counts.cumsum(axis=1)
+
+
+_OF_FROZEN: Final = np.array([residency.of_frozen for residency in ChunkResidency])
 
 
 # -- placements of the space -----------------------------------------------------------------------------------------
@@ -107,40 +107,79 @@ class Placements:
 
 @dataclass(frozen=True)
 class Placement:
-    """One choice of persistent and sharded chunks."""
+    """One choice of residencies."""
 
-    n_persist: int
-    n_shard: int
+    counts: tuple[int, ...]
+    """Chunks of the residencies ``COUNTED``."""
     fewest: int
     """Buffers that the section with the most gathered chunks needs."""
     num_gathered: int
-    """Chunks that are not persistent."""
+    """Chunks that come to the device for stays."""
+    is_persistent: bool
+    """Whether every chunk is persistent."""
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether it has more than persistent and offloaded chunks."""
+        return any(self.counts[1:])
 
 
-def distinct_prefixes(
-    layout: Layout, n_persist: Iterable[int] | None, n_shard: Iterable[int] | None = (0,)
+Wanted = Iterable[int] | None
+"""Values of a knob; None for those that [Note: Mixtures in the space] names."""
+
+
+def distinct_placements(
+    layout: Layout, n_persist: Wanted, others: Mapping[ChunkResidency, Wanted] | None = None
 ) -> list[Placement]:
-    """Distinct choices of persistent and sharded chunks; None for everything that [Note: Shards in the space] names."""
+    """Distinct choices of residencies, fewest persistent chunks first.
+
+    ``others``: the values of the knobs of other residencies; a residency that is not named has no chunks.
+    """
+    num_chunks, others = len(layout.chunks), others or {}
+    trained = np.append(0, np.cumsum([chunk.is_trainable for chunk in layout.chunks])).tolist()
+    fewest = _fewest_buffers(layout)
+    candidates = range(num_chunks + 1) if n_persist is None else sorted(set(n_persist))
+    choices: list[tuple[tuple[int, ...], bool]] = [
+        ((first,), number == 0) for number, first in enumerate(c for c in candidates if c <= num_chunks)
+    ]
+    for residency in COUNTED[1:]:
+        wanted = others.get(residency, (0,))
+        choices = [
+            ((*counts, number), is_first and place == 0)
+            for counts, is_first in choices
+            for place, number in enumerate(_counts(num_chunks - sum(counts), wanted, is_first=is_first))
+        ]
+    distinct: dict[tuple[int, ...], Placement] = {}
+    for counts, _ in choices:
+        num_kept = sum(n for residency, n in zip(COUNTED, counts, strict=True) if residency not in GATHERED)
+        ends = accumulate(counts)
+        # Of a residency that frozen chunks do not have, only trainable ones count.
+        effective = [
+            number if residency.of_frozen is residency else trained[end] - trained[end - number]
+            for residency, number, end in zip(COUNTED, counts, ends, strict=True)
+        ]
+        key = (num_kept, *effective[1:])
+        is_persistent = num_kept == num_chunks and not any(key[1:])
+        found = Placement(counts, int(fewest[num_kept]), num_chunks - num_kept, is_persistent)
+        distinct.setdefault(key, found)
+    return list(distinct.values())
+
+
+def _fewest_buffers(layout: Layout) -> _Integers:
+    """(C + 1,) buffers that the section with the most gathered chunks needs, for every number of chunks that stay."""
     num_chunks = len(layout.chunks)
     needs = np.zeros((len(layout.needed), num_chunks), dtype=np.int64)
     for step, chunks in enumerate(layout.needed):
         needs[step, list(chunks)] = 1
-    # needed_after[s, p]: chunks of step s at or after position p, those left when p chunks are persistent.
+    # needed_after[s, p]: chunks of step s at or after position p, those left when p chunks stay.
     needed_after = np.zeros((len(needs), num_chunks + 1), dtype=np.int64)
     needed_after[:, :num_chunks] = needs[:, ::-1].cumsum(axis=1)[:, ::-1]
-    fewest = needed_after.max(axis=0)
-    candidates = range(num_chunks + 1) if n_persist is None else sorted(set(n_persist))
-    firsts = [first for first in candidates if first <= num_chunks]
-    pairs: dict[tuple[int, int], Placement] = {}
-    for number, first in enumerate(firsts):
-        for count in _shard_counts(num_chunks - first, n_shard, is_first=number == 0):
-            left = num_chunks - first, num_chunks - first - count
-            pairs.setdefault(left, Placement(first, count, int(fewest[first]), left[0]))
-    return list(pairs.values())
+    fewest: _Integers = needed_after.max(axis=0)
+    return fewest
 
 
-def _shard_counts(most: int, wanted: Iterable[int] | None, *, is_first: bool) -> Iterable[int]:
-    """Values of ``n_shard`` that go with an ``n_persist``, ascending; ``is_first``: with the smallest one."""
+def _counts(most: int, wanted: Wanted, *, is_first: bool) -> Iterable[int]:
+    """Values of a knob, ascending; ``is_first``: with the smallest values of the knobs before."""
     if wanted is not None:
-        return sorted({n_shard for n_shard in wanted if n_shard <= most})
+        return sorted({number for number in wanted if number <= most})
     return range(most + 1) if is_first else sorted({0, most})

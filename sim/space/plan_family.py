@@ -60,15 +60,13 @@ class PlanFamily:
     ) -> Self:
         """The plans of one residency of a layout under all choices of modes of ``compute``.
 
-        ``prefix``: its persistent and sharded chunks ([Note: Prefixes] in ``sim/space/placements.py``).
+        ``prefix``: the residencies of its chunks ([Note: Prefixes] in ``sim/space/placements.py``).
         """
         workload = compute.workload
         family = Family(
             workload=workload,
             facts=table.facts,
-            is_gathered=table.is_gathered(prefix),
-            is_offloaded=table.is_offloaded(prefix),
-            is_host_stepped=np.zeros(len(table.facts.size_bytes), dtype=np.bool_),
+            residency=table.places.residency(prefix),
             n_buffer=n_buffer,
             is_swap=np.arange(workload.num_blocks) < n_swap,
             is_checkpoint=compute.modes.is_checkpoint,

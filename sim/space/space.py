@@ -12,10 +12,11 @@ from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt
 
 from ...shared.basics.documents import FrozenModel
 from ...shared.layout.layout import Layout
+from ...shared.layout.residencies import ChunkResidency
 from ...shared.schema.plan import Plan
 from ...shared.schema.plan_kind import PlanKind
 from ...shared.schema.workload import Workload
-from .placements import Placements
+from .placements import COUNTED, Placements
 from .step_spec import StepSpec
 
 IntArray = npt.NDArray[np.int64]
@@ -49,11 +50,13 @@ class SearchSpace(FrozenModel):
     By default no block swaps: with swaps there are three times as many plans, whose bounds lie close together, and a
     search takes a few times as long.
 
-    ``n_shard`` is for ranks in mode sharded; nobody else has any.  By default, [Note: Shards in the space].
+    ``n_shard`` is for ranks in mode sharded, ``n_host_stepped`` for one rank or ranks in mode replicated; nobody else
+    has any.  Of both, None is for what [Note: Mixtures in the space] names.
     """
 
     chunk_bytes: _Sizes | None = None
     n_persist: _NonNegative | None = None
+    n_host_stepped: _NonNegative | None = (0,)
     n_shard: _NonNegative | None = None
     n_buffer: _NonNegative | None = None
     prefetch_depth: _Positive = (1, 2, 3)
@@ -108,13 +111,13 @@ class ModeRows:
 class LayoutGrid:
     """All candidates that share a layout: residencies x prefetch depths x choices of activation modes.
 
-    Shapes: R residencies, D prefetch depths, K choices of modes.
+    Shapes: R rows of residencies and buffers, Q residencies of a chunk, D prefetch depths, K choices of modes.
     """
 
     layout: Layout
     places: Placements
     prefix: IntArray
-    """(R,) which chunks are persistent and which are sharded, as a prefix of ``places``."""
+    """(R,) which chunks have which residency, as a prefix of ``places``."""
     n_buffer: IntArray
     """(R,) ascending for each prefix."""
     prefetch_depth: IntArray
@@ -123,56 +126,51 @@ class LayoutGrid:
     step: StepSpec = field(default_factory=StepSpec)
 
     @cached_property
-    def n_persist(self) -> IntArray:
-        """(R,) persistent chunks."""
-        found: IntArray = self.places.n_persist[self.prefix]
+    def counts(self) -> IntArray:
+        """(R, Q) chunks of every residency, as knobs count them."""
+        found: IntArray = self.places.counts[self.prefix]
         return found
 
     @cached_property
-    def n_shard(self) -> IntArray:
-        """(R,) the knob: chunks after the persistent ones that are sharded over the devices."""
-        found: IntArray = self.places.n_shard[self.prefix]
+    def travels(self) -> BoolArray:
+        """(R,) whether anything of any chunk comes to the device or leaves it."""
+        num_still = self.places.num_of(ChunkResidency.PERSISTENT)
+        found: BoolArray = num_still[self.prefix] < len(self.layout.chunks)
         return found
 
     @cached_property
-    def num_offloaded(self) -> IntArray:
-        """(R,) chunks on the hosts."""
-        return self.places.offloaded_sum(np.ones(self.places.num_chunks, dtype=np.int64))[self.prefix]
-
-    @cached_property
-    def num_sharded(self) -> IntArray:
-        """(R,) chunks that are sharded over the devices."""
-        return self.places.sharded_sum(np.ones(self.places.num_chunks, dtype=np.int64))[self.prefix]
+    def _demands(self) -> list[tuple[int, ...]]:
+        """(R,) the chunks that have each residency but the simplest, those that ask for the most first."""
+        by_residency = [self.places.num_of(residency)[self.prefix] for residency in reversed(ChunkResidency)]
+        return list(zip(*(numbers.tolist() for numbers in by_residency[:-1]), strict=True))
 
     def is_distinct(self, n_swap: int) -> BoolArray:
         """(R, D) whether the plans with this ``n_swap`` differ from those before them.
 
         Where nothing travels, no chunk and no activation, no depth matters.
         """
-        travels = (self.num_offloaded + self.num_sharded > 0) | (n_swap > 0)
+        travels = self.travels | (n_swap > 0)
         is_distinct: BoolArray = travels[:, None] | (np.arange(len(self.prefetch_depth)) == 0)
         return is_distinct
 
     def is_of_kind(self, kind: PlanKind, prefixes: IntArray, modes: IntArray) -> BoolArray:
         """(F, M) whether the plans with these of the layout's ``prefixes`` and rows of ``ModeRows`` are of ``kind``."""
-        ones = np.ones(self.places.num_chunks, dtype=np.int64)
-        is_offloaded = self.places.offloaded_sum(ones)[prefixes] > 0
-        is_sharded = self.places.sharded_sum(ones)[prefixes] > 0
-        resident, checkpointed, sharded, offloaded, swapped = (
-            kind.complexity
-            for kind in (
-                PlanKind.RESIDENT,
-                PlanKind.CHECKPOINTED,
-                PlanKind.SHARDED,
-                PlanKind.OFFLOADED,
-                PlanKind.SWAPPED,
-            )
+        resident, checkpointed, swapped = (
+            some.complexity for some in (PlanKind.RESIDENT, PlanKind.CHECKPOINTED, PlanKind.SWAPPED)
         )
-        place = np.where(is_offloaded, offloaded, np.where(is_sharded, sharded, resident))[:, None]
+        place = self._place_complexity[prefixes, None]
         recomputed = np.where(self.modes.n_checkpoint[modes] > 0, checkpointed, resident)
         activations = np.where(self.modes.swaps[modes], swapped, recomputed)
         is_of_kind: BoolArray = np.maximum(place, activations) == kind.complexity
         return is_of_kind
+
+    @cached_property
+    def _place_complexity(self) -> IntArray:
+        """(P,) of the kind of each of the layout's prefixes, by where chunks lie."""
+        found = np.zeros(len(self.places.counts), dtype=np.int64)
+        for residency in ChunkResidency:
+            found = np.maximum(found, np.where(self.places.num_of(residency) > 0, residency.kind.complexity, 0))
+        return found
 
     @cached_property
     def num_candidates(self) -> int:
@@ -181,11 +179,13 @@ class LayoutGrid:
 
     def plan(self, workload: Workload, residency: int, depth: int, mode: int) -> Plan:
         """The plan at these indices."""
+        knobs: dict[str, Any] = {
+            place.knob: int(self.counts[residency, place]) for place in COUNTED if place.knob is not None
+        }
         return Plan(
+            **knobs,
             workload_id=workload.identity,
             chunk_bytes=self.layout.chunk_bytes,
-            n_persist=int(self.n_persist[residency]),
-            n_shard=int(self.n_shard[residency]),
             n_buffer=int(self.n_buffer[residency]),
             prefetch_depth=int(self.prefetch_depth[depth]),
             n_swap=int(self.modes.n_swap[mode]),
@@ -201,15 +201,14 @@ class LayoutGrid:
         """Smaller is simpler.
 
         Fewer swapped blocks, fewer recomputed ones, less look-ahead, fewer offloaded chunks, fewer sharded ones, fewer
-        buffers, larger chunks.  No two distinct plans of a space share it, so a choice by it depends on no order of
-        enumeration.
+        that the host steps for the device, fewer buffers, larger chunks.  No two distinct plans of a space share it, so
+        a choice by it depends on no order of enumeration.
         """
         return (
             int(self.modes.n_swap[mode]),
             int(self.modes.n_checkpoint[mode]),
             int(self.prefetch_depth[depth]),
-            int(self.num_offloaded[residency]),
-            int(self.num_sharded[residency]),
+            *self._demands[residency],
             int(self.n_buffer[residency]),
             -self.layout.chunk_bytes,
         )

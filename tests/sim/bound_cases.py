@@ -11,6 +11,7 @@ from hypothesis.strategies import DrawFn
 
 from protwin.shared.compile.compile import compile_schedule
 from protwin.shared.layout.layout import Layout, build_layout
+from protwin.shared.layout.residencies import GATHERED
 from protwin.shared.schema.hardware import Hardware
 from protwin.shared.schema.plan import Plan
 from protwin.shared.schema.schedule import Lane, Schedule
@@ -48,8 +49,8 @@ class Case:
 
     @property
     def prefix(self) -> int:
-        """The plan's persistent and sharded chunks: the last prefix has shards, if any has."""
-        return len(self.chunks.places.n_persist) - 1 if self.plan.n_shard else self.plan.n_persist
+        """The plan's residencies: its tables have no others."""
+        return 0
 
     @property
     def schedule(self) -> Schedule:
@@ -95,8 +96,8 @@ class Case:
 
     @property
     def num_gathered(self) -> int:
-        """Chunks that are not persistent."""
-        return int(np.count_nonzero(self.chunks.is_gathered(self.prefix)))
+        """Chunks that come to the device for stays."""
+        return int(np.count_nonzero(self.chunks.is_any_of(self.prefix, *GATHERED)))
 
     def memory_bound_bytes(self) -> int:
         bounds = MemoryBounds(self.chunks, self.compute, self.workload.resident_bytes)
@@ -121,7 +122,7 @@ def case(model: Workload, chosen: Plan, layout: Layout, costs: CostModel, conten
     pairs = [(s, c) for s in range(model.num_blocks + 1) for c in range(model.num_blocks + 1 - s)]
     modes = ModeRows(model.num_blocks, *(np.array(column) for column in zip(*pairs, strict=True)))
     compute = compute_table(model, modes, costs, step)
-    places = Placements.of(layout, [(chosen.n_persist, chosen.n_shard)] if chosen.n_shard else [])
+    places = Placements.of(layout, [(chosen.n_persist, chosen.n_host_stepped, chosen.n_shard)])
     return Case(model, chosen, layout, costs, contention, compute, chunk_table(model, layout, costs, step, places))
 
 
@@ -136,9 +137,7 @@ def cases(draw: DrawFn) -> Case:
     """Plans of the space that is searched, with and without contention, measured and modelled."""
     model = draw(workloads(measured=None))
     chosen, layout = draw(plans(model, optimizers=any_optimizer(model)))
-    # The space has no chunks that the host steps and the device keeps.
-    changes = {"activation_modes": None, "n_persist": chosen.num_kept, "n_host_stepped": 0}
-    chosen = chosen.model_copy(update=changes)
+    chosen = chosen.model_copy(update={"activation_modes": None})
     if draw(st.booleans()):
         chosen = chosen.model_copy(update={"n_swap": 0, "micro_batches": 1, "max_gradient_norm": None})
     box, calibration = draw(hardware()), draw(st.none() | calibrations())

@@ -79,6 +79,18 @@ class Case:
         return [outcome for outcome in self.outcomes if outcome.device_bytes <= device_budget_bytes]
 
 
+def kept_counts(space: SearchSpace, num_chunks: int) -> list[tuple[int, int]]:
+    """``n_persist`` and ``n_host_stepped`` by [Note: Mixtures in the space] of ``sim/space/placements.py``."""
+    assert space.n_persist
+    found = []
+    for n_persist in space.n_persist:
+        left = num_chunks - n_persist
+        every = range(left + 1) if n_persist == min(space.n_persist) else {0, left}
+        named = every if space.n_host_stepped is None else space.n_host_stepped
+        found += [(n_persist, number) for number in named if 0 <= number <= left]
+    return found
+
+
 def brute_force(
     model: Workload,
     box: Hardware,
@@ -91,18 +103,20 @@ def brute_force(
     costs = CostModel(box, calibration, use_measured=model.measured_on == box.name)
     contention = ContentionModel.of(box, calibration)
     outcomes = []
-    knobs = (space.chunk_bytes, space.n_persist, space.n_buffer, space.prefetch_depth, space.n_checkpoint, space.n_swap)
+    knobs = (space.chunk_bytes, space.n_buffer, space.prefetch_depth, space.n_checkpoint, space.n_swap)
     chunk_sizes, *others = (() if values is None else values for values in knobs)
     for chunk_bytes in chunk_sizes:
         layout = build_layout(model.parameters, num_blocks=model.num_blocks, chunk_bytes=chunk_bytes)
-        for n_persist, n_buffer, depth, n_checkpoint, n_swap in product(*others):
-            if n_persist <= len(layout.chunks) and n_buffer >= layout.min_buffers(n_persist):
+        kept = kept_counts(space, len(layout.chunks))
+        for (n_persist, n_host_stepped), n_buffer, depth, n_checkpoint, n_swap in product(kept, *others):
+            if n_buffer >= layout.min_buffers(n_persist + n_host_stepped):
                 if n_checkpoint + n_swap > model.num_blocks:
                     continue
                 plan = Plan(
                     workload_id=model.identity,
                     chunk_bytes=chunk_bytes,
                     n_persist=n_persist,
+                    n_host_stepped=n_host_stepped,
                     n_buffer=n_buffer,
                     prefetch_depth=depth,
                     n_checkpoint=n_checkpoint,
@@ -139,6 +153,7 @@ def cases(draw: DrawFn, method: Method = FULL_TRAINING) -> Case:
     space = SearchSpace(
         chunk_bytes=some(st.sampled_from((512, 2048, 4096, 100_000))),
         n_persist=tuple({0, draw(st.integers(0, 8))}),
+        n_host_stepped=draw(st.sampled_from(((0,), (0, 1), (0, 2, 5), None))),
         n_buffer=tuple({1000, draw(st.integers(0, 6))}),
         prefetch_depth=some(st.integers(1, 3)),
         n_checkpoint=tuple({0, draw(st.integers(0, model.num_blocks))}),

@@ -39,8 +39,7 @@ def ranked_cases(draw: DrawFn) -> Case:
     """Plans of two to four ranks on such machines, with the tables that bounds read."""
     planned = draw(parallel_workloads(max_blocks=5, measured=None))
     num_ranks = draw(st.integers(2, RANKS))
-    kept = {"n_persist": planned.plan.num_kept, "n_host_stepped": 0}  # as in the space
-    update = {"activation_modes": None, "num_ranks": num_ranks, **kept}
+    update = {"activation_modes": None, "num_ranks": num_ranks}
     if planned.plan.activation_modes is not None:
         update |= {"n_swap": 0, "n_checkpoint": 0}
     chosen = planned.plan.model_copy(update=update)

@@ -13,7 +13,7 @@ from scipy.optimize import linprog
 from protwin.shared.compile.residency import Residency
 from protwin.shared.schema.calibration import Calibration, Contention
 from protwin.shared.schema.hardware import Hardware
-from protwin.shared.schema.schedule import LANES_ALONE, Lane, Memory
+from protwin.shared.schema.schedule import LANES_ALONE, Lane, Memory, TaskKind
 from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
 from protwin.sim.bounds import lane_programs, replay
 from protwin.sim.bounds.exact_peaks import family_peaks
@@ -23,6 +23,7 @@ from protwin.sim.costs.contention import ContentionModel
 from protwin.sim.costs.task_costs import CostModel
 from protwin.sim.kernels.library import SWITCH
 from protwin.sim.space.chunk_table import chunk_table
+from protwin.sim.space.placements import Placements
 from protwin.sim.space.plan_family import CPU_OPTIM
 from tests.proof_size import examples
 from tests.sim.bound_cases import Case, case, cases, hand_made
@@ -47,10 +48,10 @@ def test_memory_bounds_never_exceed_the_guaranteed_peak_and_the_last_one_equals_
 @given(cases())
 @settings(max_examples=examples(50, 25))
 def test_host_bytes_are_those_of_the_schedule(found: Case) -> None:
-    n_persist = np.array([found.plan.n_persist])
-    pinned_bytes = found.chunks.pinned_host_bytes(n_persist)[0] + found.compute.swapped_bytes[found.plan.n_swap]
+    prefix = np.array([found.prefix])
+    pinned_bytes = found.chunks.pinned_host_bytes(prefix)[0] + found.compute.swapped_bytes[found.plan.n_swap]
     assert pinned_bytes == found.schedule.static_bytes(Memory.PINNED_HOST)
-    assert found.chunks.host_bytes(n_persist)[0] == found.schedule.static_bytes(Memory.HOST)
+    assert found.chunks.host_bytes(prefix)[0] == found.schedule.static_bytes(Memory.HOST)
 
 
 def test_adding_all_buffers_to_the_activations_is_no_bound_of_memory() -> None:
@@ -156,7 +157,8 @@ def test_the_cycle_through_sums_that_fall_behind_is_counted() -> None:
     model = workload(num_blocks=2)
     of_four = plan(model, n_buffer=2).model_copy(update={"micro_batches": 4})
     found = hand_made(model, of_four, machine(cpu_adam_s=14.0))
-    assert found.chunks.accumulate_s[0] == pytest.approx(6)
+    sums_s = found.compute.prices.seconds(TaskKind.GRADIENT_ACCUMULATE, found.chunks.facts.accumulate_work)
+    assert sums_s[0] == pytest.approx(6)
     assert found.simulated_s() == pytest.approx(16 + 1 + 36 + 28 + 1)
     assert found.time_bound_s(num_events=64) == pytest.approx(82, rel=1e-4)
 
@@ -178,7 +180,8 @@ def test_plans_that_are_replayed_together_do_not_disturb_each_other(data: st.Dat
     rows = []
     for _ in range(5):
         chosen, layout = data.draw(plans(found.workload))
-        chunks = chunk_table(found.workload, layout, found.costs, found.chunks.step)
+        places = Placements.of(layout, [(chosen.n_persist, chosen.n_host_stepped, chosen.n_shard)])
+        chunks = chunk_table(found.workload, layout, found.costs, found.chunks.step, places)
         other = replace(found, plan=chosen, chunks=chunks)
         rows.append(ReplayPlan(other.family(), 0, int(found.mode[0])))
     together = Replayer(found.contention).periods_s(rows)

@@ -33,6 +33,7 @@ from protwin.sim.space.step_spec import SEVERAL
 from tests.cli.saved import decoder
 from tests.proof_size import examples
 from tests.sim.bound_cases import Case
+from tests.sim.brute_force import kept_counts
 from tests.sim.fastest import fastest_request
 from tests.sim.ranked_cases import RANKS, nodes, ranked_cases
 from tests.strategies import workloads
@@ -53,10 +54,10 @@ def test_no_bound_of_memory_exceeds_the_peak_and_the_last_one_equals_it(found: C
 @settings(max_examples=examples(30, 12))
 @given(ranked_cases())
 def test_tables_hold_what_the_schedule_holds(found: Case) -> None:
-    schedule, n_persist = found.schedule, np.array([found.prefix])
+    schedule, prefix = found.schedule, np.array([found.prefix])
     swapped_bytes = found.compute.swapped_bytes[found.plan.n_swap]
-    assert found.chunks.pinned_host_bytes(n_persist)[0] + swapped_bytes == schedule.static_bytes(Memory.PINNED_HOST)
-    assert found.chunks.host_bytes(n_persist)[0] == schedule.static_bytes(Memory.HOST)
+    assert found.chunks.pinned_host_bytes(prefix)[0] + swapped_bytes == schedule.static_bytes(Memory.PINNED_HOST)
+    assert found.chunks.host_bytes(prefix)[0] == schedule.static_bytes(Memory.HOST)
     durations_s = found.costs.durations_s(schedule)
     busy_s = {lane: sum(durations_s[task] for task in program) for lane, program in schedule.lanes.items()}
     family = found.family()
@@ -110,6 +111,7 @@ def small_spaces(draw: DrawFn) -> Small:
     space = SearchSpace(
         chunk_bytes=tuple(draw(st.sets(st.sampled_from((512, 2048, 100_000)), min_size=1, max_size=2))),
         n_persist=tuple({0, draw(st.integers(0, 4)), 1000 if draw(st.booleans()) else 0}),
+        n_host_stepped=draw(st.sampled_from(((0,), (0, 1, 2), None))),
         n_buffer=tuple({1000, draw(st.integers(0, 4))}),
         prefetch_depth=tuple(draw(st.sets(st.integers(1, 3), min_size=1, max_size=2))),
         n_checkpoint=tuple({0, draw(st.integers(0, model.num_blocks))}),
@@ -139,18 +141,20 @@ def small_spaces(draw: DrawFn) -> Small:
     assert space.n_checkpoint
     for size in space.chunk_bytes:
         layout = build_layout(model.parameters, num_blocks=model.num_blocks, chunk_bytes=size)
-        knobs = product(SEVERAL, space.n_persist, space.n_buffer, space.prefetch_depth, space.n_checkpoint)
-        for mode, n_persist, n_buffer, depth, n_checkpoint in knobs:
-            if n_persist > len(layout.chunks) or n_buffer < layout.min_buffers(n_persist):
+        kept = kept_counts(space, len(layout.chunks))
+        knobs = product(SEVERAL, kept, space.n_buffer, space.prefetch_depth, space.n_checkpoint)
+        for mode, (n_persist, n_host_stepped), n_buffer, depth, n_checkpoint in knobs:
+            if n_persist > len(layout.chunks) or n_buffer < layout.min_buffers(n_persist + n_host_stepped):
                 continue
             is_whole = len(layout.persistent(n_persist)) == len(layout.chunks)
-            if is_whole != (mode is ParallelMode.DDP):
+            if is_whole != (mode is ParallelMode.DDP) or (n_host_stepped and mode is not ParallelMode.REPLICATED):
                 continue
             for n_shard in shard_counts(space, mode, len(layout.chunks), n_persist):
                 chosen = Plan(
                     workload_id=model.identity,
                     chunk_bytes=size,
                     n_persist=len(layout.chunks) if is_whole else n_persist,
+                    n_host_stepped=n_host_stepped,
                     n_shard=n_shard,
                     n_buffer=n_buffer,
                     prefetch_depth=depth,

@@ -166,7 +166,7 @@ def test_the_schedule_that_is_returned_was_verified(monkeypatch: pytest.MonkeyPa
 
 
 def _shuffled(grid: LayoutGrid, random: np.random.Generator) -> LayoutGrid:
-    rows = random.permutation(len(grid.n_persist))
+    rows = random.permutation(len(grid.prefix))
     return replace(grid, prefix=grid.prefix[rows], n_buffer=grid.n_buffer[rows])
 
 

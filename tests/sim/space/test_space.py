@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from protwin.shared.basics.errors import PlanError
 from protwin.shared.compile.compile import compile_schedule
 from protwin.shared.layout.layout import Layout, build_layout
+from protwin.shared.layout.residencies import ChunkResidency
 from protwin.shared.schema.plan import ActivationMode, ParallelMode, Plan
 from protwin.shared.schema.workload import DType, Parameter, Workload
 from protwin.sim.searching.search import search
@@ -106,7 +107,10 @@ def of_ranks(space: SearchSpace | None = None, *, is_offloading: bool | None = T
     step = StepSpec(parallel=ParallelMode.SHARDED, num_ranks=8)
     space = (space or SearchSpace()).model_copy(update={"chunk_bytes": (256,)})
     (grid,) = enumerate_space(workload(num_blocks=4), space, step, is_offloading=is_offloading)
-    return set(zip(grid.n_persist.tolist(), grid.n_shard.tolist(), grid.num_offloaded.tolist(), strict=True))
+    residencies = ChunkResidency.PERSISTENT, ChunkResidency.SHARDED, ChunkResidency.OFFLOADED
+    counts = grid.counts[:, residencies].tolist()
+    assert grid.counts.sum(axis=1).tolist() == [4] * len(counts)
+    return {(persistent, sharded, offloaded) for persistent, sharded, offloaded in counts}
 
 
 def test_ranks_in_mode_sharded_shard_all_that_would_travel_or_some_of_it() -> None:
