@@ -119,6 +119,16 @@ AllowedShards = Annotated[
         help="Allow this number of chunks that are sharded over the devices, in mode sharded (repeatable).",
     ),
 ]
+AllowedHostStepped = Annotated[
+    list[int] | None,
+    typer.Option(
+        "--n-host-stepped",
+        metavar="N",
+        min=0,
+        max=LARGEST_KNOB,
+        help="Allow this number of chunks that the device keeps and the host steps (repeatable); 0 unless given.",
+    ),
+]
 AllowedModes = Annotated[
     list[ParallelMode] | None,
     typer.Option("--parallel", help="Allow this way of training together (repeatable); all unless given."),

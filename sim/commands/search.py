@@ -57,6 +57,7 @@ from ..searching.request import GlobalBatch, SearchRequest, Step
 from ..space.space import LARGEST_KNOB, SearchSpace
 from ..space.step_spec import SEVERAL, check_shares
 from .options import (
+    AllowedHostStepped,
     AllowedModes,
     AllowedShards,
     AllowedSwaps,
@@ -129,6 +130,7 @@ def search_command(
             help="Allow this number of persistent chunks (repeatable).",
         ),
     ] = None,
+    n_host_stepped: AllowedHostStepped = None,
     n_shard: AllowedShards = None,
     n_buffer: Annotated[
         list[int] | None,
@@ -199,6 +201,7 @@ def search_command(
     allowed = {
         "chunk_bytes": chunk_bytes,
         "n_persist": n_persist,
+        "n_host_stepped": n_host_stepped,
         "n_shard": n_shard,
         "n_buffer": n_buffer,
         "prefetch_depth": prefetch_depth,

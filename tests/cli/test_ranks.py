@@ -194,6 +194,17 @@ def test_shards_that_cannot_be(protwin_here: Protwin, folder: Path, arguments: t
     assert "Traceback" not in refused.stderr
 
 
+def test_a_search_lets_the_host_step_what_the_device_keeps_on_request(protwin_here: Protwin, folder: Path) -> None:
+    asked = ("search", "--model", "workload.json", "--hardware", "a100-80gb-x8", "--json", "--n-host-stepped", "2")
+    found = protwin_here(*asked, "--n-persist", "1")
+    assert found.returncode == 0, found.stderr
+    result = SearchResult.from_mapping(json.loads(found.stdout), origin="standard output")
+    assert (result.plan.n_persist, result.plan.n_host_stepped) == (1, 2)
+    refused = protwin_here(*asked, "--ranks", "8", "--parallel", "sharded")
+    assert refused.returncode == 2
+    assert "only hosts of one rank" in " ".join(refused.stderr.replace("│", " ").split())
+
+
 def test_a_search_over_ranks_shards_over_the_devices_what_may_be(protwin_here: Protwin, folder: Path) -> None:
     asked = ("search", "--model", "workload.json", "--hardware", "a100-80gb-x8", "--ranks", "8", "--json")
     budget = ("--parallel", "sharded", "--device-budget", "700MiB")

@@ -94,7 +94,7 @@ class Small:
 
 
 def shard_counts(space: SearchSpace, mode: ParallelMode, num_chunks: int, n_persist: int) -> list[int]:
-    """What [Note: Shards in the space] of ``sim/space/placements.py`` allows."""
+    """What [Note: Mixtures in the space] of ``sim/space/placements.py`` allows."""
     left = num_chunks - n_persist
     if mode is not ParallelMode.SHARDED:
         return [0]

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from protwin.shared.basics.errors import PlanError
 from protwin.shared.compile.compile import compile_schedule
 from protwin.shared.layout.layout import Layout, build_layout
-from protwin.shared.layout.residencies import ChunkResidency
+from protwin.shared.layout.residencies import GATHERED, ChunkResidency, residencies
 from protwin.shared.schema.plan import ActivationMode, ParallelMode, Plan
 from protwin.shared.schema.workload import DType, Parameter, Workload
 from protwin.sim.searching.search import search
@@ -25,17 +25,27 @@ from tests.strategies import workloads
 
 def _identity(plan: Plan, model: Workload, layout: Layout) -> tuple[object, ...]:
     """What a plan comes to, whatever its knobs say."""
-    persistent = layout.persistent(plan.n_persist)
-    num_offloaded = len(layout.chunks) - len(persistent)
+    places = residencies(plan, layout)
+    num_gathered = sum(place in GATHERED for place in places)
     moves = [model.profile_of(block).swappable_bytes > 0 for block in range(model.num_blocks)]
     modes = tuple(
         ActivationMode.KEEP if mode is ActivationMode.SWAP and not moves[block] else mode
         for block, mode in enumerate(plan.modes(model.num_blocks))
     )
-    if num_offloaded == 0:
+    if set(places) <= {ChunkResidency.PERSISTENT}:
         return modes, plan.prefetch_depth if ActivationMode.SWAP in modes else 0
     chunks = tuple(chunk.parameters for chunk in layout.chunks)
-    return chunks, persistent, min(plan.n_buffer, num_offloaded), plan.prefetch_depth, modes
+    return chunks, places, min(plan.n_buffer, num_gathered), plan.prefetch_depth, modes
+
+
+def _places(layout: Layout, n_persist: int, n_host_stepped: int) -> tuple[ChunkResidency, ...]:
+    """By hand: where chunks lie that are persistent, host-stepped or offloaded."""
+    kept = [ChunkResidency.PERSISTENT] * n_persist + [ChunkResidency.HOST_STEPPED] * n_host_stepped
+    found = kept + [ChunkResidency.OFFLOADED] * (len(layout.chunks) - len(kept))
+    return tuple(
+        ChunkResidency.PERSISTENT if place is ChunkResidency.HOST_STEPPED and chunk.num_trainable == 0 else place
+        for place, chunk in zip(found, layout.chunks, strict=True)
+    )
 
 
 def _plans(model: Workload, space: SearchSpace | None = None) -> list[Plan]:
@@ -57,7 +67,7 @@ def _indices(grid: LayoutGrid) -> list[tuple[int, int, int]]:
 @given(workloads(max_blocks=3))
 @settings(max_examples=20)
 def test_the_space_holds_every_plan_once_and_each_compiles(model: Workload) -> None:
-    space = SearchSpace(prefetch_depth=(1, 3))
+    space = SearchSpace(prefetch_depth=(1, 3), n_host_stepped=None)
     found = _plans(model, space)
     assert sum(grid.num_candidates for grid in enumerate_space(model, space)) == len(found)
     layouts = {
@@ -68,20 +78,22 @@ def test_the_space_holds_every_plan_once_and_each_compiles(model: Workload) -> N
     assert len(set(identities)) == len(identities)
     for plan in found[:: max(1, len(found) // 40)]:
         compile_schedule(plan, model)
-    # Small models have few chunks, and no value of a knob is left out.
-    persistent_sets = {(identity[0], identity[1]) for identity in identities if len(identity) > 2}
+    # Small models have few chunks, and no value of n_persist is left out, nor any number of host-stepped chunks.
+    known = {(identity[0], identity[1]) for identity in identities if len(identity) > 2}
     for chunk_bytes in chunk_sizes(model):
         layout = build_layout(model.parameters, num_blocks=model.num_blocks, chunk_bytes=chunk_bytes)
         chunks = tuple(chunk.parameters for chunk in layout.chunks)
-        for n_persist in range(len(layout.chunks) + 1):
-            persistent = layout.persistent(n_persist)
-            assert len(persistent) == len(layout.chunks) or (chunks, persistent) in persistent_sets
+        for first in range(len(layout.chunks) + 1):
+            for counts in ((first, 0), (0, first), (first, len(layout.chunks) - first)):
+                places = _places(layout, *counts)
+                assert set(places) <= {ChunkResidency.PERSISTENT} or (chunks, places) in known
 
 
 @given(workloads(max_blocks=4))
 @settings(max_examples=25)
 def test_no_two_plans_are_equally_simple(model: Workload) -> None:
-    keys = [grid.simplicity(*index) for grid in enumerate_space(model) for index in _indices(grid)]
+    space = SearchSpace(n_host_stepped=None)
+    keys = [grid.simplicity(*index) for grid in enumerate_space(model, space) for index in _indices(grid)]
     assert len(set(keys)) == len(keys)
 
 
@@ -107,8 +119,7 @@ def of_ranks(space: SearchSpace | None = None, *, is_offloading: bool | None = T
     step = StepSpec(parallel=ParallelMode.SHARDED, num_ranks=8)
     space = (space or SearchSpace()).model_copy(update={"chunk_bytes": (256,)})
     (grid,) = enumerate_space(workload(num_blocks=4), space, step, is_offloading=is_offloading)
-    residencies = ChunkResidency.PERSISTENT, ChunkResidency.SHARDED, ChunkResidency.OFFLOADED
-    counts = grid.counts[:, residencies].tolist()
+    counts = grid.counts[:, (ChunkResidency.PERSISTENT, ChunkResidency.SHARDED, ChunkResidency.OFFLOADED)].tolist()
     assert grid.counts.sum(axis=1).tolist() == [4] * len(counts)
     return {(persistent, sharded, offloaded) for persistent, sharded, offloaded in counts}
 
@@ -155,11 +166,26 @@ def test_only_ranks_in_mode_sharded_can_be_asked_to_shard() -> None:
         enumerate_space(workload(num_blocks=4), SearchSpace(n_shard=(0, 3)), step)
 
 
+@pytest.mark.parametrize("mode", [ParallelMode.SHARDED, ParallelMode.DDP])
+def test_only_hosts_with_whole_chunks_can_be_asked_to_step_them(mode: ParallelMode) -> None:
+    with pytest.raises(
+        PlanError, match=rf"n_host_stepped is at least 1 but parallel is {mode}.* Allow n_host_stepped = 0"
+    ):
+        enumerate_space(workload(num_blocks=4), SearchSpace(n_host_stepped=1), StepSpec(parallel=mode, num_ranks=2))
+
+
 def test_knobs_can_be_fixed() -> None:
-    space = SearchSpace(chunk_bytes=256, n_persist=1, n_buffer=2, prefetch_depth=2, n_checkpoint=3)
+    space = SearchSpace(chunk_bytes=256, n_persist=1, n_host_stepped=1, n_buffer=2, prefetch_depth=2, n_checkpoint=3)
     result = search(fastest_request(workload=workload(num_blocks=4), hardware=machine(), space=space))
     assert result.certificate.num_candidates == 1
-    fixed = {"chunk_bytes": 256, "n_persist": 1, "n_buffer": 2, "prefetch_depth": 2, "n_checkpoint": 3}
+    fixed = {
+        "chunk_bytes": 256,
+        "n_persist": 1,
+        "n_host_stepped": 1,
+        "n_buffer": 2,
+        "prefetch_depth": 2,
+        "n_checkpoint": 3,
+    }
     assert result.plan.model_dump(include=set(fixed)) == fixed
 
 
