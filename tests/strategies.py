@@ -20,6 +20,7 @@ from protwin.shared.schema.memory_accounts import DeviceReserved, HostMemory, Pi
 from protwin.shared.schema.optimizer import Optimizer
 from protwin.shared.schema.plan import ActivationMode, ParallelMode, Plan
 from protwin.shared.schema.record import (
+    ChunkCounts,
     Holding,
     IterationPhase,
     LaneUse,
@@ -542,6 +543,9 @@ def records(draw: DrawFn) -> Record:
         guaranteed_peak_device_bytes=draw(_SIZES),
         num_gathers=draw(st.integers(0, 99)),
         num_cpu_adam_steps=draw(st.integers(0, 99)),
+        chunks=draw(
+            st.none() | st.builds(ChunkCounts, **{name: st.integers(0, 99) for name in ChunkCounts.model_fields})
+        ),
         device_reserved=draw(st.none() | device_reserves()),
         host_memory=draw(st.none() | host_memories()),
     )

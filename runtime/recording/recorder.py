@@ -22,7 +22,7 @@ from ...shared.records.phase_times import phase_times_s
 from ...shared.records.phase_waits import phase_waits, repeating
 from ...shared.records.question import question_of
 from ...shared.schema.plan import Plan
-from ...shared.schema.record import Holding, LaneUse, MemoryCurve, Origin, Record, TaskTiming
+from ...shared.schema.record import ChunkCounts, Holding, LaneUse, MemoryCurve, Origin, Record, TaskTiming
 from ...shared.schema.schedule import Content, Lane, Memory, Schedule, Task, TaskId, TaskKind
 from ...shared.schema.workload import Workload
 from ...shared.verify.guaranteed_peak import guaranteed_device_peak
@@ -59,12 +59,14 @@ class Recorder:
         workload: Workload,
         device: TrainingDevice,
         *,
+        chunks: ChunkCounts,
         meter_every: int | None = None,
     ) -> None:
         self._schedule = schedule
         self._plan = plan
         self._workload = workload
         self._device = device
+        self._chunks = chunks
         self._meter_every = meter_every
         self.logs: list[IterationLog] = []
         self._interrupted = -1
@@ -136,6 +138,7 @@ class Recorder:
             guaranteed_peak_device_bytes=guaranteed_device_peak(self._schedule).size_bytes,
             model_flops=None if needed is None else needed * self._plan.micro_batches,
             hardware_flops=hardware_flops(self._schedule),
+            chunks=self._chunks,
             num_gathers=sum(task.kind is TaskKind.GATHER for task in self._schedule.tasks),
             num_cpu_adam_steps=sum(task.kind is TaskKind.CPU_ADAM for task in self._schedule.tasks),
             question=question_of(self._workload, self._plan),

@@ -14,6 +14,7 @@ from torch import nn
 from ...shared.basics.errors import PlanError
 from ...shared.compile.compile import compile_schedule
 from ...shared.layout.layout import Layout, build_layout
+from ...shared.layout.residencies import chunk_counts
 from ...shared.schema.plan import Plan
 from ...shared.schema.schedule import Content, Schedule, TaskKind
 from ...shared.schema.workload import Workload
@@ -166,7 +167,14 @@ class Assembly:
                 schedule=schedule,
                 loss_scaler=scaler,
                 metering=metering,
-                recorder=Recorder(schedule, plan, workload, device, meter_every=self.settings.meter_every),
+                recorder=Recorder(
+                    schedule,
+                    plan,
+                    workload,
+                    device,
+                    chunks=chunk_counts(plan, layout),
+                    meter_every=self.settings.meter_every,
+                ),
                 held=held,
                 lanes=lanes,
                 compute=compute,

@@ -14,6 +14,7 @@ from typing import Final
 
 from ..schema.plan import ParallelMode, Plan
 from ..schema.plan_kind import PlanKind
+from ..schema.record import ChunkCounts
 from .layout import Layout
 
 
@@ -43,11 +44,6 @@ class ChunkResidency(IntEnum):
     def kind(self) -> PlanKind:
         """The kind of plans with such chunks, and none of a residency that asks for more."""
         return _KINDS[self]
-
-    @property
-    def words(self) -> str:
-        """For tables and documents."""
-        return self.name.lower().replace("_", "-")
 
     def is_known_to(self, parallel: ParallelMode) -> bool:
         """Whether ranks in this mode have such chunks."""
@@ -91,6 +87,13 @@ def residencies(plan: Plan, layout: Layout) -> tuple[ChunkResidency, ...]:
         residency if chunk.is_trainable else residency.of_frozen
         for chunk, residency in zip(layout.chunks, found, strict=True)
     )
+
+
+def chunk_counts(plan: Plan, layout: Layout) -> ChunkCounts:
+    """How many chunks of ``layout`` have each residency, as the plan's knobs count them."""
+    counted = [getattr(plan, residency.knob) for residency in ChunkResidency if residency.knob is not None]
+    numbers = (*counted, len(layout.chunks) - sum(counted))
+    return ChunkCounts(**{r.name.lower(): number for r, number in zip(ChunkResidency, numbers, strict=True)})
 
 
 def most_demanding(kinds: Iterable[PlanKind]) -> PlanKind:

@@ -132,6 +132,22 @@ class Remedy(FrozenModel):
     """How many times as many tokens per second."""
 
 
+class ChunkCounts(FrozenModel):
+    """How many chunks have each residency: the first so many in execution order, then the next, and so on.
+
+    A frozen chunk among those that are host-stepped is as a persistent one, for nobody steps it.
+    """
+
+    persistent: NonNegativeInt
+    """Chunks whole on the device, with their optimizer state."""
+    host_stepped: NonNegativeInt
+    """Chunks whole on the device, with their optimizer state on the host, which steps them."""
+    sharded: NonNegativeInt
+    """Chunks in parts on the devices of all ranks."""
+    offloaded: NonNegativeInt
+    """Chunks on the hosts."""
+
+
 class Record(Document):
     """One iteration in steady state, predicted or measured."""
 
@@ -186,6 +202,8 @@ class Record(Document):
     """What the devices of all ranks draw at most, in watts; None where it is not known."""
     run: TrainingRun | None = None
     """What training on the tokens that were asked about takes; None where nobody asked."""
+    chunks: ChunkCounts | None = None
+    """Where the chunks of the plan lie; None in records that do not say."""
     num_gathers: NonNegativeInt
     num_cpu_adam_steps: NonNegativeInt
     device_reserved: DeviceReserved | None = None

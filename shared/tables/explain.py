@@ -253,9 +253,12 @@ def _summary(found: Account, schedule: Schedule, plan: Plan, workload: Workload,
         sent_bytes = _total(task.moved_bytes for task in schedule.tasks if task.lane is Lane.COLLECTIVE)
         places = (("device", "sharded", sharded), ("host", "offloaded", offloaded))
         parts = [f"every {place} has 1/{plan.num_ranks:,} of the {kind} chunks" for place, kind, some in places if some]
+        on_hosts = [kind for kind, some in (("offloaded", offloaded), ("host-stepped", host_stepped)) if some]
         words = {
             ParallelMode.DDP: "every device has all chunks",
-            ParallelMode.REPLICATED: "every host has all of the offloaded chunks",
+            ParallelMode.REPLICATED: f"every host has all of the {' and '.join(on_hosts)} chunks"
+            if on_hosts
+            else "every device has all chunks",
             ParallelMode.SHARDED: " and ".join(parts) or "every device has all chunks",
         }[plan.parallel]
         sentences.append(f"Ranks: {plan.num_ranks:,} train together; {words}; {sent_bytes} pass between them.")

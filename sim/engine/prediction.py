@@ -7,6 +7,7 @@ from typing import Final, TypeVar
 
 from ...shared.basics.errors import WorkloadError
 from ...shared.layout.layout import Layout, build_layout
+from ...shared.layout.residencies import chunk_counts
 from ...shared.methods.full_training import FULL_TRAINING
 from ...shared.methods.method import Method
 from ...shared.records.flops import hardware_flops, model_flops
@@ -141,6 +142,7 @@ def predicted_record(
         hardware_flops=_times(plan.num_ranks, flops),
         peak_flop_per_s=_times(plan.num_ranks, hardware.device.matrix_flop_per_s(matrix_dtype(workload))),
         power_w=_times(plan.num_ranks, hardware.device.power_w),
+        chunks=chunk_counts(plan, layout),
         num_gathers=_num_gathers(schedule, fold),
         num_cpu_adam_steps=sum(task.kind is TaskKind.CPU_ADAM for task in schedule.tasks),
         question=question_of(workload, plan, hardware, calibration),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from protwin.shared.schema.record import ChunkCounts
 from protwin.shared.schema.schedule import Lane
 from protwin.sim.engine.simulator import simulate
 from tests.sim.hand_made import assert_timeline, machine, plan, workload
@@ -61,4 +62,5 @@ def test_all_residencies_in_one_plan() -> None:
     chosen = plan(model, n_persist=1, n_buffer=1).model_copy(update={"n_host_stepped": 1, "prefetch_depth": 2})
     record = simulate(chosen, model, machine(gather_s=1e-3, offload_s=1e-3, cpu_adam_s=1e-3))
     assert record.iteration_s == pytest.approx(14, rel=1e-3)
+    assert record.chunks == ChunkCounts(persistent=1, host_stepped=1, sharded=0, offloaded=1)
     assert (record.num_gathers, record.num_cpu_adam_steps) == (2, 2)
