@@ -216,16 +216,29 @@ def _chunk_table(found: Account, optimizer: str) -> Table:
 def _summary(found: Account, schedule: Schedule, plan: Plan, workload: Workload, optimizer: str) -> list[str]:
     values = ", ".join(f"{knob.name} = {knob.value}" for knob in knobs(plan, num_blocks=schedule.num_blocks))
     persistent = [chunk for chunk in found.chunks if chunk.is_persistent]
-    sharded = [chunk for chunk in found.chunks if chunk.is_sharded]
-    host_stepped = [chunk for chunk in found.chunks if chunk.is_host_stepped]
-    offloaded = [chunk for chunk in found.chunks if chunk.slots and not chunk.is_sharded]
     peak = guaranteed_device_peak(schedule)
     sentences = [
         f"Plan: {values}.",
         f"Device memory: {len(persistent)} of {_count(len(found.chunks), 'chunk')} persistent "
         f"({_total(c.chunk.size_bytes for c in persistent)}); in all at most {format_bytes(peak.size_bytes)}, in or "
         f"before {schedule.tasks[peak.task].name}.",
+        *_residency_sentences(found, schedule, plan),
     ]
+    pinned_bytes, other_bytes = (schedule.static_bytes(memory) for memory in (Memory.PINNED_HOST, Memory.HOST))
+    if pinned_bytes or other_bytes:
+        sentences.append(f"Host memory: {format_bytes(pinned_bytes)} pinned, {format_bytes(other_bytes)} besides.")
+    sentences.append(_activation_sentence(found, schedule, plan))
+    sentences.append(_stepping_sentence(found, plan, optimizer))
+    sentences += _precision_sentences(plan, workload)
+    return sentences
+
+
+def _residency_sentences(found: Account, schedule: Schedule, plan: Plan) -> list[str]:
+    """What leaves the device, and what ranks share."""
+    sharded = [chunk for chunk in found.chunks if chunk.is_sharded]
+    host_stepped = [chunk for chunk in found.chunks if chunk.is_host_stepped]
+    offloaded = [chunk for chunk in found.chunks if chunk.slots and not chunk.is_sharded]
+    sentences = []
     if host_stepped:
         sentences.append(
             f"Stepped on the host: {_count(len(host_stepped), 'chunk')} that stay on the device "
@@ -262,24 +275,23 @@ def _summary(found: Account, schedule: Schedule, plan: Plan, workload: Workload,
             ParallelMode.SHARDED: " and ".join(parts) or "every device has all chunks",
         }[plan.parallel]
         sentences.append(f"Ranks: {plan.num_ranks:,} train together; {words}; {sent_bytes} pass between them.")
-    pinned_bytes, other_bytes = (schedule.static_bytes(memory) for memory in (Memory.PINNED_HOST, Memory.HOST))
-    if pinned_bytes or other_bytes:
-        sentences.append(f"Host memory: {format_bytes(pinned_bytes)} pinned, {format_bytes(other_bytes)} besides.")
-    sentences.append(_activation_sentence(found, schedule, plan))
-    sentences.append(_stepping_sentence(found, plan, optimizer))
+    return sentences
+
+
+def _precision_sentences(plan: Plan, workload: Workload) -> list[str]:
     narrow = [
         parameter
         for parameter in workload.parameters
         if parameter.trainable and master_bytes(parameter.dtype, plan.optimizer)
     ]
-    if narrow:
-        dtypes = " and ".join(sorted({parameter.dtype for parameter in narrow}))
-        sentences.append(
-            f"Precision: {sum(parameter.num_elements for parameter in narrow):,} parameters in {dtypes} are stepped as "
-            f"float32 masters and rounded after every step; a plain loop that steps them in {dtypes} comes to other "
-            f"weights."
-        )
-    return sentences
+    if not narrow:
+        return []
+    dtypes = " and ".join(sorted({parameter.dtype for parameter in narrow}))
+    return [
+        f"Precision: {sum(parameter.num_elements for parameter in narrow):,} parameters in {dtypes} are stepped as "
+        f"float32 masters and rounded after every step; a plain loop that steps them in {dtypes} comes to other "
+        f"weights."
+    ]
 
 
 def _activation_sentence(found: Account, schedule: Schedule, plan: Plan) -> str:
