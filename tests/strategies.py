@@ -17,7 +17,7 @@ from protwin.shared.layout.layout import Layout, build_layout
 from protwin.shared.schema.calibration import Calibration, Contention, Factor
 from protwin.shared.schema.hardware import Device, DeviceKind, Hardware, Host, Link, LinkPoint
 from protwin.shared.schema.memory_accounts import DeviceReserved, HostMemory, PinnedRule
-from protwin.shared.schema.optimizer import Optimizer
+from protwin.shared.schema.optimizer import HostGradients, Optimizer
 from protwin.shared.schema.plan import ActivationMode, ParallelMode, Plan
 from protwin.shared.schema.record import (
     ChunkCounts,
@@ -259,6 +259,7 @@ def workloads(draw: DrawFn, max_blocks: int = 6, measured: bool | None = True, m
 
 
 ADAMW: Final = st.just(Optimizer.ADAMW)
+AS_PARAMETERS: Final = st.just(HostGradients.PARAMETERS)
 
 
 def any_optimizer(workload: Workload) -> SearchStrategy[Optimizer]:
@@ -275,12 +276,19 @@ def any_optimizer(workload: Workload) -> SearchStrategy[Optimizer]:
     return ADAMW | st.sampled_from(able)
 
 
+def any_host_gradients(workload: Workload) -> SearchStrategy[HostGradients]:
+    """Those of the parameters, or float32 where any trained parameter is narrower."""
+    narrow = any(parameter.trainable and parameter.dtype.item_bytes < 4 for parameter in workload.parameters)
+    return st.sampled_from(tuple(HostGradients) if narrow else (HostGradients.PARAMETERS,))
+
+
 @st.composite
 def plans(
     draw: DrawFn,
     workload: Workload,
     max_prefetch_depth: int = 4,
     optimizers: SearchStrategy[Optimizer] = ADAMW,
+    host_gradients: SearchStrategy[HostGradients] = AS_PARAMETERS,
 ) -> tuple[Plan, Layout]:
     """A plan that ``workload`` can follow, and its layout."""
     chunk_bytes = draw(st.sampled_from(CHUNK_BYTES) | st.integers(1, 20_000))
@@ -299,6 +307,7 @@ def plans(
     plan = Plan(
         workload_id=workload.identity,
         optimizer=draw(optimizers),
+        host_gradients=draw(host_gradients),
         chunk_bytes=chunk_bytes,
         n_persist=n_persist,
         n_host_stepped=n_host_stepped,
@@ -319,7 +328,9 @@ def planned_workloads(
 ) -> PlannedWorkload:
     """A random workload with a random plan for it."""
     workload = draw(workloads(max_blocks, measured, min_parameters))
-    plan, layout = draw(plans(workload, optimizers=any_optimizer(workload)))
+    plan, layout = draw(
+        plans(workload, optimizers=any_optimizer(workload), host_gradients=any_host_gradients(workload))
+    )
     return PlannedWorkload(workload, plan, layout)
 
 

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from ...shared.basics.errors import FileError
+from ...shared.schema.optimizer import HostGradients
 from ...shared.schema.plan import Plan
 from ...shared.schema.workload import Workload
 from ..chunks.placed_model import PlacedModel
@@ -27,7 +28,7 @@ from ..optimizers.loss_scaling import LossScaler
 from .checkpoints import CheckpointContent
 from .optimizer_state import OptimizerState, on_host
 
-STEP_KNOBS: Final = ("micro_batches", "max_gradient_norm")
+STEP_KNOBS: Final = ("micro_batches", "max_gradient_norm", "host_gradients")
 """The knobs of a plan that change what a step computes."""
 
 
@@ -74,7 +75,7 @@ class CheckpointState:
         self._workload = workload
         self._placed = placed
         self._device = device
-        self._step_knobs = {knob: getattr(plan, knob) for knob in STEP_KNOBS}
+        self._step_knobs = plan.model_dump(mode="json", include=set(STEP_KNOBS))
         self._configuration = configuration
         self._scaler = scaler
         names = {parameter: name for name, parameter in model.named_parameters()}
@@ -122,9 +123,11 @@ class CheckpointState:
         """Raise FileError unless ``content`` can be placed; changes nothing."""
         training = content.training
         try:
-            changed = [knob for knob in STEP_KNOBS if training["step_knobs"][knob] != self._step_knobs[knob]]
+            # Checkpoints without the last knob are of plans that did not have it.
+            saved = {"host_gradients": HostGradients.PARAMETERS.value} | training["step_knobs"]
+            changed = [knob for knob in STEP_KNOBS if saved[knob] != self._step_knobs[knob]]
             if changed and not allow_changed_step:
-                raise _changed_step(changed, training["step_knobs"], self._step_knobs)
+                raise _changed_step(changed, saved, self._step_knobs)
             _check_scheduler(training["scheduler"], scheduler)
             _check_scaler(training["loss_scaler"], self._scaler)
             self.optimizer.check(content.optimizer)

@@ -20,7 +20,7 @@ from torch import nn
 
 from ...shared.basics.errors import ScheduleError
 from ...shared.layout.layout import Chunk, aligned
-from ...shared.optimizers.state import master_bytes
+from ...shared.optimizers.state import master_bytes, summed_dtype
 from ...shared.schema.optimizer import Optimizer
 from ...shared.schema.schedule import Content
 from ...shared.schema.workload import DType, Parameter
@@ -73,11 +73,13 @@ class DeviceChunk:
         *,
         residency: ChunkResidency,
         has_arrivals: bool = False,
+        widens: bool = False,
         optimizer: Optimizer = Optimizer.ADAMW,
     ) -> None:
         """Move the parameters in.  ``has_arrivals``: later micro-batches have gradients to add.
 
-        ``optimizer`` says which parameters are stepped through float32 masters.
+        ``widens``: gradients of all micro-batches are added to float32 sums.  ``optimizer`` says which parameters are
+        stepped through float32 masters.
 
         Raises the device's out-of-memory error if a chunk that stays there does not fit.
         """
@@ -95,8 +97,12 @@ class DeviceChunk:
             # Evaluation gathers on the compute thread, whose operations the ledger watches: the home is the host's.
             device.ledger.ignore([self._flat, *([] if self._home is None else [self._home])])
         is_staged = not self.is_persistent and chunk.is_trainable
-        self._staging = device.host_buffer(chunk.staging_bytes) if is_staged else None
-        self._arrivals = device.host_buffer(chunk.staging_bytes) if is_staged and has_arrivals else None
+        self.widens = widens
+        """Whether gradients of every micro-batch arrive beside float32 sums."""
+        summed_bytes = sum(aligned(s.num_elements * self._summed(s).item_bytes) for s in specs if s.trainable)
+        self._staging = device.host_buffer(summed_bytes) if is_staged else None
+        has_arrivals = is_staged and (has_arrivals or widens)
+        self._arrivals = device.host_buffer(chunk.staging_bytes) if has_arrivals else None
         self._gathering = Lock()
         """Held while the home is copied to the device, or rewritten."""
         self._specs = tuple(specs)
@@ -107,9 +113,9 @@ class DeviceChunk:
         self.targets: list[torch.Tensor | None] = []
         """Where a stepped master is written back to, narrower than itself; None where the home is the master."""
         self.staged: list[torch.Tensor] = []
-        """Host views that receive the gradients, in the order of ``masters``."""
+        """Host views in which gradients are added up, in the order of ``masters``."""
         self.arrived: list[torch.Tensor] = []
-        """Host views that receive those of later micro-batches, in the same order; empty if there are none."""
+        """Host views that receive gradients which are added, in the same order; empty if there are none."""
         self.trainable = tuple(p for p, s in zip(parameters, specs, strict=True) if s.trainable)
         self.stepped_next: set[nn.Parameter] = set()
         """Whose gradients of this step have left; ``PlacedModel.drop_gradients`` empties it."""
@@ -128,7 +134,7 @@ class DeviceChunk:
         return self.residency is not ChunkResidency.OFFLOADED
 
     def _move_in(self) -> None:
-        staged_bytes = 0
+        staged_bytes = arrived_bytes = 0
         for placed, spec, parameter in zip(self.chunk.parameters, self._specs, self.parameters, strict=True):
             view = _view(self._flat, placed.offset_bytes, parameter)
             if self._home is None:
@@ -138,14 +144,20 @@ class DeviceChunk:
                 home.copy_(parameter.detach())
                 if spec.trainable:
                     assert self._staging is not None
-                    self.staged.append(_view(self._staging, staged_bytes, parameter))
+                    summed = self._summed(spec)
+                    self.staged.append(_view(self._staging, staged_bytes, parameter, getattr(torch, summed)))
+                    staged_bytes += aligned(spec.num_elements * summed.item_bytes)
                     if self._arrivals is not None:
-                        self.arrived.append(_view(self._arrivals, staged_bytes, parameter))
-                    staged_bytes += aligned(spec.size_bytes)
+                        self.arrived.append(_view(self._arrivals, arrived_bytes, parameter))
+                        arrived_bytes += aligned(spec.size_bytes)
                     is_narrow = self._has_master(spec)
                     self.masters.append(home.float() if is_narrow else home)
                     self.targets.append(home if is_narrow else None)
             parameter.data = view
+
+    def _summed(self, spec: Parameter) -> DType:
+        """The element type in which the host adds gradients up."""
+        return summed_dtype(spec.dtype) if self.widens else spec.dtype
 
     def _has_master(self, spec: Parameter) -> bool:
         return master_bytes(DType(spec.dtype), self._optimizer) > 0
@@ -262,10 +274,10 @@ class DeviceChunk:
     def stage_gradients(self, gradients: list[torch.Tensor | None], *, is_first: bool = True) -> list[bool]:
         """Copy gradients to the host and drop them; says for which trainable parameters there was one.
 
-        Those of the first micro-batch are staged, later ones arrive beside them.
+        Those of the first micro-batch are staged, later ones and those to be widened arrive beside them.
         """
         present = [gradient is not None for gradient in gradients]
-        for place, staged in enumerate(self.staged if is_first else self.arrived):
+        for place, staged in enumerate(self.staged if is_first and not self.widens else self.arrived):
             gradient = gradients[place]
             if gradient is not None:
                 self._device.copy(staged, gradient, to_device=False)
@@ -275,7 +287,8 @@ class DeviceChunk:
     def accumulate(self, staged: Sequence[bool], arrived: Sequence[bool]) -> list[bool]:
         """Add what has arrived to what is staged; both say for which parameters there is a gradient, as the result.
 
-        The same additions in the same order as autograd's own, so the bits are the same.
+        The same additions in the same order as autograd's own, so the bits are the same; float32 sums are those of
+        gradients that were widened one by one, which rounds nothing.
         """
         for place, (is_staged, has_arrived) in enumerate(zip(staged, arrived, strict=True)):
             if has_arrived and is_staged:
@@ -286,7 +299,8 @@ class DeviceChunk:
 
     def moved_gradient_bytes(self, present: Sequence[bool]) -> int:
         """Bytes of the gradients that were there."""
-        return sum(s.numel() * s.element_size() for s, p in zip(self.staged, present, strict=True) if p)
+        moved = self.arrived if self.widens else self.staged
+        return sum(s.numel() * s.element_size() for s, p in zip(moved, present, strict=True) if p)
 
     # -- values from outside -----------------------------------------------------------------------------------------
 
@@ -329,7 +343,8 @@ class DeviceChunk:
         self.masters, self.targets, self.staged, self.arrived = [], [], [], []
 
 
-def _view(flat: torch.Tensor, offset_bytes: int, like: torch.Tensor) -> torch.Tensor:
-    """The stretch of a uint8 buffer that holds a tensor of the shape, strides and dtype of ``like``."""
-    size_bytes = like.numel() * like.element_size()
-    return strided(flat[offset_bytes : offset_bytes + size_bytes].view(like.dtype), like)
+def _view(flat: torch.Tensor, offset_bytes: int, like: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """The stretch of a uint8 buffer that holds a tensor of the shape and strides of ``like``, or of another dtype."""
+    dtype = like.dtype if dtype is None else dtype
+    size_bytes = like.numel() * dtype.itemsize
+    return strided(flat[offset_bytes : offset_bytes + size_bytes].view(dtype), like)

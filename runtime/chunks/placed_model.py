@@ -127,6 +127,7 @@ class PlacedModel:
                 self._device,
                 residency=residency_of(chunk.id),
                 has_arrivals=plan.micro_batches > 1,
+                widens=plan.widens_on_host,
                 optimizer=plan.optimizer,
             )
             self.chunks.append(made)

@@ -94,7 +94,7 @@ class ChunkOptimizer:
             return
         with torch.no_grad():
             for weight, gradient in zip(self._weights, gradients, strict=True):
-                weight.grad = gradient if gradient is None or gradient.dtype == weight.dtype else gradient.float()
+                weight.grad = None if gradient is None else gradient.to(weight.dtype)
                 if factor is not None and weight.grad is not None:
                     weight.grad.mul_(factor)
             with self._alone:

@@ -59,8 +59,8 @@ class TransferLanes:
         the tensors, since staging is one buffer for all iterations: where a parameter had no gradient it still holds
         an older one, which must not be stepped."""
         self._arrived: dict[tuple[int, int, int], list[bool]] = {}
-        """The same of a later micro-batch, by iteration, micro-batch and chunk: from its ``_offload`` (d2h) to its
-        ``_accumulate`` (cpu_optim)."""
+        """The same of gradients that are added, of a later micro-batch or to be widened, by iteration, micro-batch and
+        chunk: from their ``_offload`` (d2h) to their ``_accumulate`` (cpu_optim)."""
         self._clipped: dict[int, ClippedNorm] = {}
         """The norms of the gradients of an iteration, and what these are multiplied by: from ``_norm`` (cpu_optim) to
         ``forget``, since the step on the device and CPU Adam both read it."""
@@ -266,7 +266,7 @@ class TransferLanes:
         finally:
             gradients.clear()
             self._free(size_bytes)
-        if micro_batch == 0:
+        if micro_batch == 0 and not chunk.widens:
             self._present[iteration, chunk.chunk.id] = present
         else:
             self._arrived[iteration, micro_batch, chunk.chunk.id] = present
@@ -275,7 +275,9 @@ class TransferLanes:
     def _accumulate(self, chunk: DeviceChunk, iteration: int, micro_batch: int) -> None:
         key = (iteration, chunk.chunk.id)
         arrived = self._arrived.pop((iteration, micro_batch, chunk.chunk.id))
-        self._present[key] = chunk.accumulate(self._present[key], arrived)
+        # Sums begin with the first micro-batch whose gradients are widened.
+        staged = self._present[key] if micro_batch > 0 else [False] * len(arrived)
+        self._present[key] = chunk.accumulate(staged, arrived)
 
     def _norm(self, iteration: int) -> None:
         # All offloads of this iteration have ended, and none of the next can begin before the step on the device, which

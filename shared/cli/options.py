@@ -13,8 +13,8 @@ import typer
 
 from ..basics.errors import FileError, ProtwinError
 from ..basics.units import parse_bytes, parse_bytes_per_s, parse_count
-from ..optimizers.names import optimizer_named
-from ..schema.optimizer import Optimizer
+from ..optimizers.names import host_gradients_named, optimizer_named
+from ..schema.optimizer import HostGradients, Optimizer
 from ..schema.plan import Plan
 from ..schema.training_options import LoraOptions, TrainingOptions
 from ..schema.workload import DType
@@ -212,6 +212,15 @@ OptimizerName = Annotated[
         help=f"What steps the weights ({', '.join(Optimizer)}), instead of adamw or of what the plan names.",
     ),
 ]
+HostGradientsName = Annotated[
+    HostGradients | None,
+    typer.Option(
+        "--host-gradients",
+        parser=lambda text: host_gradients_option(text),
+        metavar="TYPE",
+        help="Add up narrow gradients on the host in this type (float32), instead of in the parameters' own.",
+    ),
+]
 AutocastName = Annotated[
     str | None,
     typer.Option("--autocast", metavar="NAME", help="Compute in this element type, by autocast (bfloat16, float16)."),
@@ -288,6 +297,14 @@ def optimizer_option(text: str) -> Optimizer:
     """The optimizer of an option's value; raises typer.BadParameter, which names the option."""
     try:
         return optimizer_named(text)
+    except ProtwinError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+def host_gradients_option(text: str) -> HostGradients:
+    """The element type of an option's value; raises typer.BadParameter, which names the option."""
+    try:
+        return host_gradients_named(text)
     except ProtwinError as error:
         raise typer.BadParameter(str(error)) from error
 

@@ -13,8 +13,8 @@ from ..layout.adam_memory import alone_peak_bytes, together_gradient_bytes, wide
 from ..layout.layout import Layout
 from ..layout.shards import chunk_paged_bytes, chunk_state_bytes, rank_part, stepped_bytes
 from ..layout.slots import Stay, Uses, assign_slots
-from ..schema.optimizer import Optimizer
-from ..schema.plan import ParallelMode
+from ..schema.optimizer import HostGradients, Optimizer
+from ..schema.plan import ParallelMode, widens_on_host
 from ..schema.workload import Parameter
 from .program import NOT_THERE, BoolArray, IntArray, Work
 
@@ -33,11 +33,22 @@ class StepKnobs:
     parallel: ParallelMode = ParallelMode.SINGLE
     num_ranks: int = 1
     optimizer: Optimizer = Optimizer.ADAMW
+    host_gradients: HostGradients = HostGradients.PARAMETERS
 
     @property
     def is_sharded(self) -> bool:
         """Whether ranks share what is gathered."""
         return self.parallel is ParallelMode.SHARDED
+
+    @property
+    def widens(self) -> bool:
+        """Whether gradients arrive on the host beside float32 sums."""
+        return widens_on_host(self.host_gradients, self.micro_batches, limits_norm=self.limits_norm)
+
+    @property
+    def has_arrivals(self) -> bool:
+        """Whether gradients arrive on the host beside the ones that they are added to."""
+        return self.micro_batches > 1 or self.widens
 
 
 @dataclass(frozen=True, eq=False)
@@ -216,7 +227,7 @@ class ChunkFacts:
         """(C,) each field of ``RankPart``."""
         step = self.step
         parts = [
-            rank_part(chunk, self.parameters, step.parallel, step.num_ranks, step.optimizer)
+            rank_part(chunk, self.parameters, step.parallel, step.num_ranks, step.optimizer, widens=step.widens)
             for chunk in self.layout.chunks
         ]
         names = parts[0].__slots__ if parts else ()
@@ -305,12 +316,18 @@ class ChunkFacts:
     @cached_property
     def accumulate_work(self) -> Work:
         """By chunk: the sum of its gradients and those of earlier micro-batches."""
-        return Work(stepped_bytes=3 * self.part("gradient_bytes"))
+        return Work(stepped_bytes=self.part("gradient_bytes") + 2 * self.part("summed_bytes"))
+
+    @cached_property
+    def widen_work(self) -> Work:
+        """By chunk: its first gradients, written as float32 sums."""
+        return Work(stepped_bytes=self.part("gradient_bytes") + self.part("summed_bytes"))
 
     @cached_property
     def cpu_adam_work(self) -> Work:
         """By chunk: CPU Adam."""
-        return Work(num_stepped=self.part("num_stepped"), stepped_bytes=self.part_stepped_bytes)
+        moved_bytes = self.part("host_stepped_bytes") + self._num_scalings * self.part("summed_bytes")
+        return Work(num_stepped=self.part("num_stepped"), stepped_bytes=moved_bytes)
 
     @cached_property
     def scatter_work(self) -> Work:

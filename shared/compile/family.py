@@ -132,7 +132,12 @@ def family_of(plan: Plan, workload: Workload, layout: Layout) -> Family:
     """
     modes = plan.modes(workload.num_blocks)
     step = StepKnobs(
-        plan.micro_batches, plan.max_gradient_norm is not None, plan.parallel, plan.num_ranks, plan.optimizer
+        plan.micro_batches,
+        plan.max_gradient_norm is not None,
+        plan.parallel,
+        plan.num_ranks,
+        plan.optimizer,
+        plan.host_gradients,
     )
     return Family(
         workload=workload,

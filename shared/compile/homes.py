@@ -30,7 +30,8 @@ class Homes:
     """Of trainable chunks that are gathered: where those of an offloaded one arrive on the host and are added up, or
     the rank's part of a sharded one's on the device."""
     arrivals: IntArray
-    """Where the gradients of later micro-batches arrive, if there are any."""
+    """Where gradients arrive beside those that they are added to: of later micro-batches, or of all where the host adds
+    them up in float32."""
     kept: IntArray
     """What compute reads of chunks that are not gathered: their places on the device."""
 
@@ -59,7 +60,6 @@ def add_homes(family: Family, draft: Draft) -> Homes:
             )
         return found
 
-    staging_bytes = facts.part("staging_bytes")
     leaving = trained & family.leaves
     parameters = add(
         Content.PARAMETERS,
@@ -82,10 +82,10 @@ def add_homes(family: Family, draft: Draft) -> Homes:
         facts.part("gradient_bytes"),
         (Memory.DEVICE, trained & gathered & on_device),
     )
-    staging = add(Content.GRADIENTS, 2, staging_bytes, (Memory.PINNED_HOST, leaving))
+    staging = add(Content.GRADIENTS, 2, facts.part("staging_bytes"), (Memory.PINNED_HOST, leaving))
     arrivals = np.full(len(leaving), NOT_THERE)
-    if family.step.micro_batches > 1:
-        arrivals = add(Content.ARRIVING_GRADIENTS, 3, staging_bytes, (Memory.PINNED_HOST, leaving))
+    if family.step.has_arrivals:
+        arrivals = add(Content.ARRIVING_GRADIENTS, 3, facts.part("arrival_bytes"), (Memory.PINNED_HOST, leaving))
     paged = add(Content.PAGED_STATE, 4, paged_bytes, (Memory.HOST, paged_bytes > 0))
     places = add(Content.PARAMETERS, 5, facts.size_bytes, (Memory.DEVICE, family.is_host_stepped))
     kept = np.where(family.is_persistent, parameters, places)

@@ -109,22 +109,33 @@ class Updates:
         self.summed += [self.parting.ravel(), self.summing]
 
     def _offload(self) -> None:
-        """Copy gradients to the host, where those of later micro-batches are added to the first ones'."""
+        """Copy gradients to the host, where those of later micro-batches are added to the first ones'.
+
+        Where the host adds them up in float32, the first ones are widened into the sums that later ones are added to.
+        """
         facts, draft, leaving = self.family.facts, self.draft, self.leaving
         self.offloads = self._behind_backward(TaskKind.GRADIENT_OFFLOAD, facts.offload_work, leaving, _OFFLOADS)
         """(M, U)"""
         complete = self.reducing if self.family.step.num_ranks > 1 else self._ends(leaving)
         draft.wait(self.offloads.ravel(), complete.ravel())
         self._leave_in_time(self.offloads, leaving)
-        self.sums = self._behind_backward(
-            TaskKind.GRADIENT_ACCUMULATE, facts.accumulate_work, leaving, _ACCUMULATES, slice(1, None)
-        )
-        """(M - 1, U)"""
-        draft.wait(self.sums.ravel(), self.offloads[1:].ravel())
+        kind = TaskKind.GRADIENT_ACCUMULATE
+        self.sums = self._behind_backward(kind, facts.accumulate_work, leaving, _ACCUMULATES, slice(1, None))
+        """(M - 1, U), or (M, U) where the first gradients are widened."""
+        if self.family.step.widens:
+            first = self._behind_backward(kind, facts.widen_work, leaving, _ACCUMULATES, slice(1))
+            self.sums = np.concatenate([first, self.sums])
+        arriving = self.offloads[self._num_staged :]
+        draft.wait(self.sums.ravel(), arriving.ravel())
         # The arrivals of the micro-batch before must have been added.
-        draft.wait(self.offloads[2:].ravel(), self.sums[:-1].ravel())
+        draft.wait(arriving[1:].ravel(), self.sums[:-1].ravel())
         self._arrived = self.sums[-1] if len(self.sums) else self.offloads[-1]
         """(U,) the last task that brought gradients of a chunk to where they are added up."""
+
+    @property
+    def _num_staged(self) -> int:
+        """Micro-batches whose gradients arrive where they are added up: the first one's, unless they are widened."""
+        return 0 if self.family.step.widens else 1
 
     def _leave_in_time(self, tasks: IntArray, chunks: IntArray) -> None:
         """Gradients have left before the step ``depth + 1`` after their last backward, perhaps of the next iteration.
@@ -188,7 +199,7 @@ class Updates:
     def _limit_norm(self) -> IntArray:
         """Add the norm of all gradients; gives the task after which it is known."""
         draft, step = self.draft, self.family.step
-        read_bytes = int(self.family.facts.part("gradient_bytes")[self.leaving].sum())
+        read_bytes = int(self.family.facts.part("summed_bytes")[self.leaving].sum())
         self.norm = self._behind_all(TaskKind.GRADIENT_NORM, Work(stepped_bytes=read_bytes), _NORM)
         self._wait_for_all(self.norm, self._last_added(), self._arrived, *self.summed)
         if not step.is_sharded or not len(self.leaving) + len(self.parted):
@@ -338,10 +349,11 @@ class Updates:
         """Copies to the host, sums there, and CPU Adam."""
         draft, leaving = self.draft, self.leaving
         staging, arrivals = homes.gradients[leaving], homes.arrivals[leaving]
-        draft.update(self.offloads[:1], staging, 0)
-        draft.update(self.offloads[1:], arrivals, 0)
+        num_staged = self._num_staged
+        draft.update(self.offloads[:num_staged], staging, 0)
+        draft.update(self.offloads[num_staged:], arrivals, 0)
         draft.read(self.sums, arrivals, 0)
-        draft.read(self.sums, staging, 1)
+        draft.read(self.sums[1 - num_staged :], staging, 1)
         draft.update(self.sums, staging, 0)
         draft.read(self.cpu_adams, staging, 0)
         for place, stepped in enumerate((homes.state[leaving], homes.parameters[leaving])):

@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from ..basics.errors import PlanError
 from ..basics.shown import Shown
-from ..optimizers.check import check_optimizer
+from ..optimizers.check import check_host_gradients, check_optimizer
 from ..schema.plan import ParallelMode, Plan, why_not_parallel
 from ..schema.schedule import ChunkId
 from ..schema.workload import Parameter, Workload
@@ -201,6 +201,7 @@ def check_layout(layout: Layout, plan: Plan, workload: Workload) -> None:
             f"lie on their devices in parts. Set n_shard to 0, or parallel to sharded."
         )
     check_optimizer(plan.optimizer, workload.parameters)
+    check_host_gradients(plan.host_gradients, workload.parameters)
     if (reason := why_not_parallel(plan.optimizer, plan.parallel)) is not None:
         raise PlanError(f"{reason}.")
     layout.host_stepped(plan.n_persist, plan.n_host_stepped)

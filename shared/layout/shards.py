@@ -12,10 +12,11 @@ at multiples of 256 bytes: with 2, 4, 8 and up to 64 ranks there is nothing to p
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from math import prod
 
-from ..optimizers.state import Stepped, paged_bytes, state_bytes, stepped_of
+from ..optimizers.state import Stepped, paged_bytes, state_bytes, stepped_of, summed_dtype
 from ..optimizers.work import traffic_bytes
 from ..schema.optimizer import Optimizer
 from ..schema.plan import ParallelMode
@@ -47,8 +48,12 @@ class RankPart:
     """The buffer on the device, with the parts of all ranks."""
     gradient_bytes: int
     """What is left of the gradients when ranks have added them up; an offload copies it to the host."""
+    arrival_bytes: int
+    """Where that arrives on the host, if it is not added up there at once."""
+    summed_bytes: int
+    """The same gradients in the element type in which the host adds them up."""
     staging_bytes: int
-    """Where that arrives on the host."""
+    """Where that is done."""
     reduced_bytes: int
     """The gradients that ranks add up: all of the chunk's, with what pads the shards."""
     state_bytes: int
@@ -57,7 +62,9 @@ class RankPart:
     num_stepped: int
     """Scalars that the optimizer steps."""
     stepped_bytes: int
-    """Memory traffic of that."""
+    """Memory traffic of that on the device."""
+    host_stepped_bytes: int
+    """And on the host, with the gradients that are added up there."""
 
 
 def stepped_members(chunk: Chunk, parameters: Sequence[Parameter]) -> tuple[Stepped, ...]:
@@ -78,6 +85,23 @@ def chunk_paged_bytes(chunk: Chunk, parameters: Sequence[Parameter], optimizer: 
 def stepped_bytes(chunk: Chunk, parameters: Sequence[Parameter], optimizer: Optimizer) -> int:
     """Memory traffic of the optimizer on all of a chunk."""
     return sum(traffic_bytes(stepped, optimizer) for stepped in stepped_members(chunk, parameters))
+
+
+def host_stepped_bytes(together: Iterable[Stepped], optimizer: Optimizer, *, widens: bool) -> int:
+    """Memory traffic of stepping these with the gradients that the host has added up."""
+    return sum(traffic_bytes(one, optimizer, summed_dtype(one[0]) if widens else None) for one in together)
+
+
+def staging_bytes(chunk: Chunk, parameters: Sequence[Parameter], *, widens: bool) -> int:
+    """Where the host adds all gradients of a chunk up."""
+    if not widens:
+        return chunk.staging_bytes
+    return sum(aligned(count * summed_dtype(dtype).item_bytes) for dtype, count in _trained_sizes(chunk, parameters))
+
+
+def _trained_sizes(chunk: Chunk, parameters: Sequence[Parameter]) -> list[tuple[DType, int]]:
+    """Element type and scalars of the trainable parameters."""
+    return [(dtype, prod(shape)) for dtype, shape in stepped_members(chunk, parameters)]
 
 
 def regions(chunk: Chunk, parameters: Sequence[Parameter]) -> list[Region]:
@@ -105,32 +129,50 @@ def rank_part(
     parallel: ParallelMode,
     num_ranks: int,
     optimizer: Optimizer,
+    *,
+    widens: bool = False,
 ) -> RankPart:
-    """What each of so many ranks holds of ``chunk``, if it is offloaded or sharded over the devices."""
+    """What each of so many ranks holds of ``chunk``, if it is offloaded or sharded over the devices.
+
+    ``widens``: the host adds gradients up in float32 (``widens_on_host`` in ``shared/schema/plan.py``).
+    """
     if parallel is not ParallelMode.SHARDED:
         return RankPart(
             parameter_bytes=chunk.size_bytes,
             gathered_bytes=chunk.size_bytes,
             gradient_bytes=chunk.gradient_bytes,
-            staging_bytes=chunk.staging_bytes,
+            arrival_bytes=chunk.staging_bytes,
+            summed_bytes=_summed_bytes(_trained_sizes(chunk, parameters), widens=widens),
+            staging_bytes=staging_bytes(chunk, parameters, widens=widens),
             reduced_bytes=chunk.gradient_bytes,
             state_bytes=chunk_state_bytes(chunk, parameters, optimizer),
             paged_bytes=chunk_paged_bytes(chunk, parameters, optimizer),
             num_stepped=chunk.num_trainable,
             stepped_bytes=stepped_bytes(chunk, parameters, optimizer),
+            host_stepped_bytes=host_stepped_bytes(stepped_members(chunk, parameters), optimizer, widens=widens),
         )
     shards = [(region, region.shard_elements(num_ranks)) for region in regions(chunk, parameters)]
     parameter_bytes = sum(count * region.dtype.item_bytes for region, count in shards)
     trained = [(region.dtype, count) for region, count in shards if region.trainable]
+    stepped = [(dtype, (count,)) for dtype, count in trained]
     gradient_bytes = sum(count * dtype.item_bytes for dtype, count in trained)
+    summed_bytes = _summed_bytes(trained, widens=widens)
     return RankPart(
         parameter_bytes=parameter_bytes,
         gathered_bytes=num_ranks * parameter_bytes,
         gradient_bytes=gradient_bytes,
-        staging_bytes=gradient_bytes,
+        arrival_bytes=gradient_bytes,
+        summed_bytes=summed_bytes,
+        staging_bytes=summed_bytes,
         reduced_bytes=num_ranks * gradient_bytes,
-        state_bytes=state_bytes([(dtype, (count,)) for dtype, count in trained], optimizer),
-        paged_bytes=paged_bytes([(dtype, (count,)) for dtype, count in trained], optimizer),
+        state_bytes=state_bytes(stepped, optimizer),
+        paged_bytes=paged_bytes(stepped, optimizer),
         num_stepped=sum(count for _, count in trained),
-        stepped_bytes=sum(traffic_bytes((dtype, (count,)), optimizer) for dtype, count in trained),
+        stepped_bytes=sum(traffic_bytes(one, optimizer) for one in stepped),
+        host_stepped_bytes=host_stepped_bytes(stepped, optimizer, widens=widens),
     )
+
+
+def _summed_bytes(trained: Iterable[tuple[DType, int]], *, widens: bool) -> int:
+    """Bytes of the gradients of so many scalars of each type, in the type in which the host adds them up."""
+    return sum(count * (summed_dtype(dtype) if widens else dtype).item_bytes for dtype, count in trained)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..basics.errors import PlanError
-from ..schema.optimizer import Optimizer
+from ..schema.optimizer import HostGradients, Optimizer
 from ..schema.workload import DType, Parameter
+from .state import summed_dtype
 
 
 def check_optimizer(optimizer: Optimizer, parameters: Sequence[Parameter]) -> None:
@@ -31,3 +32,16 @@ def check_optimizer(optimizer: Optimizer, parameters: Sequence[Parameter]) -> No
                     f"the optimizer {optimizer} steps float32 at most, but parameter {parameter.name} is float64. "
                     f"Choose adamw, or train in float32."
                 )
+
+
+def check_host_gradients(host_gradients: HostGradients, parameters: Sequence[Parameter]) -> None:
+    """Raise PlanError if ``host_gradients`` says nothing about these parameters."""
+    trained = [parameter for parameter in parameters if parameter.trainable]
+    if host_gradients is HostGradients.PARAMETERS or any(summed_dtype(p.dtype) is not p.dtype for p in trained):
+        return
+    dtypes = " and ".join(sorted({parameter.dtype for parameter in trained})) or "of no type"
+    raise PlanError(
+        f"host gradients of {host_gradients} say nothing here: all {len(trained)} trained parameters are {dtypes}, and "
+        f"the host adds their gradients up in that type already. Leave --host-gradients out, or train in bfloat16 "
+        f"(--dtype bfloat16)."
+    )

@@ -63,6 +63,11 @@ def stepped_dtype(dtype: DType, optimizer: Optimizer) -> DType:
     """The element type of the weight that is stepped: the parameter or its float32 master."""
     if optimizer is Optimizer.ADAMW_BF16 and dtype is DType.BFLOAT16:
         return dtype
+    return summed_dtype(dtype)
+
+
+def summed_dtype(dtype: DType) -> DType:
+    """The element type of float32 sums on the host for gradients of this type: wider ones stay as they are."""
     return DType.FLOAT32 if dtype.item_bytes < DType.FLOAT32.item_bytes else dtype
 
 

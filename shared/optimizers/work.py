@@ -7,6 +7,7 @@ from math import prod
 from typing import Final
 
 from ..schema.optimizer import Optimizer
+from ..schema.workload import DType
 from .state import Stepped, is_quantized, master_bytes, state_tensors, stepped_dtype
 
 _MATRIX_PASSES: Final = 17
@@ -24,21 +25,25 @@ PAGED_BYTES_PER_SCALAR: Final = 2
 
 
 @lru_cache(maxsize=2**16)
-def traffic_bytes(stepped: Stepped, optimizer: Optimizer) -> int:
+def traffic_bytes(stepped: Stepped, optimizer: Optimizer, gradient: DType | None = None) -> int:
     """Memory traffic of one step of one parameter.
 
     Moments, their scales and the stepped weight in and out, the gradient in, and a narrower weight out; of Adafactor
-    every pass over its intermediate tensors (``_MATRIX_PASSES``).
+    every pass over its intermediate tensors (``_MATRIX_PASSES``).  ``gradient``: its element type, if it is not the
+    parameter's.
     """
     dtype, shape = stepped
-    count, weight = prod(shape), stepped_dtype(dtype, optimizer)
+    count, weight, gradient = prod(shape), stepped_dtype(dtype, optimizer), gradient or dtype
     rounded_bytes = count * dtype.item_bytes if master_bytes(dtype, optimizer) else 0
     if optimizer is Optimizer.ADAFACTOR:
         passes = _MATRIX_PASSES if len(shape) > 1 else _VECTOR_PASSES
-        widened_bytes = count * dtype.item_bytes if rounded_bytes else 0
+        widened_bytes = count * gradient.item_bytes if gradient is not weight else 0
         return passes * count * weight.item_bytes + widened_bytes + rounded_bytes
     moments_bytes = sum(tensor.size_bytes for tensor in state_tensors(stepped, optimizer) if tensor.is_moment)
-    return 2 * (moments_bytes + count * weight.item_bytes) + count * dtype.item_bytes + rounded_bytes
+    if gradient.item_bytes > weight.item_bytes:
+        # Rounded to the weight's type before the step: out, and in again.
+        rounded_bytes += 2 * count * weight.item_bytes
+    return 2 * (moments_bytes + count * weight.item_bytes) + count * gradient.item_bytes + rounded_bytes
 
 
 def temporary_bytes(stepped: Stepped, optimizer: Optimizer) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from math import prod
 from typing import Final
 
-from ..optimizers.state import master_bytes, state_tensors, stepped_dtype
+from ..optimizers.state import master_bytes, state_tensors, stepped_dtype, summed_dtype
 from ..schema.calibration import Calibration
 from ..schema.hardware import Hardware
 from ..schema.optimizer import Optimizer
@@ -60,6 +60,7 @@ def question_of(
         compute_dtype=compute_dtype,
         rate_dtype=None if hardware is None else hardware.device.rate_dtype(compute_dtype),
         gradient_dtype=trained_dtype,
+        host_gradient_dtype=_host_gradient_dtype(plan, trained_dtype),
         optimizer=plan.optimizer.words,
         state_dtype=_state_dtype(trained, trained_dtype, plan.optimizer),
         master_dtype=stepped_dtype(trained_dtype, plan.optimizer)
@@ -139,6 +140,12 @@ def _ranges(numbers: Sequence[int]) -> str:
 def _target(name: str) -> str:
     """The linear map beside which the low-rank matrix ``name`` stands, without its path."""
     return _LORA.split(name)[0].rpartition(".")[2]
+
+
+def _host_gradient_dtype(plan: Plan, dtype: DType) -> DType | None:
+    """In which the host adds gradients of this type up, if it is another."""
+    summed = summed_dtype(dtype)
+    return summed if plan.widens_on_host and summed is not dtype else None
 
 
 def _state_dtype(trained: Sequence[Parameter], dtype: DType, optimizer: Optimizer) -> DType:

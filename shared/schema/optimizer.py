@@ -1,4 +1,4 @@
-"""Optimizers by name: what steps the weights of a plan."""
+"""Optimizers by name: what steps the weights of a plan, and the gradients that it steps with on the host."""
 
 from __future__ import annotations
 
@@ -54,6 +54,15 @@ class Optimizer(StrEnum):
     def is_quantized(self) -> bool:
         """Whether moments have one byte and a scale per block."""
         return self in _QUANTIZED
+
+
+class HostGradients(StrEnum):
+    """The element type in which the host adds up the gradients that arrive there, and steps with them."""
+
+    PARAMETERS = "parameters"
+    """The parameters' own: gradients are added where they arrive."""
+    FLOAT32 = "float32"
+    """float32 of narrower parameters: gradients arrive in the parameters' type and are added to float32 sums."""
 
 
 _USUAL_NAMES: Final = {

@@ -20,7 +20,7 @@ from pydantic import (
 
 from ..basics.documents import Document
 from ..basics.errors import PlanError
-from .optimizer import Optimizer
+from .optimizer import HostGradients, Optimizer
 
 MOST_MICRO_BATCHES: Final = 4096
 """Every task of an iteration is compiled, simulated and recorded: an iteration of more has millions."""
@@ -60,6 +60,15 @@ def why_not_parallel(optimizer: Optimizer, parallel: ParallelMode) -> str | None
             "optimizer, ddp or replicated"
         )
     return None
+
+
+def widens_on_host(host_gradients: HostGradients, micro_batches: int, *, limits_norm: bool) -> bool:
+    """Whether gradients arrive on the host beside float32 sums, which each of them is widened into.
+
+    One gradient that nothing is added to and no limit scales is widened by the step itself: to the same bits, without a
+    second buffer.
+    """
+    return host_gradients is HostGradients.FLOAT32 and (micro_batches > 1 or limits_norm)
 
 
 class Plan(Document):
@@ -102,6 +111,8 @@ class Plan(Document):
     """Limit of the norm of all gradients together; None for no limit.  CPU Adam then waits for the last gradient."""
     optimizer: Optimizer = Optimizer.ADAMW
     """What steps the weights: its state has places, its steps take time, and the runtime makes it."""
+    host_gradients: HostGradients = HostGradients.PARAMETERS
+    """In which element type the host adds up gradients; those that stay on the device are of the parameters' type."""
     parallel: ParallelMode = ParallelMode.SINGLE
     """What the ranks do together."""
     num_ranks: PositiveInt = 1
@@ -171,6 +182,11 @@ class Plan(Document):
     def num_kept(self) -> int:
         """The first chunks, whose parameters stay on the device whole, whoever steps them."""
         return self.n_persist + self.n_host_stepped
+
+    @property
+    def widens_on_host(self) -> bool:
+        """Whether gradients arrive on the host beside float32 sums (``widens_on_host``)."""
+        return widens_on_host(self.host_gradients, self.micro_batches, limits_norm=self.max_gradient_norm is not None)
 
     def modes(self, num_blocks: int) -> tuple[ActivationMode, ...]:
         """The mode of every block.  Raises PlanError if the plan names another number of blocks."""

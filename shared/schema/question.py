@@ -36,6 +36,8 @@ class Question(FrozenModel):
     ``compute_dtype``.  None: at the rate of its vector units, or unknown."""
     gradient_dtype: DType
     """Element type of most of the gradients."""
+    host_gradient_dtype: DType | None = None
+    """In which the host adds them up, if it is another."""
     optimizer: str = "AdamW"
     """What steps the weights."""
     state_dtype: DType = DType.FLOAT32

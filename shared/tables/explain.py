@@ -10,7 +10,7 @@ from ..basics.units import format_bytes
 from ..compile.compile import compile_schedule
 from ..layout.layout import Chunk, Layout, build_layout
 from ..layout.uses import numbered_section
-from ..optimizers.state import master_bytes
+from ..optimizers.state import master_bytes, summed_dtype
 from ..schema.plan import ActivationMode, ParallelMode, Plan
 from ..schema.schedule import (
     Allocation,
@@ -230,6 +230,7 @@ def _summary(found: Account, schedule: Schedule, plan: Plan, workload: Workload,
     sentences.append(_activation_sentence(found, schedule, plan))
     sentences.append(_stepping_sentence(found, plan, optimizer))
     sentences += _precision_sentences(plan, workload)
+    sentences += _gradient_sentences(found, plan, workload)
     return sentences
 
 
@@ -291,6 +292,17 @@ def _precision_sentences(plan: Plan, workload: Workload) -> list[str]:
         f"Precision: {sum(parameter.num_elements for parameter in narrow):,} parameters in {dtypes} are stepped as "
         f"float32 masters and rounded after every step; a plain loop that steps them in {dtypes} comes to other "
         f"weights."
+    ]
+
+
+def _gradient_sentences(found: Account, plan: Plan, workload: Workload) -> list[str]:
+    if not plan.widens_on_host or all(chunk.stepper is not Stepper.CPU_ADAM for chunk in found.chunks):
+        return []
+    narrow = {p.dtype for p in workload.parameters if p.trainable and summed_dtype(p.dtype) is not p.dtype}
+    dtypes = " and ".join(sorted(narrow))
+    return [
+        f"Gradients: the host adds those of {dtypes} parameters up in float32; those that stay on the device are added "
+        f"up in {dtypes}."
     ]
 
 

@@ -8,7 +8,7 @@ from typing import Final
 
 from ..basics.units import format_bytes
 from ..records.chrome_trace import subject_of
-from ..schema.optimizer import Optimizer
+from ..schema.optimizer import HostGradients, Optimizer
 from ..schema.plan import ParallelMode, Plan
 from ..schema.record import IterationPhase, MemoryCurve, Origin, Record, Remedy, RemedyKind
 from ..schema.schedule import Content, Lane, Memory, TaskKind
@@ -155,6 +155,8 @@ def knobs(plan: Plan, *, num_blocks: int | None = None) -> tuple[Knob, ...]:
         shown.append(Knob("max_gradient_norm", f"{plan.max_gradient_norm:g}", "limit of the norm of all gradients"))
     if plan.optimizer is not Optimizer.ADAMW:
         shown.append(Knob("optimizer", plan.optimizer, "what steps the weights"))
+    if plan.host_gradients is not HostGradients.PARAMETERS:
+        shown.append(Knob("host_gradients", plan.host_gradients, "in which the host adds gradients up"))
     if plan.num_ranks > 1:
         shown.append(Knob("parallel", plan.parallel, _PARALLEL_WORDS[plan.parallel]))
         shown.append(Knob("num_ranks", f"{plan.num_ranks:,}", "devices that train together, each on its own batches"))

@@ -101,7 +101,10 @@ def _training(question: Question) -> str:
     if question.master_dtype is not None:
         masters = "masters" if question.master_dtype is question.state_dtype else f"{question.master_dtype} masters"
         state = f"{question.optimizer} with {masters} and moments in {question.state_dtype}"
-    return f"computes in {compute}{by_autocast}; gradients in {question.gradient_dtype}; {state}"
+    gradients = str(question.gradient_dtype)
+    if question.host_gradient_dtype is not None:
+        gradients += f", added up in {question.host_gradient_dtype} on the host"
+    return f"computes in {compute}{by_autocast}; gradients in {gradients}; {state}"
 
 
 def _step(question: Question) -> str:

@@ -47,11 +47,12 @@ def check_homes(claim: Claim) -> None:
             homes.append((Content.OPTIMIZER_STATE, place, chunk.id, None, kept_bytes - elsewhere_bytes))
             if elsewhere_bytes:
                 homes.append((Content.PAGED_STATE, Memory.HOST, chunk.id, None, elsewhere_bytes))
-            staged = [Content.GRADIENTS, *([Content.ARRIVING_GRADIENTS] if claim.plan.micro_batches > 1 else [])]
             if is_sharded and part is not None:
                 homes.append((Content.REDUCED_GRADIENTS, place, chunk.id, None, part.gradient_bytes))
             elif part is not None:
-                homes += [(content, Memory.PINNED_HOST, chunk.id, None, part.staging_bytes) for content in staged]
+                homes.append((Content.GRADIENTS, Memory.PINNED_HOST, chunk.id, None, part.staging_bytes))
+                if claim.plan.micro_batches > 1 or claim.plan.widens_on_host:
+                    homes.append((Content.ARRIVING_GRADIENTS, Memory.PINNED_HOST, chunk.id, None, part.arrival_bytes))
         expected.update(homes)
     static = [buffer for buffer in claim.schedule.buffers if buffer.is_static]
     found: Counter[_Home] = Counter((b.content, b.memory, b.chunk, b.section, b.size_bytes) for b in static)

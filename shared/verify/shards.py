@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from math import prod
 
 from ..layout.layout import Chunk
 from ..schema.plan import ParallelMode, Plan
@@ -18,7 +19,12 @@ class Held:
 
     parameter_bytes: int
     gradient_bytes: int
+    arrival_bytes: int
+    """Where gradients arrive on a host beside those that they are added to."""
+    summed_bytes: int
+    """The gradients as the host adds them up."""
     staging_bytes: int
+    """Where it does."""
     state_bytes: int
     stepped: list[Stepped]
     """What the optimizer steps: parameters, or the fullest shards of runs of them."""
@@ -43,6 +49,8 @@ def held(chunk: Chunk, parameters: Sequence[Parameter], plan: Plan) -> Held:
             chunk.size_bytes,
             chunk.gradient_bytes,
             chunk.staging_bytes,
+            sum(_summed_item_bytes(dtype, plan) * prod(shape) for dtype, shape in stepped),
+            sum(_in_units(_summed_item_bytes(dtype, plan) * prod(shape)) for dtype, shape in stepped),
             state_bytes(stepped, plan.optimizer),
             stepped,
             1,
@@ -60,7 +68,27 @@ def held(chunk: Chunk, parameters: Sequence[Parameter], plan: Plan) -> Held:
             gradient_bytes += fullest * dtype.item_bytes
             stepped.append((dtype, (fullest,)))
     kept_bytes = state_bytes(stepped, plan.optimizer)
-    return Held(parameter_bytes, gradient_bytes, gradient_bytes, kept_bytes, stepped, plan.num_ranks)
+    summed_bytes = sum(_summed_item_bytes(dtype, plan) * count for dtype, (count,) in stepped)
+    return Held(
+        parameter_bytes,
+        gradient_bytes,
+        gradient_bytes,
+        summed_bytes,
+        summed_bytes,
+        kept_bytes,
+        stepped,
+        plan.num_ranks,
+    )
+
+
+def _summed_item_bytes(dtype: DType, plan: Plan) -> int:
+    """Bytes of one gradient where the host adds it to others."""
+    return max(4, dtype.item_bytes) if plan.widens_on_host else dtype.item_bytes
+
+
+def _in_units(size_bytes: int) -> int:
+    """Parameters begin at multiples of 256 bytes, and so do their gradients."""
+    return -(-size_bytes // 256) * 256
 
 
 def fullest_regions(chunk: Chunk, parameters: Sequence[Parameter], num_ranks: int) -> list[tuple[DType, int]]:

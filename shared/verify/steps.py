@@ -80,18 +80,24 @@ def _empty_factors(shape: tuple[int, ...]) -> int:
     return prod(shape[:-2]) * (shape[-2] + shape[-1])
 
 
-def moved_bytes(stepped: Iterable[Stepped], optimizer: Optimizer, *, is_scaled: bool) -> int:
-    """Memory that a step reads and writes; gradients once more in and out if their norm is limited."""
+def moved_bytes(stepped: Iterable[Stepped], optimizer: Optimizer, *, is_scaled: bool, is_wide: bool = False) -> int:
+    """Memory that a step reads and writes; gradients once more in and out if their norm is limited.
+
+    ``is_wide``: gradients are float32 at least, whatever the parameter is.
+    """
     total = 0
     for dtype, shape in stepped:
         count, own = prod(shape), dtype.item_bytes
         wide = 4 if has_master(dtype, optimizer) else own
+        gradient = max(4, own) if is_wide else own
         if optimizer is Optimizer.ADAFACTOR:
-            total += wide * count * (17 if len(shape) >= 2 else 19) + (2 * own * count if wide != own else 0)
+            total += wide * count * (17 if len(shape) >= 2 else 19) + (gradient * count if wide != gradient else 0)
         else:
-            total += 2 * (_moments_bytes(dtype, shape, optimizer) + wide * count) + own * count
-            total += own * count if has_master(dtype, optimizer) else 0
-        total += 2 * own * count if is_scaled else 0
+            total += 2 * (_moments_bytes(dtype, shape, optimizer) + wide * count) + gradient * count
+            # Rounded to the type of a narrower weight, and read again.
+            total += 2 * wide * count if gradient > wide else 0
+        total += own * count if wide != own else 0
+        total += 2 * gradient * count if is_scaled else 0
     return total
 
 

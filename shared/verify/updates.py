@@ -33,16 +33,22 @@ def check_gradient_offloads(claim: Claim) -> None:
 
 
 def check_accumulations(claim: Claim) -> None:
-    """Gradients of every micro-batch but the first are added to those that are staged: two reads, one write."""
-    _check_served(claim, TaskKind.GRADIENT_ACCUMULATE, range(1, claim.plan.micro_batches))
+    """Gradients of every micro-batch but the first are added to those that are staged: two reads, one write.
+
+    Where the host adds them up in float32, the first ones are written there as well: one read, one write.
+    """
+    first = 0 if claim.plan.widens_on_host else 1
+    _check_served(claim, TaskKind.GRADIENT_ACCUMULATE, range(first, claim.plan.micro_batches))
     for task in claim.tasks_of(TaskKind.GRADIENT_ACCUMULATE):
         chunk = chunk_of(claim, task)
         staged = claim.homes[Content.GRADIENTS, chunk.id]
-        compare_buffers(task, task.reads, [staged, claim.homes[Content.ARRIVING_GRADIENTS, chunk.id]], "reads")
+        added = [staged] if task.micro_batch else []
+        compare_buffers(task, task.reads, [*added, claim.homes[Content.ARRIVING_GRADIENTS, chunk.id]], "reads")
         compare_buffers(task, task.writes, [staged], "writes")
         compare_buffers(task, task.allocates, [], "allocates")
         compare_buffers(task, task.frees, [], "frees")
-        check_amounts(task, stepped_bytes=3 * claim.held[chunk.id].gradient_bytes)
+        part = claim.held[chunk.id]
+        check_amounts(task, stepped_bytes=part.gradient_bytes + (1 + len(added)) * part.summed_bytes)
 
 
 def _check_served(claim: Claim, kind: TaskKind, micro_batches: Iterable[int]) -> None:
@@ -54,7 +60,7 @@ def _check_served(claim: Claim, kind: TaskKind, micro_batches: Iterable[int]) ->
 
 
 def _check_offload(claim: Claim, task: Task) -> None:
-    """All gradients of the chunk to its staging buffer, those of later micro-batches beside it; then they go.
+    """All gradients of the chunk to its staging buffer, or beside it where they are added or widened; then they go.
 
     Sharded, what leaves is the shard that was left of them.
     """
@@ -63,7 +69,8 @@ def _check_offload(claim: Claim, task: Task) -> None:
     if claim.plan.parallel is ParallelMode.SHARDED:
         named = (Content.REDUCED_GRADIENTS, chunk.id, task.micro_batch)
         gradients = [b for b in claim.schedule.buffers if (b.content, b.chunk, b.micro_batch) == named]
-    content = Content.ARRIVING_GRADIENTS if task.micro_batch else Content.GRADIENTS
+    is_beside = task.micro_batch > 0 or claim.plan.widens_on_host
+    content = Content.ARRIVING_GRADIENTS if is_beside else Content.GRADIENTS
     compare_buffers(task, task.reads, gradients, "reads")
     compare_buffers(task, task.frees, gradients, "frees")
     compare_buffers(task, task.writes, [claim.homes[content, chunk.id]], "writes")
@@ -94,7 +101,7 @@ def _check_norm(claim: Claim, task: Task) -> None:
     compare_buffers(task, task.writes, [], "writes")
     compare_buffers(task, task.allocates, [], "allocates")
     compare_buffers(task, task.frees, [], "frees")
-    check_amounts(task, stepped_bytes=sum(claim.held[chunk].gradient_bytes for chunk in claim.updated))
+    check_amounts(task, stepped_bytes=sum(claim.held[chunk].summed_bytes for chunk in claim.updated))
 
 
 def check_cpu_adam(claim: Claim) -> None:
@@ -109,7 +116,7 @@ def check_cpu_adam(claim: Claim) -> None:
         compare_buffers(task, task.writes, stepped, "writes")
         compare_buffers(task, task.allocates, [], "allocates")
         compare_buffers(task, task.frees, [], "frees")
-        _check_stepped(claim, task, claim.held[chunk.id].stepped)
+        _check_stepped(claim, task, claim.held[chunk.id].stepped, is_wide=claim.plan.widens_on_host)
 
 
 def check_device_adam(claim: Claim) -> None:
@@ -174,10 +181,13 @@ def _widening(claim: Claim, stepped: set[ChunkId]) -> Phase | None:
     return Phase(curve=((1.0, highest),)) if highest else None
 
 
-def _check_stepped(claim: Claim, task: Task, stepped: list[Stepped]) -> None:
-    """The step is of all these scalars, and moves what the plan's optimizer does of them."""
+def _check_stepped(claim: Claim, task: Task, stepped: list[Stepped], *, is_wide: bool = False) -> None:
+    """The step is of all these scalars, and moves what the plan's optimizer does of them.
+
+    ``is_wide``: gradients are float32 at least.
+    """
     is_scaled = claim.plan.max_gradient_norm is not None
-    moved = moved_bytes(stepped, claim.plan.optimizer, is_scaled=is_scaled)
+    moved = moved_bytes(stepped, claim.plan.optimizer, is_scaled=is_scaled, is_wide=is_wide)
     check_amounts(task, num_stepped=sum(prod(shape) for _, shape in stepped), stepped_bytes=moved)
 
 

@@ -40,6 +40,8 @@ class LeastWork:
 
         # What the host steps comes once at least; gradients leave in every micro-batch.
         sums_s = (micro_batches - 1) * stepped_s(TaskKind.GRADIENT_ACCUMULATE, facts.accumulate_work)
+        if step.widens:
+            sums_s += stepped_s(TaskKind.GRADIENT_ACCUMULATE, facts.widen_work)
         cpu_s = stepped_s(TaskKind.CPU_ADAM, facts.cpu_adam_work) + sums_s
         lanes = [
             sum_of(alone_s(TaskKind.GATHER, facts.gather_work), *STEPPED_BY_HOST),

@@ -59,8 +59,8 @@ WhatIfQuestions = Annotated[
         "--what-if",
         metavar="[PART|CHANGE]",
         help="Search again with another part (rtx-4090, pcie5-x16), with changes as --set takes them, with another "
-        "method (optimizer=adamw-8bit, lora=16, max-gradient-norm=none, sequence-length=8192, batch-size=4), or, with "
-        "nothing named, with more, less or faster parts (repeatable).",
+        "method (optimizer=adamw-8bit, host-gradients=float32, lora=16, max-gradient-norm=none, sequence-length=8192, "
+        "batch-size=4), or, with nothing named, with more, less or faster parts (repeatable).",
     ),
 ]
 Margin = Annotated[

@@ -21,6 +21,7 @@ from ...shared.cli.options import (
     FrozenParts,
     HardwareChanges,
     HardwareName,
+    HostGradientsName,
     JsonFlag,
     LoraRank,
     LoraTargets,
@@ -44,7 +45,7 @@ from ...shared.cli.report_options import ReportPath, write_report
 from ...shared.compile.compile import compile_schedule
 from ...shared.schema.calibration import Calibration
 from ...shared.schema.hardware import Hardware
-from ...shared.schema.optimizer import Optimizer
+from ...shared.schema.optimizer import HostGradients, Optimizer
 from ...shared.schema.plan import Plan
 from ...shared.schema.search_result import BatchSearchResult, Goal, SearchResult
 from ...shared.schema.workload import Workload
@@ -158,6 +159,7 @@ def search_command(
     micro_batches: MicroBatches = None,
     max_gradient_norm: MaxGradientNorm = None,
     optimizer: OptimizerName = None,
+    host_gradients: HostGradientsName = None,
     global_batch: GlobalBatchSize = None,
     num_ranks: NumRanks = None,
     parallel: AllowedModes = None,
@@ -256,6 +258,7 @@ def search_command(
                 micro_batches=micro_batches or 1,
                 max_gradient_norm=max_gradient_norm,
                 optimizer=optimizer or Optimizer.ADAMW,
+                host_gradients=host_gradients or HostGradients.PARAMETERS,
                 num_ranks=num_ranks,
                 modes=tuple(parallel or ()) or SEVERAL,
             ),

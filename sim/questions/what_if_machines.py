@@ -11,7 +11,7 @@ from ...shared.basics.suggestions import did_you_mean
 from ...shared.catalogue.machines import cluster_names, machine, override_hardware
 from ...shared.catalogue.names import device_called, machine_called, written_alike
 from ...shared.catalogue.parts import device_names, host_names, link_names, network_names, node_names
-from ...shared.optimizers.check import check_optimizer
+from ...shared.optimizers.check import check_host_gradients, check_optimizer
 from ...shared.schema.calibration import Calibration
 from ...shared.schema.hardware import Device, Hardware
 from ...shared.schema.workload import Workload
@@ -95,7 +95,9 @@ def part_questions(
         check_batch_of(request, num_ranks)
         then = with_method(request, one.method, workload_with)
         then.step.allowed_modes  # noqa: B018  # a mode that the optimizer forbids is told at once
-        check_optimizer(then.step.optimizer, then.smallest_workload().parameters)
+        parameters = then.smallest_workload().parameters
+        check_optimizer(then.step.optimizer, parameters)
+        check_host_gradients(then.step.host_gradients, parameters)
         asked.append(ask(then, one.change, one.hardware, num_ranks=one.num_ranks))
     return tuple(asked)
 

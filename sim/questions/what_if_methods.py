@@ -1,4 +1,4 @@
-"""What-if questions about the method: the optimizer, LoRA, the limit of the norm, the batch's shape."""
+"""What-if questions about the method: the optimizer, its gradients, LoRA, the limit of the norm, the batch's shape."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from math import isfinite
 from typing import Final
 
 from ...shared.basics.errors import PlanError, WorkloadError
-from ...shared.optimizers.names import optimizer_named
-from ...shared.schema.optimizer import Optimizer
+from ...shared.optimizers.names import host_gradients_named, optimizer_named
+from ...shared.schema.optimizer import HostGradients, Optimizer
 from ...shared.schema.workload import Workload
 from ..searching.request import GlobalBatch, SearchRequest, Step
 
-FIELDS: Final = ("optimizer", "lora", "max-gradient-norm", "sequence-length", "batch-size")
+FIELDS: Final = ("optimizer", "host-gradients", "lora", "max-gradient-norm", "sequence-length", "batch-size")
 """What a question may change of the method, as ``optimizer=adamw-8bit``."""
 NONE: Final = "none"
 """Stands for no LoRA and no limit."""
@@ -27,6 +27,7 @@ class MethodChange:
     given: tuple[str, ...] = ()
     """Of ``FIELDS``."""
     optimizer: Optimizer = Optimizer.ADAMW
+    host_gradients: HostGradients = HostGradients.PARAMETERS
     lora_rank: int | None = None
     max_gradient_norm: float | None = None
     sequence_length: int | None = None
@@ -42,6 +43,8 @@ class MethodChange:
         changes: dict[str, object] = {}
         if "optimizer" in self.given:
             changes["optimizer"] = self.optimizer
+        if "host-gradients" in self.given:
+            changes["host_gradients"] = self.host_gradients
         if "max-gradient-norm" in self.given:
             changes["max_gradient_norm"] = self.max_gradient_norm
         return replace(step, **changes) if changes else step  # type: ignore[arg-type]
@@ -59,6 +62,8 @@ def method_change(question: str, changes: Mapping[str, str]) -> MethodChange:
         match field:
             case "optimizer":
                 found["optimizer"] = optimizer_named(value)
+            case "host-gradients":
+                found["host_gradients"] = host_gradients_named(value)
             case "lora":
                 found["lora_rank"] = None if value == NONE else _count(question, field, value, "the rank, or none")
             case "max-gradient-norm":

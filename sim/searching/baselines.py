@@ -116,6 +116,7 @@ def system_plan(system: System, problem: SearchProblem, like: Plan, *, is_checkp
         micro_batches=problem.step.micro_batches,
         max_gradient_norm=(like.max_gradient_norm or NORM_LIMIT) if moves else like.max_gradient_norm,
         optimizer=like.optimizer,
+        host_gradients=like.host_gradients,
         parallel=_mode_of(system, like.num_ranks),
         num_ranks=like.num_ranks,
     )

@@ -13,7 +13,7 @@ from ...shared.basics.errors import PlanError
 from ...shared.catalogue.rank_share import machine_of_rank
 from ...shared.methods.full_training import FULL_TRAINING
 from ...shared.methods.method import Method
-from ...shared.optimizers.check import check_optimizer
+from ...shared.optimizers.check import check_host_gradients, check_optimizer
 from ...shared.schema.calibration import Calibration
 from ...shared.schema.hardware import DeviceKind, Hardware
 from ...shared.schema.plan import Plan
@@ -216,6 +216,7 @@ def search_problem(
     step = request.step.spec(request.step.allowed_modes[-1]) if step is None else step
     check_magnitude(workload)
     check_optimizer(step.optimizer, workload.parameters)
+    check_host_gradients(step.host_gradients, workload.parameters)
     together, calibration, num_ranks = request.hardware, request.calibration, step.num_ranks
     hardware = machine_of_rank(together, num_ranks) if num_ranks > 1 else together
     device_budget_bytes, host_budget_bytes = request.budgets_bytes()

@@ -12,7 +12,7 @@ from ...shared.methods.full_training import FULL_TRAINING
 from ...shared.methods.method import Method
 from ...shared.schema.calibration import Calibration
 from ...shared.schema.hardware import Hardware
-from ...shared.schema.optimizer import Optimizer
+from ...shared.schema.optimizer import HostGradients, Optimizer
 from ...shared.schema.plan import ParallelMode, Plan, why_not_parallel
 from ...shared.schema.plan_kind import Uncertainty
 from ...shared.schema.workload import Workload
@@ -75,6 +75,8 @@ class Step:
     """Parallel modes that several ranks may use; one rank alone is SINGLE whatever stands here."""
     optimizer: Optimizer = Optimizer.ADAMW
     """What steps the weights."""
+    host_gradients: HostGradients = HostGradients.PARAMETERS
+    """In which element type the hosts add up gradients."""
 
     @property
     def allowed_modes(self) -> tuple[ParallelMode, ...]:
@@ -98,6 +100,7 @@ class Step:
             mode,
             self.num_ranks,
             self.optimizer,
+            self.host_gradients,
         )
 
 

@@ -36,7 +36,9 @@ class ChunkTable:
     def facts(self) -> ChunkFacts:
         """The compiler's facts of the chunks."""
         step = self.step
-        knobs = StepKnobs(step.micro_batches, step.limits_norm, step.parallel, step.num_ranks, step.optimizer)
+        knobs = StepKnobs(
+            step.micro_batches, step.limits_norm, step.parallel, step.num_ranks, step.optimizer, step.host_gradients
+        )
         return ChunkFacts.of(self.layout, self.workload.parameters, knobs)
 
     def stays(self, prefix: int, n_buffer: int, step_number: IntArray) -> Stays:
@@ -82,9 +84,9 @@ class ChunkTable:
     @cached_property
     def _pinned_bytes(self) -> IntArray:
         """(P,) pinned host memory."""
-        num_buffers = 2 if self.step.accumulates else 1
-        arriving_bytes = num_buffers * self._trained(self.facts.part("staging_bytes"))
-        return self.places.sum_of(self.facts.part("parameter_bytes") + arriving_bytes, *STEPPED_BY_HOST)
+        part = self.facts.part
+        buffer_bytes = part("staging_bytes") + (part("arrival_bytes") if self.step.has_arrivals else 0)
+        return self.places.sum_of(part("parameter_bytes") + self._trained(buffer_bytes), *STEPPED_BY_HOST)
 
     @cached_property
     def _pageable_bytes(self) -> IntArray:
@@ -124,7 +126,7 @@ class ChunkTable:
         """(P,) seconds of the norm of all gradients; 0 where it is not limited."""
         if not self.step.limits_norm:
             return np.zeros(len(self.places.counts))
-        read_bytes = self.places.sum_of(self._trained(self.facts.part("gradient_bytes")), *STEPPED_BY_HOST)
+        read_bytes = self.places.sum_of(self._trained(self.facts.part("summed_bytes")), *STEPPED_BY_HOST)
         price = cache(lambda size: self.costs.task_s(Task(TaskId(0), TaskKind.GRADIENT_NORM, stepped_bytes=size)))
         return np.array([price(size) for size in read_bytes.tolist()])
 

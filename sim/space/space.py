@@ -193,6 +193,7 @@ class LayoutGrid:
             micro_batches=self.step.micro_batches,
             max_gradient_norm=self.step.max_gradient_norm,
             optimizer=self.step.optimizer,
+            host_gradients=self.step.host_gradients,
             parallel=self.step.parallel,
             num_ranks=self.step.num_ranks,
         )

@@ -7,8 +7,8 @@ from math import isfinite
 from typing import Final
 
 from ...shared.basics.errors import PlanError
-from ...shared.schema.optimizer import Optimizer
-from ...shared.schema.plan import MOST_MICRO_BATCHES, MOST_RANKS, ParallelMode, why_not_parallel
+from ...shared.schema.optimizer import HostGradients, Optimizer
+from ...shared.schema.plan import MOST_MICRO_BATCHES, MOST_RANKS, ParallelMode, why_not_parallel, widens_on_host
 
 __all__ = ["MOST_MICRO_BATCHES", "MOST_RANKS", "SEVERAL", "StepSpec", "check_ranks", "check_shares"]
 
@@ -60,6 +60,8 @@ class StepSpec:
     num_ranks: int = 1
     optimizer: Optimizer = Optimizer.ADAMW
     """What steps the weights."""
+    host_gradients: HostGradients = HostGradients.PARAMETERS
+    """In which element type the host adds up gradients."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.micro_batches <= MOST_MICRO_BATCHES:
@@ -84,6 +86,11 @@ class StepSpec:
         return self.max_gradient_norm is not None
 
     @property
-    def accumulates(self) -> bool:
-        """Whether gradients of several micro-batches are added up."""
-        return self.micro_batches > 1
+    def widens(self) -> bool:
+        """Whether gradients arrive on the host beside float32 sums."""
+        return widens_on_host(self.host_gradients, self.micro_batches, limits_norm=self.limits_norm)
+
+    @property
+    def has_arrivals(self) -> bool:
+        """Whether gradients arrive on the host beside those that they are added to."""
+        return self.micro_batches > 1 or self.widens

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from protwin.shared.layout.layout import Layout
+from protwin.shared.schema.optimizer import HostGradients
 from protwin.shared.schema.plan import ActivationMode, ParallelMode, Plan
 from protwin.shared.schema.schedule import (
     AllocationId,
@@ -74,6 +75,10 @@ class AbstractMachine:
         self.layout = layout
         self.num_iterations = num_iterations
         self.modes = plan.modes(workload.num_blocks)
+        # Sums of another type than what arrives begin with what arrives first.
+        self.widens = plan.host_gradients is HostGradients.FLOAT32 and (
+            plan.micro_batches > 1 or plan.max_gradient_norm is not None
+        )
         blocks = [BlockId(block) for block in range(workload.num_blocks)]
         self.sections: list[Section] = [OuterSection.PROLOGUE, *blocks, OuterSection.EPILOGUE]
         kept = layout.chunks[: plan.n_persist + plan.n_host_stepped]
@@ -333,7 +338,8 @@ class AbstractMachine:
                 gradients = self._gradients(chunk.id, iteration, micro)
                 return [*gradients, *([("kept", chunk.id, iteration, micro - 1)] if micro else [])]
             if task.kind is TaskKind.GRADIENT_ACCUMULATE:
-                return [("staged", chunk.id, iteration, micro - 1), ("arrived", chunk.id, iteration, micro)]
+                earlier: list[Value] = [("staged", chunk.id, iteration, micro - 1)] if micro else []
+                return [*earlier, ("arrived", chunk.id, iteration, micro)]
             if task.kind is TaskKind.ALL_GATHER:
                 return []
             if task.lane is Lane.COLLECTIVE:
@@ -440,9 +446,11 @@ class AbstractMachine:
                 return ("kept", buffer.chunk, iteration, micro) if is_own else TORN
             case TaskKind.REDUCE_SCATTER, Content.REDUCED_GRADIENTS:
                 return ("reduced", buffer.chunk, None, iteration, micro) if is_own else TORN
-            case TaskKind.GRADIENT_OFFLOAD, Content.GRADIENTS if buffer.memory is Memory.PINNED_HOST and micro == 0:
+            case TaskKind.GRADIENT_OFFLOAD, Content.GRADIENTS if (
+                buffer.memory is Memory.PINNED_HOST and micro == 0 and not self.widens
+            ):
                 return ("staged", buffer.chunk, iteration, 0) if is_own else TORN
-            case TaskKind.GRADIENT_OFFLOAD, Content.ARRIVING_GRADIENTS if micro:
+            case TaskKind.GRADIENT_OFFLOAD, Content.ARRIVING_GRADIENTS if micro or self.widens:
                 return ("arrived", buffer.chunk, iteration, micro) if is_own else TORN
             case TaskKind.GRADIENT_ACCUMULATE, Content.GRADIENTS if buffer.memory is Memory.PINNED_HOST:
                 return ("staged", buffer.chunk, iteration, micro) if is_own else TORN

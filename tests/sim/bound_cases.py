@@ -32,7 +32,7 @@ from protwin.sim.space.placements import Placements
 from protwin.sim.space.plan_family import PlanFamily
 from protwin.sim.space.space import ModeRows
 from protwin.sim.space.step_spec import StepSpec
-from tests.strategies import any_optimizer, calibrations, hardware, plans, workloads
+from tests.strategies import any_host_gradients, any_optimizer, calibrations, hardware, plans, workloads
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class Case:
 
 def case(model: Workload, chosen: Plan, layout: Layout, costs: CostModel, contention: ContentionModel) -> Case:
     knobs = (chosen.micro_batches, chosen.max_gradient_norm, chosen.parallel, chosen.num_ranks, chosen.optimizer)
-    step, costs = StepSpec(*knobs), costs.stepping(chosen.optimizer)
+    step, costs = StepSpec(*knobs, chosen.host_gradients), costs.stepping(chosen.optimizer)
     pairs = [(s, c) for s in range(model.num_blocks + 1) for c in range(model.num_blocks + 1 - s)]
     modes = ModeRows(model.num_blocks, *(np.array(column) for column in zip(*pairs, strict=True)))
     compute = compute_table(model, modes, costs, step)
@@ -136,7 +136,7 @@ def hand_made(model: Workload, chosen: Plan, hardware: Hardware, contention: Con
 def cases(draw: DrawFn) -> Case:
     """Plans of the space that is searched, with and without contention, measured and modelled."""
     model = draw(workloads(measured=None))
-    chosen, layout = draw(plans(model, optimizers=any_optimizer(model)))
+    chosen, layout = draw(plans(model, optimizers=any_optimizer(model), host_gradients=any_host_gradients(model)))
     chosen = chosen.model_copy(update={"activation_modes": None})
     if draw(st.booleans()):
         chosen = chosen.model_copy(update={"n_swap": 0, "micro_batches": 1, "max_gradient_norm": None})

@@ -27,7 +27,7 @@ from protwin.sim.searching.search import search
 from protwin.sim.space.space import SearchSpace
 from protwin.sim.space.step_spec import StepSpec
 from tests.sim.fastest import fastest_request
-from tests.strategies import any_optimizer, calibrations, hardware, workloads
+from tests.strategies import any_host_gradients, any_optimizer, calibrations, hardware, workloads
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,10 @@ class Case:
         """The step as a request asks for it."""
         step = self.step
         return Step(
-            micro_batches=step.micro_batches, max_gradient_norm=step.max_gradient_norm, optimizer=step.optimizer
+            micro_batches=step.micro_batches,
+            max_gradient_norm=step.max_gradient_norm,
+            optimizer=step.optimizer,
+            host_gradients=step.host_gradients,
         )
 
     def feasible(self, device_budget_bytes: int) -> list[Outcome]:
@@ -124,6 +127,7 @@ def brute_force(
                     micro_batches=step.micro_batches,
                     max_gradient_norm=step.max_gradient_norm,
                     optimizer=step.optimizer,
+                    host_gradients=step.host_gradients,
                 )
                 schedule = compile_schedule(plan, model, layout, policies=method.policies)
                 timing = simulate_timing(schedule, costs.durations_s(schedule), contention)
@@ -163,6 +167,7 @@ def cases(draw: DrawFn, method: Method = FULL_TRAINING) -> Case:
         draw(st.sampled_from((1, 1, 2, 3))),
         draw(st.sampled_from((None, None, 1.0))),
         optimizer=draw(any_optimizer(model)),
+        host_gradients=draw(any_host_gradients(model)),
     )
     outcomes = brute_force(model, box, calibration, space, step, method)
     return Case(model, box, calibration, space, step, outcomes, method)

@@ -13,7 +13,7 @@ from protwin.shared.layout.layout import build_layout
 from protwin.shared.layout.shards import rank_part
 from protwin.shared.schema.hardware import DeviceKind
 from protwin.shared.schema.memory_accounts import HostMemory, PinnedRule
-from protwin.shared.schema.optimizer import Optimizer
+from protwin.shared.schema.optimizer import HostGradients, Optimizer
 from protwin.shared.schema.plan import ParallelMode
 from protwin.shared.schema.workload import DType, Workload
 from protwin.sim.memory.host import (
@@ -144,15 +144,19 @@ def loading_by_hand(case: PlannedWorkload, *, is_on_host: bool) -> int:
         of_model = sum(parameter.size_bytes for parameter in members)
         if is_sharded:
             take(of_model)  # read from its file
-        part = rank_part(chunk, parameters, chosen.parallel, chosen.num_ranks, chosen.optimizer)
+        widens = chosen.host_gradients is HostGradients.FLOAT32 and (
+            chosen.micro_batches > 1 or chosen.max_gradient_norm is not None
+        )
+        knobs = (chosen.parallel, chosen.num_ranks, chosen.optimizer)
+        part = rank_part(chunk, parameters, *knobs, widens=widens)
         is_whole = chunk.id < kept
         is_at_home = chunk.id in host_stepped or not (is_whole or chunk.id in in_parts)
         if is_at_home:
             take(in_pages(part.parameter_bytes))
             if chunk.is_trainable:
-                take(
-                    in_pages(part.staging_bytes) * (1 if chosen.micro_batches == 1 else 2)
-                )  # the sum, and what arrives
+                take(in_pages(part.staging_bytes))  # the sum
+                if chosen.micro_batches > 1 or widens:
+                    take(in_pages(part.arrival_bytes))
         if is_on_host or is_at_home:
             own = (DType.BFLOAT16,) if chosen.optimizer is Optimizer.ADAMW_BF16 else ()
             narrow = (p for p in members if p.trainable and p.dtype.item_bytes < 4 and p.dtype not in own)

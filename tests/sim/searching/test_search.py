@@ -67,7 +67,8 @@ def test_without_tolerance_the_search_finds_what_brute_force_finds(found: Case, 
         (plan.n_swap, plan.n_checkpoint) for plan in equals if _is_distinct(plan, found.workload)
     )
     plan = result.plan
-    assert StepSpec(plan.micro_batches, plan.max_gradient_norm, optimizer=plan.optimizer) == found.step
+    knobs = (plan.micro_batches, plan.max_gradient_norm, plan.parallel, plan.num_ranks)
+    assert StepSpec(*knobs, plan.optimizer, plan.host_gradients) == found.step
     assert result.gap_frac <= 1e-4
 
 
