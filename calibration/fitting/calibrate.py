@@ -32,7 +32,7 @@ from ...shared.schema.workload import Workload
 from ...shared.workloads.dtypes import choose_dtype
 from .fit import Pair, fit_calibration
 from .measurement_plans import bootstrap_plans
-from .optimizer_costs import optimizer_factors
+from .optimizer_costs import optimizer_costs
 from .slowdowns import measure_slowdowns
 from .subject import Subject
 
@@ -79,7 +79,7 @@ def calibrate(
             done += steps + _WARM_UP + 1
             if on_progress is not None:
                 on_progress(done, total)
-    on_host, on_device = optimizer_factors(subject.make_device(), subject.hardware)
+    on_host, on_device = optimizer_costs(subject.make_device(), subject.hardware)
     found = fit_calibration(
         pairs,
         subject.hardware,
@@ -87,7 +87,14 @@ def calibrate(
         machine=subject.make_device().description,
         software=software_versions(),
     )
-    return found.model_copy(update={"host_optimizer_factors": on_host, "device_optimizer_factors": on_device})
+    return found.model_copy(
+        update={
+            "host_optimizer_factors": on_host.factors,
+            "device_optimizer_factors": on_device.factors,
+            "host_optimizer_tensor_s": on_host.tensor_s,
+            "device_optimizer_tensor_s": on_device.tensor_s,
+        }
+    )
 
 
 def run_plan(

@@ -11,7 +11,7 @@ import numpy as np
 
 from ..layout.adam_memory import alone_peak_bytes, together_gradient_bytes, widened_part_bytes
 from ..layout.layout import Layout
-from ..layout.shards import chunk_paged_bytes, chunk_state_bytes, rank_part, stepped_bytes
+from ..layout.shards import chunk_paged_bytes, chunk_state_bytes, rank_part, stepped_bytes, stepped_members
 from ..layout.slots import Stay, Uses, assign_slots
 from ..schema.optimizer import HostGradients, Optimizer
 from ..schema.plan import ParallelMode, widens_on_host
@@ -207,6 +207,11 @@ class ChunkFacts:
         return integers(chunk.num_trainable for chunk in self.layout.chunks)
 
     @cached_property
+    def num_tensors(self) -> IntArray:
+        """(C,) parameters that the optimizer steps."""
+        return integers(len(stepped_members(chunk, self.parameters)) for chunk in self.layout.chunks)
+
+    @cached_property
     def whole_stepped_bytes(self) -> IntArray:
         """(C,) memory traffic of stepping all of it, scaled gradients included."""
         if not self.step.is_sharded:
@@ -327,7 +332,8 @@ class ChunkFacts:
     def cpu_adam_work(self) -> Work:
         """By chunk: CPU Adam."""
         moved_bytes = self.part("host_stepped_bytes") + self._num_scalings * self.part("summed_bytes")
-        return Work(num_stepped=self.part("num_stepped"), stepped_bytes=moved_bytes)
+        tensors = self.part("num_tensors")
+        return Work(num_stepped=self.part("num_stepped"), stepped_bytes=moved_bytes, num_tensors=tensors)
 
     @cached_property
     def scatter_work(self) -> Work:

@@ -72,6 +72,7 @@ class Work:
     moved_bytes: Integers = 0
     num_stepped: Integers = 0
     stepped_bytes: Integers = 0
+    num_tensors: Integers = 0
     num_ranks: int = 1
     stated_s: float | None = None
     """Seconds that the schedule itself states: of added kinds, which have no price."""

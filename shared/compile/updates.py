@@ -231,6 +231,7 @@ class Updates:
         return Work(
             num_stepped=int(facts.num_stepped[whole].sum() + facts.part("num_stepped")[parted].sum()),
             stepped_bytes=int(facts.whole_stepped_bytes[whole].sum() + facts.part_stepped_bytes[parted].sum()),
+            num_tensors=int(facts.num_tensors[whole].sum() + facts.part("num_tensors")[parted].sum()),
         )
 
     # -- buffers -----------------------------------------------------------------------------------------------------

@@ -61,6 +61,8 @@ class RankPart:
     """Of these, what a paged optimizer has in unified memory where the part is stepped on the device."""
     num_stepped: int
     """Scalars that the optimizer steps."""
+    num_tensors: int
+    """Tensors that these are: parameters, or parts of regions."""
     stepped_bytes: int
     """Memory traffic of that on the device."""
     host_stepped_bytes: int
@@ -148,6 +150,7 @@ def rank_part(
             state_bytes=chunk_state_bytes(chunk, parameters, optimizer),
             paged_bytes=chunk_paged_bytes(chunk, parameters, optimizer),
             num_stepped=chunk.num_trainable,
+            num_tensors=len(stepped_members(chunk, parameters)),
             stepped_bytes=stepped_bytes(chunk, parameters, optimizer),
             host_stepped_bytes=host_stepped_bytes(stepped_members(chunk, parameters), optimizer, widens=widens),
         )
@@ -168,6 +171,7 @@ def rank_part(
         state_bytes=state_bytes(stepped, optimizer),
         paged_bytes=paged_bytes(stepped, optimizer),
         num_stepped=sum(count for _, count in trained),
+        num_tensors=len(trained),
         stepped_bytes=sum(traffic_bytes(one, optimizer) for one in stepped),
         host_stepped_bytes=host_stepped_bytes(stepped, optimizer, widens=widens),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 from typing import Final
@@ -82,18 +83,57 @@ def widened_scalars(count: int, optimizer: Optimizer, piece: int) -> int:
     return min(count, piece) if optimizer.is_elementwise else count
 
 
-def core_s_per_scalar(optimizer: Optimizer) -> float:
-    """Seconds of one core for a step of one scalar, where arithmetic and not memory takes the time; else 0.
+@dataclass(frozen=True, slots=True)
+class HostKernels:
+    """How kernels on a host step what one fused kernel does not: by operations over whole tensors, one by one."""
 
-    Measured on one core of an AMD EPYC with bitsandbytes 0.50.2 and torch 2.13, 8 million scalars: 21 to
-    23 ns for 8-bit AdamW, which dequantizes, steps and quantizes in passes of its own, 2.4 to 2.5 ns for Lion; fused
-    AdamW took 0.7 to 0.9 ns.
-    """
-    return _CORE_S_PER_SCALAR.get(optimizer, 0.0)
+    operations_per_tensor: int
+    """Operations of Python's, each of which is dispatched by itself."""
+    bytes_per_scalar: int = 0
+    """Traffic of all passes over a tensor and over what they make, of a float32 weight; 0 where ``traffic_bytes`` has
+    them."""
+    core_s_per_scalar: float = 0.0
+    """Seconds of one core, where arithmetic and not memory takes the time."""
 
 
-_CORE_S_PER_SCALAR: Final[dict[Optimizer, float]] = {
-    Optimizer.ADAMW_8BIT: 22e-9,
-    Optimizer.PAGED_ADAMW_8BIT: 22e-9,
-    Optimizer.LION: 2.5e-9,
+def host_kernels(optimizer: Optimizer) -> HostKernels:
+    """The kernels of ``optimizer`` on a host ([Note: Steps on a host])."""
+    named = Optimizer.ADAMW_8BIT if optimizer is Optimizer.PAGED_ADAMW_8BIT else optimizer
+    return _HOST_KERNELS.get(named, _FUSED)
+
+
+_FUSED: Final = HostKernels(operations_per_tensor=0)
+_HOST_KERNELS: Final[dict[Optimizer, HostKernels]] = {
+    # _single_tensor_adafactor of torch 2.13 without weight decay, as counted above; square roots of sizes and steps
+    # are Python's own numbers.
+    Optimizer.ADAFACTOR: HostKernels(operations_per_tensor=20),
+    # _optimizer_update_32bit_cpu: scaled gradient 2 passes, decayed moment 2, interpolation 3, sign 2, addition to the
+    # weight 3, moment 2 and 3.
+    Optimizer.LION: HostKernels(operations_per_tensor=9, bytes_per_scalar=4 * 17, core_s_per_scalar=2.5e-9),
+    # _optimizer_update_8bit_blockwise_cpu: 22 passes over float32 (scaled gradient 2, first moment 5, second moment 5,
+    # denominator 6, weight 4), two moments from one byte to four and back, and from new bytes to the old ones.  Four
+    # operations are bitsandbytes' own, each of which passes through Python's dispatcher and counts as five of torch.
+    Optimizer.ADAMW_8BIT: HostKernels(
+        operations_per_tensor=22 + 4 * 5, bytes_per_scalar=4 * 22 + 2 * 5 + 2 * 7, core_s_per_scalar=22e-9
+    ),
 }
+"""[Note: Steps on a host]
+Fused kernels of torch step all tensors of a chunk in one call, without Python in between.  Adafactor and the kernels of
+bitsandbytes 0.50.2 for the CPU are torch operations over whole tensors, called from Python for one tensor after
+another.  A step then takes the longest of what its passes take of the memory and its arithmetic of the cores, and a
+dispatch for every operation on top.
+
+Measured on one core of an AMD EPYC with torch 2.13: of 8 million scalars each took 8-bit AdamW 21 to 23 ns and Lion 2.4
+to 2.5 ns, where fused AdamW took 0.7 to 0.9 ns.  Each of eight small tensors took Lion 36 to 55 us more, Adafactor 34
+to 75 us and 8-bit AdamW 170 to 230 us, in seconds of the thread, where an operation that does nothing took 4 us.
+"""
+
+
+def device_operations_per_tensor(optimizer: Optimizer) -> int:
+    """Operations that a step on a CUDA device dispatches for every tensor; 0 where one kernel steps many of them.
+
+    Those of bitsandbytes launch one kernel each, and wait for it (``sync_gpu`` in ``optimizer.py``).
+    """
+    if optimizer is Optimizer.ADAFACTOR:
+        return _HOST_KERNELS[optimizer].operations_per_tensor
+    return 2 if optimizer.is_of_bitsandbytes else 0

@@ -56,6 +56,10 @@ class Calibration(Document):
     """Measured over modelled seconds of a step on the host by itself; of AdamW, ``factors`` tell all."""
     device_optimizer_factors: dict[Optimizer, PositiveFloat] = {}
     """The same of a step on the device."""
+    host_optimizer_tensor_s: dict[Optimizer, NonNegativeFloat] = {}
+    """Seconds that a step on the host takes for every tensor, however small, of optimizers that step one by one."""
+    device_optimizer_tensor_s: dict[Optimizer, NonNegativeFloat] = {}
+    """The same of a step on the device."""
     iteration_noise_frac: NonNegativeFloat = 0.0
     """Run-to-run spread of the measured iteration time: median absolute deviation over the median."""
     fitted_to: tuple[str, ...] = ()

@@ -234,6 +234,8 @@ class Task:
     """Scalars that an Adam task steps."""
     stepped_bytes: int = 0
     """Bytes of memory that a task of Adam, of adding gradients up or of their norm reads and writes."""
+    num_tensors: int = 0
+    """Tensors that an Adam task steps, each by itself unless the optimizer has one kernel for all."""
     num_ranks: int = 1
     """Ranks that do it together."""
     stated_s: float | None = None

@@ -356,13 +356,15 @@ def check_in_place(task: Task, buffers: Iterable[Allocation]) -> None:
     compare_buffers(task, task.frees, [], "frees")
 
 
-def check_amounts(task: Task, *, moved_bytes: int = 0, num_stepped: int = 0, stepped_bytes: int = 0) -> None:
+def check_amounts(
+    task: Task, *, moved_bytes: int = 0, num_stepped: int = 0, stepped_bytes: int = 0, num_tensors: int = 0
+) -> None:
     """Raise ScheduleError unless a task moves and steps these amounts."""
-    found = (task.moved_bytes, task.num_stepped, task.stepped_bytes)
-    if found != (moved_bytes, num_stepped, stepped_bytes):
+    found = (task.moved_bytes, task.num_stepped, task.stepped_bytes, task.num_tensors)
+    if found != (moved_bytes, num_stepped, stepped_bytes, num_tensors):
         reject(
-            f"{task.name} moves {found[0]} B and steps {found[1]} scalars over {found[2]} B, "
-            f"not {moved_bytes} B, {num_stepped} scalars and {stepped_bytes} B"
+            f"{task.name} moves {found[0]} B and steps {found[1]} scalars over {found[2]} B in {found[3]} tensors, "
+            f"not {moved_bytes} B, {num_stepped} scalars, {stepped_bytes} B and {num_tensors} tensors"
         )
 
 

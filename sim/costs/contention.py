@@ -10,6 +10,9 @@ A slowdown belongs to a lane within a set of active lanes.  Sets come from three
 3. The resource model, for pairs that nobody measured; it stands in for a measurement of that pair.  On a machine
    that nobody measured at all it gives every set.
 
+Measured sets have AdamW on the lane of CPU Adam.  Under another optimizer each slowdown is multiplied by what the
+resource model gives for that optimizer over what it gives for AdamW, and is at least 1.
+
 Whatever the source, a lane in more company is never faster: measured sets are raised to their measured subsets where
 noise has put them below, and the others are kept between their subsets and the measured sets that contain them.
 """
@@ -26,6 +29,7 @@ from typing import Final, Self
 
 from ...shared.schema.calibration import Calibration
 from ...shared.schema.hardware import Hardware
+from ...shared.schema.optimizer import Optimizer
 from ...shared.schema.schedule import LANES_ALONE, Lane, lanes_of
 from .fair_share import fair_shares
 from .lane_demands import Resource, lane_demands
@@ -51,13 +55,27 @@ class ContentionModel:
     slowdowns: Mapping[LaneSet, Slowdowns]
 
     @classmethod
-    def of(cls, hardware: Hardware, calibration: Calibration | None = None, *, num_ranks: int = 1) -> Self:
-        """What is measured of a machine, completed by what its data sheet implies.
+    def of(
+        cls,
+        hardware: Hardware,
+        calibration: Calibration | None = None,
+        *,
+        num_ranks: int = 1,
+        optimizer: Optimizer = Optimizer.ADAMW,
+    ) -> Self:
+        """What is measured of a machine, completed by what its data sheet implies, with this optimizer on the host.
 
         Raises HardwareError if the machine does not have the ranks.
         """
-        modelled = _from_resources(hardware, num_ranks)
-        measured = {} if calibration is None else _measured(calibration, frozenset(lanes_of(num_ranks)))
+        modelled = _from_resources(hardware, num_ranks, optimizer)
+        if calibration is None:
+            return cls(_freeze(modelled))
+        usual = modelled if optimizer is Optimizer.ADAMW else _from_resources(hardware, num_ranks, Optimizer.ADAMW)
+        ratios = {
+            lanes: {lane: slowdown / usual[lanes][lane] for lane, slowdown in slowdowns.items()}
+            for lanes, slowdowns in modelled.items()
+        }
+        measured = _measured(calibration, ratios)
         return cls(_freeze(_complete(measured, modelled) if measured else modelled))
 
     @classmethod
@@ -92,14 +110,14 @@ def _freeze(slowdowns: Mapping[LaneSet, dict[Lane, float]]) -> Mapping[LaneSet, 
 # -- from the data sheet ---------------------------------------------------------------------------------------------
 
 
-def _from_resources(hardware: Hardware, num_ranks: int) -> dict[LaneSet, dict[Lane, float]]:
+def _from_resources(hardware: Hardware, num_ranks: int, optimizer: Optimizer) -> dict[LaneSet, dict[Lane, float]]:
     """The slowdowns that follow from what lanes draw on, shared fairly (``lane_demands.py``, ``fair_share.py``).
 
     Fair sharing can let a lane gain beside other lanes: a third lane may hold up the one that it shares with.  The
     search's bounds do not need it, but measured sets never show it beyond their noise, so slowdowns are raised to
     those of smaller sets here as well.
     """
-    demands = lane_demands(hardware, num_ranks)
+    demands = lane_demands(hardware, num_ranks, optimizer)
     slowdowns: dict[LaneSet, dict[Lane, float]] = {}
     for lanes in _SETS[len(demands)]:
         ordered = sorted(lanes)
@@ -114,12 +132,20 @@ def _from_resources(hardware: Hardware, num_ranks: int) -> dict[LaneSet, dict[La
 # -- from measurements -----------------------------------------------------------------------------------------------
 
 
-def _measured(calibration: Calibration, among: LaneSet) -> dict[LaneSet, dict[Lane, float]]:
-    """The measured sets of lanes ``among`` these, each raised to its measured subsets where it lies below them."""
+def _measured(
+    calibration: Calibration, ratios: Mapping[LaneSet, Mapping[Lane, float]]
+) -> dict[LaneSet, dict[Lane, float]]:
+    """The measured sets of lanes, each raised to its measured subsets where it lies below them.
+
+    ``ratios``: what slowdowns of a set are multiplied by; sets that it does not name have lanes that are not there.
+    """
     found = {
-        frozenset(entry.lanes): dict(zip(entry.lanes, entry.slowdowns, strict=True))
+        lanes: {
+            lane: max(1.0, slowdown * ratios[lanes][lane])
+            for lane, slowdown in zip(entry.lanes, entry.slowdowns, strict=True)
+        }
         for entry in calibration.contention
-        if among.issuperset(entry.lanes)
+        if (lanes := frozenset(entry.lanes)) in ratios
     }
     return {
         lanes: {lane: max(found[subset][lane] for subset in found if lane in subset <= lanes) for lane in lanes}

@@ -2,8 +2,9 @@
 
 [Note: Shares of a resource]
 Demands are shares of a resource's capacity, so that every capacity is 1.  A lane's demand is what it draws at the rate
-that the cost model gives it: a copy at the link's bandwidth, CPU Adam at its rate.  Compute draws on several resources
-at rates that change from operation to operation; it gets the mean over a transformer's training.
+that the cost model gives it: a copy at the link's bandwidth, CPU Adam at its rate.  An optimizer whose arithmetic takes
+longer than its memory draws that much less of the memory, and keeps all cores of its operations busy.  Compute draws on
+several resources at rates that change from operation to operation; it gets the mean over a transformer's training.
 """
 
 from __future__ import annotations
@@ -13,11 +14,13 @@ from enum import StrEnum
 from typing import Final
 
 from ...shared.catalogue.rank_share import machine_of_rank
+from ...shared.optimizers.work import host_kernels
 from ...shared.schema.hardware import DeviceKind, Hardware, Topology
+from ...shared.schema.optimizer import Optimizer
 from ...shared.schema.schedule import Lane
 from .efficiency import CORE_BYTES_PER_S
 from .fabrics import fabric_levels
-from .task_costs import host_adam_bytes_per_s
+from .task_costs import host_adam_bytes_per_s, step_cores
 
 
 class Resource(StrEnum):
@@ -56,7 +59,9 @@ _COLLECTIVE_PROCESSORS_FRAC: Final = 20 / 132
 """Processors that collectives occupy: 20 of an H800's 132 (DeepSeek-V3, arXiv 2412.19437, section 3.5.1)."""
 
 
-def lane_demands(hardware: Hardware, num_ranks: int = 1) -> dict[Lane, dict[Resource, float]]:
+def lane_demands(
+    hardware: Hardware, num_ranks: int = 1, optimizer: Optimizer = Optimizer.ADAMW
+) -> dict[Lane, dict[Resource, float]]:
     """The share of every resource that each lane of one rank draws while it runs alone; none above 1.
 
     Where the CPU is the device, its memory is the host's, and its cores compute.  Several ranks have a lane of
@@ -64,7 +69,7 @@ def lane_demands(hardware: Hardware, num_ranks: int = 1) -> dict[Lane, dict[Reso
     Raises HardwareError if the machine does not have the ranks.
     """
     own = hardware if num_ranks == 1 else machine_of_rank(hardware, num_ranks)
-    demands = _on_cpu(own) if own.device.kind is DeviceKind.CPU else _beside_a_device(own)
+    demands = (_on_cpu if own.device.kind is DeviceKind.CPU else _beside_a_device)(own, optimizer)
     if not own.full_duplex:
         demands[Lane.H2D][Resource.LINK] = demands[Lane.D2H][Resource.LINK] = 1.0
     if num_ranks > 1:
@@ -73,13 +78,20 @@ def lane_demands(hardware: Hardware, num_ranks: int = 1) -> dict[Lane, dict[Reso
     return {lane: {resource: min(1.0, share) for resource, share in demand.items()} for lane, demand in demands.items()}
 
 
-def _on_cpu(hardware: Hardware) -> dict[Lane, dict[Resource, float]]:
+def _optimizer_rate(hardware: Hardware, optimizer: Optimizer) -> float:
+    """Bytes of memory per second that a step on the host moves."""
+    rate, kernels = host_adam_bytes_per_s(hardware.host), host_kernels(optimizer)
+    arithmetic_s = kernels.core_s_per_scalar / step_cores(hardware)
+    return min(rate, kernels.bytes_per_scalar / arithmetic_s) if arithmetic_s else rate
+
+
+def _on_cpu(hardware: Hardware, optimizer: Optimizer) -> dict[Lane, dict[Resource, float]]:
     """A copy reads the host's memory and writes it; what streams keeps as many cores busy as its rate takes."""
     host = hardware.host
     rates = {
         Lane.H2D: 2 * hardware.host_to_device.bandwidth_bytes_per_s,
         Lane.D2H: 2 * hardware.device_to_host.bandwidth_bytes_per_s,
-        Lane.CPU_OPTIM: host_adam_bytes_per_s(host),
+        Lane.CPU_OPTIM: _optimizer_rate(hardware, optimizer),
     }
     demands: dict[Lane, dict[Resource, float]] = {
         lane: {
@@ -88,13 +100,15 @@ def _on_cpu(hardware: Hardware) -> dict[Lane, dict[Resource, float]]:
         }
         for lane, rate in rates.items()
     }
+    if rates[Lane.CPU_OPTIM] < host_adam_bytes_per_s(host):
+        demands[Lane.CPU_OPTIM][Resource.CORES] = step_cores(hardware) / host.num_cores
     # Compute leaves a core to the other lanes, where there are two ([Note: A core for the lanes]).
-    cores_frac = max(1, host.num_cores - 1) / host.num_cores
+    cores_frac = step_cores(hardware) / host.num_cores
     demands[Lane.COMPUTE] = {Resource.HOST_MEMORY: _CPU_COMPUTE_FRAC, Resource.CORES: cores_frac}
     return demands
 
 
-def _beside_a_device(hardware: Hardware) -> dict[Lane, dict[Resource, float]]:
+def _beside_a_device(hardware: Hardware, optimizer: Optimizer) -> dict[Lane, dict[Resource, float]]:
     """A copy passes the host's memory once; CPU Adam has the cores to itself.
 
     The device's memory is no matter for copies: of every machine's that is known, both directions together take less
@@ -108,7 +122,8 @@ def _beside_a_device(hardware: Hardware) -> dict[Lane, dict[Resource, float]]:
     demands: dict[Lane, dict[Resource, float]] = {
         lane: {Resource.HOST_MEMORY: rate / host.memory_bandwidth_bytes_per_s} for lane, rate in copies.items()
     }
-    demands[Lane.CPU_OPTIM] = {Resource.HOST_MEMORY: host_adam_bytes_per_s(host) / host.memory_bandwidth_bytes_per_s}
+    rate = _optimizer_rate(hardware, optimizer)
+    demands[Lane.CPU_OPTIM] = {Resource.HOST_MEMORY: rate / host.memory_bandwidth_bytes_per_s}
     demands[Lane.COMPUTE] = {Resource.DEVICE_MEMORY: _DEVICE_COMPUTE_FRAC, Resource.PROCESSORS: 1.0}
     return demands
 

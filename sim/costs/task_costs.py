@@ -25,7 +25,7 @@ from typing import Final, Self
 
 from ...shared.basics.errors import CalibrationError, HardwareError, ScheduleError, WorkloadError
 from ...shared.catalogue.rank_share import machine_of_rank
-from ...shared.optimizers.work import PAGED_BYTES_PER_SCALAR, core_s_per_scalar
+from ...shared.optimizers.work import PAGED_BYTES_PER_SCALAR, device_operations_per_tensor, host_kernels
 from ...shared.schema.calibration import Calibration
 from ...shared.schema.hardware import Device, DeviceKind, Hardware, Host, Link
 from ...shared.schema.optimizer import Optimizer
@@ -122,7 +122,7 @@ class CostModel:
                 # They stream through host memory as CPU Adam does.
                 return self._calibrated(task.stepped_bytes / host_adam_bytes_per_s(self.hardware.host), task.kind)
             case TaskKind.CPU_ADAM | TaskKind.DEVICE_ADAM:
-                return self.adam_s(task.num_stepped, task.stepped_bytes, task.kind)
+                return self.adam_s(task.num_stepped, task.stepped_bytes, task.num_tensors, task.kind)
             case TaskKind.ALL_GATHER | TaskKind.REDUCE_SCATTER | TaskKind.ALL_REDUCE:
                 return self._calibrated(self.collective_s(task.kind, task.moved_bytes, task.num_ranks), task.kind)
             case _:
@@ -158,41 +158,79 @@ class CostModel:
             seconds = self._collective_s[key] = found.seconds
         return seconds
 
-    def adam_s(self, num_stepped: int, stepped_bytes: int, kind: TaskKind) -> float:
+    def adam_s(self, num_stepped: int, stepped_bytes: int, num_tensors: int, kind: TaskKind) -> float:
         """Seconds of a step over ``num_stepped`` scalars that moves ``stepped_bytes``; calibrated.
 
         Adam does about a dozen operations per element for 28 to 32 bytes of traffic, so memory bounds it: bytes over
-        the rate of the memory that holds the state.  On the host no step is faster than the cores' arithmetic
-        (``core_s_per_scalar``).  Where the machine states seconds per scalar of the optimizer, these count instead.
-        Paged moments come to the device and go back ([Note: Paged state]).  Nothing to step costs the calibrated
-        overhead alone.
+        the rate of the memory that holds the state.  On the host, kernels that pass over whole tensors move more, no
+        step is faster than the cores' arithmetic, and each of ``num_tensors`` takes dispatches of its own ([Note: Steps
+        on a host] in ``shared/optimizers/work.py``).  Where the machine states seconds per scalar of the optimizer,
+        these count instead.  Paged moments come to the device and go back ([Note: Paged state]).  Nothing to step costs
+        the calibrated overhead alone.
         """
         if num_stepped == 0:
             return self._calibrated(0.0, kind)
-        device, host = self.hardware.device, self.hardware.host
-        # A paged optimizer steps as the other does.
-        is_paged = self.optimizer is Optimizer.PAGED_ADAMW_8BIT
-        named = Optimizer.ADAMW_8BIT if is_paged else self.optimizer
-        if kind is TaskKind.CPU_ADAM or device.kind is DeviceKind.CPU:
-            stated = host.optimizer_s_per_scalar.get(named)
-            arithmetic_s = core_s_per_scalar(named) * num_stepped / host.num_cores
-            streaming_s = max(stepped_bytes / host_adam_bytes_per_s(host), arithmetic_s)
-            factor = 1.0 if self.calibration is None else self.calibration.host_optimizer_factors.get(named, 1.0)
-            return self._calibrated(factor * (streaming_s if stated is None else stated * num_stepped), kind)
-        stated = device.optimizer_s_per_scalar.get(named)
+        if kind is TaskKind.CPU_ADAM or self.hardware.device.kind is DeviceKind.CPU:
+            return self._calibrated(self._host_step_s(num_stepped, stepped_bytes, num_tensors), kind)
+        return self._calibrated(self._device_step_s(num_stepped, stepped_bytes, num_tensors), kind)
+
+    def _host_step_s(self, num_stepped: int, stepped_bytes: int, num_tensors: int) -> float:
+        """Seconds of a step by the host's cores, with the optimizer's own factor."""
+        named, host = _unpaged(self.optimizer), self.hardware.host
+        kernels, stated, factor, tensor_s = host_kernels(named), host.optimizer_s_per_scalar.get(named), 1.0, None
+        if self.calibration is not None:
+            factor = self.calibration.host_optimizer_factors.get(named, 1.0)
+            tensor_s = self.calibration.host_optimizer_tensor_s.get(named)
+        if tensor_s is None:
+            tensor_s = kernels.operations_per_tensor * self._dispatch_s
+        if stated is not None:
+            return factor * stated * num_stepped + tensor_s * num_tensors
+        moving_s = max(stepped_bytes, kernels.bytes_per_scalar * num_stepped) / host_adam_bytes_per_s(host)
+        arithmetic_s = kernels.core_s_per_scalar * num_stepped / step_cores(self.hardware)
+        return factor * max(moving_s, arithmetic_s) + tensor_s * num_tensors
+
+    def _device_step_s(self, num_stepped: int, stepped_bytes: int, num_tensors: int) -> float:
+        """Seconds of a step by an accelerator, with the optimizer's own factor."""
+        named, device = _unpaged(self.optimizer), self.hardware.device
+        stated, factor, tensor_s = device.optimizer_s_per_scalar.get(named), 1.0, None
+        if self.calibration is not None:
+            factor = self.calibration.device_optimizer_factors.get(named, 1.0)
+            tensor_s = self.calibration.device_optimizer_tensor_s.get(named)
+        if tensor_s is None:
+            tensor_s = device_operations_per_tensor(named) * self._dispatch_s
         rate = device.memory_bandwidth_bytes_per_s * efficiency_frac(device, OperationClass.ELEMENTWISE)
-        stepping_s = device.launch_overhead_s + (stepped_bytes / rate if stated is None else stated * num_stepped)
-        factor = 1.0 if self.calibration is None else self.calibration.device_optimizer_factors.get(named, 1.0)
-        paging_s = 0.0
-        if is_paged:
+        moving_s = stepped_bytes / rate if stated is None else stated * num_stepped
+        stepping_s, dispatching_s = factor * (device.launch_overhead_s + moving_s), tensor_s * num_tensors
+        # Who waits for every kernel dispatches the next one afterwards; the others run ahead ([Note: Launches]).
+        seconds = stepping_s + dispatching_s if named.is_of_bitsandbytes else max(stepping_s, dispatching_s)
+        if named is not self.optimizer:
             links = (self.hardware.host_to_device, self.hardware.device_to_host)
-            paging_s = sum(self.copy_s(PAGED_BYTES_PER_SCALAR * num_stepped, link) for link in links)
-        return self._calibrated(factor * stepping_s + paging_s, kind)
+            seconds += sum(self.copy_s(PAGED_BYTES_PER_SCALAR * num_stepped, link) for link in links)
+        return seconds
+
+    @property
+    def _dispatch_s(self) -> float:
+        """Seconds in which the host dispatches one operation of a step, which no module and no autograd is around."""
+        return self.hardware.device.launch_overhead_s
 
     def _calibrated(self, seconds: float, kind: TaskKind) -> float:
         if self.calibration is None:
             return seconds
         return seconds * self.calibration.factor(kind) + self.calibration.overhead_s.get(kind, 0.0)
+
+
+def _unpaged(optimizer: Optimizer) -> Optimizer:
+    """A paged optimizer steps as the other does."""
+    return Optimizer.ADAMW_8BIT if optimizer is Optimizer.PAGED_ADAMW_8BIT else optimizer
+
+
+def step_cores(hardware: Hardware) -> int:
+    """Cores that operations of a step on the host are spread over.
+
+    All of them, or those that one thread's operations have where the CPU is the device ([Note: A core for the lanes]).
+    """
+    cores = hardware.host.num_cores
+    return cores if hardware.device.kind is DeviceKind.CUDA else max(1, cores - 1)
 
 
 def host_adam_bytes_per_s(host: Host) -> float:

@@ -112,7 +112,7 @@ def _kind(schedule: Schedule, task: Task, num_later: int = 0) -> tuple[object, .
         contents(task.allocates),
         contents(task.frees),
         task.phase,
-        (task.moved_bytes, task.num_stepped, task.stepped_bytes, task.num_ranks, task.stated_s),
+        (task.moved_bytes, task.num_stepped, task.stepped_bytes, task.num_tensors, task.num_ranks, task.stated_s),
     )
 
 

@@ -94,7 +94,10 @@ def simulate_groups(
     schedule = compile_schedule(plan, workload, layout)
     costs = [CostModel.of(workload, group.hardware, calibration, num_ranks=plan.num_ranks) for group in groups]
     durations_s = [_slowed(schedule, model, group) for model, group in zip(costs, groups, strict=True)]
-    contentions = [ContentionModel.of(group.hardware, calibration, num_ranks=plan.num_ranks) for group in groups]
+    contentions = [
+        ContentionModel.of(group.hardware, calibration, num_ranks=plan.num_ranks, optimizer=plan.optimizer)
+        for group in groups
+    ]
     timings = simulate_group_timings(schedule, durations_s, contentions)
     records = [
         predicted_record(

@@ -225,7 +225,7 @@ def search_problem(
             raise PlanError(f"{name}_budget_bytes is {budget}; it must be at least {least}. Give the bytes to fill.")
     use_measured = workload.measured_on == hardware.name
     costs = CostModel(hardware, calibration, use_measured=use_measured, together=together, optimizer=step.optimizer)
-    contention = ContentionModel.of(together, calibration, num_ranks=num_ranks)
+    contention = ContentionModel.of(together, calibration, num_ranks=num_ranks, optimizer=step.optimizer)
     grids = enumerate_space(workload, request.space, step, is_offloading=is_offloading)
     compute, kept_compute = _compute_tables(workload, grids[0], costs, step)
     kept_step = replace(step, micro_batches=kept_compute.positions.micro_batches)

@@ -9,6 +9,7 @@ from typing import Final
 import numpy as np
 
 from ...shared.compile.chunk_facts import ChunkFacts, Stays, StepKnobs
+from ...shared.compile.program import Work
 from ...shared.layout.layout import Layout
 from ...shared.layout.residencies import GATHERED, STEPPED_BY_HOST, ChunkResidency
 from ...shared.schema.schedule import Task, TaskId, TaskKind
@@ -16,6 +17,7 @@ from ...shared.schema.workload import Workload
 from ..costs.task_costs import CostModel
 from .compute_table import FloatArray
 from .placements import Placements
+from .prices import PriceList
 from .space import BoolArray, IntArray
 from .step_spec import StepSpec
 
@@ -114,12 +116,10 @@ class ChunkTable:
         stepped += sum_of(self._trained(facts.part("num_stepped")), parts)
         moved = sum_of(self._trained(facts.whole_stepped_bytes), whole)
         moved += sum_of(self._trained(facts.part_stepped_bytes), parts)
-        price = cache(
-            lambda num_stepped, stepped_bytes: self.costs.task_s(
-                Task(TaskId(0), TaskKind.DEVICE_ADAM, num_stepped=num_stepped, stepped_bytes=stepped_bytes)
-            )
-        )
-        return np.array([price(*pair) for pair in zip(stepped.tolist(), moved.tolist(), strict=True)])
+        tensors = sum_of(self._trained(facts.num_tensors), whole)
+        tensors += sum_of(self._trained(facts.part("num_tensors")), parts)
+        work = Work(num_stepped=stepped, stepped_bytes=moved, num_tensors=tensors)
+        return PriceList(self.costs).seconds(TaskKind.DEVICE_ADAM, work)[:-1]
 
     @cached_property
     def norm_s(self) -> FloatArray:

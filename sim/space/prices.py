@@ -36,8 +36,8 @@ class PriceList:
 
     def _price(self, task: Task) -> float:
         """Equal tasks are priced once."""
-        amounts = task.moved_bytes, task.num_stepped, task.stepped_bytes, task.num_ranks, task.stated_s
-        key = (task.kind, id(task.phase), amounts)
+        stepped = task.num_stepped, task.stepped_bytes, task.num_tensors
+        key = (task.kind, id(task.phase), task.moved_bytes, stepped, task.num_ranks, task.stated_s)
         if key not in self._known:
             self._known[key] = self._costs.task_s(task)
         return self._known[key]
@@ -47,7 +47,7 @@ def _tasks_of(kind: TaskKind, work: Work | PhaseWork) -> list[Task]:
     """A task per row, with nothing but what its seconds depend on."""
     if isinstance(work, PhaseWork):
         return [Task(TaskId(0), kind, phase=phase) for phase in work.phases]
-    columns = np.broadcast_arrays(work.moved_bytes, work.num_stepped, work.stepped_bytes)
+    columns = np.broadcast_arrays(work.moved_bytes, work.num_stepped, work.stepped_bytes, work.num_tensors)
     return [
         Task(
             TaskId(0),
@@ -55,8 +55,9 @@ def _tasks_of(kind: TaskKind, work: Work | PhaseWork) -> list[Task]:
             moved_bytes=moved,
             num_stepped=stepped,
             stepped_bytes=size_bytes,
+            num_tensors=tensors,
             num_ranks=work.num_ranks,
             stated_s=work.stated_s,
         )
-        for moved, stepped, size_bytes in zip(*(np.atleast_1d(column).tolist() for column in columns), strict=True)
+        for moved, stepped, size_bytes, tensors in zip(*(np.atleast_1d(one).tolist() for one in columns), strict=True)
     ]

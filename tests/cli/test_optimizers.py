@@ -71,3 +71,12 @@ def test_advice_takes_it_too(protwin_here: Protwin, folder: Path) -> None:
     assert advised.returncode == 0, advised.stderr
     (row,) = json.loads(advised.stdout)["machines"]
     assert row["plan"]["optimizer"] == "sgd"
+
+
+def test_host_gradients_that_say_nothing_or_are_unknown_are_refused(protwin_here: Protwin, folder: Path) -> None:
+    """The workload's parameters are float32."""
+    said = refusal(protwin_here, folder, (*SEARCH, "--host-gradients", "float32"))
+    assert "host gradients of float32 say nothing here" in said
+    assert "there are no host gradients 'int8'" in refusal(protwin_here, folder, (*SEARCH, "--host-gradients", "int8"))
+    said = refusal(protwin_here, folder, (*SEARCH, "--what-if", "host-gradients=float32"))
+    assert "host gradients of float32 say nothing here" in said

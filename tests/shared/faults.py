@@ -310,7 +310,10 @@ def changed_task_fields(schedule: Schedule) -> Iterator[Fault]:
             *({"kind": kind} for kind in TaskKind if kind is not task.kind),
             *({"section": section} for section in _sections(schedule) if section != task.section),
             *({"chunk": chunk} for chunk in (None, ChunkId(0), ChunkId(1), ChunkId(99)) if chunk != task.chunk),
-            *({field: getattr(task, field) + 1} for field in ("moved_bytes", "num_stepped", "stepped_bytes")),
+            *(
+                {field: getattr(task, field) + 1}
+                for field in ("moved_bytes", "num_stepped", "stepped_bytes", "num_tensors")
+            ),
             {"micro_batch": task.micro_batch + 1},
             {"phase": other_phase if task.phase != other_phase else None},
             {"stated_s": 1.0},

@@ -13,6 +13,7 @@ from protwin.shared.catalogue.machines import machine as known_machine
 from protwin.shared.catalogue.machines import machine_names
 from protwin.shared.schema.calibration import Calibration, Contention
 from protwin.shared.schema.hardware import DeviceKind, Hardware, Network
+from protwin.shared.schema.optimizer import Optimizer
 from protwin.shared.schema.schedule import LANES_ALONE, Lane, lanes_of
 from protwin.sim.costs.contention import ContentionModel
 from protwin.sim.costs.fair_share import fair_shares
@@ -241,6 +242,25 @@ def test_copies_alone_disturb_neither_compute_nor_each_other(name: str) -> None:
         > hardware.host.memory_bandwidth_bytes_per_s
     )
     assert (both[H2D] == both[D2H] == 1.0) == (hardware.full_duplex and not host_shared)
+
+
+def test_measured_slowdowns_follow_what_the_optimizer_draws() -> None:
+    """Copies beside a step on a host of few cores: AdamW fills the memory, and 8-bit AdamW does not."""
+    box = machine(kind=DeviceKind.CUDA)
+    host = {"num_cores": 1, "adam_bytes_per_s": 90e9, "memory_bandwidth_bytes_per_s": 100e9}
+    links = {"host_to_device": box.host_to_device.model_copy(update={"bandwidth_bytes_per_s": 50e9})}
+    box = box.model_copy(update={"host": box.host.model_copy(update=host), **links})
+    pair, copies = frozenset((Lane.H2D, Lane.CPU_OPTIM)), frozenset((Lane.H2D, Lane.D2H))
+    measured = calibrated({(Lane.H2D, Lane.CPU_OPTIM): (1.6, 1.5), (Lane.H2D, Lane.D2H): (1.1, 1.2)})
+    measured = measured.model_copy(update={"hardware_name": box.name})
+    usual, quantized = (
+        ContentionModel.of(box, measured, optimizer=optimizer).slowdowns
+        for optimizer in (Optimizer.ADAMW, Optimizer.ADAMW_8BIT)
+    )
+    # 0.9 and 0.5 of the memory are 1.4; 0.05 and 0.5 fit.
+    assert usual[pair] == {Lane.H2D: 1.6, Lane.CPU_OPTIM: 1.5}
+    assert quantized[pair] == pytest.approx({Lane.H2D: 1.6 / 1.4, Lane.CPU_OPTIM: 1.5 / 1.4})
+    assert usual[copies] == quantized[copies] == {Lane.H2D: 1.1, Lane.D2H: 1.2}
 
 
 def test_no_lanes_no_rates() -> None:
