@@ -11,7 +11,7 @@ import numpy as np
 
 from ..layout.adam_memory import alone_peak_bytes, together_gradient_bytes, widened_part_bytes
 from ..layout.layout import Layout
-from ..layout.shards import chunk_paged_bytes, chunk_state_bytes, rank_part, stepped_bytes, stepped_members
+from ..layout.shards import chunk_paged_bytes, chunk_state_bytes, num_tensors, rank_part, stepped_bytes
 from ..layout.slots import Stay, Uses, assign_slots
 from ..schema.optimizer import HostGradients, Optimizer
 from ..schema.plan import ParallelMode, widens_on_host
@@ -209,7 +209,7 @@ class ChunkFacts:
     @cached_property
     def num_tensors(self) -> IntArray:
         """(C,) parameters that the optimizer steps."""
-        return integers(len(stepped_members(chunk, self.parameters)) for chunk in self.layout.chunks)
+        return integers(num_tensors(chunk, self.parameters) for chunk in self.layout.chunks)
 
     @cached_property
     def whole_stepped_bytes(self) -> IntArray:

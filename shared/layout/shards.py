@@ -62,7 +62,7 @@ class RankPart:
     num_stepped: int
     """Scalars that the optimizer steps."""
     num_tensors: int
-    """Tensors that these are: parameters, or parts of regions."""
+    """Tensors that these are: parameters, or parts of regions; none without scalars."""
     stepped_bytes: int
     """Memory traffic of that on the device."""
     host_stepped_bytes: int
@@ -104,6 +104,11 @@ def staging_bytes(chunk: Chunk, parameters: Sequence[Parameter], *, widens: bool
 def _trained_sizes(chunk: Chunk, parameters: Sequence[Parameter]) -> list[tuple[DType, int]]:
     """Element type and scalars of the trainable parameters."""
     return [(dtype, prod(shape)) for dtype, shape in stepped_members(chunk, parameters)]
+
+
+def num_tensors(chunk: Chunk, parameters: Sequence[Parameter]) -> int:
+    """Parameters of a chunk that the optimizer has anything to do for."""
+    return sum(count > 0 for _, count in _trained_sizes(chunk, parameters))
 
 
 def regions(chunk: Chunk, parameters: Sequence[Parameter]) -> list[Region]:
@@ -150,7 +155,7 @@ def rank_part(
             state_bytes=chunk_state_bytes(chunk, parameters, optimizer),
             paged_bytes=chunk_paged_bytes(chunk, parameters, optimizer),
             num_stepped=chunk.num_trainable,
-            num_tensors=len(stepped_members(chunk, parameters)),
+            num_tensors=num_tensors(chunk, parameters),
             stepped_bytes=stepped_bytes(chunk, parameters, optimizer),
             host_stepped_bytes=host_stepped_bytes(stepped_members(chunk, parameters), optimizer, widens=widens),
         )
@@ -171,7 +176,7 @@ def rank_part(
         state_bytes=state_bytes(stepped, optimizer),
         paged_bytes=paged_bytes(stepped, optimizer),
         num_stepped=sum(count for _, count in trained),
-        num_tensors=len(trained),
+        num_tensors=sum(count > 0 for _, count in trained),
         stepped_bytes=sum(traffic_bytes(one, optimizer) for one in stepped),
         host_stepped_bytes=host_stepped_bytes(stepped, optimizer, widens=widens),
     )

@@ -188,8 +188,8 @@ def _check_stepped(claim: Claim, task: Task, stepped: list[Stepped], *, is_wide:
     """
     is_scaled = claim.plan.max_gradient_norm is not None
     moved = moved_bytes(stepped, claim.plan.optimizer, is_scaled=is_scaled, is_wide=is_wide)
-    scalars = sum(prod(shape) for _, shape in stepped)
-    check_amounts(task, num_stepped=scalars, stepped_bytes=moved, num_tensors=len(stepped))
+    scalars, tensors = sum(prod(shape) for _, shape in stepped), sum(0 not in shape for _, shape in stepped)
+    check_amounts(task, num_stepped=scalars, stepped_bytes=moved, num_tensors=tensors)
 
 
 # -- between ranks ---------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from protwin.shared.schema.optimizer import Optimizer
+from protwin.shared.schema.optimizer import HostGradients, Optimizer
 from protwin.shared.schema.plan import Plan
 from protwin.shared.schema.record import Record
 from protwin.shared.schema.search_result import SearchResult
@@ -73,10 +73,12 @@ def test_advice_takes_it_too(protwin_here: Protwin, folder: Path) -> None:
     assert row["plan"]["optimizer"] == "sgd"
 
 
-def test_host_gradients_that_say_nothing_or_are_unknown_are_refused(protwin_here: Protwin, folder: Path) -> None:
-    """The workload's parameters are float32."""
-    said = refusal(protwin_here, folder, (*SEARCH, "--host-gradients", "float32"))
-    assert "host gradients of float32 say nothing here" in said
-    assert "there are no host gradients 'int8'" in refusal(protwin_here, folder, (*SEARCH, "--host-gradients", "int8"))
-    said = refusal(protwin_here, folder, (*SEARCH, "--what-if", "host-gradients=float32"))
-    assert "host gradients of float32 say nothing here" in said
+def test_gradients_on_the_host_are_of_the_plan(protwin_here: Protwin, folder: Path) -> None:
+    asked = ("--micro-batches=2", "--host-gradients=float32", "--device-budget=1GiB")
+    found = protwin_here(*SEARCH, *SMALL, *asked)
+    assert found.returncode == 0, found.stderr
+    assert "added up in float32 on the host" in " ".join(found.stdout.split())
+    assert Plan.load(folder / "found.json").host_gradients is HostGradients.FLOAT32
+    (folder / "found.json").unlink()
+    said = refusal(protwin_here, folder, (*SEARCH, "--what-if", "host-gradients=int8"))
+    assert "there are no host gradients 'int8'" in said
