@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from protwin.shared.basics.errors import PlanError
-from protwin.shared.schema.optimizer import Optimizer
+from protwin.shared.schema.optimizer import HostGradients, Optimizer
 from protwin.shared.schema.plan import ActivationMode, ParallelMode, Plan, place_activation_modes
 
 KEEP, CHECKPOINT, SWAP = ActivationMode.KEEP, ActivationMode.CHECKPOINT, ActivationMode.SWAP
@@ -124,6 +124,7 @@ def test_the_identity_covers_every_knob() -> None:
         {"micro_batches": 2},
         {"max_gradient_norm": 1.0},
         {"optimizer": Optimizer.SGD},
+        {"host_gradients": HostGradients.FLOAT32},
         {"parallel": ParallelMode.SHARDED},
         {"num_ranks": 2},
     ]
