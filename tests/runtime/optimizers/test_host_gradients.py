@@ -139,8 +139,9 @@ def test_memory_and_copies_by_hand(knobs: dict[str, Any]) -> None:
             for batch in batches:
                 case.loss(model, batch).backward()
             training.step()
-        scalars = sum(p.num_elements for p in case.workload.parameters)
-        assert training.bytes_device_to_host == 2 * scalars * plan.micro_batches
+    # Copies may end after the step has begun, and have ended when training has.
+    scalars = sum(p.num_elements for p in case.workload.parameters)
+    assert training.bytes_device_to_host == 2 * scalars * plan.micro_batches
 
 
 def test_it_is_refused_where_it_says_nothing() -> None:
