@@ -11,17 +11,18 @@ from functools import cached_property
 
 import numpy as np
 
-from ...shared.layout.residencies import ChunkResidency
+from ...shared.layout.residencies import GATHERED, ChunkResidency
 from ..space.chunk_table import ChunkTable
 from ..space.compute_table import ComputeTable, Positions
 from ..space.space import IntArray
+from .held_chunks import HeldChunks
 
 
 class MemoryBounds:
     """Bounds for the plans of one layout.
 
     Shapes: R rows of (prefix, n_buffer), D depths, K choices of activation modes, C chunks, T steps and W positions of
-    a micro-batch.
+    a micro-batch, V kinds of micro-batches.
     """
 
     def __init__(self, table: ChunkTable, compute: ComputeTable, resident_bytes: int) -> None:
@@ -29,13 +30,11 @@ class MemoryBounds:
         self._levels = compute.levels
         self._static = table.static_device_bytes(table.places.all, resident_bytes)
         positions = Positions(table.layout.num_blocks)
-        steps, sections = np.arange(positions.micro_steps), np.arange(table.layout.num_blocks + 2)
-        self._step_at = np.zeros(positions.micro_length, dtype=np.int64)
-        """(W,) the step of each position."""
-        for at in (positions.step_begin(steps), positions.step_end(steps)):
-            self._step_at[at] = steps
-        self._step_number = positions.step_number
-        self._held: dict[tuple[int, int], IntArray] = {}
+        sections = np.arange(table.layout.num_blocks + 2)
+        self._step_begin = positions.step_begin(np.arange(positions.micro_steps))
+        """(T,) the first position of each step."""
+        step, chunk, _ = table.facts.uses
+        self._held = HeldChunks(step, chunk, table.facts.size_bytes, positions.micro_steps)
         # Gradients that are there before each position: what the backwards before it have completed.
         backward = positions.backward(sections)
         self._is_made = backward[table.facts.gradients[1]] < np.arange(positions.micro_length)[:, None]
@@ -48,8 +47,8 @@ class MemoryBounds:
     @cached_property
     def activation_bytes(self) -> IntArray:
         """(K,) the highest level of activations alone."""
-        highest = [self._during(kind).max(axis=1) for kind in range(self._levels.alive_bytes.shape[1])]
-        bytes_: IntArray = np.maximum(np.stack(highest).max(axis=0), self._levels.end_bytes)
+        highest = np.stack([during.max(axis=1) for during in self._during]).max(axis=0)
+        bytes_: IntArray = np.maximum(highest, self._levels.end_bytes)
         return bytes_
 
     def peak_bytes(self, prefix: int, n_buffer: IntArray, depths: IntArray, modes: IntArray) -> IntArray:
@@ -59,40 +58,30 @@ class MemoryBounds:
         """
         table = self._table
         persistent = table.is_any_of(prefix, ChunkResidency.PERSISTENT)
-        held = np.stack([self._held_bytes(prefix, number) for number in n_buffer.tolist()])[:, None, self._step_at]
         chunks, _, gradient_bytes = table.facts.gradients
         staying = np.where(persistent[chunks], gradient_bytes, 0)
-        found = np.tile(staying.sum() + self._levels.end_bytes[modes], (len(n_buffer), 1))
-        for kind in range(self._levels.alive_bytes.shape[1]):
-            # In later micro-batches all of them are there from the first one.
-            gradients = staying.sum() if kind else self._is_made @ staying
-            level = self._during(kind)[modes] + gradients
-            for row, of_row in enumerate(held):
-                found[row] = np.maximum(found[row], (level + of_row).max(axis=1))
+        # In later micro-batches all gradients are there from the first position on.
+        gradients = (self._is_made @ staying, staying.sum())
+        level = np.stack([during[modes] + gradients[kind > 0] for kind, during in enumerate(self._during)]).max(axis=0)
+        # Chunks come and go between steps alone.
+        at_step = np.maximum.reduceat(level, self._step_begin, axis=1)
+        held = self._held.least_bytes(table.is_any_of(prefix, *GATHERED), n_buffer)
+        found = np.stack([(at_step + of_row).max(axis=1) for of_row in held])
+        found = np.maximum(found, staying.sum() + self._levels.end_bytes[modes]) + self._static[prefix]
         shape = (len(n_buffer), len(depths), len(modes))
-        peaks: IntArray = np.broadcast_to((found + self._static[prefix])[:, None], shape)
+        peaks: IntArray = np.broadcast_to(found[:, None], shape)
         return peaks
 
-    def _held_bytes(self, prefix: int, n_buffer: int) -> IntArray:
-        """(T,) gathered chunks on the device during each step."""
-        key = (prefix, n_buffer)
-        if key not in self._held:
-            table = self._table
-            stays = table.stays(prefix, n_buffer, self._step_number)
-            sizes = table.facts.size_bytes[stays.chunk]
-            changes = np.zeros(len(self._step_number) + 1, dtype=np.int64)
-            np.add.at(changes, stays.first_step, sizes)
-            np.add.at(changes, stays.last_step + 1, -sizes)
-            self._held[key] = changes[:-1].cumsum()
-        return self._held[key]
-
-    def _during(self, kind: int) -> IntArray:
-        """(K, W) the level of activations while the tasks of one kind of micro-batch run."""
+    @cached_property
+    def _during(self) -> tuple[IntArray, ...]:
+        """By kind of micro-batch, (K, W): the level of activations while its tasks run."""
         levels = self._levels
         # Which of the two peaks a later backward has depends on the persistent chunks: the lesser is the bound.
-        own = levels.peak_bytes if kind == 0 else np.minimum(levels.peak_bytes, levels.adding_bytes)
-        during: IntArray = levels.alive_bytes[:, kind] + own + self._swapped
-        return during
+        lesser = np.minimum(levels.peak_bytes, levels.adding_bytes)
+        return tuple(
+            levels.alive_bytes[:, kind] + (lesser if kind else levels.peak_bytes) + self._swapped
+            for kind in range(levels.alive_bytes.shape[1])
+        )
 
 
 class NoMemoryBounds:
