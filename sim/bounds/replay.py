@@ -108,24 +108,35 @@ class Replayer:
             left = [number for number in left if plans[number].num_left_out]
             if len(self._replayable) * max(plan.family.positions.micro_batches for plan in plans) > _MOST_KNOWN:
                 self._replayable.clear()
+            of_family: dict[int, list[int]] = {}
             for number, plan in enumerate(plans):
                 if not plan.num_left_out:
-                    periods_s[number] = self._compiled_s(plan)
+                    of_family.setdefault(id(plan.family), []).append(number)
+            for numbers in of_family.values():
+                periods_s[numbers] = self._compiled_s([plans[number] for number in numbers])
         if left:
             periods_s[left] = self._numpy_s([plans[number] for number in left])
         return rounded_s(periods_s)
 
-    def _compiled_s(self, plan: ReplayPlan) -> float:
-        """The period of one plan, its tasks not fused: that takes longer than it saves."""
+    def _compiled_s(self, plans: Sequence[ReplayPlan]) -> list[float]:
+        """The periods of plans of one family, their tasks not fused: that takes longer than it saves."""
+        compute_s = plans[0].family.compute_s(np.array([plan.mode for plan in plans]))
+        return [
+            self._lanes_of(plan).period_s(
+                of_plan_s, self._slowdowns, num_iterations=MIN_ITERATIONS, steady_frac=_STEADY_FRAC
+            )
+            for plan, of_plan_s in zip(plans, compute_s, strict=True)
+        ]
+
+    def _lanes_of(self, plan: ReplayPlan) -> kernels.Replayable:
+        """The lanes of a plan as the compiled replay reads them."""
         family, depth = plan.family, plan.depth
         if (id(family), depth) not in self._replayable:
             lanes = family.lanes
             waits = {pair: found[depth] for pair, found in lanes.waits.items()}
             seconds = tuple(family.seconds(lane, depth) for lane in range(COMPUTE + 1, family.num_lanes))
             self._replayable[id(family), depth] = family, kernels.Replayable(lanes.lengths, waits, seconds)
-        _, replayable = self._replayable[id(family), depth]
-        compute_s = family.compute_s(np.array([plan.mode]))[0]
-        return replayable.period_s(compute_s, self._slowdowns, num_iterations=MIN_ITERATIONS, steady_frac=_STEADY_FRAC)
+        return self._replayable[id(family), depth][1]
 
     def _numpy_s(self, plans: Sequence[ReplayPlan]) -> FloatArray:
         """(J,) the periods of one plan or more."""

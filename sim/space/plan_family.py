@@ -176,7 +176,8 @@ class PlanFamily:
         """(K, L) seconds of compute under these choices of modes, alone on the machine; all depths have one program."""
         is_checkpoint = self.family.is_checkpoint[modes]
         # Neither the parts outside the blocks nor what has no section, the last number, has a mode.
-        again = np.pad(is_checkpoint, ((0, 0), (1, 2)))[:, self._section_at]
+        outside = np.zeros((len(is_checkpoint), 1), dtype=np.bool_)
+        again = np.concatenate([outside, is_checkpoint, outside, outside], axis=1)[:, self._section_at]
         kept_s, again_s = self._task_s[:, self.lanes.tasks[COMPUTE][0]]
         found: FloatArray = np.where(again, again_s, kept_s)
         return found
