@@ -7,8 +7,8 @@ import os
 
 from setuptools import Extension, setup
 
-SOURCES = ("order.c", "periods.c", "replay.c", "side_by_side.c")
-HEADERS = ("lanes.h", "periods.h")
+SOURCES = ("allocator.c", "order.c", "periods.c", "replay.c", "side_by_side.c")
+HEADERS = ("allocator.h", "lanes.h", "periods.h")
 
 setup(
     ext_modules=[

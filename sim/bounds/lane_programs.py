@@ -14,6 +14,7 @@ other, than the lane's tasks from v up to i, the wait is over in time.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -107,20 +108,23 @@ def copy_programs(family: PlanFamily, depth: int, slowest: FloatArray) -> tuple[
     return tuple(fused)
 
 
-def repeating_programs(family: PlanFamily, programs: tuple[LaneProgram, ...]) -> Repeating | None:
-    """Where the fused programs of all lanes repeat, micro-batch after micro-batch; None if they do not."""
+def repeating_programs(family: PlanFamily, begins_of: Sequence[IntArray]) -> Repeating | None:
+    """Where the fused programs of all lanes repeat, micro-batch after micro-batch; None if they do not.
+
+    ``begins_of``: by lane, (T,) the first of the tasks that each fused task consists of.
+    """
     middle = family.positions.micro_batches - 3
     num_fused = []
-    for program, (first, num_tasks) in zip(programs, family.micro_batch_places(middle), strict=True):
+    for begins, (first, num_tasks) in zip(begins_of, family.micro_batch_places(middle), strict=True):
         before, within, after = (
-            program.begins[(program.begins >= begin) & (program.begins < begin + num_tasks)] - begin
+            begins[(begins >= begin) & (begins < begin + num_tasks)] - begin
             for begin in (first - num_tasks, first, first + num_tasks)
         )
         if not (np.array_equal(before, within) and np.array_equal(within, after)):
             return None
         num_fused.append(len(within))
     following = family.place_at[(middle + 1) * family.positions.micro_length]
-    mark = int(np.searchsorted(programs[COMPUTE].begins, following)) - 1
+    mark = int(np.searchsorted(begins_of[COMPUTE], following)) - 1
     return Repeating(tuple(num_fused), mark)
 
 

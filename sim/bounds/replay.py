@@ -10,7 +10,7 @@ periodic after as many iterations as the simulator runs at least, the period is 
 Of many micro-batches few are replayed ([Note: Folded iterations] in ``sim/engine/folding.py``); where the micro-batches
 themselves are not periodic then, there is no answer either.
 
-Where the compiled replay is there, it runs the plans one by one, those without micro-batches left out.
+Where the compiled replay is there, it runs the plans one by one.
 """
 
 from __future__ import annotations
@@ -99,44 +99,66 @@ class Replayer:
         """By ``id`` and depth."""
         self._replayable: dict[tuple[int, int], tuple[PlanFamily, kernels.Replayable]] = {}
         """By the same; the families keep their ``id`` from being reused."""
+        self._repeating: dict[int, Repeating | None] = {}
+        """By ``id`` of these families, if micro-batches of them are left out."""
 
     def periods_s(self, plans: Sequence[ReplayPlan]) -> FloatArray:
         """(J,) the period of every plan, NaN where it is not periodic after ``MIN_ITERATIONS`` iterations."""
+        if not kernels.is_available():
+            return rounded_s(self._numpy_s(plans) if plans else np.zeros(0))
         periods_s = np.full(len(plans), np.nan)
-        left = list(range(len(plans)))
-        if plans and kernels.is_available():
-            left = [number for number in left if plans[number].num_left_out]
-            if len(self._replayable) * max(plan.family.positions.micro_batches for plan in plans) > _MOST_KNOWN:
-                self._replayable.clear()
-            of_family: dict[int, list[int]] = {}
-            for number, plan in enumerate(plans):
-                if not plan.num_left_out:
-                    of_family.setdefault(id(plan.family), []).append(number)
-            for numbers in of_family.values():
-                periods_s[numbers] = self._compiled_s([plans[number] for number in numbers])
-        if left:
-            periods_s[left] = self._numpy_s([plans[number] for number in left])
+        of_family: dict[int, list[int]] = {}
+        for number, plan in enumerate(plans):
+            of_family.setdefault(id(plan.family), []).append(number)
+        if plans and len(self._replayable) * max(plan.family.positions.micro_batches for plan in plans) > _MOST_KNOWN:
+            self._replayable.clear()
+            self._repeating.clear()
+        for numbers in of_family.values():
+            periods_s[numbers] = self._compiled_s([plans[number] for number in numbers])
         return rounded_s(periods_s)
 
     def _compiled_s(self, plans: Sequence[ReplayPlan]) -> list[float]:
         """The periods of plans of one family, their tasks not fused: that takes longer than it saves."""
         compute_s = plans[0].family.compute_s(np.array([plan.mode for plan in plans]))
-        return [
-            self._lanes_of(plan).period_s(
-                of_plan_s, self._slowdowns, num_iterations=MIN_ITERATIONS, steady_frac=_STEADY_FRAC
-            )
-            for plan, of_plan_s in zip(plans, compute_s, strict=True)
-        ]
+        return [self._compiled_one_s(plan, of_plan_s) for plan, of_plan_s in zip(plans, compute_s, strict=True)]
+
+    def _compiled_one_s(self, plan: ReplayPlan, compute_s: FloatArray) -> float:
+        lanes, slowdowns = self._lanes_of(plan), self._slowdowns
+        if not plan.num_left_out:
+            return lanes.period_s(compute_s, slowdowns, num_iterations=MIN_ITERATIONS, steady_frac=_STEADY_FRAC)
+        repeating = self._repeating_of(plan.family)
+        if repeating is None:
+            return np.nan
+        lengths = np.array(lanes.lengths)
+        targets = [_first_target(lanes.lengths[COMPUTE], repeating), *[0] * (len(lengths) - 1)]
+        ends_s = lanes.ends_s(compute_s, slowdowns, targets, num_iterations=MIN_ITERATIONS)
+        stops = lengths.cumsum()[:-1]
+        settled_s = settled_period_s([np.split(row, stops) for row in ends_s[:2]], repeating, plan.num_left_out)
+        if settled_s is not None:
+            return settled_s
+        targets = (lengths * MIN_ITERATIONS).tolist()
+        ends_s = lanes.ends_s(compute_s, slowdowns, targets, num_iterations=MIN_ITERATIONS)
+        if not _unfold(ends_s, lengths, repeating, plan.num_left_out):
+            return np.nan
+        return float(_periods_s(ends_s, np.zeros(1, dtype=np.int64), lengths[:1] - 1)[0])
 
     def _lanes_of(self, plan: ReplayPlan) -> kernels.Replayable:
         """The lanes of a plan as the compiled replay reads them."""
         family, depth = plan.family, plan.depth
-        if (id(family), depth) not in self._replayable:
+        key = id(family), depth
+        if key not in self._replayable:
             lanes = family.lanes
             waits = {pair: found[depth] for pair, found in lanes.waits.items()}
             seconds = tuple(family.seconds(lane, depth) for lane in range(COMPUTE + 1, family.num_lanes))
-            self._replayable[id(family), depth] = family, kernels.Replayable(lanes.lengths, waits, seconds)
-        return self._replayable[id(family), depth][1]
+            self._replayable[key] = family, kernels.Replayable(lanes.lengths, waits, seconds)
+        return self._replayable[key][1]
+
+    def _repeating_of(self, family: PlanFamily) -> Repeating | None:
+        """Where the lanes of the compiled replay repeat; None if they do not."""
+        if id(family) not in self._repeating:
+            begins = [np.arange(length) for length in family.lanes.lengths]
+            self._repeating[id(family)] = repeating_programs(family, begins)
+        return self._repeating[id(family)]
 
     def _numpy_s(self, plans: Sequence[ReplayPlan]) -> FloatArray:
         """(J,) the periods of one plan or more."""
@@ -162,9 +184,8 @@ class Replayer:
         repeating = [self._copies(plan).repeating for plan in plans]
         programs = self._programs(plans)
         targets = np.zeros_like(programs.lengths)
-        targets[:, COMPUTE] = programs.lengths[:, COMPUTE] + [
-            one.mark + one.num_tasks[COMPUTE] + 2 for one in repeating if one
-        ]
+        lengths = programs.lengths[:, COMPUTE].tolist()
+        targets[:, COMPUTE] = [_first_target(of, one) for of, one in zip(lengths, repeating, strict=True) if one]
         ends_s = _run(programs, self._slowdowns, targets)[:2]
         stops = programs.lengths.cumsum().tolist()
         lanes = [[row[begin:stop] for row in ends_s] for begin, stop in pairwise([0, *stops])]
@@ -200,9 +221,15 @@ class Replayer:
         if known is None:
             family = plan.family
             programs = copy_programs(family, plan.depth, self._slowdowns.max(axis=0))
-            repeating = repeating_programs(family, programs) if plan.num_left_out else None
+            begins = [program.begins for program in programs]
+            repeating = repeating_programs(family, begins) if plan.num_left_out else None
             known = self._known[key] = _Copies(family, programs, repeating)
         return known
+
+
+def _first_target(length: int, repeating: Repeating) -> int:
+    """Tasks of compute, ``length`` in an iteration, whose ends tell whether two iterations have settled."""
+    return length + repeating.mark + repeating.num_tasks[COMPUTE] + 2
 
 
 def _unfold(ends_s: FloatArray, lengths: IntArray, repeating: Repeating | None, num_left_out: int) -> bool:

@@ -48,18 +48,23 @@ class KeptSchedule:
 
 
 def memory_schedule(
-    plan: Plan, workload: Workload, layout: Layout | None = None, *, policies: Policies = FULL_TRAINING
+    plan: Plan,
+    workload: Workload,
+    layout: Layout | None = None,
+    *,
+    policies: Policies = FULL_TRAINING,
+    rounded_bytes: Callable[[int], int] = int,
 ) -> Schedule:
     """A schedule that takes as much of every memory as that of ``plan``: of few micro-batches where these tell of all.
 
-    Errors as of ``compile_schedule``.
+    ``rounded_bytes``: what a buffer takes of the device.  Errors as of ``compile_schedule``.
     """
     num_kept = kept_micro_batches(plan.micro_batches, workload.num_blocks, plan.prefetch_depth)
     if num_kept < plan.micro_batches:
         few = compile_schedule(plan.model_copy(update={"micro_batches": num_kept}), workload, layout, policies=policies)
         kept = kept_schedule(few, plan.micro_batches - num_kept)
         if kept is not None:
-            return kept.with_all_left_over()
+            return kept.with_all_left_over(rounded_bytes)
     return compile_schedule(plan, workload, layout, policies=policies)
 
 

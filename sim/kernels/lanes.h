@@ -13,7 +13,7 @@
 #include <stdint.h>
 
 /* Counts up whenever a structure or a function of this header changes: sim/kernels/library.py refuses any other. */
-#define PROTWIN_KERNELS_VERSION 1
+#define PROTWIN_KERNELS_VERSION 2
 
 #define NOTHING (-((int64_t)1 << 40))
 #define UNKNOWN (NOTHING / 2)
@@ -21,7 +21,12 @@
 
 typedef int64_t i64;
 
-enum { DONE = 0, OUT_OF_MEMORY = 1, STUCK = 2 /* lanes wait for each other, or a task never ends */ };
+enum {
+    DONE = 0,
+    OUT_OF_MEMORY = 1,
+    STUCK = 2,      /* lanes wait for each other, a task never ends, or what is freed is not in use */
+    DEVICE_FULL = 3 /* the modelled device has no room */
+};
 
 #ifdef _WIN32
 #define PUBLIC __declspec(dllexport)
@@ -77,6 +82,7 @@ struct bounded {
 
 PUBLIC int protwin_kernels_version(void);
 PUBLIC int protwin_replay(const struct replayed *plan, double *period_s);
+PUBLIC int protwin_ends(const struct replayed *plan, const i64 *targets, double *ends_s);
 PUBLIC int protwin_known_before(const struct ordered *lanes);
 PUBLIC int protwin_least_periods(const struct bounded *plans);
 

@@ -6,7 +6,8 @@ Lanes are numbered as in ``Lane``, compute first; waits are those of [Note: Wait
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from ctypes import byref, c_double
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .library import BoundedPlans, OrderedLanes, ReplayedLanes, library
+from .library import is_available as is_available
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
@@ -25,11 +27,6 @@ Waits = Mapping[tuple[int, int], IntArray]
 _OUT_OF_MEMORY: Final = 1
 _MOST_LANES: Final = 16
 """Of a replay: sets of lanes are bits, and a table has a row for each."""
-
-
-def is_available() -> bool:
-    """Whether the compiled functions are there, and wanted."""
-    return library() is not None
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,15 +58,38 @@ class Replayable:
         ``compute_s``: (T,) of the lane of compute.  ``slowdowns``: (2**L, L) by the set of lanes that run, as bits.
         ``steady_frac``: how far tasks may be from periodic, as a share of the period.
         """
+        period_s = c_double()
+        with self._replayed(compute_s, slowdowns, num_iterations, steady_frac) as replayed:
+            _call("protwin_replay", replayed, byref(period_s))
+        return period_s.value
+
+    def ends_s(
+        self, compute_s: FloatArray, slowdowns: FloatArray, targets: Sequence[int], *, num_iterations: int
+    ) -> FloatArray:
+        """(iterations, tasks of all lanes) ends of tasks, until every lane has ended as many as ``targets`` say.
+
+        Those that have not ended then are infinite.  Else as of ``period_s``.
+        """
+        assert len(targets) == len(self.lengths), "every lane has a target"
+        assert all(0 <= target <= num_iterations * length for target, length in zip(targets, self.lengths, strict=True))
+        ends_s = np.empty((num_iterations, sum(self.lengths)))
+        goals = np.array(targets, dtype=np.int64)
+        with self._replayed(compute_s, slowdowns, num_iterations, 0.0) as replayed:
+            _call("protwin_ends", replayed, _address(goals), _address(ends_s))
+        return ends_s
+
+    @contextmanager
+    def _replayed(
+        self, compute_s: FloatArray, slowdowns: FloatArray, num_iterations: int, steady_frac: float
+    ) -> Iterator[ReplayedLanes]:
+        """What C reads, for as long as it reads it."""
         lengths, waits, seconds, _ = self._addresses
         compute_s = _array(compute_s, np.float64, (self.lengths[0],))
         slowdowns = _array(slowdowns, np.float64, (1 << len(lengths), len(lengths)))
         assert num_iterations > 1, "a period takes two iterations"
         seconds[0] = _address(compute_s)
         arrays = (_address(of) for of in (lengths, waits, seconds, slowdowns))
-        period_s = c_double()
-        _call("protwin_replay", ReplayedLanes(len(lengths), *arrays, num_iterations, steady_frac), byref(period_s))
-        return period_s.value
+        yield ReplayedLanes(len(lengths), *arrays, num_iterations, steady_frac)
 
 
 def known_before(waits: Waits, lengths: Sequence[int], num_depths: int) -> tuple[IntArray, ...]:

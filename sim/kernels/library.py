@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Final
 
 SWITCH: Final = "PROTWIN_KERNELS"
-_VERSION: Final = 1
+_VERSION: Final = 2
 """``PROTWIN_KERNELS_VERSION`` in ``lanes.h``."""
 
 
@@ -72,6 +72,24 @@ class BoundedPlans(Structure):
     ]
 
 
+class Allocated(Structure):
+    """``struct allocated`` in ``allocator.h``."""
+
+    _fields_ = [
+        ("reserved_bytes", c_int64),
+        ("allocated_bytes", c_int64),
+        ("peak_reserved_bytes", c_int64),
+        ("peak_allocated_bytes", c_int64),
+        ("num_retries", c_int64),
+        ("wanted_bytes", c_int64),
+    ]
+
+
+def is_available() -> bool:
+    """Whether the compiled functions are there, and wanted."""
+    return library() is not None
+
+
 def library() -> ctypes.CDLL | None:
     """The compiled functions; None where numpy does their work."""
     return None if os.environ.get(SWITCH) == "0" else _loaded()[0]
@@ -98,8 +116,17 @@ def _loaded() -> tuple[ctypes.CDLL | None, str]:
     if version != _VERSION:
         return None, f"numpy ({found.name} has version {version}, not {_VERSION}: install protwin again)"
     loaded.protwin_replay.argtypes = (POINTER(ReplayedLanes), POINTER(c_double))
+    loaded.protwin_ends.argtypes = (POINTER(ReplayedLanes), c_void_p, c_void_p)
     loaded.protwin_known_before.argtypes = (POINTER(OrderedLanes),)
     loaded.protwin_least_periods.argtypes = (POINTER(BoundedPlans),)
-    for function in (loaded.protwin_replay, loaded.protwin_known_before, loaded.protwin_least_periods):
+    loaded.protwin_allocator_new.argtypes = (c_int64,)
+    loaded.protwin_allocator_play.argtypes = (c_void_p, c_int64, c_void_p, POINTER(Allocated))
+    loaded.protwin_allocator_free.argtypes = (c_void_p,)
+    for function in (
+        *(loaded.protwin_replay, loaded.protwin_known_before, loaded.protwin_least_periods),
+        *(loaded.protwin_ends, loaded.protwin_allocator_play),
+    ):
         function.restype = c_int
+    loaded.protwin_allocator_new.restype = c_void_p
+    loaded.protwin_allocator_free.restype = None
     return loaded, f"compiled ({found.name})"

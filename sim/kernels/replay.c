@@ -83,8 +83,8 @@ static int step(const struct replayed *plan, struct lane *lanes, size_t active, 
     return num_ended;
 }
 
-/* Let every lane end its iterations; ends_s: (iterations, tasks). */
-static int run(const struct replayed *plan, struct lane *lanes, i64 num_tasks, double *ends_s) {
+/* Let every lane end so many tasks, all its iterations if targets is NULL; ends_s: (iterations, tasks). */
+static int run(const struct replayed *plan, struct lane *lanes, const i64 *targets, i64 num_tasks, double *ends_s) {
     double now_s = 0;
     for (int is_busy = 1; is_busy;) {
         size_t active = start(plan, lanes);
@@ -92,7 +92,7 @@ static int run(const struct replayed *plan, struct lane *lanes, i64 num_tasks, d
             return STUCK;
         is_busy = 0;
         for (i64 number = 0; number < plan->num_lanes; number++)
-            is_busy |= lanes[number].length && lanes[number].iteration < plan->num_iterations;
+            is_busy |= lanes[number].ended < (targets ? targets[number] : plan->num_iterations * lanes[number].length);
     }
     return DONE;
 }
@@ -113,22 +113,38 @@ static double steady_period_s(const double *ends_s, i64 num_tasks, i64 last_comp
     return NAN;
 }
 
-/* The period of a plan, NaN where it is not periodic after its iterations. */
-PUBLIC int protwin_replay(const struct replayed *plan, double *period_s) {
+/* The lanes of a plan before the first task; NULL if there is no memory. */
+static struct lane *new_lanes(const struct replayed *plan, i64 *num_tasks) {
     struct lane *lanes = calloc((size_t)plan->num_lanes, sizeof *lanes);
-    double *ends_s = NULL;
-    i64 num_tasks = 0;
+    *num_tasks = 0;
+    for (i64 number = 0; lanes && number < plan->num_lanes; number++) {
+        lanes[number].length = plan->lengths[number];
+        lanes[number].first_end = *num_tasks;
+        *num_tasks += plan->lengths[number];
+    }
+    return lanes;
+}
+
+/* The ends of all tasks, (iterations, tasks), until every lane has ended so many; those that have not are infinite. */
+PUBLIC int protwin_ends(const struct replayed *plan, const i64 *targets, double *ends_s) {
+    i64 num_tasks;
+    struct lane *lanes = new_lanes(plan, &num_tasks);
     int status = OUT_OF_MEMORY;
     if (lanes) {
-        for (i64 number = 0; number < plan->num_lanes; number++) {
-            lanes[number].length = plan->lengths[number];
-            lanes[number].first_end = num_tasks;
-            num_tasks += plan->lengths[number];
-        }
-        ends_s = calloc((size_t)(plan->num_iterations * num_tasks), sizeof *ends_s);
+        for (i64 place = 0; place < plan->num_iterations * num_tasks; place++)
+            ends_s[place] = INFINITY;
+        status = run(plan, lanes, targets, num_tasks, ends_s);
     }
-    if (ends_s)
-        status = run(plan, lanes, num_tasks, ends_s);
+    free(lanes);
+    return status;
+}
+
+/* The period of a plan, NaN where it is not periodic after its iterations. */
+PUBLIC int protwin_replay(const struct replayed *plan, double *period_s) {
+    i64 num_tasks;
+    struct lane *lanes = new_lanes(plan, &num_tasks);
+    double *ends_s = lanes ? calloc((size_t)(plan->num_iterations * num_tasks), sizeof *ends_s) : NULL;
+    int status = ends_s ? run(plan, lanes, NULL, num_tasks, ends_s) : OUT_OF_MEMORY;
     if (status == DONE)
         *period_s = steady_period_s(ends_s, num_tasks, plan->lengths[0] - 1, plan);
     free(ends_s);

@@ -23,6 +23,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Self
 
 from ...shared.basics.errors import ProtwinError
 from ...shared.basics.units import format_bytes
@@ -33,6 +34,16 @@ from .rules import MIN_BLOCK_BYTES, SMALL_BYTES, round_size, segment_size
 
 class AllocatorFullError(ProtwinError):
     """The modelled device has no room for a request, whatever is given back."""
+
+    @classmethod
+    def of(cls, wanted_bytes: int, limit_bytes: int, *, reserved_bytes: int, allocated_bytes: int) -> Self:
+        """For want of a segment of so many bytes; what the allocator holds then."""
+        return cls(
+            f"the allocator needs {format_bytes(wanted_bytes)} more but has "
+            f"{format_bytes(reserved_bytes)} of {format_bytes(limit_bytes)}, "
+            f"{format_bytes(allocated_bytes)} of it in use. Lower n_persist or n_buffer, checkpoint "
+            f"more blocks, or set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True."
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,11 +197,11 @@ class CachingAllocator:
             block = self._new(pool, size)
         if block is None:
             assert self.limit_bytes is not None
-            raise AllocatorFullError(
-                f"the allocator needs {format_bytes(segment_size(size))} more but has "
-                f"{format_bytes(self.reserved_bytes)} of {format_bytes(self.limit_bytes)}, "
-                f"{format_bytes(self.allocated_bytes)} of it in use. Lower n_persist or n_buffer, checkpoint "
-                f"more blocks, or set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True."
+            raise AllocatorFullError.of(
+                segment_size(size),
+                self.limit_bytes,
+                reserved_bytes=self.reserved_bytes,
+                allocated_bytes=self.allocated_bytes,
             )
         return block
 

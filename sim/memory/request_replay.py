@@ -17,10 +17,12 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 from itertools import pairwise
-from typing import Final
+from typing import Final, Self
 
 from ...shared.schema.schedule import AllocationId
-from .allocator import CachingAllocator
+from ..kernels.allocator import CompiledAllocator, DeviceFullError
+from ..kernels.library import Allocated, is_available
+from .allocator import AllocatorFullError, CachingAllocator
 from .blocks import Block
 from .requests import Made, Nest, Recorder, latest_first, nests
 from .requests_of_schedule import Act, AllocationProgram, StaticTensors, Step
@@ -48,6 +50,21 @@ class Replayed:
     is_settled: bool
     """Whether the last iteration asked the driver for nothing, with all optimizer state there."""
     num_retries: int
+
+    @classmethod
+    def of(cls, allocator: CachingAllocator | Allocated, reserved: Sequence[int]) -> Self:
+        """``reserved``: by iteration, the peak so far."""
+        return cls(
+            peak_reserved_bytes=allocator.peak_reserved_bytes,
+            peak_allocated_bytes=allocator.peak_allocated_bytes,
+            num_iterations=len(reserved),
+            is_settled=_is_settled(reserved),
+            num_retries=allocator.num_retries,
+        )
+
+
+def _is_settled(reserved: Sequence[int]) -> bool:
+    return len(reserved) >= 2 and reserved[-1] == reserved[-2]
 
 
 OnChange = Callable[[int], None]
@@ -112,7 +129,7 @@ def replay(
     if on_change is not None:
         on_change(-1)
     reserved: list[int] = []
-    while len(reserved) < max_iterations and (len(reserved) < 2 or reserved[-1] != reserved[-2]):
+    while len(reserved) < max_iterations and not _is_settled(reserved):
         number = len(reserved)
         requests = log.iteration(number)
         if on_change is None:
@@ -122,13 +139,39 @@ def replay(
                 _play(requests.numbers[begin:end], allocator, blocks, {})
                 on_change(number)
         reserved.append(allocator.peak_reserved_bytes)
-    return Replayed(
-        peak_reserved_bytes=allocator.peak_reserved_bytes,
-        peak_allocated_bytes=allocator.peak_allocated_bytes,
-        num_iterations=len(reserved),
-        is_settled=len(reserved) >= 2 and reserved[-1] == reserved[-2],
-        num_retries=allocator.num_retries,
-    )
+    return Replayed.of(allocator, reserved)
+
+
+def reserved_by(
+    log: RequestLog,
+    *,
+    expandable_segments: bool = False,
+    limit_bytes: int | None = None,
+    max_iterations: int = MAX_ITERATIONS,
+) -> Replayed:
+    """What a new allocator comes to: ``replay``, compiled where that is possible.
+
+    ``limit_bytes``: the most that the driver hands out; None for a device without end.  Raises AllocatorFullError.
+    """
+    if expandable_segments or not is_available():
+        allocator = CachingAllocator(expandable_segments=expandable_segments, limit_bytes=limit_bytes)
+        return replay(log, allocator, max_iterations=max_iterations)
+    compiled = CompiledAllocator(limit_bytes)
+    reserved: list[int] = []
+    try:
+        compiled.play(log.set_up)
+        while len(reserved) < max_iterations and not _is_settled(reserved):
+            reserved.append(compiled.play(log.iteration(len(reserved)).numbers).peak_reserved_bytes)
+    except DeviceFullError as error:
+        level = compiled.level
+        assert limit_bytes is not None
+        raise AllocatorFullError.of(
+            level.wanted_bytes,
+            limit_bytes,
+            reserved_bytes=level.reserved_bytes,
+            allocated_bytes=level.allocated_bytes,
+        ) from error
+    return Replayed.of(compiled.level, reserved)
 
 
 def _play(

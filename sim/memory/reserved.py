@@ -10,9 +10,9 @@ from ...shared.schema.memory_accounts import DeviceReserved
 from ...shared.schema.schedule import Schedule
 from ...shared.schema.workload import Workload
 from ...shared.verify.happens_before import HappensBefore
-from .allocator import AllocatorFullError, CachingAllocator
+from .allocator import AllocatorFullError
 from .libraries import matrix_workspaces, outside_allocator_bytes
-from .request_replay import Inside, RequestLog, replay
+from .request_replay import Inside, RequestLog, reserved_by
 from .requests_of_schedule import allocation_program, static_tensors
 from .rules import SEGMENT_ROUNDING_BYTES
 
@@ -54,18 +54,17 @@ def device_reserved(
         for inside in (Inside.LATEST_FIRST, Inside.AT_ONCE)
     )
     limit_bytes = _limit_bytes(device, beside_bytes)
-    expected = replay(log, CachingAllocator())
-    coarse = replay(coarse_log, CachingAllocator(), max_iterations=_COARSE_ITERATIONS)
+    expected = reserved_by(log)
+    coarse = reserved_by(coarse_log, max_iterations=_COARSE_ITERATIONS)
     num_retries: int | None = 0
     expandable_bytes: int | None = None
     expandable_retries: int | None = None
     if expected.peak_reserved_bytes > limit_bytes:
-        num_retries = _retries(log, CachingAllocator(limit_bytes=limit_bytes))
-        expandable_bytes = replay(log, CachingAllocator(expandable_segments=True)).peak_reserved_bytes
+        num_retries = _retries(log, limit_bytes)
+        expandable_bytes = reserved_by(log, expandable_segments=True).peak_reserved_bytes
         expandable_retries = 0
         if expandable_bytes > limit_bytes:
-            limited = CachingAllocator(expandable_segments=True, limit_bytes=limit_bytes)
-            expandable_retries = _retries(log, limited)
+            expandable_retries = _retries(log, limit_bytes, expandable_segments=True)
     return DeviceReserved(
         at_least_bytes=-(-expected.peak_allocated_bytes // SEGMENT_ROUNDING_BYTES) * SEGMENT_ROUNDING_BYTES,
         expected_bytes=expected.peak_reserved_bytes,
@@ -107,16 +106,16 @@ def expected_segments_bytes(
         workspaces=matrix_workspaces(device),
         inside=Inside.LATEST_FIRST,
     )
-    return replay(log, CachingAllocator(expandable_segments=expandable_segments)).peak_reserved_bytes
+    return reserved_by(log, expandable_segments=expandable_segments).peak_reserved_bytes
 
 
 def _limit_bytes(device: Device, beside_bytes: int) -> int:
     return max(1, device.memory_bytes - outside_allocator_bytes(device) - beside_bytes)
 
 
-def _retries(log: RequestLog, allocator: CachingAllocator) -> int | None:
+def _retries(log: RequestLog, limit_bytes: int, *, expandable_segments: bool = False) -> int | None:
     """How often free memory must go back for the replay to stay within the allocator's limit; None if it cannot."""
     try:
-        return replay(log, allocator).num_retries
+        return reserved_by(log, expandable_segments=expandable_segments, limit_bytes=limit_bytes).num_retries
     except AllocatorFullError:
         return None

@@ -15,6 +15,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ...shared.schema.hardware import Device
+from ...shared.schema.schedule import Schedule
+from ..engine.kept_schedule import memory_schedule
 from ..memory.reserved import expected_segments_bytes
 from ..memory.rules import round_size
 from .branch_and_bound import Simulated
@@ -46,13 +48,27 @@ class SegmentRoom:
 
     def wanted_bytes(self, found: Simulated, problem: SearchProblem, *, expandable_segments: bool = False) -> int:
         """Segments that the plan is expected to hold."""
-        fold = found.timing.fold
+        layout = problem.layouts[found.candidate.layout].grid.layout
         return expected_segments_bytes(
-            found.schedule if fold is None else fold.kept.with_all_left_over(round_size),
+            self._schedule(found, problem),
             problem.workload,
-            problem.layouts[found.candidate.layout].grid.layout,
+            layout,
             self.device,
             expandable_segments=expandable_segments,
+        )
+
+    @staticmethod
+    def _schedule(found: Simulated, problem: SearchProblem) -> Schedule:
+        """One that takes as much memory: what comes and goes with micro-batches that are alike depends on no timing."""
+        num_kept, fold = problem.kept_compute.positions.micro_batches, found.timing.fold
+        if found.schedule.micro_batches == num_kept or not problem.num_left_out:
+            return found.schedule if fold is None else fold.kept.with_all_left_over(round_size)
+        return memory_schedule(
+            found.plan,
+            problem.workload,
+            problem.layouts[found.candidate.layout].grid.layout,
+            policies=problem.method.policies,
+            rounded_bytes=round_size,
         )
 
     def lowered_peak_bytes(self, found: Simulated, wanted_bytes: int) -> int:

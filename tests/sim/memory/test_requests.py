@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings
@@ -10,8 +12,9 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 
 from protwin.shared.compile.compile import compile_schedule
+from protwin.sim.kernels import library
 from protwin.sim.memory.allocator import AllocatorFullError, CachingAllocator
-from protwin.sim.memory.request_replay import Inside, RequestLog, Requests, replay
+from protwin.sim.memory.request_replay import Inside, Replayed, RequestLog, Requests, replay, reserved_by
 from protwin.sim.memory.requests import Nest, latest_first, nests
 from protwin.sim.memory.requests_of_schedule import AllocationProgram, StaticTensors, allocation_program, static_tensors
 from tests.proof_size import examples
@@ -78,6 +81,30 @@ def test_programs_are_replayed_to_the_same(drawn: PlannedWorkload, inside: Insid
     static = static_tensors(schedule, drawn.workload.parameters, drawn.layout)
     one, other = (RequestLog(allocation_program(schedule), static, inside=inside) for _ in range(2))
     assert played(one, is_expandable, None, is_whole=True) == played(other, is_expandable, None, is_whole=False)
+
+
+def reserved(log: RequestLog, limit_bytes: int | None, *, is_compiled: bool) -> Replayed | str:
+    """What a replay came to, or why it did not."""
+    with mock.patch.dict(os.environ, {} if is_compiled else {library.SWITCH: "0"}):
+        assert library.is_available() is is_compiled
+        try:
+            return reserved_by(log, limit_bytes=limit_bytes)
+        except AllocatorFullError as error:
+            return str(error)
+
+
+@pytest.mark.skipif(not library.is_available(), reason=f"the allocator runs in {library.description()}")
+@settings(max_examples=examples(1000, 200))
+@given(requests(), st.floats(0.5, 1.2))
+def test_the_compiled_allocator_does_the_same(drawn: tuple[list[int], list[int]], share: float) -> None:
+    ample, in_python = (reserved(Given(*drawn), None, is_compiled=is_compiled) for is_compiled in (True, False))
+    assert isinstance(ample, Replayed)
+    assert ample == in_python
+    limit_bytes = int(share * ample.peak_reserved_bytes)
+    limited, in_python = (
+        reserved(Given(*drawn), limit_bytes, is_compiled=is_compiled) for is_compiled in (True, False)
+    )
+    assert limited == in_python
 
 
 def test_nests_by_hand() -> None:
