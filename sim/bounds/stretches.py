@@ -52,13 +52,23 @@ def least_periods_s(programs: LanePrograms, throughput: Throughput, spread: Sequ
     """
     totals_s = programs.compute_s.sum(axis=2)
     extremes = np.stack([totals_s.argmin(axis=1), totals_s.argmax(axis=1)], axis=1)
-    if kernels.is_available() and not any(programs.left_out):
-        lanes = kernels.LaneArrays(programs.lengths, programs.waits, programs.known, programs.seconds)
+    if kernels.is_available():
         rules = _rules(programs.lane_of, throughput, spread)
-        found = kernels.least_periods_s(lanes, programs.compute_s, extremes, rules)
+        found = kernels.least_periods_s(_lanes(programs), programs.compute_s, extremes, rules)
     else:
         found = _found_s(programs, throughput, extremes, spread)
     return rounded_s(found * _BOUND_FRAC)
+
+
+def _lanes(programs: LanePrograms) -> kernels.LaneArrays:
+    """The programs as the compiled function reads them."""
+    num_left_out = np.zeros(len(programs.lengths), dtype=np.int64)
+    repeats = np.zeros((*programs.lengths.shape, 2), dtype=np.int64)
+    for plan, of_plan in enumerate(programs.left_out):
+        if of_plan is not None:
+            num_left_out[plan] = of_plan.num_micro_batches
+            repeats[plan] = np.stack([of_plan.begins, of_plan.num_tasks], axis=1)
+    return kernels.LaneArrays(programs.lengths, programs.waits, programs.known, programs.seconds, num_left_out, repeats)
 
 
 def _rules(lane_of: Sequence[int], throughput: Throughput, spread: Sequence[int]) -> kernels.StretchRules:

@@ -68,6 +68,8 @@ struct bounded {
     const i64 *const *known;      /* (lanes), each (plans, lanes, room) */
     const double *const *seconds; /* (lanes), each (plans, room); NULL for compute */
     const double *compute_s;      /* (plans, rows, room) */
+    const i64 *num_left_out;      /* (plans) micro-batches that a program stands for and does not have */
+    const i64 *repeats;           /* (plans, lanes, 2) the first task of one that repeats, and how many it has */
     const i64 *extremes;          /* (plans, extremes) rows for which chains are looked for */
     i64 num_extremes;
     i64 num_vertices, num_pairs;

@@ -114,6 +114,10 @@ class LaneArrays:
     """(N, L, T) of every lane, as of ``known_before``."""
     seconds: tuple[FloatArray, ...]
     """(N, T) of the lanes beside compute."""
+    num_left_out: IntArray
+    """(N,) micro-batches that a program stands for and does not have."""
+    repeats: IntArray
+    """(N, L, 2) the first task of one that repeats, and how many it has; zeros where none is left out."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,6 +152,9 @@ def least_periods_s(lanes: LaneArrays, compute_s: FloatArray, extremes: IntArray
     assert (lengths[:, 0] > 0).all(), "compute has tasks"
     extremes = _array(extremes, np.int64, (num_plans, extremes.shape[1]))
     assert ((extremes >= 0) & (extremes < num_rows)).all(), "extremes are rows"
+    num_left_out = _array(lanes.num_left_out, np.int64, (num_plans,))
+    repeats = _array(lanes.repeats, np.int64, (num_plans, num_lanes, 2))
+    assert ((num_left_out >= 0) & (repeats.min(axis=(1, 2), initial=0) >= 0)).all(), "what is left out is counted"
     pairs = _array(rules.pairs, np.int64, (len(rules.pairs), 2))
     assert ((pairs > 0) & (pairs < num_lanes)).all(), "pairs are of lanes beside compute"
     spread = _array(rules.spread, np.int64, (num_lanes,))
@@ -164,7 +171,7 @@ def least_periods_s(lanes: LaneArrays, compute_s: FloatArray, extremes: IntArray
     compute_s = _array(compute_s, np.float64, compute_s.shape)
     of_plans = (
         *(rooms, lengths, _addresses(waits), _addresses(known)),
-        *(np.array([0, *map(_address, seconds)], dtype=np.int64), compute_s, extremes),
+        *(np.array([0, *map(_address, seconds)], dtype=np.int64), compute_s, num_left_out, repeats, extremes),
     )
     of_machine = (
         _array(rules.weights, np.float64, (num_vertices, num_lanes)),

@@ -58,6 +58,8 @@ class BoundedPlans(Structure):
         ("known", c_void_p),
         ("seconds", c_void_p),
         ("compute_s", c_void_p),
+        ("num_left_out", c_void_p),
+        ("repeats", c_void_p),
         ("extremes", c_void_p),
         ("num_extremes", c_int64),
         ("num_vertices", c_int64),

@@ -20,7 +20,8 @@ static i64 num_spread(const struct bounded *plans, i64 lane, i64 length) {
 static int allocate(struct chart *chart, const struct bounded *plans) {
     i64 num_lanes = plans->num_lanes, most = (num_lanes - 1) * (num_lanes + 1), sums = 0;
     for (i64 lane = 0; lane < num_lanes; lane++) {
-        most += 2 * plans->spread[lane];
+        /* Besides those that are spread, and those at which lanes hand over: those that micro-batches share. */
+        most += 2 * plans->spread[lane] + 4;
         sums += plans->rooms[lane] + 1;
     }
     size_t events = (size_t)larger(most, 1), stretches = events * events;
@@ -152,6 +153,23 @@ static void choose_events(const struct bounded *plans, i64 plan, struct chart *c
     }
 }
 
+/* Where a micro-batch that repeats begins in a lane, and how many tasks it has there. */
+static const i64 *repeats(const struct bounded *plans, i64 plan, i64 lane) {
+    return plans->repeats + (plan * plans->num_lanes + lane) * 2;
+}
+
+/* Events within a micro-batch that repeats, and their counterparts in the next one. */
+static void share_events(const struct bounded *plans, i64 plan, struct chart *chart) {
+    for (i64 lane = 0; lane < plans->num_lanes; lane++) {
+        i64 begin = repeats(plans, plan, lane)[0], num_tasks = repeats(plans, plan, lane)[1];
+        i64 length = length_of(plans, plan, lane);
+        for (i64 half = 0; num_tasks && begin > 0 && half < 2; half++) {
+            add_event(chart, lane, begin + half * (num_tasks / 2), length);
+            add_event(chart, lane, begin + half * (num_tasks / 2) + num_tasks, length);
+        }
+    }
+}
+
 /* What events know, in an order that no guarantee contradicts: whatever comes later knows more. */
 static void order_events(const struct bounded *plans, i64 plan, struct chart *chart) {
     i64 num_lanes = plans->num_lanes;
@@ -261,30 +279,64 @@ static void find_longest(const struct bounded *plans, i64 plan, struct chart *ch
     }
 }
 
-/* The stretches of the longest chain around an iteration, each with its first event; their number.
+/* Add the stretches of the longest chain from an event over a number of events; how many there are then.
  *
  * Among chains that are as long up to rounding, the first one with the longest last stretch. */
-static i64 follow(const struct bounded *plans, struct chart *chart) {
-    i64 num_events = chart->num_events, begin = 0, gap = num_events, num_hops = 0;
-    double most_s = 0, equal_frac = 1 - plans->tie_frac;
-    for (i64 number = 0; number < num_events; number++)
-        most_s = fmax(most_s, chart->longest_s[number * num_events + num_events - 1]);
-    while (chart->longest_s[begin * num_events + num_events - 1] < most_s * equal_frac)
-        begin++;
-    while (gap > 0) {
-        const double *longest_s = chart->longest_s + begin * num_events;
-        double equal_s = longest_s[gap - 1] * equal_frac;
+static i64 follow(const struct bounded *plans, struct chart *chart, struct hop leg, i64 num_hops) {
+    i64 num_events = chart->num_events, begin = leg.begin;
+    const double *longest_s = chart->longest_s + begin * num_events;
+    while (leg.gap > 0) {
+        double equal_s = longest_s[leg.gap - 1] * (1 - plans->tie_frac);
         i64 last = 0;
-        if (chart->least_s[begin * num_events + gap - 1] < equal_s) {
+        if (chart->least_s[begin * num_events + leg.gap - 1] < equal_s) {
             last = 1;
-            while (last < gap - 1 && longest_s[last - 1] + chart->least_s[(begin + last) % num_events * num_events +
-                                                                          gap - 1 - last] < equal_s)
+            while (last < leg.gap - 1 && longest_s[last - 1] + chart->least_s[(begin + last) % num_events * num_events +
+                                                                              leg.gap - 1 - last] < equal_s)
                 last++;
         }
-        chart->hops[num_hops++] = (struct hop){(begin + last) % num_events, gap - last};
-        gap = last;
+        chart->hops[num_hops++] = (struct hop){(begin + last) % num_events, leg.gap - last, leg.times};
+        leg.gap = last;
     }
     return num_hops;
+}
+
+/* The counterpart of an event in the next micro-batch, if its own one repeats; 0 if there is none. */
+static i64 counterpart(const struct bounded *plans, i64 plan, const struct chart *chart, i64 number) {
+    const struct event *event = chart->events + number;
+    i64 begin = repeats(plans, plan, event->lane)[0], num_tasks = repeats(plans, plan, event->lane)[1];
+    if (event->count < begin || event->count > begin + num_tasks)
+        return 0;
+    for (i64 later = number + 1; later < chart->num_events; later++)
+        if (chart->events[later].lane == event->lane && chart->events[later].count == event->count + num_tasks)
+            return later;
+    return 0;
+}
+
+/* The stretches of the longest chain around an iteration, all micro-batches of it included; their number. */
+static i64 follow_around(const struct bounded *plans, i64 plan, struct chart *chart) {
+    i64 num_events = chart->num_events, begin = 0, again = plans->num_left_out[plan] + 1;
+    const double *longest_s = chart->longest_s;
+    double most_s = 0;
+    for (i64 number = 0; number < num_events; number++)
+        most_s = fmax(most_s, longest_s[number * num_events + num_events - 1]);
+    while (longest_s[begin * num_events + num_events - 1] < most_s * (1 - plans->tie_frac))
+        begin++;
+    /* Two legs: once around, and none. */
+    struct hop around = {begin, num_events, 1}, repeated = {begin, 0, 0};
+    double around_s = longest_s[begin * num_events + num_events - 1];
+    for (i64 number = 0; again > 1 && number < num_events; number++) {
+        i64 following = counterpart(plans, plan, chart, number), gap = following - number;
+        if (!following)
+            continue;
+        double once_s = longest_s[number * num_events + gap - 1];
+        double rest_s = longest_s[following * num_events + num_events - gap - 1];
+        if (rest_s + (double)again * once_s > around_s) {
+            around_s = rest_s + (double)again * once_s;
+            around = (struct hop){following, num_events - gap, 1};
+            repeated = (struct hop){number, gap, again};
+        }
+    }
+    return follow(plans, chart, repeated, follow(plans, chart, around, 0));
 }
 
 /* The bounds of all rows of a plan, by the chain that is the longest for one of them. */
@@ -294,14 +346,15 @@ static void bound_rows(const struct bounded *plans, i64 plan, i64 extreme, struc
     double *bounds_s = plans->bounds_s + plan * plans->num_rows;
     sum_up(rows + extreme * room, length, chart->sums_s);
     find_longest(plans, plan, chart);
-    i64 num_hops = follow(plans, chart);
+    i64 num_hops = follow_around(plans, plan, chart);
     for (i64 row = 0; row < plans->num_rows; row++) {
         double around_s = 0;
         sum_up(rows + row * room, length, chart->sums_s);
         for (i64 number = 0; number < num_hops; number++) {
             i64 begin = chart->hops[number].begin, gap = chart->hops[number].gap;
             const double *others = chart->others + (begin * chart->num_events + gap - 1) * plans->num_vertices;
-            around_s += least(plans, others, compute_s(plans, plan, chart, begin, gap));
+            double least_s = least(plans, others, compute_s(plans, plan, chart, begin, gap));
+            around_s += (double)chart->hops[number].times * least_s;
         }
         bounds_s[row] = fmax(bounds_s[row], around_s);
     }
@@ -313,6 +366,8 @@ PUBLIC int protwin_least_periods(const struct bounded *plans) {
     memset(plans->bounds_s, 0, (size_t)(plans->num_plans * plans->num_rows) * sizeof *plans->bounds_s);
     for (i64 plan = 0; plan < plans->num_plans && status == DONE; plan++) {
         choose_events(plans, plan, &chart);
+        if (plans->num_left_out[plan])
+            share_events(plans, plan, &chart);
         order_events(plans, plan, &chart);
         find_stretches(plans, plan, &chart);
         for (i64 number = 0; number < plans->num_extremes; number++)

@@ -15,9 +15,9 @@ struct event {
     i64 lane, count;
 };
 
-/* A stretch of a chain. */
+/* A stretch of a chain, and how often the chain passes it. */
 struct hop {
-    i64 begin, gap;
+    i64 begin, gap, times;
 };
 
 struct chart {

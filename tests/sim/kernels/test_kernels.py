@@ -19,7 +19,7 @@ from protwin.sim.bounds.throughput import SideBySide, Throughput
 from protwin.sim.kernels import lanes as kernels
 from protwin.sim.kernels import library
 from protwin.sim.space.lane_order import NOTHING, known_before
-from protwin.sim.space.lane_programs import LanePrograms
+from protwin.sim.space.lane_programs import LanePrograms, LeftOut
 from protwin.sim.space.plan_family import PlanFamily
 from tests.proof_size import examples
 from tests.sim import brute_force
@@ -112,7 +112,12 @@ def _any_programs(random: np.random.Generator) -> LanePrograms:
     seconds = [random.integers(0, 4, (1, length)) / 7 for length in lengths]
     compute_s = random.integers(0, 4, (1, 5, lengths[0])) / 7
     pairs = {(lane, other): found for lane, of_lane in enumerate(waits) for other, found in of_lane.items()}
-    return LanePrograms(lengths[None], pairs, known, compute_s, tuple(seconds[1:]), (None,), (0, 1, 2, 3))
+    left_out = None
+    if random.random() < 0.5:
+        num_tasks = random.integers(0, lengths // 2 + 1)
+        begins = random.integers(0, lengths - 2 * num_tasks + 1)
+        left_out = LeftOut(int(random.integers(1, 9)), tuple(begins.tolist()), tuple(num_tasks.tolist()))
+    return LanePrograms(lengths[None], pairs, known, compute_s, tuple(seconds[1:]), (left_out,), (0, 1, 2, 3))
 
 
 @compiled

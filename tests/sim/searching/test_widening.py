@@ -70,7 +70,7 @@ def test_plans_whose_micro_batches_do_not_settle_are_replayed_and_not_guessed() 
     request = _request(8)
     branch = BranchAndBound(search_problem(request), tolerance_frac=0.0)
     assert branch.problem.num_left_out == 2
-    batch = branch.candidates.below(math.inf, 24)
+    batch = branch.candidates.below(math.inf, 200)
     unsettled = np.isnan(branch._replayed_s(batch, branch.problem.family))
     assert unsettled.any()
     periods_s = branch._periods_s(batch)
