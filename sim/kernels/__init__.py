@@ -1,1 +1,1 @@
-"""Compiled twins of three numpy functions that searches spend most time in: replay, guaranteed order, least period."""
+"""Compiled twins of what searches spend most time in: replay, guaranteed order, least period, the caching allocator."""
