@@ -8,10 +8,10 @@ from typing import Final
 
 import numpy as np
 
-from ...shared.compile.chunk_facts import ChunkFacts, Stays, StepKnobs
+from ...shared.compile.chunk_facts import ChunkFacts, StepKnobs
 from ...shared.compile.program import Work
 from ...shared.layout.layout import Layout
-from ...shared.layout.residencies import GATHERED, STEPPED_BY_HOST, ChunkResidency
+from ...shared.layout.residencies import STEPPED_BY_HOST, ChunkResidency
 from ...shared.schema.schedule import Task, TaskId, TaskKind
 from ...shared.schema.workload import Workload
 from ..costs.task_costs import CostModel
@@ -42,10 +42,6 @@ class ChunkTable:
             step.micro_batches, step.limits_norm, step.parallel, step.num_ranks, step.optimizer, step.host_gradients
         )
         return ChunkFacts.of(self.layout, self.workload.parameters, knobs)
-
-    def stays(self, prefix: int, n_buffer: int, step_number: IntArray) -> Stays:
-        """The stays of gathered chunks in ``n_buffer`` buffers; ``step_number`` as of ``ChunkFacts.stays``."""
-        return self.facts.stays(self.is_any_of(prefix, *GATHERED), n_buffer, step_number)
 
     def is_any_of(self, prefix: int, *some: ChunkResidency) -> BoolArray:
         """(C,) whether a chunk has one of these residencies."""
