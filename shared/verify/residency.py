@@ -90,19 +90,21 @@ def check_places(claim: Claim) -> None:
 
 
 def check_gathers(claim: Claim) -> None:
-    """A gather copies what the rank has of a chunk on its host into a fresh buffer of the chunk, for some section.
-
-    A chunk that the host steps and the device keeps is gathered once, into its place.
-    """
-    renewed: Counter[ChunkId] = Counter()
+    """A gather copies what the rank has of a chunk on its host into a fresh buffer of the chunk, for some section."""
     for task in claim.tasks_of(TaskKind.GATHER):
         if (chunk := chunk_of(claim, task)).id in claim.persistent | claim.sharded:
             reject(f"{task.name} copies chunk {chunk.id}, which no host has")
-        if chunk.id in claim.host_stepped:
+        if chunk.id not in claim.host_stepped:
+            check_one_gather(claim, task, moved_bytes=claim.held[chunk.id].parameter_bytes)
+
+
+def check_renewals(claim: Claim) -> None:
+    """A chunk that the host steps and the device keeps is gathered once, into its place."""
+    renewed: Counter[ChunkId] = Counter()
+    for task in claim.tasks_of(TaskKind.GATHER):
+        if (chunk := chunk_of(claim, task)).id in claim.host_stepped:
             _check_renewal(claim, task, chunk)
             renewed[chunk.id] += 1
-        else:
-            check_one_gather(claim, task, moved_bytes=claim.held[chunk.id].parameter_bytes)
     for chunk_id in sorted(claim.host_stepped):
         if renewed[chunk_id] != 1:
             reject(f"what the host has stepped of chunk {chunk_id} comes back {renewed[chunk_id]} times, not once")
