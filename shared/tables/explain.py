@@ -26,6 +26,7 @@ from ..schema.schedule import (
 from ..schema.workload import Workload
 from ..verify.guaranteed_peak import guaranteed_device_peak
 from .labels import LANE_NAMES, MEMORY_NAMES, NO_VALUE, format_share, kind_name, knobs
+from .memory import stays_sentence
 from .table import Heading, Parts, Table
 from .terminal import as_text
 
@@ -221,7 +222,7 @@ def _summary(found: Account, schedule: Schedule, plan: Plan, workload: Workload,
         f"Plan: {values}.",
         f"Device memory: {len(persistent)} of {_count(len(found.chunks), 'chunk')} persistent "
         f"({_total(c.chunk.size_bytes for c in persistent)}); in all at most {format_bytes(peak.size_bytes)}, in or "
-        f"before {schedule.tasks[peak.task].name}.",
+        f"before {schedule.tasks[peak.task].name}. {stays_sentence(schedule, peak)}",
         *_residency_sentences(found, schedule, plan),
     ]
     pinned_bytes, other_bytes = (schedule.static_bytes(memory) for memory in (Memory.PINNED_HOST, Memory.HOST))

@@ -2,15 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from ..basics.units import format_bytes
+from ..records.peak_parts import PeakPart, peak_parts
 from ..schema.memory_accounts import DeviceReserved, HostMemory, PinnedRule
 from ..schema.record import Record
+from ..schema.schedule import Content, OuterSection, Schedule
+from ..verify.guaranteed_peak import GuaranteedPeak
 
 DEFAULT_SETTINGS: Final = "the allocator's default settings"
 EXPANDABLE_SETTING: Final = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+_STAYS: Final[dict[Content | None, str]] = {
+    None: "made by its operations on the way",
+    Content.PARAMETERS: "of weights that it reads",
+    Content.ACTIVATIONS: "of activations saved for it",
+    Content.SWAPPED: "of activations saved for it",
+    Content.OUTPUT: "of outputs that backward begins with",
+    Content.INCOMING_GRADIENT: "of its output's gradient",
+    Content.RESIDENT: "of module buffers and batch",
+}
+_LEAVES: Final[dict[Content | None, str]] = {
+    Content.PARAMETERS: "of weights of other sections",
+    Content.GRADIENTS: "of gradients that are sent or stepped later",
+    Content.ARRIVING_GRADIENTS: "of gradients that are added up later",
+    Content.FLAT_GRADIENTS: "of gradients, laid flat",
+    Content.REDUCED_GRADIENTS: "of shards of gradients",
+    Content.OPTIMIZER_STATE: "of optimizer state",
+    Content.PAGED_STATE: "of paged optimizer state",
+    Content.ACTIVATIONS: "of activations of other sections",
+    Content.SWAPPED: "of activations of other sections",
+}
+"""What of a peak cannot leave the device and what can, in words; the contents are those of ``PeakPart``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +63,32 @@ def beyond_the_schedule(record: Record) -> tuple[MemoryRow, ...]:
     if host is not None:
         rows.append(MemoryRow("host in all", host.total_bytes, _host_words(host)))
     return tuple(rows)
+
+
+def stays_sentence(schedule: Schedule, peak: GuaranteedPeak) -> str:
+    """What of the guaranteed peak cannot leave the device, by name and size, and what else is there."""
+    parts = peak_parts(schedule, peak.task, peak.alive, peak.transient_bytes)
+    stays = [part for part in parts if not part.can_leave]
+    leaves = [part for part in parts if part.can_leave]
+    running = schedule.tasks[peak.task]
+    of_loss = ", with head and loss," if running.section is OuterSection.EPILOGUE else ""
+    when = f"during {running.name}{of_loss}" if peak.transient_bytes else f"before {running.name}{of_loss}"
+    sentence = f"Cannot leave the device {when}".rstrip(",")
+    sentence += f": {_sum(stays)} ({_listed(stays, _STAYS)})."
+    if leaves:
+        sentence += f" Beside that: {_listed(leaves, _LEAVES)}."
+    return sentence
+
+
+def _sum(parts: Sequence[PeakPart]) -> str:
+    return format_bytes(sum(part.size_bytes for part in parts))
+
+
+def _listed(parts: Sequence[PeakPart], words: Mapping[Content | None, str]) -> str:
+    sizes: dict[str, int] = {}
+    for part in parts:
+        sizes[words[part.content]] = sizes.get(words[part.content], 0) + part.size_bytes
+    return ", ".join(f"{format_bytes(size)} {name}" for name, size in sizes.items())
 
 
 def _reserved_words(reserved: DeviceReserved) -> str:

@@ -18,8 +18,11 @@ from math import inf
 
 from ...shared.basics.errors import InfeasibleError
 from ...shared.basics.units import format_bytes, format_enough_bytes, parse_bytes
+from ...shared.compile.compile import compile_schedule
 from ...shared.schema.hardware import DeviceKind
 from ...shared.schema.plan import Plan
+from ...shared.tables.memory import stays_sentence
+from ...shared.verify.guaranteed_peak import guaranteed_device_peak
 from ..memory.host import default_host_budget_bytes, memory_with_room
 from .least_memory import Need, least_device, least_host
 from .problem import SearchProblem
@@ -28,7 +31,7 @@ from .problem import SearchProblem
 def explain_infeasible(problem: SearchProblem, changes: Changes | None = None) -> InfeasibleError:
     """The error that says why no plan of the space fits; ``changes``: what to do, other than the space's own."""
     changes = changes or smallest_changes(problem)
-    return InfeasibleError(f"no plan fits {_why(problem)} {changes.sentence(problem)}{_others(problem)}")
+    return InfeasibleError(f"no plan fits{_why(problem)} {changes.sentence(problem)}{_others(problem)}")
 
 
 def nothing_fits(problems: Sequence[SearchProblem]) -> InfeasibleError:
@@ -133,41 +136,49 @@ def _device_alone(problem: SearchProblem, least_bytes: int) -> Need | None:
 
 
 def _why(problem: SearchProblem) -> str:
-    """Facts: which limit binds and which plan comes closest to it."""
-    device, host = problem.device_budget_bytes, problem.host_budget_bytes
-    of_device, of_host = problem.hardware.device.name, f"host {problem.hardware.host.name}"
+    """Facts, on the first line which memory is too small and by how much, the host's first; then the closest plans."""
+    host, device = problem.host_budget_bytes, problem.device_budget_bytes
     closest, smallest = _closest(problem), least_device(problem)
     assert smallest is not None
-    if closest is None:
-        least = least_host(problem)
-        assert least is not None
-        return (
-            f"{of_host}: the closest needs {format_bytes(least.host_bytes)} of host memory for offloaded parameters, "
-            f"gradients and optimizer state but the budget is {format_bytes(host)}, "
-            f"{format_bytes(least.host_bytes - host)} too little ({_knobs(least.plan)})."
-        )
-    if closest.device_bytes == smallest.device_bytes:
-        return (
-            f"{of_device}: the closest needs {format_bytes(closest.device_bytes)} of device memory but the budget is "
-            f"{format_bytes(device)}, {format_bytes(closest.device_bytes - device)} too little "
+    within = least_host(problem) if closest is None else least_host(problem, max(device, smallest.device_bytes))
+    assert within is not None
+    is_host_short = closest is None or closest.device_bytes != smallest.device_bytes
+    is_device_short = smallest.device_bytes > device
+    lacks, memories = [], []
+    if is_host_short:
+        memories.append("host")
+        lacks.append(_lack("host memory", within.host_bytes, host, f"host {problem.hardware.host.name}"))
+    if is_device_short:
+        memories.append("device")
+        lacks.append(_lack("device memory", smallest.device_bytes, device, problem.hardware.device.name))
+    nearest = within if is_host_short else smallest
+    words = f", for {' and '.join(memories)} memory {'is' if len(memories) == 1 else 'are'} too small: "
+    words += f"{problem.workload.model_name} needs {', and '.join(lacks)} ({_knobs(nearest.plan)})."
+    if is_host_short:
+        words += " The host would hold offloaded parameters, gradients and optimizer state."
+    if is_device_short:
+        words += f" {_what_stays(problem, smallest.plan)}"
+    if is_host_short and closest is not None:
+        words += (
+            f" Within the host's budget the closest plan needs {format_bytes(closest.device_bytes)} of device memory, "
+            f"{format_bytes(closest.device_bytes - device)} more than the budget of {format_bytes(device)} "
             f"({_knobs(closest.plan)})."
         )
-    within = least_host(problem, max(device, smallest.device_bytes))
-    assert within is not None
-    if smallest.device_bytes <= device:
-        beside = f"within the device budget of {format_bytes(device)} the closest needs"
-    else:
-        beside = (
-            f"with any host memory a plan needs {format_bytes(smallest.device_bytes)} of device memory, "
-            f"{format_bytes(smallest.device_bytes - device)} more than the budget of {format_bytes(device)}, and then"
-        )
+    return words
+
+
+def _lack(memory: str, need_bytes: int, budget_bytes: int, owner: str) -> str:
     return (
-        f"{of_device} and {of_host} together: {beside} {format_bytes(within.host_bytes)} of host memory for offloaded "
-        f"parameters, gradients and optimizer state, {format_bytes(within.host_bytes - host)} more than the budget of "
-        f"{format_bytes(host)} ({_knobs(within.plan)}); within that host budget the closest needs "
-        f"{format_bytes(closest.device_bytes)} of device memory, {format_bytes(closest.device_bytes - device)} more "
-        f"than the budget ({_knobs(closest.plan)})."
+        f"{format_bytes(need_bytes)} of {memory} but the budget of {owner} is {format_bytes(budget_bytes)}, "
+        f"{format_bytes(need_bytes - budget_bytes)} too little"
     )
+
+
+def _what_stays(problem: SearchProblem, plan: Plan) -> str:
+    """What of the least peak cannot leave the device, by name: what any two micro-batches work on is that of all."""
+    few = plan.model_copy(update={"micro_batches": min(2, plan.micro_batches)})
+    schedule = compile_schedule(few, problem.workload, policies=problem.method.policies)
+    return stays_sentence(schedule, guaranteed_device_peak(schedule))
 
 
 def _others(problem: SearchProblem) -> str:

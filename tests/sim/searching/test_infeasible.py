@@ -190,14 +190,15 @@ def smallest_peak(host_bytes: int = 10**9) -> int:
 
 def test_where_no_host_memory_would_help_the_device_alone_is_named() -> None:
     message = message_of(smallest_peak() - 1, 10**9)
-    assert message.startswith("no plan fits slow device: the closest needs")
+    assert message.startswith("no plan fits, for device memory is too small: ")
+    assert "Cannot leave the device" in message
     assert f"Raise the device budget to {smallest_peak() / 1024:.3f} KiB ({smallest_peak()} bytes);" in message
     assert "host budget" not in message
 
 
 def test_where_the_smallest_plan_exceeds_the_device_and_the_host_both_are_named() -> None:
     message = message_of(smallest_peak() - 1, 100)
-    assert "with any host memory a plan needs" in message
+    assert message.startswith("no plan fits, for host and device memory are too small: ")
     assert (
         f"Raise the device budget to {smallest_peak() / 1024:.3f} KiB ({smallest_peak()} bytes) and the host" in message
     )
@@ -206,7 +207,8 @@ def test_where_the_smallest_plan_exceeds_the_device_and_the_host_both_are_named(
 
 def test_where_the_host_alone_rules_out_every_plan_it_is_named() -> None:
     message = message_of(10**9, 100, n_persist=0)
-    assert message.startswith("no plan fits host slow host: the closest needs")
+    assert message.startswith("no plan fits, for host memory is too small: ")
+    assert "Cannot leave the device" not in message
     assert "device budget" not in message
 
 

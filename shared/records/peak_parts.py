@@ -1,0 +1,67 @@
+"""What a device peak consists of: what the task that runs then works on, which no plan takes away, and all else.
+
+[Note: What cannot leave]
+A task computes on the device, so that everything it works on is there while it runs: the weights of its section, the
+activations that were saved for it, its output's gradient, and what its operations make on the way.  Module buffers and
+the batch have no other place.  Nor have the outputs of sections that backward begins with: no plan moves those to the
+host.  Everything else can leave: gradients once they are made, weights and activations of other sections, and all
+optimizer state.  So no plan of the same chunk size has a peak below what cannot leave under another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from ..schema.schedule import Allocation, AllocationId, Content, Schedule, Section, TaskId
+
+_NEVER_LEAVES: Final = (Content.RESIDENT, Content.OUTPUT, Content.INCOMING_GRADIENT)
+_OF_WORK: Final = (Content.PARAMETERS, Content.ACTIVATIONS, Content.SWAPPED)
+"""What stays while a task of its section runs."""
+
+
+@dataclass(frozen=True, slots=True)
+class PeakPart:
+    """One content of device memory at a peak."""
+
+    content: Content | None
+    """None is what the running task's operations make on the way."""
+    can_leave: bool
+    """Whether another plan could have it elsewhere; see [Note: What cannot leave]."""
+    size_bytes: int
+
+
+def peak_parts(
+    schedule: Schedule, task: TaskId, alive: Sequence[AllocationId], transient_bytes: int
+) -> tuple[PeakPart, ...]:
+    """The memory of ``alive`` and ``transient_bytes`` by content: first what cannot leave, each the largest first.
+
+    ``task``, of compute, runs at the peak, or next after it.  Nothing of 0 bytes; together all of the peak.
+    """
+    running = schedule.tasks[task].section
+    chunks = _chunks_of(schedule, running)
+    sizes: dict[tuple[bool, Content | None], int] = {(False, None): transient_bytes}
+    for buffer in (schedule.buffers[number] for number in alive):
+        key = (not _stays(buffer, running, chunks), buffer.content)
+        sizes[key] = sizes.get(key, 0) + buffer.size_bytes
+    parts = [PeakPart(content, can_leave, size) for (can_leave, content), size in sizes.items() if size]
+    return tuple(sorted(parts, key=lambda part: (part.can_leave, -part.size_bytes)))
+
+
+def _chunks_of(schedule: Schedule, section: Section | None) -> frozenset[int]:
+    """Chunks that compute tasks of the section read or write."""
+    return frozenset(
+        chunk
+        for task in schedule.tasks
+        if task.section == section and task.phase is not None
+        for number in (*task.reads, *task.writes, *task.allocates)
+        if (chunk := schedule.buffers[number].chunk) is not None
+    )
+
+
+def _stays(buffer: Allocation, running: Section | None, chunks: frozenset[int]) -> bool:
+    if buffer.content in _NEVER_LEAVES:
+        return True
+    is_of_running = buffer.chunk in chunks if buffer.chunk is not None else buffer.section == running
+    return buffer.content in _OF_WORK and is_of_running
