@@ -45,6 +45,7 @@ _WHENCE: Final = {
     "record": "`protwin simulate --json` and `protwin run --json` print it, `--output` writes it; `compare` reads two.",
     "search_result": "`protwin search --json` prints it.",
     "advice": "`protwin advise --json` prints it, `--output` writes it.",
+    "largest_models": "`protwin largest --json` prints it, `--output` writes it.",
     "advice_state": "`protwin advise --state` keeps it, to go on from.",
     "batch_search_result": "`protwin search --global-batch --json` prints it.",
     "comparison": "`protwin compare --json` prints it, `--output` writes it.",

@@ -1,1 +1,1 @@
-"""calibrate, compare, and the demo."""
+"""calibrate, compare, largest, and the demo."""

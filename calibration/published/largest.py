@@ -1,24 +1,26 @@
-"""R4: the largest model that can be trained, over the depth of a Llama of fixed width."""
+"""The largest models that others trained: R4 over the depth of a Llama of fixed width, all beside the catalogue's."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from ...shared.basics.progress import OnProgress, no_progress
 from ...shared.catalogue.machines import machine
-from ...shared.compile.compile import compile_schedule
-from ...shared.layout.layout import Chunk, Layout, build_layout
-from ...shared.layout.shards import chunk_state_bytes
+from ...shared.schema.advice import PublishedLargest
 from ...shared.schema.hardware import Hardware
-from ...shared.schema.optimizer import Optimizer
-from ...shared.schema.plan import Plan
-from ...shared.schema.schedule import Memory
-from ...shared.schema.workload import Parameter, Workload
-from ...shared.verify.guaranteed_peak import guaranteed_device_peak
-from ...sim.memory.host import default_host_budget_bytes
+from ...shared.schema.workload import Workload
+from ...sim.questions.largest import (
+    LargestRequest,
+    least_host_memory_bytes,
+    nearest_model,
+    trained,
+    with_host_memory,
+)
+from ...sim.searching.least_memory import some_plan_fits
+from ...sim.searching.problem import search_problem
+from ...sim.searching.request import SearchRequest
 from .runs import LARGEST_ON_24_GB, LARGEST_ON_80_GB, Prediction, Quantity
-from .workloads import dense_workload, llama, with_depth
 
 _TRACED_BLOCKS: Final = 5
 _LEAST_BYTES: Final = 12
@@ -33,13 +35,61 @@ _HOSTS: Final = {
 channels, and twice that in a DGX A100, whose data sheet has 1 TB and 2 TB."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Claim:
+    """The largest model that a system was published to train on one device."""
+
+    system: str
+    source: str
+    hardware_name: str
+    """The catalogue's nearest machine."""
+    num_parameters: int
+    host_memory_bytes: int | None
+    """None where it is not known."""
+
+
+CLAIMS: Final = (
+    Claim(
+        system="ProTrain",
+        source="arXiv 2406.08334, mixed precision, Adam",
+        hardware_name="rtx-3090",
+        num_parameters=34 * 10**9,
+        host_memory_bytes=None,
+    ),
+    Claim(
+        system="ProTrain",
+        source="arXiv 2406.08334, mixed precision, Adam",
+        hardware_name="a100-80gb",
+        num_parameters=75 * 10**9,
+        host_memory_bytes=None,
+    ),
+    Claim(
+        system="SlideFormer",
+        source="its paper's abstract: models of 123 B and more on one RTX 4090",
+        hardware_name="rtx-4090",
+        num_parameters=123 * 10**9,
+        host_memory_bytes=None,
+    ),
+    Claim(
+        system="MegaTrain",
+        source="its paper's abstract: 120 B on one H200, 1.5 TB of host memory",
+        hardware_name="h200-141gb",
+        num_parameters=120 * 10**9,
+        host_memory_bytes=1_500_000_000_000,
+    ),
+)
+"""What the machines besides their device were is not known; the catalogue's stand for them."""
+
+
 def largest_predictions() -> list[Prediction]:
     """Parameters of the deepest model that fits, by host memory."""
+    from .workloads import dense_workload, llama  # traces, with torch
+
     shape = llama(_WIDTH, _TRACED_BLOCKS, _WIDTH // 128, 8 * _WIDTH // 3)
     workload = dense_workload(shape, "llama-of-any-depth", batch_size=1, sequence_length=1024)
     found = []
     for case, (name, memories) in _HOSTS.items():
-        largest = [_largest(workload, _with_memory(machine(name), memory_bytes)) for memory_bytes in memories]
+        largest = [_largest(workload, with_host_memory(machine(name), memory_bytes)) for memory_bytes in memories]
         hosts = ", ".join(f"{memory_bytes // _GIB} GiB" for memory_bytes in memories)
         how = (
             f"hosts of {hosts}, which limit it; a Llama {_WIDTH} wide, 1 sequence of 1 024 tokens, every block "
@@ -51,6 +101,8 @@ def largest_predictions() -> list[Prediction]:
 
 def _largest(workload: Workload, hardware: Hardware) -> int:
     """Parameters of the deepest model that fits; bisected, since memory grows with every block."""
+    from .workloads import with_depth
+
     fits, fails = _TRACED_BLOCKS, _TRACED_BLOCKS + _least_too_many(workload, hardware)
     while fails - fits > 1:
         middle = (fits + fails) // 2
@@ -59,22 +111,8 @@ def _largest(workload: Workload, hardware: Hardware) -> int:
 
 
 def _fits(workload: Workload, hardware: Hardware) -> bool:
-    """Whether a plan fits that keeps as much on the device as it has room for, everything else on the host."""
-    block_bytes = sum(parameter.size_bytes for parameter in workload.parameters if parameter.block == 0)
-    layout = build_layout(workload.parameters, num_blocks=workload.num_blocks, chunk_bytes=block_bytes)
-    host_bytes = default_host_budget_bytes(hardware, hardware.device.usable_bytes)
-    least = _need(workload, layout, n_persist=0)
-    room_bytes = hardware.device.usable_bytes - least.device_bytes
-    if room_bytes < 0 or least.host_bytes <= host_bytes:
-        return room_bytes >= 0
-    n_persist = 0
-    for chunk in layout.chunks:
-        room_bytes -= _persistent_bytes(chunk, workload.parameters)
-        if room_bytes < 0:
-            break
-        n_persist += 1
-    most = _need(workload, layout, n_persist)
-    return most.device_bytes <= hardware.device.usable_bytes and most.host_bytes <= host_bytes
+    """Whether some plan fits; the allocator's segments are left out of account."""
+    return some_plan_fits(search_problem(SearchRequest(workload=workload, hardware=hardware, margin_frac=None)))
 
 
 def _least_too_many(workload: Workload, hardware: Hardware) -> int:
@@ -83,31 +121,31 @@ def _least_too_many(workload: Workload, hardware: Hardware) -> int:
     return (hardware.device.memory_bytes + hardware.host.memory_bytes) // (_LEAST_BYTES * scalars) + 1
 
 
-def _persistent_bytes(chunk: Chunk, parameters: Sequence[Parameter]) -> int:
-    """What a chunk takes of the device for good: parameters, gradients and the optimizer's state."""
-    return chunk.size_bytes + chunk.gradient_bytes + chunk_state_bytes(chunk, parameters, Optimizer.ADAMW)
+def published_largest(request: LargestRequest, on_progress: OnProgress = no_progress) -> tuple[PublishedLargest, ...]:
+    """Every claim beside the model of the catalogue that is nearest in size, on a host that is enough for it.
 
-
-@dataclass(frozen=True, slots=True)
-class _Need:
-    device_bytes: int
-    host_bytes: int
-
-
-def _need(workload: Workload, layout: Layout, n_persist: int) -> _Need:
-    plan = Plan(
-        workload_id=workload.identity,
-        chunk_bytes=layout.chunk_bytes,
-        n_persist=n_persist,
-        n_buffer=max(1, layout.min_buffers(n_persist)),
-        n_checkpoint=workload.num_blocks,
-    )
-    schedule = compile_schedule(plan, workload, layout)
-    return _Need(
-        device_bytes=guaranteed_device_peak(schedule).size_bytes,
-        host_bytes=schedule.static_bytes(Memory.PINNED_HOST) + schedule.static_bytes(Memory.HOST),
-    )
-
-
-def _with_memory(hardware: Hardware, memory_bytes: int) -> Hardware:
-    return hardware.model_copy(update={"host": hardware.host.model_copy(update={"memory_bytes": memory_bytes})})
+    ``request``: the step.  Raises what ``search`` raises.
+    """
+    found = []
+    for done, claim in enumerate(CLAIMS):
+        on_progress(done, len(CLAIMS))
+        hardware = machine(claim.hardware_name)
+        workload = nearest_model(request, claim.num_parameters, hardware.device)
+        least_bytes = least_host_memory_bytes(request, workload, hardware)
+        answer = None
+        if least_bytes is not None:
+            memory_bytes = max(least_bytes, claim.host_memory_bytes or 0)
+            answer = trained(request, workload, with_host_memory(hardware, memory_bytes))
+        found.append(
+            PublishedLargest(
+                system=claim.system,
+                source=claim.source,
+                hardware_name=claim.hardware_name,
+                host_memory_bytes=claim.host_memory_bytes,
+                num_parameters=claim.num_parameters,
+                model=workload.model_name,
+                least_host_memory_bytes=least_bytes,
+                found=answer,
+            )
+        )
+    return tuple(found)

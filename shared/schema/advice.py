@@ -1,16 +1,18 @@
-"""Which machines were asked about, and what each would do: the outcome of ``protwin advise``."""
+"""Which machines were asked about, and what each would do: outcomes of ``protwin advise`` and ``protwin largest``."""
 
 from __future__ import annotations
 
 from math import inf
 from typing import ClassVar
 
-from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from ..basics.documents import Document, FrozenModel
+from .optimizer import Optimizer
 from .plan import Plan
 from .plan_kind import PlanKind
 from .question import Question
+from .schedule import Lane
 from .training_run import TrainingRun
 
 
@@ -143,3 +145,79 @@ class AdviceState(Document):
     """What they are answers to (``sim/questions/advise.py``)."""
     answers: dict[str, MachineAdvice]
     """By the hash of the machine's description, with the numbers of devices that train and that are paid for."""
+
+
+class TooLarge(FrozenModel):
+    """What a model lacks that does not fit; of each memory the least that some plan gets by with."""
+
+    model: str
+    num_parameters: PositiveInt
+    short_device_bytes: NonNegativeInt
+    """What the device's memory lacks, however much the host has."""
+    short_host_bytes: NonNegativeInt
+    """What the host's then lacks, beside a device that is large enough."""
+
+
+class TrainedModel(FrozenModel):
+    """What training one model comes to on one machine."""
+
+    model: str
+    num_parameters: PositiveInt
+    plan: Plan
+    iteration_s: PositiveFloat
+    tokens_per_s: PositiveFloat
+    bottleneck: Lane | None
+    """The busiest lane."""
+    guaranteed_peak_device_bytes: PositiveInt
+    host_bytes: NonNegativeInt
+    """Pinned and other memory of the plan on the host."""
+    survives: bool | None
+    """As of ``SearchResult``."""
+
+
+class LargestModel(FrozenModel):
+    """The largest model that trains on one machine with one size of host memory."""
+
+    hardware_name: str
+    device_memory_bytes: PositiveInt
+    host_memory_bytes: PositiveInt | None
+    """None: as much as any model needs."""
+    found: TrainedModel | None
+    """None if none trains."""
+    following: TooLarge | None
+    """The next larger model, which does not; None if there is none."""
+
+
+class PublishedLargest(FrozenModel):
+    """What others published as their largest model, beside a model of that size in the catalogue."""
+
+    system: str
+    source: str
+    hardware_name: str
+    host_memory_bytes: PositiveInt | None
+    """As published; None where that is not known."""
+    num_parameters: PositiveInt
+    """As published."""
+    model: str
+    """The model of the catalogue that is nearest to it."""
+    least_host_memory_bytes: NonNegativeInt | None
+    """Of a host that is enough for that model; None where the device is too small for it."""
+    found: TrainedModel | None
+    """That model on a host with the published memory, or with more if it takes more."""
+
+
+class LargestModels(Document):
+    """The largest models that train on machines, with several sizes of host memory each."""
+
+    KIND: ClassVar[str] = "largest_models"
+    TABLES: ClassVar[str] = "tables.advice:largest_tables"
+
+    batch_size: PositiveInt
+    """Samples per step."""
+    sequence_length: PositiveInt
+    """Tokens per sample."""
+    optimizer: Optimizer
+    left_out: tuple[str, ...] = ()
+    """Models of the catalogue that have no such sequences."""
+    machines: tuple[LargestModel, ...]
+    published: tuple[PublishedLargest, ...] = ()

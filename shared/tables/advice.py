@@ -1,4 +1,4 @@
-"""Advice as a table."""
+"""Advice as tables, and the largest models."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from typing import Final
 
 from ..basics.units import format_bytes, format_duration, format_number, format_seconds
-from ..schema.advice import Advice, MachineAdvice
-from .labels import NO_VALUE, format_share
+from ..schema.advice import Advice, LargestModel, LargestModels, MachineAdvice, PublishedLargest, TrainedModel
+from .labels import LANE_NAMES, NO_VALUE, format_share
+from .memory import EXPANDABLE_SETTING
 from .question import asked_of_all_table
 from .table import Parts, Row, Table
 
@@ -124,3 +125,81 @@ def _without(columns: Row, rows: Sequence[Row], names: Sequence[str]) -> tuple[R
     """The table without these columns."""
     kept = [place for place, name in enumerate(columns) if name not in names]
     return tuple(columns[place] for place in kept), [tuple(row[place] for place in kept) for row in rows]
+
+
+# -- the largest models ----------------------------------------------------------------------------------------------
+
+_FOUND: Final = ("model", ">parameters", ">iteration", ">tokens\nper s", "bottleneck")
+
+
+def largest_tables(answer: LargestModels) -> Parts:
+    """The largest models by device and host memory, and beside them what others published."""
+    step = f"{answer.batch_size} x {answer.sequence_length:,} tokens, {answer.optimizer.words}"
+    rows = [
+        (
+            one.hardware_name,
+            format_bytes(one.device_memory_bytes),
+            "unlimited" if one.host_memory_bytes is None else format_bytes(one.host_memory_bytes),
+            *_found_cells(one.found),
+            *_following_cells(one),
+        )
+        for one in answer.machines
+    ]
+    columns = ("machine", ">device", ">host", *_FOUND, "next larger", "which lacks")
+    notes = []
+    if any(one.found is not None and one.found.survives is False for one in answer.machines):
+        notes.append(
+            f"* fits without the margin, or with {EXPANDABLE_SETTING} alone; protwin search says which of the two."
+        )
+    if answer.left_out:
+        notes.append(f"Left out, for they have no such sequences: {', '.join(answer.left_out)}.")
+    title = f"The largest models that train: {step}"
+    parts: list[Table | str] = [Table(title=title, columns=columns, rows=rows, always=8, notes=notes)]
+    if answer.published:
+        parts.append(_published_table(answer.published))
+    return tuple(parts)
+
+
+def _published_table(published: Sequence[PublishedLargest]) -> Table:
+    rows = [
+        (
+            one.system,
+            one.hardware_name,
+            f"{format_number(one.num_parameters / 10**9)}B",
+            "unknown" if one.host_memory_bytes is None else format_bytes(one.host_memory_bytes),
+            NO_VALUE if one.least_host_memory_bytes is None else format_bytes(one.least_host_memory_bytes),
+            *_found_cells(one.found, one.model),
+        )
+        for one in published
+    ]
+    return Table(
+        title="Beside what was published",
+        columns=("system", "machine", ">published", ">its host", ">host that\nis enough", *_FOUND),
+        rows=rows,
+        always=9,
+        notes=[
+            "The model is the catalogue's nearest in size, on the catalogue's machine, with the published host memory "
+            "or as much more as it takes.",
+            *dict.fromkeys(f"{one.system}: {one.source}." for one in published),
+        ],
+    )
+
+
+def _found_cells(found: TrainedModel | None, model: str = "none") -> Row:
+    if found is None:
+        return (model, *[NO_VALUE] * (len(_FOUND) - 1))
+    return (
+        f"{found.model}{'*' if found.survives is False else ''}",
+        f"{found.num_parameters / 10**9:.1f}B",
+        format_seconds(found.iteration_s),
+        format_number(found.tokens_per_s),
+        NO_VALUE if found.bottleneck is None else LANE_NAMES[found.bottleneck],
+    )
+
+
+def _following_cells(one: LargestModel) -> Row:
+    following = one.following
+    if following is None:
+        return (NO_VALUE, "")
+    lacks = [(following.short_host_bytes, "host"), (following.short_device_bytes, "device")]
+    return (following.model, " and ".join(f"{format_bytes(size)} {memory}" for size, memory in lacks if size))

@@ -16,7 +16,7 @@ from ...shared.schema.search_result import BatchSearchResult, Goal
 from ...shared.schema.workload import Workload
 from ..searching.baselines import baselines
 from ..searching.branch_and_bound import OnProgress
-from ..searching.least_memory import least_device
+from ..searching.least_memory import least_device, some_plan_fits
 from ..searching.problem import search_problem
 from ..searching.request import GlobalBatch, SearchRequest
 from ..searching.search import search_batches
@@ -162,8 +162,7 @@ def _largest(
             asked = replace(request, workload=workload_at(size * step))
             for mode in asked.step.allowed_modes:
                 problem = search_problem(asked, step=asked.step.spec(mode))
-                need = least_device(problem, problem.host_budget_bytes)
-                if need is not None and need.device_bytes <= problem.device_budget_bytes:
+                if some_plan_fits(problem):
                     return True
             reasons[size] = "no plan fits"
         except ProtwinError as error:

@@ -41,6 +41,12 @@ def least_device(problem: SearchProblem, host_limit_bytes: int | None = None) ->
     return best
 
 
+def some_plan_fits(problem: SearchProblem) -> bool:
+    """Whether a plan is within both budgets, for every timing."""
+    need = least_device(problem, problem.host_budget_bytes)
+    return need is not None and need.device_bytes <= problem.device_budget_bytes
+
+
 def least_host(problem: SearchProblem, device_limit_bytes: int | None = None) -> Need | None:
     """The plan that needs the least host memory, of those within the device's limit; None if there is none.
 

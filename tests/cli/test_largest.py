@@ -1,0 +1,50 @@
+"""``protwin largest`` as it is called: its table, its document, and bad input."""
+
+from __future__ import annotations
+
+import pytest
+
+from protwin.calibration.commands import largest as command
+from protwin.calibration.published import largest as published
+from protwin.shared.schema.advice import LargestModels
+from protwin.sim.questions import largest as question
+from tests.cli.conftest import Protwin
+
+
+def test_a_machine_and_what_was_published(protwin_here: Protwin, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The default question, of one small model, one machine and one claim."""
+    monkeypatch.setattr(question, "model_names", lambda: ("gpt2",))
+    monkeypatch.setattr(command, "_MACHINES", ("rtx-3090",))
+    monkeypatch.setattr(published, "CLAIMS", published.CLAIMS[:1])
+    monkeypatch.setattr(command, "CLAIMS", published.CLAIMS[:1])
+    result = protwin_here(
+        "largest", "--sequence-length=64", "--host-memory=unlimited", "--host-memory=16GiB", "--output=found.json"
+    )
+    assert (result.returncode, result.stderr) == (0, "")
+    assert "The largest models that train: 1 x 64 tokens, AdamW" in result.stdout
+    assert "Beside what was published" in result.stdout
+    found = LargestModels.load("found.json")
+    assert [one.host_memory_bytes for one in found.machines] == [16 * 2**30, None]
+    for one in found.machines:
+        assert one.following is None
+        assert one.found is not None
+        assert one.found.model == "gpt2"
+        assert one.found.tokens_per_s == pytest.approx(64 / one.found.iteration_s)
+    (claim,) = found.published
+    assert (claim.system, claim.num_parameters, claim.model) == ("ProTrain", 34 * 10**9, "gpt2")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--host-memory=much",), "Or say unlimited"),
+        (("--hardware=rtx-3091",), "there is no machine"),
+        (("--dtype=int8",), "int8"),
+        (("--output=found.json", "--hardware=found.json"), "found.json"),
+    ],
+)
+def test_bad_input_is_one_message(protwin_here: Protwin, arguments: tuple[str, ...], words: str) -> None:
+    result = protwin_here("largest", *arguments)
+    assert result.returncode == 2
+    assert words in result.stderr
+    assert "Traceback" not in result.stderr

@@ -1,0 +1,124 @@
+"""The largest model that trains: held against a search of every model, also where a larger one needs less."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from protwin.shared.basics.errors import InfeasibleError
+from protwin.shared.catalogue.machines import load_hardware, override_hardware
+from protwin.shared.catalogue.models import model_configuration
+from protwin.shared.schema.advice import TrainedModel
+from protwin.shared.schema.hardware import Hardware
+from protwin.shared.schema.plan import Plan
+from protwin.shared.schema.workload import Workload
+from protwin.shared.tables.advice import largest_tables
+from protwin.shared.tables.terminal import as_text
+from protwin.sim.questions import largest
+from protwin.sim.questions.largest import (
+    LargestRequest,
+    largest_models,
+    least_host_memory_bytes,
+    nearest_model,
+    with_host_memory,
+)
+from protwin.sim.searching.request import Effort
+from protwin.sim.searching.search import search
+
+GIB = 2**30
+REQUEST = LargestRequest(sequence_length=1024, margin_frac=0.0)
+
+
+def box(device_bytes: int) -> Hardware:
+    return override_hardware(load_hardware("rtx-3090"), {"device.memory_bytes": str(device_bytes)})
+
+
+def trains(model: str, hardware: Hardware) -> bool:
+    """Whether a search finds a plan; it ends with the first."""
+    workload = REQUEST.workload(model, hardware.device)
+    assert workload is not None
+    try:
+        search(replace(REQUEST.search_request(workload, hardware), margin_frac=None, effort=Effort(max_replays=1)))
+    except InfeasibleError:
+        return False
+    return True
+
+
+def untimed(request: LargestRequest, workload: Workload, hardware: Hardware) -> TrainedModel:
+    """In the place of a search: which model trains is asked here, not how fast."""
+    return TrainedModel(
+        model=workload.model_name,
+        num_parameters=workload.num_parameters,
+        plan=Plan(workload_id=workload.identity, chunk_bytes=1, n_persist=0, n_buffer=1),
+        iteration_s=1.0,
+        tokens_per_s=1.0,
+        bottleneck=None,
+        guaranteed_peak_device_bytes=1,
+        host_bytes=0,
+        survives=True,
+    )
+
+
+@pytest.fixture(autouse=True)
+def no_searches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(largest, "trained", untimed)
+
+
+def ask(monkeypatch: pytest.MonkeyPatch, models: list[str], hardware: Hardware, hosts: list[int | None]) -> list[str]:
+    """The answers for ascending sizes of the host's memory."""
+    monkeypatch.setattr(largest, "model_names", lambda: tuple(models))
+    answers = largest_models(LargestRequest(sequence_length=1024, margin_frac=0.0), [hardware], hosts).machines
+    return ["none" if one.found is None else one.found.model for one in answers]
+
+
+def test_every_answer_is_that_of_a_search_of_every_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    models, hosts = ["gpt2", "gpt2-large"], [1 * GIB, 16 * GIB]
+    hardware = box(3 * GIB)
+    by_size = sorted(models, key=lambda name: model_configuration(name).num_parameters or 0, reverse=True)
+    expected = [
+        next((name for name in by_size if trains(name, with_host_memory(hardware, host))), "none") for host in hosts
+    ]
+    assert len(set(expected)) == 2, "the question is no question"
+    assert ask(monkeypatch, models, hardware, hosts[::-1]) == expected
+
+
+def test_a_larger_model_that_needs_less_is_not_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The wrong variant, a bisection: of three models, the one in the middle has the largest vocabulary, and fails."""
+    models, hardware = ["gpt2-medium", "qwen2.5-0.5b", "gpt2-large"], with_host_memory(box(2 * GIB), None)
+    assert [trains(name, hardware) for name in models] == [True, False, True]
+    assert ask(monkeypatch, models, hardware, [None]) == ["gpt2-large"]
+
+
+def test_what_the_next_model_lacks_is_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With so much more host memory it trains, and with a percent less than that it does not."""
+    monkeypatch.setattr(largest, "model_names", lambda: ("gpt2", "gpt2-large"))
+    request, hardware = LargestRequest(sequence_length=1024, margin_frac=0.0), box(5 * GIB)
+    found = largest_models(request, [hardware], [8 * GIB])
+    (answer,) = found.machines
+    assert answer.found is not None
+    assert answer.following is not None
+    assert (answer.found.model, answer.following.model) == ("gpt2", "gpt2-large")
+    assert answer.following.short_device_bytes == 0
+    workload = request.workload("gpt2-large", hardware.device)
+    assert workload is not None
+    enough = least_host_memory_bytes(request, workload, hardware)
+    assert enough is not None
+    assert trains("gpt2-large", with_host_memory(hardware, enough))
+    assert not trains("gpt2-large", with_host_memory(hardware, int(0.99 * enough)))
+    text = as_text(tuple(largest_tables(found)), width=150)
+    assert "gpt2-large" in text
+    assert "GiB host" in text
+
+
+def test_models_without_such_sequences_are_left_out_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(largest, "model_names", lambda: ("gpt2", "vit-huge", "tinyllama-1.1b"))
+    found = largest_models(LargestRequest(sequence_length=1025), [box(2 * GIB)], [2 * GIB])
+    assert found.machines[0].found is None
+    assert found.left_out == ("gpt2", "vit-huge")
+
+
+def test_the_nearest_model_is_nearest() -> None:
+    device = load_hardware("rtx-3090").device
+    for billions, name in ((123, "mistral-large-2407"), (75, "qwen2.5-72b"), (34, "codellama-34b")):
+        assert nearest_model(REQUEST, billions * 10**9, device).model_name == name
