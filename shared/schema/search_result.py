@@ -156,6 +156,19 @@ class WhatIf(FrozenModel):
     """Why nothing fits."""
 
 
+class HostBound(FrozenModel):
+    """The best plan with any host memory, where the host's is too small for it."""
+
+    plan: Plan
+    iteration_s: PositiveFloat
+    survives: bool | None
+    """As of ``SearchResult``."""
+    host_bytes: PositiveInt
+    """What it needs of the host, for one rank."""
+    host_memory_bytes: PositiveInt
+    """Of a host that is enough for it."""
+
+
 class ModeChoice(FrozenModel):
     """What became of one parallel mode."""
 
@@ -200,6 +213,8 @@ class SearchResult(Document):
     """A faster plan whose segments fit only with expandable segments."""
     passed_over: PlanOutcome | None = None
     """A faster plan of a less simple kind, the gain of which is within the uncertainty."""
+    host_bound: HostBound | None = None
+    """A faster plan that only the host's memory rules out, if that was asked."""
     certificate: Certificate
     alternatives: tuple[PlanOutcome, ...]
     """The next best plans that differ in chunk size, persistent chunks or checkpointed blocks, fastest first."""

@@ -98,10 +98,23 @@ def _notes(result: SearchResult) -> list[str]:
 
 
 def recommendation(result: SearchResult) -> str:
-    """What to do, what it gains, whether it survives, and what was passed over."""
+    """Whether the host binds, what to do, what it gains, whether it survives, and what was passed over."""
     goal = f"{_GOALS[result.goal]}: {result.goal_words}." if result.goal_words else ""
-    sentences = [goal, _gain(result), _survival(result), _expandable(result), _passed_over(result)]
+    sentences = [_host_bound(result), goal, _gain(result), _survival(result), _expandable(result), _passed_over(result)]
     return " ".join(sentence for sentence in sentences if sentence)
+
+
+def _host_bound(result: SearchResult) -> str:
+    other = result.host_bound
+    if other is None:
+        return ""
+    ratio = other.iteration_s / result.prediction.iteration_s
+    more = format_bytes(other.host_bytes - result.host_budget_bytes)
+    which = f"takes {format_share(1 - ratio)} less time" if ratio < 1 else "leaves the margin of device memory"
+    return (
+        f"Host memory binds: a plan that {which} needs {format_bytes(other.host_bytes)} of it, {more} more than the "
+        f"budget of {format_bytes(result.host_budget_bytes)}; a host of {format_bytes(other.host_memory_bytes)} is enough."
+    )
 
 
 def _gain(result: SearchResult) -> str:

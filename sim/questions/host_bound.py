@@ -1,0 +1,80 @@
+"""Whether host memory binds: a plan that is slower only because faster ones need more of the host than there is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Final
+
+from ...shared.basics.errors import PlanError
+from ...shared.basics.progress import OnProgress, no_progress
+from ...shared.schema.hardware import DeviceKind
+from ...shared.schema.plan import Plan
+from ...shared.schema.search_result import BatchSearchResult, HostBound
+from ..memory.host import memory_with_room
+from ..searching.problem import SearchProblem, search_problem
+from ..searching.request import SearchRequest
+from ..searching.search import search_batches
+
+_UNLIMITED_BYTES: Final = 2**50
+"""More than any plan needs."""
+
+
+def host_bound(
+    found: BatchSearchResult, request: SearchRequest, on_progress: OnProgress = no_progress
+) -> HostBound | None:
+    """The best plan with any host memory, if it is faster than ``found`` by more than the tolerance.
+
+    Or if it leaves the margin of device memory that ``found`` does not.
+
+    A second search, but only where some plan needs more than the budget of the host.  None too where the CPU is the
+    device, whose memory is the host's: then the two budgets are shares of one.
+    """
+    if request.hardware.device.kind is DeviceKind.CPU or not _is_restricting(request):
+        return None
+    # The rest of the answer is there: baselines are not asked for again.
+    unlimited = replace(request, host_budget_bytes=_UNLIMITED_BYTES, baselines=None)
+    other = search_batches(unlimited, on_progress=on_progress).result
+    limit_s = found.result.prediction.iteration_s * (1 - request.effort.tolerance_frac)
+    host, is_faster = other.prediction.host_memory, other.prediction.iteration_s < limit_s
+    is_safer = found.result.survives is False and other.survives is True
+    if host is None or not (is_safer or (is_faster and other.survives is not False)):
+        return None
+    need_bytes = host.pinned_requested_bytes + host.state_bytes
+    if need_bytes <= found.result.host_budget_bytes:
+        return None
+    return HostBound(
+        plan=other.plan,
+        iteration_s=other.prediction.iteration_s,
+        survives=other.survives,
+        host_bytes=need_bytes,
+        host_memory_bytes=_memory_bytes(other.plan, need_bytes, request),
+    )
+
+
+def _memory_bytes(plan: Plan, host_bytes: int, request: SearchRequest) -> int:
+    """The memory of the machine's host that leaves every rank on it so much."""
+    num_sharing = min(plan.num_ranks, request.hardware.devices_per_node)
+    return num_sharing * memory_with_room(host_bytes, request.hardware.device.kind)
+
+
+def _is_restricting(request: SearchRequest) -> bool:
+    """Whether some plan of the spaces of ``request`` needs more of the host than its budget."""
+    return any(_most_host_bytes(problem) > problem.host_budget_bytes for problem in _problems(request))
+
+
+def _problems(request: SearchRequest) -> Iterator[SearchProblem]:
+    for _, workload, micro_batches in request.micro_batches():
+        for mode in request.step.allowed_modes:
+            try:
+                yield search_problem(request, workload, request.step.spec(mode, micro_batches))
+            except PlanError:
+                continue
+
+
+def _most_host_bytes(problem: SearchProblem) -> int:
+    return max(
+        int(problem.host_bytes(index, layout.prefixes, n_swap).max())
+        for index, layout in enumerate(problem.layouts)
+        for n_swap, _ in layout.grid.modes.groups
+    )
