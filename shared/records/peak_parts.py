@@ -1,10 +1,10 @@
 """What a device peak consists of: what the task that runs then works on, which no plan takes away, and all else.
 
 [Note: What cannot leave]
-A task computes on the device, so that everything it works on is there while it runs: the weights of its section, the
+A task computes on the device, so that everything it works on is there while it runs: the weights that it reads, the
 activations that were saved for it, its output's gradient, and what its operations make on the way.  Module buffers and
 the batch have no other place.  Nor have the outputs of sections that backward begins with: no plan moves those to the
-host.  Everything else can leave: gradients once they are made, weights and activations of other sections, and all
+host.  Everything else can leave: gradients once they are made, other weights, activations of other sections, and all
 optimizer state.  So no plan of the same chunk size has a peak below what cannot leave under another.
 """
 
@@ -39,29 +39,19 @@ def peak_parts(
 
     ``task``, of compute, runs at the peak, or next after it.  Nothing of 0 bytes; together all of the peak.
     """
-    running = schedule.tasks[task].section
-    chunks = _chunks_of(schedule, running)
+    running = schedule.tasks[task]
+    operands = (schedule.buffers[number].chunk for number in (*running.reads, *running.writes))
+    chunks = frozenset(chunk for chunk in operands if chunk is not None)
     sizes: dict[tuple[bool, Content | None], int] = {(False, None): transient_bytes}
     for buffer in (schedule.buffers[number] for number in alive):
-        key = (not _stays(buffer, running, chunks), buffer.content)
+        key = (not _stays(buffer, running.section, chunks), buffer.content)
         sizes[key] = sizes.get(key, 0) + buffer.size_bytes
     parts = [PeakPart(content, can_leave, size) for (can_leave, content), size in sizes.items() if size]
     return tuple(sorted(parts, key=lambda part: (part.can_leave, -part.size_bytes)))
 
 
-def _chunks_of(schedule: Schedule, section: Section | None) -> frozenset[int]:
-    """Chunks that compute tasks of the section read or write."""
-    return frozenset(
-        chunk
-        for task in schedule.tasks
-        if task.section == section and task.phase is not None
-        for number in (*task.reads, *task.writes, *task.allocates)
-        if (chunk := schedule.buffers[number].chunk) is not None
-    )
-
-
-def _stays(buffer: Allocation, running: Section | None, chunks: frozenset[int]) -> bool:
+def _stays(buffer: Allocation, section: Section | None, chunks: frozenset[int]) -> bool:
     if buffer.content in _NEVER_LEAVES:
         return True
-    is_of_running = buffer.chunk in chunks if buffer.chunk is not None else buffer.section == running
-    return buffer.content in _OF_WORK and is_of_running
+    is_worked_on = buffer.chunk in chunks if buffer.chunk is not None else buffer.section == section
+    return buffer.content in _OF_WORK and is_worked_on

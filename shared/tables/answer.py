@@ -113,7 +113,8 @@ def _host_bound(result: SearchResult) -> str:
     which = f"takes {format_share(1 - ratio)} less time" if ratio < 1 else "leaves the margin of device memory"
     return (
         f"Host memory binds: a plan that {which} needs {format_bytes(other.host_bytes)} of it, {more} more than the "
-        f"budget of {format_bytes(result.host_budget_bytes)}; a host of {format_bytes(other.host_memory_bytes)} is enough."
+        f"budget of {format_bytes(result.host_budget_bytes)}; a host of {format_bytes(other.host_memory_bytes)} is "
+        f"enough."
     )
 
 

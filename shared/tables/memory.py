@@ -25,7 +25,7 @@ _STAYS: Final[dict[Content | None, str]] = {
     Content.RESIDENT: "of module buffers and batch",
 }
 _LEAVES: Final[dict[Content | None, str]] = {
-    Content.PARAMETERS: "of weights of other sections",
+    Content.PARAMETERS: "of other weights",
     Content.GRADIENTS: "of gradients that are sent or stepped later",
     Content.ARRIVING_GRADIENTS: "of gradients that are added up later",
     Content.FLAT_GRADIENTS: "of gradients, laid flat",
