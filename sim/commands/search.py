@@ -52,7 +52,7 @@ from ...shared.schema.workload import Workload
 from ...shared.workloads.source import is_saved_workload, resolve_workload, saved_sizes, untraced_workload
 from ..memory.libraries import rank_host_bytes
 from ..questions.goals import SEQUENCE_STEP, Shapes, search_goal
-from ..questions.host_bound import host_bound
+from ..questions.host_bound import with_host_bound
 from ..questions.remedies import with_remedies
 from ..searching.confidence import DEFAULT_MARGIN_FRAC
 from ..searching.request import GlobalBatch, SearchRequest, Step
@@ -276,11 +276,7 @@ def search_command(
         found = with_run(found, tokens)
         is_interrupted = found.result.certificate.is_interrupted
         if goal is Goal.FASTEST and not is_interrupted:
-            try:
-                bound = host_bound(found, request, on_progress)
-                found = found.model_copy(update={"result": found.result.model_copy(update={"host_bound": bound})})
-            except KeyboardInterrupt:
-                is_interrupted = True
+            found, is_interrupted = with_host_bound(found, request, on_progress)
         if asked and not is_interrupted:
             from ..questions.what_if import what_if
 

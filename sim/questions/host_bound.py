@@ -52,6 +52,17 @@ def host_bound(
     )
 
 
+def with_host_bound(
+    found: BatchSearchResult, request: SearchRequest, on_progress: OnProgress = no_progress
+) -> tuple[BatchSearchResult, bool]:
+    """The outcome of a search of ``request`` with its ``host_bound``, and whether Ctrl-C ended that question."""
+    try:
+        bound = host_bound(found, request, on_progress)
+    except KeyboardInterrupt:
+        return found, True
+    return found.model_copy(update={"result": found.result.model_copy(update={"host_bound": bound})}), False
+
+
 def _memory_bytes(plan: Plan, host_bytes: int, request: SearchRequest) -> int:
     """The memory of the machine's host that leaves every rank on it so much."""
     num_sharing = min(plan.num_ranks, request.hardware.devices_per_node)
