@@ -219,12 +219,9 @@ def search_problem(
     check_host_gradients(step.host_gradients, workload.parameters)
     together, calibration, num_ranks = request.hardware, request.calibration, step.num_ranks
     hardware = machine_of_rank(together, num_ranks) if num_ranks > 1 else together
-    device_budget_bytes, host_budget_bytes = request.budgets_bytes()
-    for name, budget, least in (("device", device_budget_bytes, 1), ("host", host_budget_bytes, 0)):
-        if budget < least:
-            raise PlanError(f"{name}_budget_bytes is {budget}; it must be at least {least}. Give the bytes to fill.")
-    use_measured = workload.measured_on == hardware.name
-    costs = CostModel(hardware, calibration, use_measured=use_measured, together=together, optimizer=step.optimizer)
+    device_budget_bytes, host_budget_bytes = _checked(request.budgets_bytes())
+    is_measured = workload.measured_on == hardware.name
+    costs = CostModel(hardware, calibration, use_measured=is_measured, together=together, optimizer=step.optimizer)
     contention = ContentionModel.of(together, calibration, num_ranks=num_ranks, optimizer=step.optimizer)
     grids = enumerate_space(workload, request.space, step, is_offloading=is_offloading)
     compute, kept_compute = _compute_tables(workload, grids[0], costs, step)
@@ -261,6 +258,14 @@ def search_problem(
     )
     is_budget_given = request.device_budget_bytes is not None or request.host_budget_bytes is not None
     return problem if is_budget_given or hardware.device.kind is not DeviceKind.CPU else _with_shares(problem)
+
+
+def _checked(budgets_bytes: tuple[int, int]) -> tuple[int, int]:
+    """The budgets of the device and the host.  Raises PlanError if one leaves nothing to fill."""
+    for name, budget, least in zip(("device", "host"), budgets_bytes, (1, 0), strict=True):
+        if budget < least:
+            raise PlanError(f"{name}_budget_bytes is {budget}; it must be at least {least}. Give the bytes to fill.")
+    return budgets_bytes
 
 
 def _quick_bounds(

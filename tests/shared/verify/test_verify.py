@@ -197,7 +197,7 @@ def test_a_method_replaces_a_rule() -> None:
 
 
 def test_every_rule_earns_its_place() -> None:
-    """Some fault of a plan of all residencies is rejected by this rule alone; ``test_parallel`` has the same of ranks."""
+    """Some fault of this plan is rejected by this rule and no other; of ranks, ``test_parallel`` has the same."""
     case = example()
     case = replace(case, plan=case.plan.model_copy(update={"n_host_stepped": 1}))
     schedule = compiled(case)
