@@ -289,8 +289,10 @@ def plans(
     max_prefetch_depth: int = 4,
     optimizers: SearchStrategy[Optimizer] = ADAMW,
     host_gradients: SearchStrategy[HostGradients] = AS_PARAMETERS,
+    *,
+    has_disk: bool = False,
 ) -> tuple[Plan, Layout]:
-    """A plan that ``workload`` can follow, and its layout."""
+    """A plan that ``workload`` can follow, and its layout; ``has_disk``: with chunks on a disk in every other plan."""
     chunk_bytes = draw(st.sampled_from(CHUNK_BYTES) | st.integers(1, 20_000))
     layout = build_layout(workload.parameters, num_blocks=workload.num_blocks, chunk_bytes=chunk_bytes)
     n_persist = draw(st.integers(0, len(layout.chunks)))
@@ -304,8 +306,13 @@ def plans(
             draw(st.lists(st.sampled_from(ActivationMode), min_size=workload.num_blocks, max_size=workload.num_blocks))
         )
         n_checkpoint, n_swap = (modes.count(mode) for mode in (ActivationMode.CHECKPOINT, ActivationMode.SWAP))
+    num_offloaded = len(layout.chunks) - n_persist - n_host_stepped
+    n_disk_state = draw(st.just(0) | st.integers(0, num_offloaded)) if has_disk else 0
     plan = Plan(
         workload_id=workload.identity,
+        n_disk_state=n_disk_state,
+        n_disk=draw(st.integers(0, n_disk_state)),
+        n_staging=draw(st.integers(1, 3)) if n_disk_state else 0,
         optimizer=draw(optimizers),
         host_gradients=draw(host_gradients),
         chunk_bytes=chunk_bytes,
@@ -324,13 +331,17 @@ def plans(
 
 @st.composite
 def planned_workloads(
-    draw: DrawFn, max_blocks: int = 6, measured: bool | None = True, min_parameters: int = 1
+    draw: DrawFn,
+    max_blocks: int = 6,
+    measured: bool | None = True,
+    min_parameters: int = 1,
+    *,
+    has_disk: bool = False,
 ) -> PlannedWorkload:
     """A random workload with a random plan for it."""
     workload = draw(workloads(max_blocks, measured, min_parameters))
-    plan, layout = draw(
-        plans(workload, optimizers=any_optimizer(workload), host_gradients=any_host_gradients(workload))
-    )
+    chosen = {"optimizers": any_optimizer(workload), "host_gradients": any_host_gradients(workload)}
+    plan, layout = draw(plans(workload, **chosen, has_disk=has_disk))
     return PlannedWorkload(workload, plan, layout)
 
 

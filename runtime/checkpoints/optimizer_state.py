@@ -124,17 +124,20 @@ class OptimizerState:
 
     def _place_states(self, found: WholeStates) -> None:
         """``found``: the whole state of every parameter, with its master if there is one."""
-        states: dict[ChunkOptimizer, dict[int, dict[str, Any]]] = {}
+        by_stepper: dict[ChunkOptimizer, list[tuple[nn.Parameter, _Share]]] = {}
         for parameter, shares in self._shares.items():
-            state, master = found[parameter]
             for share in shares:
-                if master is not None:
-                    share.weight.copy_(_part(master, parameter, share.stretch))
-                states.setdefault(share.stepper, {})[share.place] = {
-                    key: _part(value, parameter, share.stretch) for key, value in state.items()
-                }
-        for stepper, of_places in states.items():
-            stepper.set_states([of_places[place] for place in range(len(stepper.weights))])
+                by_stepper.setdefault(share.stepper, []).append((parameter, share))
+        # One after the other: of what lies on a disk, the host has room for few.
+        for stepper, members in by_stepper.items():
+            states: list[dict[str, Any]] = [{} for _ in stepper.weights]
+            with stepper.at_hand():
+                for parameter, share in members:
+                    state, master = found[parameter]
+                    if master is not None:
+                        share.weight.copy_(_part(master, parameter, share.stretch))
+                    states[share.place] = {key: _part(value, parameter, share.stretch) for key, value in state.items()}
+                stepper.set_states(states)
         self._placed.count_optimizer_state()
 
     # -- torch's form of it ------------------------------------------------------------------------------------------
@@ -196,7 +199,7 @@ def _is_narrow(parameter: nn.Parameter, shares: Sequence[_Share]) -> bool:
 def _master(parameter: nn.Parameter, shares: Sequence[_Share]) -> torch.Tensor | None:
     if not _is_narrow(parameter, shares):
         return None
-    return _joined([share.weight for share in shares], parameter)
+    return _joined([share.stepper.weight_of(share.place) for share in shares], parameter)
 
 
 def _whole_state(parameter: nn.Parameter, shares: Sequence[_Share]) -> dict[str, Any]:
@@ -247,6 +250,9 @@ def _copied(value: Any, shares: Sequence[_Share]) -> Any:
     """``value``, or a copy if an optimizer on the host goes on writing to it."""
     if not isinstance(value, torch.Tensor):
         return value
+    if any(share.stepper.place is not None for share in shares):
+        # The file that it is read from is written again.
+        return value.clone()
     live = {share.weight.untyped_storage()._cdata for share in shares}
     live |= {tensor.untyped_storage()._cdata for share in shares for tensor in share.tensors()}
     return value.clone() if value.untyped_storage()._cdata in live else value

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from enum import Enum, auto
 from threading import Lock
 from typing import Final
@@ -18,7 +19,7 @@ from typing import Final
 import torch
 from torch import nn
 
-from ...shared.basics.errors import ScheduleError
+from ...shared.basics.errors import FileError, ScheduleError
 from ...shared.layout.layout import Chunk, aligned
 from ...shared.optimizers.state import master_bytes, summed_dtype
 from ...shared.schema.optimizer import Optimizer
@@ -26,7 +27,9 @@ from ...shared.schema.schedule import Content
 from ...shared.schema.workload import DType, Parameter
 from ..devices.device import TrainingDevice
 from ..model.strides import strided
+from ..optimizers.state_place import MASTER, StatePlace
 from .absent_parameters import bring_back, send_away
+from .chunk_store import ChunkOnDisk
 
 
 class ChunkResidency(Enum):
@@ -61,6 +64,20 @@ _NEXT: Final = {
 """Which state may follow which.  A copy that failed leaves a chunk COMING, which goes AWAY from there."""
 
 
+@dataclass(frozen=True, slots=True)
+class HostStepping:
+    """What the host does with a chunk that it steps."""
+
+    has_arrivals: bool = False
+    """Whether later micro-batches have gradients to add."""
+    widens: bool = False
+    """Whether gradients of all micro-batches are added to float32 sums."""
+    optimizer: Optimizer = Optimizer.ADAMW
+    """Says which parameters are stepped through float32 masters."""
+    disk: ChunkOnDisk | None = None
+    """What lies of it on the disk, if anything does."""
+
+
 class DeviceChunk:
     """A chunk and the parameters whose values it holds."""
 
@@ -72,17 +89,17 @@ class DeviceChunk:
         device: TrainingDevice,
         *,
         residency: ChunkResidency,
-        has_arrivals: bool = False,
-        widens: bool = False,
-        optimizer: Optimizer = Optimizer.ADAMW,
+        stepping: HostStepping | None = None,
     ) -> None:
-        """Move the parameters in.  ``has_arrivals``: later micro-batches have gradients to add.
+        """Move the parameters in.  ``stepping``: what the host does with it; by default AdamW without a disk.
 
-        ``widens``: gradients of all micro-batches are added to float32 sums.  ``optimizer`` says which parameters are
-        stepped through float32 masters.
-
-        Raises the device's out-of-memory error if a chunk that stays there does not fit.
+        Raises the device's out-of-memory error if a chunk that stays there does not fit, and FileError if the disk
+        fails.
         """
+        stepping = stepping or HostStepping()
+        self.disk = disk = stepping.disk
+        self.state_place = None if disk is None or disk.state is None else StatePlace(disk.state, disk)
+        """Where masters and the optimizer's state lie, if these are kept on the disk."""
         self.chunk = chunk
         self.parameters = tuple(parameters)
         self.residency = residency
@@ -92,21 +109,23 @@ class DeviceChunk:
         if self.has_place and device.ledger is not None:
             device.ledger.allocate(chunk.size_bytes, f"chunk {chunk.id}", Content.PARAMETERS)
         self._flat = device.empty(chunk.size_bytes, f"chunk {chunk.id}")
-        self._home = None if self.is_persistent else device.host_buffer(chunk.size_bytes)
+        self._home = None if self.is_persistent or self.is_on_disk else device.host_buffer(chunk.size_bytes)
         if device.ledger is not None:
             # Evaluation gathers on the compute thread, whose operations the ledger watches: the home is the host's.
             device.ledger.ignore([self._flat, *([] if self._home is None else [self._home])])
         is_staged = not self.is_persistent and chunk.is_trainable
-        self.widens = widens
+        self.widens = stepping.widens
         """Whether gradients of every micro-batch arrive beside float32 sums."""
         summed_bytes = sum(aligned(s.num_elements * self._summed(s).item_bytes) for s in specs if s.trainable)
-        self._staging = device.host_buffer(summed_bytes) if is_staged else None
-        has_arrivals = is_staged and (has_arrivals or widens)
+        has_own = is_staged and (disk is None or disk.gradients is None)
+        passing = disk.gradients if is_staged and disk is not None else None
+        self._staging = device.host_buffer(summed_bytes) if has_own else passing
+        has_arrivals = is_staged and (stepping.has_arrivals or stepping.widens)
         self._arrivals = device.host_buffer(chunk.staging_bytes) if has_arrivals else None
         self._gathering = Lock()
         """Held while the home is copied to the device, or rewritten."""
         self._specs = tuple(specs)
-        self._optimizer = optimizer
+        self._optimizer = stepping.optimizer
         self._origins = tuple(parameter.device for parameter in parameters)
         self.masters: list[torch.Tensor] = []
         """Host weights of trainable parameters that CPU Adam steps, in order; float32."""
@@ -129,18 +148,28 @@ class DeviceChunk:
         return self.residency is ChunkResidency.PERSISTENT
 
     @property
+    def is_on_disk(self) -> bool:
+        """Whether its weights have their home on the disk."""
+        return self.disk is not None and self.disk.parameter_record is not None
+
+    @property
     def has_place(self) -> bool:
         """Whether its bytes on the device are taken for good."""
         return self.residency is not ChunkResidency.OFFLOADED
 
     def _move_in(self) -> None:
         staged_bytes = arrived_bytes = 0
+        views: list[torch.Tensor] = []
+        whole = self._home
+        if self.disk is not None and self.is_on_disk:
+            # Where it is stepped, or what is only read passes through, before it is written.
+            whole = self.disk.on_its_way(None) if self.disk.parameters is None else self.disk.parameters
         for placed, spec, parameter in zip(self.chunk.parameters, self._specs, self.parameters, strict=True):
             view = _view(self._flat, placed.offset_bytes, parameter)
-            if self._home is None:
+            if whole is None:
                 view.copy_(parameter.detach())
             else:
-                home = _view(self._home, placed.offset_bytes, parameter)
+                home = _view(whole, placed.offset_bytes, parameter)
                 home.copy_(parameter.detach())
                 if spec.trainable:
                     assert self._staging is not None
@@ -151,13 +180,26 @@ class DeviceChunk:
                         self.arrived.append(_view(self._arrivals, arrived_bytes, parameter))
                         arrived_bytes += aligned(spec.size_bytes)
                     is_narrow = self._has_master(spec)
-                    self.masters.append(home.float() if is_narrow else home)
+                    self.masters.append(self._master_of(home) if is_narrow else home)
                     self.targets.append(home if is_narrow else None)
+            views.append(view)
+        if self.disk is not None:
+            # Before the model's own copies go: writing may fail.
+            if self.is_on_disk and whole is not None and self.disk.parameters is None:
+                self.disk.write_parameters(whole)
+            self.disk.write_stepped()
+        for parameter, view in zip(self.parameters, views, strict=True):
             parameter.data = view
 
     def _summed(self, spec: Parameter) -> DType:
         """The element type in which the host adds gradients up."""
         return summed_dtype(spec.dtype) if self.widens else spec.dtype
+
+    def _master_of(self, home: torch.Tensor) -> torch.Tensor:
+        """The float32 weight that is stepped in the place of ``home``, the next one."""
+        if self.state_place is None:
+            return home.float()
+        return self.state_place.put((len(self.masters), MASTER), home.float())
 
     def _has_master(self, spec: Parameter) -> bool:
         return master_bytes(DType(spec.dtype), self._optimizer) > 0
@@ -227,17 +269,18 @@ class DeviceChunk:
                 self._device.ledger.free(self.chunk.size_bytes, Content.PARAMETERS)
             raise
 
-    def gather(self) -> None:
-        """Bring the chunk's home to the device.
+    def gather(self, passing: torch.Tensor | None = None) -> None:
+        """Bring the chunk's home to the device, or ``passing``, what was read of it from the disk.
 
         Makes room first, unless the compute thread has ([Note: Memory on one stream] in ``memory_events``).
         """
-        assert self._home is not None
+        home = self._home if passing is None else passing
+        assert home is not None
         # A place is no memory that comes and goes, so that the compute thread makes none.
         if not self._device.runs_behind or (self.has_place and self.state is ChunkState.AWAY):
             self.make_room()
         with self._gathering:
-            self._device.copy(self._flat, self._home, to_device=True)
+            self._device.copy(self._flat, home, to_device=True)
             self._enter(ChunkState.PRESENT)
 
     def release(self) -> None:
@@ -305,8 +348,19 @@ class DeviceChunk:
     # -- values from outside -----------------------------------------------------------------------------------------
 
     def values(self) -> dict[str, torch.Tensor]:
-        """The parameters' current values by name: on the host if the chunk has a home there, else on the device."""
-        source = self._flat if self._home is None else self._home
+        """The parameters' current values by name: where the chunk has its home.
+
+        Those on the disk are read when they are looked at, which is to be before they are stepped again.  Raises
+        FileError.
+        """
+        return self._values_in(self._current())
+
+    def _current(self) -> torch.Tensor:
+        if self.disk is not None and self.is_on_disk:
+            return self.disk.mapped_parameters()
+        return self._flat if self._home is None else self._home
+
+    def _values_in(self, source: torch.Tensor) -> dict[str, torch.Tensor]:
         return {
             spec.name: _view(source, placed.offset_bytes, parameter)
             for placed, spec, parameter in zip(self.chunk.parameters, self._specs, self.parameters, strict=True)
@@ -316,8 +370,15 @@ class DeviceChunk:
     def rewriting(self) -> Iterator[dict[str, torch.Tensor]]:
         """``values``, which may be written within the block.  No task but gathers of the chunk may be under way.
 
-        Gathers ahead of the next forward come before the block and are repeated after it, or come after it.
+        Gathers ahead of the next forward come before the block and are repeated after it, or come after it.  Of a chunk
+        on the disk no task at all may be under way.  Raises FileError.
         """
+        if self.disk is not None and self.is_on_disk:
+            assert self.state is ChunkState.AWAY or not self.chunk.size_bytes
+            whole = self.disk.read_for_gather(None)
+            yield self._values_in(whole)
+            self.disk.write_parameters(whole)
+            return
         with self._gathering:
             self._device.synchronize()
             yield self.values()
@@ -328,8 +389,15 @@ class DeviceChunk:
     # -- leaving -----------------------------------------------------------------------------------------------------
 
     def move_out(self) -> None:
-        """Give every parameter a tensor of its own again, where it came from, with its current value."""
-        source = self._flat if self._home is None else self._home
+        """Give every parameter a tensor of its own again, where it came from, with its current value.
+
+        Raises FileError if the disk fails; parameters that it has are NaN then.
+        """
+        failure: FileError | None = None
+        try:
+            source = self._current()
+        except FileError as error:
+            failure, source = error, torch.full((self.chunk.size_bytes,), 255, dtype=torch.uint8)
         for placed, parameter, origin in zip(self.chunk.parameters, self.parameters, self._origins, strict=True):
             value = _view(source, placed.offset_bytes, parameter)
             bring_back(parameter)
@@ -339,8 +407,10 @@ class DeviceChunk:
         # Dropped, not shrunk: somebody else may hold the storage by now, such as an array of numpy.
         self.state = ChunkState.AWAY
         self._flat = torch.empty(0, dtype=torch.uint8, device=self._flat.device)
-        self._home = self._staging = self._arrivals = None
+        self._home = self._staging = self._arrivals = self.disk = self.state_place = None
         self.masters, self.targets, self.staged, self.arrived = [], [], [], []
+        if failure is not None:
+            raise failure
 
 
 def _view(flat: torch.Tensor, offset_bytes: int, like: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from ...shared.basics.errors import FileError
 from ...shared.layout.layout import Layout
 from ...shared.layout.uses import numbered_section, numbered_uses
 from ...shared.schema.optimizer import Optimizer
@@ -23,7 +24,8 @@ from ..optimizers.non_finite import GradientLooks, refuse_non_finite
 from ..optimizers.quantization_maps import share_maps
 from ..optimizers.step_options import StepOptions
 from ..optimizers.step_undo import LastStep, StepGate
-from .chunk import ChunkResidency, DeviceChunk
+from .chunk import ChunkResidency, DeviceChunk, HostStepping
+from .chunk_store import ChunkStore
 from .gradient_stand_ins import GradientStandIns, Norms, held_gradient
 from .gradient_watch import GradientWatch
 
@@ -57,12 +59,15 @@ class PlacedModel:
         *,
         plan: Plan,
         policy: StepPolicy,
+        store: ChunkStore | None = None,
     ) -> None:
         """Move every parameter into its chunk, as ``plan`` says.
 
-        Raises the device's out-of-memory error if the persistent chunks exceed the budget.  After any error the model
-        has ordinary parameters.
+        ``store`` has what lies on the disk, if anything does.  Raises the device's out-of-memory error if the
+        persistent chunks exceed the budget, and FileError if the disk fails.  After any error the model has ordinary
+        parameters.
         """
+        self._store = store
         self._device = device
         self._scaler = policy.scaler
         # Scaled gradients may overflow; the norm decides then.
@@ -126,9 +131,12 @@ class PlacedModel:
                 [parameters[spec.name] for spec in specs],
                 self._device,
                 residency=residency_of(chunk.id),
-                has_arrivals=plan.micro_batches > 1,
-                widens=plan.widens_on_host,
-                optimizer=plan.optimizer,
+                stepping=HostStepping(
+                    has_arrivals=plan.micro_batches > 1,
+                    widens=plan.widens_on_host,
+                    optimizer=plan.optimizer,
+                    disk=None if self._store is None else self._store.chunks.get(chunk.id),
+                ),
             )
             self.chunks.append(made)
             self._make_optimizers(made, policy, plan.optimizer)
@@ -154,7 +162,12 @@ class PlacedModel:
             return
         if not chunk.is_persistent:
             self._host_optimizers[chunk.chunk.id] = ChunkOptimizer(
-                chunk.masters, chunk.trainable, policy.options, policy.make_on_host, targets=chunk.targets
+                chunk.masters,
+                chunk.trainable,
+                policy.options,
+                policy.make_on_host,
+                targets=chunk.targets,
+                place=chunk.state_place,
             )
             return
         steps: list[DeviceStep] = []
@@ -351,7 +364,11 @@ class PlacedModel:
             self._looks.let_end()
 
     def move_out(self) -> None:
-        """Give every parameter a tensor of its own again.  No lane may run any more.  Idempotent."""
+        """Give every parameter a tensor of its own again.  No lane may run any more.  Idempotent.
+
+        Raises FileError if the disk fails: the parameters that it has are NaN then, all others are what they were.
+        """
+        failures: list[FileError] = []
         if self._looks is not None:
             self._looks.close()
         self.drop_gradients()
@@ -362,11 +379,16 @@ class PlacedModel:
         self._device.end_training()
         with torch.no_grad():
             for chunk in self.chunks:
-                chunk.move_out()
+                try:
+                    chunk.move_out()
+                except FileError as error:
+                    failures.append(error)
         self.chunks.clear()
         self.last_step = None
         self._host_optimizers.clear()
         self._device_steps.clear()
+        if failures:
+            raise failures[0]
 
 
 def _step_of(wide: Sequence[nn.Parameter], policy: StepPolicy) -> DeviceStep:

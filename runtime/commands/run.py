@@ -8,6 +8,7 @@ from pathlib import Path
 
 from ...shared.basics.documents import write_atomically
 from ...shared.basics.errors import ProtwinError
+from ...shared.catalogue.machines import load_hardware
 from ...shared.catalogue.models import load_model_configuration
 from ...shared.cli.options import (
     BatchSize,
@@ -44,6 +45,7 @@ from .run_options import (
     CheckpointFolder,
     DataPaths,
     DeviceToHost,
+    DiskFolder,
     Epochs,
     EvaluateEvery,
     EvaluationPath,
@@ -55,6 +57,7 @@ from .run_options import (
     SaveFolder,
     Schedule,
     ScheduleName,
+    StatedMachine,
     Steps,
     TextPath,
     TokenizerFolder,
@@ -102,6 +105,8 @@ def run_command(
     checkpoint_every: CheckpointEvery = None,
     is_resuming: ResumeFlag = False,
     save: SaveFolder = None,
+    disk_folder: DiskFolder = None,
+    hardware: StatedMachine = None,
     device_budget_bytes: DeviceBudget = None,
     host_to_device: HostToDevice = None,
     device_to_host: DeviceToHost = None,
@@ -130,6 +135,7 @@ def run_command(
     given = Workload.load(workload) if workload is not None else None
     if given is not None:
         check_budget(chosen, given, device_budget_bytes)
+    stated = None if hardware is None else load_hardware(hardware).disk
     # A folder may be called like a model of the catalogue.
     named = model if weights is None else str(weights / "config.json")
     assert named is not None
@@ -142,6 +148,7 @@ def run_command(
     from .run_data import DataChoice
     from .run_model import RunModel
     from .run_request import DeviceChoice, RunRequest, Shape
+    from .run_training import DiskChoice
 
     request = RunRequest(
         plan=chosen,
@@ -155,6 +162,7 @@ def run_command(
         checkpoints=RunCheckpoints(checkpoint, checkpoint_every, is_resuming),
         save=save,
         device=DeviceChoice(device_budget_bytes, host_to_device, device_to_host),
+        disk=None if disk_folder is None else DiskChoice(disk_folder, stated),
         wants_record=wants_record,
     )
     traced, record = request.carry_out(_tell_nobody if as_json or is_standard_output(output) else say)

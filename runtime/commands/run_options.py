@@ -97,6 +97,14 @@ SaveFolder = Annotated[
     Path | None,
     typer.Option("--save", metavar="FOLDER", file_okay=False, help="Write the finished model or adapter here."),
 ]
+DiskFolder = Annotated[
+    Path | None,
+    typer.Option("--disk-folder", metavar="FOLDER", file_okay=False, help="Where the plan's chunks on a disk lie."),
+]
+StatedMachine = Annotated[
+    str | None,
+    typer.Option("--hardware", metavar="NAME|FILE", help="What the plan was made for: a slower disk is told of."),
+]
 HostToDevice = Annotated[
     float | None, typer.Option("--host-to-device", parser=rate_option, metavar="RATE", help="Throttle the CPU's link.")
 ]

@@ -22,7 +22,7 @@ from ..devices.cpu_device import CpuDevice
 from ..devices.cuda_device import CudaDevice
 from ..devices.device import TrainingDevice
 from ..optimizers.named import check_runs_on
-from ..training.guards import check_carried_out
+from ..training.guards import check_carried_out, check_disk_folder
 from .learning_rates import LearningRates
 from .run_budget import check_budget
 from .run_checkpoints import RunCheckpoints
@@ -30,7 +30,7 @@ from .run_data import DataChoice
 from .run_model import RunModel
 from .run_options import TEXT_STEPS
 from .run_record import check_record
-from .run_training import RunExtent, RunTraining
+from .run_training import DiskChoice, RunExtent, RunTraining
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +81,7 @@ class RunRequest:
     checkpoints: RunCheckpoints
     save: Path | None
     device: DeviceChoice
+    disk: DiskChoice | None
     wants_record: bool
 
     def carry_out(self, tell: Callable[[str], None]) -> tuple[Workload, Record | None]:
@@ -101,7 +102,7 @@ class RunRequest:
             wants_record=self.wants_record,
             saves=self.save is not None,
         )
-        training = RunTraining(self.plan, workload, extent, found.source, found.evaluation, self.checkpoints)
+        training = RunTraining(self.plan, workload, extent, found.source, found.evaluation, self.checkpoints, self.disk)
         if self.wants_record:
             check_record(extent.steps, training.pauses)
         device = self.device.at_hand()
@@ -116,6 +117,7 @@ class RunRequest:
     def _check(self) -> None:
         """Raise ProtwinError if the options contradict each other, or what is there already."""
         check_carried_out(self.plan)
+        check_disk_folder(self.plan, None if self.disk is None else self.disk.folder)
         self.data.check()
         self.checkpoints.check()
         if self.save is None:

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
 from ...shared.basics.errors import PlanError
 from ...shared.basics.progress import progress_bar
+from ...shared.schema.hardware import Disk
 from ...shared.schema.plan import Plan
 from ...shared.schema.record import Record
 from ...shared.schema.workload import Workload
@@ -41,6 +44,15 @@ class RunExtent:
 
 
 @dataclass(frozen=True, slots=True)
+class DiskChoice:
+    """The folder of chunks that the plan has on a disk."""
+
+    folder: Path
+    stated: Disk | None
+    """What the plan was predicted with, where that is named."""
+
+
+@dataclass(frozen=True, slots=True)
 class RunTraining:
     """What is trained on data."""
 
@@ -50,6 +62,7 @@ class RunTraining:
     source: DataSource
     evaluation: PackedSource | None
     checkpoints: RunCheckpoints
+    disk: DiskChoice | None = None
 
     def run(self, model: nn.Module, device: TrainingDevice, tell: Tell) -> Record | None:
         """Train ``model``, which is ordinary again afterwards, and ``tell`` how its loss went.
@@ -58,9 +71,11 @@ class RunTraining:
         plan, the checkpoint or the device refuse.
         """
         make_optimizer = named_optimizer(self.plan.optimizer, lr=self.extent.rates.peak)
+        disk = self.disk
+        on_disk: dict[str, Any] = {} if disk is None else {"disk_folder": disk.folder, "stated_disk": disk.stated}
         with (
             progress_bar("training") as report,
-            carry_out(model, self.plan, self.workload, optimizer=make_optimizer, device=device) as training,
+            carry_out(model, self.plan, self.workload, optimizer=make_optimizer, device=device, **on_disk) as training,
         ):
             num_batches = self.checkpoints.resume(training, self.source)
             done, steps = training.num_steps, self.extent.steps

@@ -82,7 +82,7 @@ class WorkerLane:
         self.failure: BaseException | None = None
         """What stopped the lane."""
         self._device = device
-        self._is_host_work = lane is Lane.CPU_OPTIM
+        self._is_host_work = lane in (Lane.CPU_OPTIM, Lane.DISK)
         self._stream = None if self._is_host_work else device.make_stream()
         self._queue: queue.SimpleQueue[tuple[Callable[[], None], Sequence[Mark], Mark, Span] | None]
         self._queue = queue.SimpleQueue()
@@ -118,7 +118,7 @@ class WorkerLane:
         self._queue.put(None)
 
     def _run(self) -> None:
-        torch.set_num_threads(self._device.worker_threads(is_optimizer=self._is_host_work))
+        torch.set_num_threads(self._device.worker_threads(is_optimizer=self.lane is Lane.CPU_OPTIM))
         self._device.cut_waits_short(self._is_cancelled)
         self._is_ready.set()
         with torch.no_grad(), self._device.on_stream(self._stream):

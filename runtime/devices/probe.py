@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import count
+from pathlib import Path
 from typing import Final
 
 import torch
 
-from ...shared.schema.hardware import Device, DeviceKind, Hardware, Host, Link, LinkPoint
+from ...shared.schema.hardware import Device, DeviceKind, Disk, Hardware, Host, Link, LinkPoint
 from ...shared.schema.schedule import Lane
 from ...shared.schema.workload import DType
+from .chunk_file import measured_disk_rates
 from .cpu_device import CpuDevice
 from .cuda_device import CudaDevice
 from .device import TrainingDevice
@@ -36,6 +39,8 @@ _WARM_UP_S: Final = 0.05
 _ROW_S: Final = 0.005
 """How long an accelerator is kept busy for one measurement."""
 _SOURCE: Final = "measured by probe_hardware"
+_DISK_BYTES: Final = 256 * 2**20
+"""Of a file that is written and read: more than a disk's own memory hides."""
 
 
 def probe_hardware(
@@ -44,6 +49,7 @@ def probe_hardware(
     device: TrainingDevice | None = None,
     on_progress: Callable[[int, int], None] | None = None,
     leaves_a_core: bool = False,
+    disk_folder: str | Path | None = None,
 ) -> Hardware:
     """Measure this machine for about ``seconds``; what others do on it meanwhile counts little.
 
@@ -51,6 +57,8 @@ def probe_hardware(
     this process at that; for programs that own their process.
     ``device`` is what is measured: the first CUDA device where there is one, else the CPU as a device.  Links are
     measured with the copies that gathers and gradient offloads make: into freshly allocated device memory.
+    ``disk_folder``: the machine has a disk then, measured there and with the room that it has left.  Raises FileError
+    if it cannot be written.
     """
     chosen = device or (CudaDevice() if torch.cuda.is_available() else CpuDevice())
     if leaves_a_core and isinstance(chosen, CpuDevice):
@@ -72,6 +80,7 @@ def probe_hardware(
         host=_host(chosen, measured, share_s, advance),
         host_to_device=to_device,
         device_to_host=to_host,
+        disk=None if disk_folder is None else _disk(disk_folder),
     )
     return found if isinstance(chosen, CpuDevice) else told_by_driver(found, chosen.torch_device)
 
@@ -118,6 +127,19 @@ def _host(chosen: TrainingDevice, device: Device, share_s: float, advance: Calla
         memory_bandwidth_bytes_per_s=bandwidth,
         adam_bytes_per_s=adam,
         source=_SOURCE,
+    )
+
+
+def _disk(folder: str | Path) -> Disk:
+    """A file as large as a few chunks, written and read as chunks are."""
+    read_bytes_per_s, write_bytes_per_s = measured_disk_rates(folder, _DISK_BYTES)
+    place = os.statvfs(folder)
+    return Disk(
+        name=f"disk of {folder}",
+        capacity_bytes=max(1, place.f_bavail * place.f_frsize),
+        read_bytes_per_s=read_bytes_per_s,
+        write_bytes_per_s=write_bytes_per_s,
+        source=f"{_SOURCE}; capacity_bytes: what is free",
     )
 
 

@@ -12,8 +12,8 @@ chunk and the step on a CPU as the device run side by side, so the steps of a pr
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from threading import Lock
 from typing import Any, Final
 
@@ -23,6 +23,7 @@ from torch import nn
 from ...shared.basics.errors import PlanError
 from ...shared.schema.workload import Workload
 from .quantization_maps import restore_maps
+from .state_place import MASTER, StatePlace
 from .step_options import GroupOptions, ParameterGroup, StepOptions
 
 _STEP_OF_BITSANDBYTES: Final = Lock()
@@ -46,12 +47,15 @@ class ChunkOptimizer:
         make_optimizer: MakeOptimizer,
         *,
         targets: Sequence[torch.Tensor | None] | None = None,
+        place: StatePlace | None = None,
     ) -> None:
         """Make the optimizer of ``weights``, the float32 masters of ``parameters``.
 
         ``options`` knows the parameters' groups and what each step is done with; ``targets`` are narrower tensors that
-        stepped weights are written to.  Raises PlanError if the optimizer refuses its options.
+        stepped weights are written to; ``place`` is where state lies that is kept on a disk.  Raises PlanError if the
+        optimizer refuses its options.
         """
+        self.place = place
         self._weights = list(weights)
         self._targets = list(targets) if targets is not None else [None] * len(self._weights)
         self._options = options
@@ -103,6 +107,8 @@ class ChunkOptimizer:
                 weight.grad = None
                 if target is not None and gradient is not None:
                     target.copy_(weight)
+            if self.place is not None:
+                self.place.adopt(self.optimizer, self._weights)
 
     def _take_options(self) -> None:
         """Give the groups the options that this step is to be done with (Note: Options of a step)."""
@@ -129,8 +135,32 @@ class ChunkOptimizer:
         return [*self._weights, *(target for target in self._targets if target is not None)]
 
     def state_of(self, place: int) -> dict[str, Any]:
-        """The optimizer's state of one weight; empty if it was never stepped."""
-        return dict(self.optimizer.state.get(self._weights[place], {}))
+        """The optimizer's state of one weight; empty if it was never stepped.
+
+        What is kept on a disk is read from there: it is to be used before the next step.  Raises FileError.
+        """
+        state = dict(self.optimizer.state.get(self._weights[place], {}))
+        if self.place is None:
+            return state
+        on_disk = self.place.on_disk()
+        kept = {name for name, value in state.items() if self.place.has((place, name), value)}
+        return {name: on_disk((place, name)) if name in kept else value for name, value in state.items()}
+
+    def weight_of(self, place: int) -> torch.Tensor:
+        """One weight as it is now; what is kept on a disk is read from there, as ``state_of`` does."""
+        weight = self._weights[place]
+        if self.place is None or not self.place.has((place, MASTER), weight):
+            return weight
+        return self.place.on_disk()((place, MASTER))
+
+    @contextmanager
+    def at_hand(self) -> Iterator[None]:
+        """Within the block weights and state are in memory and may be written; no lane runs.  Raises FileError."""
+        if self.place is not None:
+            self.place.record.read_to_step()
+        yield
+        if self.place is not None:
+            self.place.record.write_stepped()
 
     def set_states(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Replace the optimizer's state of all weights; their tensors become the optimizer's own."""
@@ -142,6 +172,8 @@ class ChunkOptimizer:
         self.optimizer.state.clear()
         self.optimizer.load_state_dict({"state": found, "param_groups": groups})
         restore_maps(self.optimizer)
+        if self.place is not None:
+            self.place.adopt(self.optimizer, self._weights)
 
     def state_tensors(self) -> list[torch.Tensor]:
         """The optimizer's own tensors."""

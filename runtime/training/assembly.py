@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,11 +16,15 @@ from ...shared.basics.errors import PlanError
 from ...shared.compile.compile import compile_schedule
 from ...shared.layout.layout import Layout, build_layout
 from ...shared.layout.residencies import chunk_counts
+from ...shared.layout.shards import stepped_members
+from ...shared.optimizers.state import state_tensors
+from ...shared.schema.hardware import Disk
 from ...shared.schema.plan import Plan
 from ...shared.schema.schedule import Content, Schedule, TaskKind
 from ...shared.schema.workload import Workload
 from ...shared.verify.verify import verify_schedule
 from ..checkpoints.state import CheckpointState, configuration_text
+from ..chunks.chunk_store import ChunkStore, chunk_store
 from ..chunks.gradient_watch import refusing_late_gradients
 from ..chunks.placed_model import PlacedModel, StepPolicy
 from ..devices.device import TrainingDevice
@@ -44,6 +49,7 @@ from .guards import (
     StateAccess,
     check_carried_out,
     check_device,
+    check_disk_folder,
     refusing_access,
     refusing_other_optimizers,
 )
@@ -63,9 +69,17 @@ class TrainingSettings:
     check_gradients: bool
     loss_scaling: LossScaling | None
     keep_last_step: bool
+    disk_folder: str | Path | None = None
+    stated_disk: Disk | None = None
 
-    def check(self) -> None:
-        """Raise PlanError if a setting makes no sense."""
+    def check(self, plan: Plan) -> None:
+        """Raise PlanError if a setting makes no sense, or not with ``plan``."""
+        if self.keep_last_step and plan.n_disk_state:
+            raise PlanError(
+                f"keep_last_step keeps what CPU Adam overwrites in host memory, but the plan has n_disk_state = "
+                f"{plan.n_disk_state} chunks on the disk because they do not fit there. Leave keep_last_step out, or "
+                f"carry out a plan with n_disk_state = 0."
+            )
         if isinstance(self.optimizer, torch.optim.Optimizer):
             raise PlanError(
                 "optimizer is an optimizer already, but every chunk needs one of its own. Pass what makes one, such as "
@@ -139,7 +153,8 @@ class Assembly:
         check_carried_out(plan)
         check_runs_on(plan.optimizer, device.torch_device)
         check_model(model, workload)
-        self.settings.check()
+        self.settings.check(plan)
+        check_disk_folder(plan, self.settings.disk_folder)
         scaler = scaler_for(self.settings.loss_scaling, plan)
         layout = build_layout(workload.parameters, num_blocks=workload.num_blocks, chunk_bytes=plan.chunk_bytes)
         schedule = compile_schedule(plan, workload, layout)
@@ -205,8 +220,11 @@ class Assembly:
         undo.enter_context(buffers_on(device.torch_device, model))
         if device.ledger is not None:
             device.ledger.adopt(model.buffers(), Content.RESIDENT)
-        placed = PlacedModel(model, workload, layout, device, plan=plan, policy=policy)
+        store = self._store(undo, layout, schedule)
+        placed = PlacedModel(model, workload, layout, device, plan=plan, policy=policy, store=store)
         undo.callback(placed.move_out)
+        if store is not None and self.settings.stated_disk is not None:
+            store.check_speed(self.settings.stated_disk)
         # Steps of an iteration that was not completed, if what they overwrote was kept; no lane runs any more.
         undo.callback(lambda: placed.take_back_steps(num_completed=progress.iteration))
         offloaded_weights = OffloadedWeights(placed.named_offloaded())
@@ -235,6 +253,20 @@ class Assembly:
             offloaded_weights=offloaded_weights,
             taken_over=ownership,
         )
+
+    def _store(self, undo: ExitStack, layout: Layout, schedule: Schedule) -> ChunkStore | None:
+        """What the plan has on the disk; the space that it takes there is given back in the end."""
+        num_tensors = {
+            chunk.id: sum(
+                1 + len(state_tensors(stepped, self.plan.optimizer))
+                for stepped in stepped_members(chunk, self.workload.parameters)
+            )
+            for chunk in layout.chunks
+        }
+        store = chunk_store(schedule, self.settings.device, self.settings.disk_folder, num_tensors)
+        if store is not None:
+            undo.callback(store.close)
+        return store
 
     def _hooks(self, placed: PlacedModel, compute: ComputeLane) -> list[Any]:
         """The training's own, beside the walker's; the one on entering runs before the walker's."""

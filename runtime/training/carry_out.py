@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from ...shared.basics.errors import PlanError
+from ...shared.schema.hardware import Disk
 from ...shared.schema.plan import Plan
 from ...shared.schema.workload import Workload
 from ..devices.cpu_device import CpuDevice
@@ -33,6 +35,8 @@ def carry_out(
     check_gradients: bool = True,
     loss_scaling: LossScaling | None = None,
     keep_last_step: bool = False,
+    disk_folder: str | Path | None = None,
+    stated_disk: Disk | None = None,
 ) -> Training:
     """Take over ``model`` and train it as ``plan`` says.
 
@@ -48,6 +52,11 @@ def carry_out(
     given up (``skip_step``), and ``close`` gives the weights of the last complete one; for as much more host memory as
     the weights and the optimizer's state of offloaded chunks take, and a step on the device that waits for CPU Adam.
 
+    ``disk_folder`` is a folder on the disk that the plan has chunks on, if it has any there (``n_disk_state``): it has
+    room for them, is this training's alone, and holds nothing that outlives it.  A disk that fails ends training with
+    FileError, and the parameters that it had are NaN after ``close``: a training goes on from its checkpoint.
+    ``stated_disk`` is what the plan was predicted with, of a ``Hardware``; a slower disk is told of.
+
     Until the end, ``use_cache`` of a transformers model is off, as it has to be in a plain loop of the same bits: a
     key-value cache changes the strides of keys, and with them the order in which kernels may add.
 
@@ -55,7 +64,7 @@ def carry_out(
     or call ``close``: the model then has ordinary parameters again.  ``training_of(model)`` finds one that was lost.
     Raises PlanError, before anything moves, if plan, workload and model do not belong together, or if the plan may need
     more memory than the device has; the device's out-of-memory error if what else it holds leaves no room for the
-    persistent chunks.
+    persistent chunks; FileError if ``disk_folder`` is missing, read-only, too full or in use.
     """
     settings = TrainingSettings(
         optimizer=optimizer or named_optimizer(plan.optimizer),
@@ -65,6 +74,8 @@ def carry_out(
         check_gradients=check_gradients,
         loss_scaling=loss_scaling,
         keep_last_step=keep_last_step,
+        disk_folder=disk_folder,
+        stated_disk=stated_disk,
     )
     return Training(model, plan, workload, settings)
 

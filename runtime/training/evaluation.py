@@ -135,7 +135,12 @@ class Evaluation:
     def _gather(self, chunk: DeviceChunk) -> None:
         if self._device.runs_behind:
             chunk.make_room()
-        chunk.gather()
+        if chunk.disk is None or not chunk.is_on_disk:
+            chunk.gather()
+            return
+        # The one place that chunks on the disk pass through here: the copy before must have ended.
+        self._device.synchronize()
+        chunk.gather(chunk.disk.read_for_gather(None))
 
     def _keep(self, needed: Sequence[DeviceChunk]) -> None:
         """Let every chunk but ``needed`` go; what has a place on the device stays until the end of the evaluation."""

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -22,6 +23,7 @@ from ...shared.schema.plan import Plan
 from ...shared.schema.schedule import Schedule
 from ...shared.verify.guaranteed_peak import guaranteed_device_peak
 from ..chunks.placed_model import PlacedModel
+from ..devices.chunk_file import check_folder
 from ..devices.device import TrainingDevice
 
 
@@ -32,6 +34,21 @@ def check_carried_out(plan: Plan) -> None:
             f"the plan is for num_ranks = {plan.num_ranks} (parallel = {plan.parallel}), but nothing here joins ranks "
             f"yet: collectives between devices are simulated alone. Carry out a plan with num_ranks = 1."
         )
+
+
+def check_disk_folder(plan: Plan, folder: str | Path | None) -> None:
+    """Raise PlanError if ``plan`` has chunks on a disk, and no folder is named; FileError if that is none.
+
+    ``ChunkFile`` says whether it can be written and has room.
+    """
+    if not plan.n_disk_state:
+        return
+    if folder is None:
+        raise PlanError(
+            f"the plan has chunks on a disk (n_disk_state = {plan.n_disk_state}), but no folder is named. Name one on "
+            f"a fast disk: carry_out(disk_folder=...), protwin run --disk-folder FOLDER."
+        )
+    check_folder(folder)
 
 
 def check_device(schedule: Schedule, device: TrainingDevice) -> None:

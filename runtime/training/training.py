@@ -229,7 +229,7 @@ class Training:
         self._check_between_steps("the optimizer's state can be replaced")
         self.synchronize()
         whole = self._state.optimizer.checked(states)
-        with self._compute.changing_state(Call.BETWEEN_STEPS):
+        with self._compute.changing_state(Call.BETWEEN_STEPS), self._at_rest():
             self._state.optimizer.set_by_parameter(groups, whole)
 
     # -- saving and resuming -----------------------------------------------------------------------------------------
@@ -261,10 +261,20 @@ class Training:
         content = read_checkpoint(folder, model_hash=self.workload.model_hash)
         self._state.check(content, scheduler, allow_changed_step=allow_changed_step)
         self.synchronize()
-        with self._compute.changing_state(Call.BETWEEN_STEPS):
+        with self._compute.changing_state(Call.BETWEEN_STEPS), self._at_rest():
             resumed = self._state.place(content, scheduler)
         self._resumed_steps = resumed.step - self._progress.iteration
         return resumed
+
+    @contextmanager
+    def _at_rest(self) -> Iterator[None]:
+        """Within the block no lane runs, if chunks lie on a disk: these are read ahead, also those that are stepped."""
+        if not self.plan.n_disk_state:
+            yield
+            return
+        self._compute.suspend()
+        yield
+        self._compute.go_on()
 
     def _check_between_steps(self, what: str) -> None:
         self._progress.check(Call.BETWEEN_STEPS, self._compute.task_at_hand, what)
@@ -305,6 +315,16 @@ class Training:
     def num_cpu_adam_steps(self) -> int:
         """Chunks stepped by CPU Adam so far."""
         return self._lanes.num_cpu_adam_steps
+
+    @property
+    def bytes_read_from_disk(self) -> int:
+        """Bytes that lanes have read so far of chunks on the disk."""
+        return self._lanes.bytes_read_from_disk
+
+    @property
+    def bytes_written_to_disk(self) -> int:
+        """Bytes that lanes have written so far of chunks on the disk."""
+        return self._lanes.bytes_written_to_disk
 
     def explain(self) -> str:
         """What every iteration does with each block and chunk, as text: two tables and a summary.

@@ -6,12 +6,12 @@ task starts when what it waits for has ended, exactly as in the simulator.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
 
-from ...shared.schema.schedule import LANES_ALONE, Content, Lane, Schedule, Task, TaskId, TaskKind
+from ...shared.schema.schedule import LANES_ALONE, AllocationId, Content, Lane, Schedule, Task, TaskId, TaskKind
 from ...shared.verify.memory_events import memory_events
 from ..chunks.chunk import DeviceChunk
 from ..chunks.gradient_stand_ins import Norms
@@ -37,6 +37,9 @@ class TransferLanes:
         self.bytes_device_to_host = 0
         self.num_gathers = 0
         self.num_cpu_adam_steps = 0
+        self.bytes_read_from_disk = 0
+        self.bytes_written_to_disk = 0
+        self._schedule = schedule
         self._tasks = schedule.tasks
         self._placed = placed
         self._device = device
@@ -87,8 +90,8 @@ class TransferLanes:
         # what the model was prepared with.
         self._device.synchronize()
         try:
-            for lane in LANES_ALONE:
-                if lane is not Lane.COMPUTE:
+            for lane in Lane:
+                if lane is not Lane.COMPUTE and (lane in LANES_ALONE or self._schedule.lanes[lane]):
                     self._lanes[lane] = WorkerLane(lane, self._device)
         except BaseException:
             self.close()
@@ -133,9 +136,13 @@ class TransferLanes:
         self._device.synchronize()
 
     def wait_for_steps(self, iteration: int) -> None:
-        """Wait until CPU Adam of ``iteration`` has run, as far as it can.  Raises nothing."""
+        """Wait until CPU Adam of ``iteration`` has run, and what it has stepped is written, as far as it can.
+
+        Raises nothing.
+        """
         for task in self._tasks:
-            mark = self._marks.get((iteration, task.id)) if task.kind is TaskKind.CPU_ADAM else None
+            is_step = task.kind in (TaskKind.CPU_ADAM, TaskKind.DISK_WRITE)
+            mark = self._marks.get((iteration, task.id)) if is_step else None
             if mark is not None:
                 mark.wait_for_end()
 
@@ -239,7 +246,11 @@ class TransferLanes:
                 chunk = self._placed.chunks[task.chunk]
                 match task.kind:
                     case TaskKind.GATHER:
-                        work = partial(self._gather, chunk)
+                        work = partial(self._gather, chunk, self._slot_of(task.frees))
+                    case TaskKind.DISK_READ:
+                        work = partial(self._read, chunk, task)
+                    case TaskKind.DISK_WRITE:
+                        work = partial(self._write, chunk, task)
                     case TaskKind.GRADIENT_OFFLOAD:
                         work = partial(self._offload, chunk, iteration, task)
                     case TaskKind.GRADIENT_ACCUMULATE:
@@ -249,8 +260,28 @@ class TransferLanes:
                         work = partial(self._cpu_adam, chunk, iteration)
         return partial(_labelled, f"protwin::{task.name}", work)
 
-    def _gather(self, chunk: DeviceChunk) -> None:
-        chunk.gather()
+    def _slot_of(self, buffers: Sequence[AllocationId]) -> int | None:
+        """The place of the host that the first of ``buffers`` takes; None without any."""
+        return self._schedule.buffers[buffers[0]].slot if buffers else None
+
+    def _read(self, chunk: DeviceChunk, task: Task) -> None:
+        assert chunk.disk is not None
+        if any(self._schedule.buffers[home].content is Content.OPTIMIZER_STATE for home in task.reads):
+            chunk.disk.read_to_step()
+        else:
+            chunk.disk.read_for_gather(self._slot_of(task.allocates))
+        self.bytes_read_from_disk += task.moved_bytes
+
+    def _write(self, chunk: DeviceChunk, task: Task) -> None:
+        assert chunk.disk is not None
+        chunk.disk.write_stepped()
+        self.bytes_written_to_disk += task.moved_bytes
+
+    def _gather(self, chunk: DeviceChunk, slot: int | None) -> None:
+        if chunk.disk is not None and chunk.is_on_disk:
+            chunk.gather(chunk.disk.on_its_way(slot))
+        else:
+            chunk.gather()
         self.bytes_host_to_device += chunk.chunk.size_bytes
         self.num_gathers += 1
 

@@ -20,10 +20,10 @@ from ..basics.documents import describe
 from ..basics.errors import HardwareError
 from ..basics.suggestions import did_you_mean, nearest_names
 from ..basics.units import format_rate
-from ..schema.hardware import Device, Hardware, Host, Link, Network, Node
+from ..schema.hardware import Device, Disk, Hardware, Host, Link, Network, Node
 from ..schema.optimizer import Optimizer
 from ..schema.workload import DType, OperationClass
-from .parts import device_part, host_part, link_part, network_part, node_part
+from .parts import device_part, disk_part, host_part, link_part, network_part, node_part
 from .plausibility import check_plausible
 
 _DIRECTIONS: Final = ("host_to_device", "device_to_host")
@@ -33,6 +33,7 @@ _PARTS: Final[Mapping[str, type[BaseModel]]] = {
     "link": Link,
     "host_to_device": Link,
     "device_to_host": Link,
+    "disk": Disk,
     "node": Node,
     "network": Network,
 }
@@ -98,6 +99,8 @@ def override_hardware(hardware: Hardware, overrides: Mapping[str, str]) -> Hardw
         content["device"] = device_part(overrides["device"]).model_dump()
     if "host" in overrides:
         content["host"] = host_part(overrides["host"]).model_dump()
+    if "disk" in overrides:
+        content["disk"] = disk_part(overrides["disk"]).model_dump()
     _replace_links(content, overrides)
     _replace_node_and_network(content, overrides)
     if "device" in overrides:
@@ -147,6 +150,7 @@ _MEANT: Final[Mapping[str, Callable[[str], str]]] = {
     "device": lambda name: device_part(name).name,
     "host": lambda name: host_part(name).name,
     **dict.fromkeys(("link", *_DIRECTIONS), lambda name: link_part(name).host_to_device.name),
+    "disk": lambda name: disk_part(name).name,
     "node": lambda name: node_part(name).name,
     "network": lambda name: network_part(name).name,
 }

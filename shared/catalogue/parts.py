@@ -1,4 +1,4 @@
-"""The catalogue's devices, hosts, links, nodes and networks: the parts that machines are put together from."""
+"""The catalogue's devices, hosts, links, disks, nodes and networks: the parts that machines are put together from."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pydantic import TypeAdapter
 from ..basics.documents import FrozenModel
 from ..basics.errors import CatalogueError
 from ..basics.suggestions import did_you_mean
-from ..schema.hardware import Bandwidth, Device, Host, Link, Network, Node
+from ..schema.hardware import Bandwidth, Device, Disk, Host, Link, Network, Node
 from .data_files import machine_sections, read_machine_table
 from .names import device_called, written_alike
 
@@ -36,6 +36,11 @@ def host_names() -> tuple[str, ...]:
 def link_names() -> tuple[str, ...]:
     """Names of the catalogue's links between host and device."""
     return tuple(machine_sections("links"))
+
+
+def disk_names() -> tuple[str, ...]:
+    """Names of the catalogue's disks."""
+    return tuple(machine_sections("disks"))
 
 
 def device_link_names() -> tuple[str, ...]:
@@ -81,6 +86,12 @@ def link_part(name: str) -> LinkPair:
         for direction in ("host_to_device", "device_to_host")
     }
     return LinkPair(**directions, full_duplex=table["full_duplex"])
+
+
+@cache
+def disk_part(name: str) -> Disk:
+    """The catalogue's disk of that name.  Raises CatalogueError, with the nearest names, if there is none."""
+    return Disk.model_validate(_table(name, "disks", "disk"))
 
 
 @cache

@@ -27,6 +27,9 @@ _SECONDS: Final = _Range(0, 1, " s", "5e-6 for 5 µs")
 _DEVICES: Final = _Range(1, 2**12, "", "8")
 _RANGES: Final[Mapping[str, _Range]] = {
     "memory_bytes": _MEMORY,
+    "capacity_bytes": _MEMORY,
+    "read_bytes_per_s": _BANDWIDTH,
+    "write_bytes_per_s": _BANDWIDTH,
     "memory_bandwidth_bytes_per_s": _BANDWIDTH,
     "bandwidth_bytes_per_s": _BANDWIDTH,
     "root_bandwidth_bytes_per_s": _BANDWIDTH,

@@ -26,6 +26,18 @@ the last backward that adds to it.  The policies are written in steps:
 
 ``FullTraining`` (``sections.py``), ``Residency`` and ``Updates`` hold these policies.
 
+[Note: Disk]
+The last offloaded chunks may have their optimizer state on the host's disk (``Plan.n_disk_state``), and the last of
+these their parameters too (``Plan.n_disk``).  What lies there takes turns at ``n_staging`` places of host memory:
+
+- Every gather of parameters on the disk is preceded by a read into a place, as soon as the gather that had it before
+  has ended.  It takes no device memory, so that no window holds it back.
+- Optimizer state, and parameters if they lie there, are read into a place before CPU Adam and written when that has
+  ended.  In the disk's order a write stands right before the read of the next chunk in its place.
+- Gradients arrive in such a place too, if they are final and nobody has to see all of them first; otherwise each chunk
+  has a place of its own for them on the host.
+- Reads and writes share one lane, so that a chunk's next read comes after its write.
+
 [Note: Ranks]
 Several ranks run one and the same schedule, each on a device and with micro-batches of its own, and meet in the tasks
 of the collective lane.  Since that lane has one order, all ranks enter its tasks in the same order.
@@ -75,6 +87,7 @@ from .homes import add_homes
 from .program import Draft
 from .residency import Residency
 from .sections import FullTraining
+from .staging import Staging
 from .updates import Updates
 from .views import tasks_and_buffers
 
@@ -91,6 +104,8 @@ class Policies:
     """What lies where, when."""
     updates: type[Updates] = Updates
     """What happens to a gradient until its parameter is new."""
+    staging: type[Staging] = Staging
+    """What passes between the host's disk and the rest."""
 
 
 FULL_TRAINING: Final = Policies()
@@ -134,10 +149,11 @@ def drafted(family: Family, policies: Policies = FULL_TRAINING, *, with_operands
     residency = policies.residency(family, draft, sections)
     updates = policies.updates(family, draft, sections)
     residency.follow(updates.stepped_by)
+    staging = policies.staging(family, draft, sections, residency, updates)
     draft.at_end_bytes = updates.widened_bytes
     if with_operands:
         homes = add_homes(family, draft)
         sections.wire(updates.device_adam)
-        residency.wire(homes)
-        updates.wire(homes)
+        residency.wire(homes, staging.passing)
+        updates.wire(staging.wire(homes))
     return draft

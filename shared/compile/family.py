@@ -38,6 +38,12 @@ class Family:
     """(K, n) blocks in mode CHECKPOINT."""
     depths: IntArray
     """(D,) prefetch depths."""
+    num_disk_state: int = 0
+    """The last chunks, whose optimizer state is on the disk; all are offloaded."""
+    num_disk: int = 0
+    """The last of these, whose parameters are there too."""
+    num_staging: int = 0
+    """Places in host memory that they share, of each sort."""
 
     @property
     def step(self) -> StepKnobs:
@@ -104,6 +110,31 @@ class Family:
         return is_among(self.residency, STEPPED_BY_HOST)
 
     @cached_property
+    def is_on_disk(self) -> BoolArray:
+        """(C,) whether the disk has a chunk's parameters."""
+        return self._is_among_last(self.num_disk)
+
+    @cached_property
+    def is_stepped_from_disk(self) -> BoolArray:
+        """(C,) whether a chunk's optimizer state is on the disk; such chunks are trainable."""
+        is_stepped: BoolArray = self._is_among_last(self.num_disk_state) & self.facts.is_trainable
+        return is_stepped
+
+    def _is_among_last(self, number: int) -> BoolArray:
+        num_chunks = len(self.is_gathered)
+        is_last: BoolArray = np.arange(num_chunks) >= num_chunks - number
+        return is_last
+
+    @cached_property
+    def stages_gradients(self) -> BoolArray:
+        """(C,) whether a chunk's gradients arrive where it is stepped, in a place that chunks share.
+
+        Where they are added up, or wait for the norm of all, each chunk's need a place of their own.
+        """
+        are_final = self.step.micro_batches == 1 and not self.step.limits_norm
+        return self.is_stepped_from_disk & are_final
+
+    @cached_property
     def has_new_gradients(self) -> BoolArray:
         """(n + 2,) whether each section has new gradients in every micro-batch; persistent chunks' are added to."""
         chunks, sections, _ = self.facts.gradients
@@ -147,4 +178,7 @@ def family_of(plan: Plan, workload: Workload, layout: Layout) -> Family:
         is_swap=np.array([mode is ActivationMode.SWAP for mode in modes]),
         is_checkpoint=np.array([[mode is ActivationMode.CHECKPOINT for mode in modes]]),
         depths=np.array([plan.prefetch_depth]),
+        num_disk_state=plan.n_disk_state,
+        num_disk=plan.n_disk,
+        num_staging=plan.n_staging,
     )

@@ -1,6 +1,7 @@
-"""The buffers that are there for good: on the device if a chunk is persistent or sharded, else on the host.
+"""The buffers that are there for good: on the device if a chunk is persistent or sharded, else on the host or its disk.
 
 A chunk that is stepped on the host and kept on the device has those of an offloaded one, and its place on the device.
+What lies on the disk passes through places of the host, which chunks share (``staging.py``).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ class Homes:
     """(C,) each: buffers of chunks, ``NOT_THERE`` where a chunk has none."""
 
     parameters: IntArray
-    """What Adam steps: on the host where that steps them."""
+    """What Adam steps: on the host or its disk where the host steps them."""
     state: IntArray
     """Of trainable chunks."""
     paged: IntArray
@@ -66,7 +67,8 @@ def add_homes(family: Family, draft: Draft) -> Homes:
         0,
         np.where(gathered, facts.part("parameter_bytes"), facts.size_bytes),
         (Memory.DEVICE, on_device),
-        (Memory.PINNED_HOST, family.leaves),
+        (Memory.PINNED_HOST, family.leaves & ~family.is_on_disk),
+        (Memory.DISK, family.is_on_disk),
     )
     paged_bytes = np.where(on_device, np.where(gathered, facts.part("paged_bytes"), facts.paged_bytes), 0)
     state = add(
@@ -74,7 +76,8 @@ def add_homes(family: Family, draft: Draft) -> Homes:
         1,
         np.where(gathered, facts.part("state_bytes"), facts.state_bytes) - paged_bytes,
         (Memory.DEVICE, trained & on_device),
-        (Memory.HOST, leaving),
+        (Memory.HOST, leaving & ~family.is_stepped_from_disk),
+        (Memory.DISK, family.is_stepped_from_disk),
     )
     reduced = add(
         Content.REDUCED_GRADIENTS,
@@ -82,11 +85,40 @@ def add_homes(family: Family, draft: Draft) -> Homes:
         facts.part("gradient_bytes"),
         (Memory.DEVICE, trained & gathered & on_device),
     )
-    staging = add(Content.GRADIENTS, 2, facts.part("staging_bytes"), (Memory.PINNED_HOST, leaving))
+    stays = leaving & ~family.stages_gradients
+    staging = add(Content.GRADIENTS, 2, facts.part("staging_bytes"), (Memory.PINNED_HOST, stays))
     arrivals = np.full(len(leaving), NOT_THERE)
     if family.step.has_arrivals:
         arrivals = add(Content.ARRIVING_GRADIENTS, 3, facts.part("arrival_bytes"), (Memory.PINNED_HOST, leaving))
     paged = add(Content.PAGED_STATE, 4, paged_bytes, (Memory.HOST, paged_bytes > 0))
     places = add(Content.PARAMETERS, 5, facts.size_bytes, (Memory.DEVICE, family.is_host_stepped))
     kept = np.where(family.is_persistent, parameters, places)
+    _add_shared_places(family, draft)
     return Homes(parameters, state, paged, np.maximum(reduced, staging), arrivals, kept)
+
+
+def staged_sizes(family: Family) -> list[tuple[Content, Memory, IntArray, BoolArray]]:
+    """What passes between the disk and the rest: content and memory, (C,) bytes, (C,) the chunks that have it.
+
+    Parameters on their way to the device; parameters, optimizer state and gradients of chunks that are being stepped.
+    """
+    part, stepped = family.facts.part, family.is_stepped_from_disk
+    return [
+        (Content.PARAMETERS, Memory.PINNED_HOST, part("parameter_bytes"), family.is_on_disk),
+        (Content.PARAMETERS, Memory.HOST, part("parameter_bytes"), family.is_on_disk & stepped),
+        (Content.OPTIMIZER_STATE, Memory.HOST, part("state_bytes"), stepped),
+        (Content.GRADIENTS, Memory.PINNED_HOST, part("staging_bytes"), family.stages_gradients),
+    ]
+
+
+def _add_shared_places(family: Family, draft: Draft) -> None:
+    """The places of the host that chunks on the disk share: each as large as the largest that passes through."""
+    if not family.num_staging:
+        return
+    slots = np.arange(family.num_staging)
+    made_at = 1 + _PER_CHUNK * len(family.is_gathered)
+    for number, (content, memory, sizes, passes) in enumerate(staged_sizes(family)):
+        if passes.any():
+            sizes = np.full(family.num_staging, sizes[passes].max())
+            at = made_at + family.num_staging * number + slots
+            draft.buffers(BufferGroup(content, memory, sizes, slot=slots, made_at=at))

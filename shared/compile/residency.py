@@ -16,6 +16,9 @@ from .homes import Homes
 from .program import NOT_THERE, BufferGroup, Draft, IntArray, Integers, Operand, Part, TaskGroup, Work, spread
 from .sections import FullTraining
 
+READS, COPIES, EXCHANGES, _PER_STAY = range(4)
+"""The order of what brings one stay."""
+
 
 class Residency:
     """Persistent, host-stepped, sharded and offloaded chunks; activations that stay, and those that swap.
@@ -101,11 +104,11 @@ class Residency:
         """(G,) the task that each gather begins with: a copy, or an all-gather alone."""
         is_copied = self.family.is_offloaded[stays.chunk]
         copied, alone = np.flatnonzero(is_copied), np.flatnonzero(~is_copied)
-        self.gathers[copied] = self._coming(TaskKind.GATHER, facts.gather_work, copied)
-        self.gathers[alone] = self._coming(TaskKind.ALL_GATHER, facts.all_gather_work, alone)
+        self.gathers[copied] = self.coming(TaskKind.GATHER, facts.gather_work, copied)
+        self.gathers[alone] = self.coming(TaskKind.ALL_GATHER, facts.all_gather_work, alone)
         self.exchanged = copied if self.family.step.is_sharded else copied[:0]
         """The stays of offloaded chunks that ranks have in parts."""
-        self.exchanges = self._coming(TaskKind.ALL_GATHER, facts.all_gather_work, self.exchanged, number=1)
+        self.exchanges = self.coming(TaskKind.ALL_GATHER, facts.all_gather_work, self.exchanged, number=EXCHANGES)
         """Of these, the all-gathers that follow the copies."""
         self.draft.wait(self.exchanges, self.gathers[self.exchanged])
         arrivals = self.gathers.copy()
@@ -118,7 +121,7 @@ class Residency:
                 Memory.DEVICE,
                 facts.part("gathered_bytes")[stays.chunk],
                 chunk=stays.chunk,
-                micro_batch=self._micro_batch_of(stays.first_step),
+                micro_batch=self.micro_batch_of(stays.first_step),
                 slot=stays.slot,
                 made_by=self.gathers,
                 freed_by=sections.step_end[stays.last_step],
@@ -127,7 +130,7 @@ class Residency:
         )
         """(G,)"""
 
-    def _coming(self, kind: TaskKind, work: Work, stays: IntArray, *, number: int = 0) -> IntArray:
+    def coming(self, kind: TaskKind, work: Work, stays: IntArray, *, number: int = COPIES) -> IntArray:
         """Add the ``number``th task of these stays' gathers."""
         steps, chunks = self.stays.first_step[stays], self.stays.chunk[stays]
         return self.draft.tasks(
@@ -137,9 +140,9 @@ class Residency:
                 Part.COMES,
                 work,
                 chunks,
-                within=2 * self._gather_rank[stays] + number,
+                within=_PER_STAY * self._gather_rank[stays] + number,
                 chunk=chunks,
-                micro_batch=self._micro_batch_of(steps),
+                micro_batch=self.micro_batch_of(steps),
             )
         )
 
@@ -165,7 +168,7 @@ class Residency:
                 Part.COMES,
                 self.family.facts.gather_work,
                 chunks,
-                within=2 * self._renewal_rank,
+                within=_PER_STAY * self._renewal_rank,
                 chunk=chunks,
             )
         )
@@ -173,7 +176,8 @@ class Residency:
         self.draft.wait(self.renewals, sections.step_end[self._last_use], is_previous=True)
         self.draft.wait(sections.step_begin[self._first_use], self.renewals)
 
-    def _micro_batch_of(self, steps: IntArray) -> IntArray:
+    def micro_batch_of(self, steps: IntArray) -> IntArray:
+        """The micro-batch of each step."""
         found: IntArray = steps // self.sections.positions.micro_steps
         return found
 
@@ -248,7 +252,7 @@ class Residency:
                 Part.COMES,
                 self.family.swap_work,
                 self._swap_facts["section"] - 1,
-                within=2 * self._fetch_rank,
+                within=_PER_STAY * self._fetch_rank,
                 **self._swap_facts,
             )
         )
@@ -276,10 +280,13 @@ class Residency:
 
     # -- one plan ----------------------------------------------------------------------------------------------------
 
-    def wire(self, homes: Homes) -> None:
-        """Add the hosts' buffers of what swaps, and what tasks read and write, in the family's one plan."""
+    def wire(self, homes: Homes, passing: IntArray) -> None:
+        """Add the hosts' buffers of what swaps, and what tasks read and write, in the family's one plan.
+
+        ``passing``: (G,) what each gather copies of a chunk that comes from the disk; ``NOT_THERE`` of others.
+        """
         draft, stays = self.draft, self.stays
-        draft.read(self.gathers, homes.parameters[stays.chunk], 0)
+        draft.read(self.gathers, np.where(passing == NOT_THERE, homes.parameters[stays.chunk], passing), 0)
         draft.read(self.renewals, homes.parameters[self.renewed], 0)
         draft.update(self.renewals, homes.kept[self.renewed], 0)
         draft.read(self.exchanges, self.buffers[self.exchanged], 0)

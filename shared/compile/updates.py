@@ -13,10 +13,10 @@ from .homes import Homes
 from .program import NOT_THERE, BufferGroup, Draft, IntArray, Operand, Part, TaskGroup, Work, spread
 from .sections import FullTraining
 
-_REDUCES, _OFFLOADS, _ACCUMULATES, _STEPS, _TASKS_PER_CHUNK = range(5)
-"""The order of what becomes of one chunk's gradients behind a backward."""
-_NORM, _NORM_PARTS, _CPU_ADAM = range(3)
-"""The order of what follows the last backward of all."""
+DISK_WRITES, DISK_READS, _REDUCES, _OFFLOADS, _ACCUMULATES, STEPS, TASKS_PER_CHUNK = range(7)
+"""The order of what becomes of one chunk's gradients behind a backward; behind the norm of all, of what steps it."""
+_NORM, _NORM_PARTS = -2, -1
+"""The order of what follows the last backward of all, ahead of what steps chunks."""
 
 
 class Updates:
@@ -50,7 +50,7 @@ class Updates:
         self, kind: TaskKind, work: Work, chunks: IntArray, number: int, micro_batches: slice = slice(None)
     ) -> IntArray:
         """(M', n) a task for each of ``chunks``, behind its last backward in each of these micro-batches."""
-        position = self.sections.end_position[self._last_steps(chunks)[micro_batches]]
+        position = self.sections.end_position[self.last_steps(chunks)[micro_batches]]
         micro_batch = self.sections.micro_batch[micro_batches]
         shape = position.shape
         group = TaskGroup(
@@ -59,7 +59,7 @@ class Updates:
             Part.LEAVES,
             work,
             spread(chunks, shape),
-            within=spread(_TASKS_PER_CHUNK * self.place_of[chunks] + number, shape),
+            within=spread(TASKS_PER_CHUNK * self.place_of[chunks] + number, shape),
             chunk=spread(chunks, shape),
             micro_batch=spread(micro_batch, shape),
         )
@@ -68,20 +68,20 @@ class Updates:
     def _behind_all(self, kind: TaskKind, work: Work, number: int) -> IntArray:
         """(1,) a task behind the last backward of all."""
         position, rows = np.array([self.sections.positions.prologue_backward]), np.zeros(1, dtype=np.int64)
-        return self.draft.tasks(TaskGroup(kind, position, Part.LEAVES, work, rows, within=self._behind_chunks + number))
+        return self.draft.tasks(TaskGroup(kind, position, Part.LEAVES, work, rows, within=self.behind_chunks + number))
 
     @property
-    def _behind_chunks(self) -> int:
-        """The order of what follows all that becomes of single chunks' gradients behind the last backward."""
-        return _TASKS_PER_CHUNK * len(self.family.facts.update_order)
+    def behind_chunks(self) -> int:
+        """The order of what steps chunks behind all that becomes of their gradients, and behind the norm of these."""
+        return TASKS_PER_CHUNK * len(self.family.facts.update_order) - _NORM
 
-    def _last_steps(self, chunks: IntArray) -> IntArray:
+    def last_steps(self, chunks: IntArray) -> IntArray:
         """(M, n) the steps of the last backwards of ``chunks``."""
         return self.sections.backward_step(self.family.facts.completed_by[chunks])
 
     def _ends(self, chunks: IntArray) -> IntArray:
         """(M, n) the last backwards of ``chunks``."""
-        ends: IntArray = self.sections.step_end[self._last_steps(chunks)]
+        ends: IntArray = self.sections.step_end[self.last_steps(chunks)]
         return ends
 
     # -- reductions, and copies to the host --------------------------------------------------------------------------
@@ -143,7 +143,7 @@ class Updates:
         Of the next iteration, its first steps wait for those alone that leave less than an iteration before them.
         """
         begin = self.sections.step_begin
-        over = self._last_steps(chunks).ravel() + self.family.depths[:, None] + 1
+        over = self.last_steps(chunks).ravel() + self.family.depths[:, None] + 1
         for first in (0, len(begin)):
             is_here = (over >= first) & (over < first + len(begin))
             if is_here.any():
@@ -159,9 +159,7 @@ class Updates:
         """(1,), or (0,) if it is not limited."""
         if not self.family.step.limits_norm:
             last = slice(-1, None)
-            (self.cpu_adams,) = self._behind_backward(
-                TaskKind.CPU_ADAM, facts.cpu_adam_work, self.leaving, _STEPS, last
-            )
+            (self.cpu_adams,) = self._behind_backward(TaskKind.CPU_ADAM, facts.cpu_adam_work, self.leaving, STEPS, last)
             """(U,)"""
             draft.wait(self.cpu_adams, self._arrived)
             known = self.norm
@@ -175,7 +173,7 @@ class Updates:
                     facts.cpu_adam_work,
                     self.leaving,
                     # In the order in which the next iteration needs them.
-                    within=self._behind_chunks + _CPU_ADAM + self.leaving,
+                    within=self.behind_chunks + TASKS_PER_CHUNK * self.leaving + STEPS,
                     chunk=self.leaving,
                 )
             )
@@ -350,8 +348,8 @@ class Updates:
         """Copies to the host, sums there, and CPU Adam."""
         draft, leaving = self.draft, self.leaving
         staging, arrivals = homes.gradients[leaving], homes.arrivals[leaving]
-        num_staged = self._num_staged
-        draft.update(self.offloads[:num_staged], staging, 0)
+        num_staged, is_home = self._num_staged, ~self.family.stages_gradients[leaving]
+        draft.update(self.offloads[:num_staged, is_home], staging[is_home], 0)
         draft.update(self.offloads[num_staged:], arrivals, 0)
         draft.read(self.sums, arrivals, 0)
         draft.read(self.sums[1 - num_staged :], staging, 1)

@@ -18,7 +18,7 @@ from typing import Any, Final
 from ..basics.errors import PlanError
 from ..basics.shown import Shown
 from ..optimizers.check import check_host_gradients, check_optimizer
-from ..schema.plan import ParallelMode, Plan, why_not_parallel
+from ..schema.plan import ParallelMode, Plan, why_no_disk, why_not_parallel
 from ..schema.schedule import ChunkId
 from ..schema.workload import Parameter, Workload
 from .uses import NumberedUses, numbered_uses
@@ -138,6 +138,19 @@ class Layout(Shown):
             )
         return frozenset(chunk.id for chunk in self.chunks[n_persist : n_persist + n_shard])
 
+    def on_disk(self, num_on_host: int, n_disk: int) -> frozenset[ChunkId]:
+        """The last ``n_disk`` chunks, none of which is among the first ``num_on_host``.
+
+        Raises PlanError if there are fewer others.
+        """
+        num_others = max(0, len(self.chunks) - num_on_host)
+        if n_disk > num_others:
+            raise PlanError(
+                f"n_disk_state is {n_disk} but chunk_bytes = {self.chunk_bytes} gives {len(self.chunks)} chunks, of "
+                f"which {num_others} are offloaded. Lower n_disk_state to {num_others} or less."
+            )
+        return frozenset(chunk.id for chunk in self.chunks[len(self.chunks) - n_disk :])
+
     def min_buffers(self, n_persist: int) -> int:
         """Fewest buffers that any plan with ``n_persist`` needs: the most other chunks of one step."""
         return max(sum(chunk >= n_persist for chunk in chunks) for chunks in self.needed)
@@ -206,6 +219,9 @@ def check_layout(layout: Layout, plan: Plan, workload: Workload) -> None:
         raise PlanError(f"{reason}.")
     layout.host_stepped(plan.n_persist, plan.n_host_stepped)
     layout.sharded(plan.num_kept, plan.n_shard)
+    if (reason := why_no_disk(plan)) is not None:
+        raise PlanError(f"{reason}.")
+    layout.on_disk(plan.num_kept + plan.n_shard, plan.n_disk_state)
     num_chunks = len(layout.chunks)
     if plan.parallel is ParallelMode.DDP and (kept := len(layout.persistent(plan.n_persist))) < num_chunks:
         raise PlanError(

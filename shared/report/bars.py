@@ -34,6 +34,8 @@ KIND_COLOURS: Final[dict[TaskKind, str]] = {
     TaskKind.ALL_GATHER: "olive",
     TaskKind.REDUCE_SCATTER: "magenta",
     TaskKind.ALL_REDUCE: "navy",
+    TaskKind.DISK_READ: "lime",
+    TaskKind.DISK_WRITE: "maroon",
 }
 """Of protwin's own kinds; ``kind_colour`` has a colour for all."""
 _LANE_COLOURS: Final[dict[Lane, str]] = {
@@ -42,6 +44,7 @@ _LANE_COLOURS: Final[dict[Lane, str]] = {
     Lane.D2H: KIND_COLOURS[TaskKind.GRADIENT_OFFLOAD],
     Lane.CPU_OPTIM: KIND_COLOURS[TaskKind.CPU_ADAM],
     Lane.COLLECTIVE: KIND_COLOURS[TaskKind.ALL_GATHER],
+    Lane.DISK: KIND_COLOURS[TaskKind.DISK_READ],
 }
 """The colour of a lane's most frequent kind."""
 
@@ -129,6 +132,8 @@ class Bars:
 
     stretches: tuple[Stretch, ...]
     """Lane by lane, in order of start."""
+    lanes: tuple[Lane, ...]
+    """Those that have a row, from the top."""
     waits: dict[int, Waits]
     """Empty without a schedule."""
     schedule: Schedule | None
@@ -141,7 +146,7 @@ class Bars:
         for lane in Lane:
             stretches += merged([piece for piece in shown if piece.timing.lane is lane], scale.per_px)
         waits = waits_of(record, schedule) if schedule is not None else {}
-        return cls(tuple(stretches), waits, schedule)
+        return cls(tuple(stretches), record.lanes_shown, waits, schedule)
 
     @property
     def num_tasks(self) -> int:
@@ -172,7 +177,7 @@ class Bars:
         left, right = max(scale(stretch.start_s), scale.low_px), min(scale(stretch.end_s), scale.high_px)
         width = max(right - left, _NARROWEST_PX)
         colour = kind_colour(stretch.kind)
-        top = TOP_PX + (tuple(Lane).index(stretch.pieces[0].timing.lane) + 0.5) * LANE_PX - BAR_PX / 2
+        top = TOP_PX + (self.lanes.index(stretch.pieces[0].timing.lane) + 0.5) * LANE_PX - BAR_PX / 2
         edge = "neighbours" if stretch.is_neighbours else "task" if width > _EDGED_ABOVE_PX else "thin"
         bar = tag(
             "rect",

@@ -30,6 +30,8 @@ STROKES: Final[dict[str, str]] = {
     "olive": "M2 2l4 4M6 2l-4 4",
     "magenta": "M0 2h8M4 2v6",
     "navy": "M4 1v2M4 5v2",
+    "lime": "M0 6l2-2 2 2 2-2 2 2",
+    "maroon": "M1 1h2v2h-2zM5 5h2v2h-2z",
     "rest": "M3 4h2",
 }
 """Every colour also has a texture, so that areas stay apart without colour: strokes upon it in a tile of 8 by 8."""

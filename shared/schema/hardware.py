@@ -235,6 +235,21 @@ class Network(FrozenModel):
     source: str = ""
 
 
+class Disk(FrozenModel):
+    """A disk of the host, of which plans use files in one folder."""
+
+    name: Name
+    capacity_bytes: MemorySize
+    """What files may take of it."""
+    read_bytes_per_s: Bandwidth
+    """What large reads reach, one at a time."""
+    write_bytes_per_s: Bandwidth
+    """What large writes keep up, one at a time, until they are on the disk."""
+    latency_s: NonNegativeFloat = 0.0
+    """Of one read or write."""
+    source: str = ""
+
+
 class Hardware(Document):
     """A machine: one device, or several equal ones in a node, or several such nodes."""
 
@@ -249,6 +264,8 @@ class Hardware(Document):
     device_to_host: Link
     full_duplex: bool = True
     """Whether both directions run at full speed side by side."""
+    disk: Disk | None = None
+    """None: no disk is known that plans may use."""
     node: Node | None = None
     """None: one device in one machine."""
     network: Network | None = None

@@ -71,6 +71,24 @@ def widens_on_host(host_gradients: HostGradients, micro_batches: int, *, limits_
     return host_gradients is HostGradients.FLOAT32 and (micro_batches > 1 or limits_norm)
 
 
+def why_no_disk(plan: Plan) -> str | None:
+    """Why the knobs of ``plan`` that speak of the disk contradict each other or its mode; None if they do not."""
+    if plan.n_disk > plan.n_disk_state:
+        return (
+            f"n_disk: {plan.n_disk} with n_disk_state {plan.n_disk_state}; chunks whose parameters lie on the disk "
+            f"have their optimizer state there too. Raise n_disk_state to {plan.n_disk}, or lower n_disk"
+        )
+    if (plan.n_staging > 0) != (plan.n_disk_state > 0):
+        remedy = "what passes between disk and device needs 1 at least" if plan.n_disk_state else "set it to 0"
+        return f"n_staging: {plan.n_staging} with n_disk_state {plan.n_disk_state}; {remedy}"
+    if plan.n_disk_state and plan.parallel is not ParallelMode.SINGLE:
+        return (
+            f"n_disk_state: {plan.n_disk_state} with parallel {plan.parallel}; one rank alone knows chunks on a disk. "
+            f"Set it to 0, or parallel to single"
+        )
+    return None
+
+
 class Plan(Document):
     """How one workload is trained on one device, or on several equal ranks: each trains on a batch of its own.
 
@@ -94,6 +112,14 @@ class Plan(Document):
     n_shard: NonNegativeInt = 0
     """The next ``n_shard`` chunks are sharded over the devices of all ranks, which only SHARDED knows: every device has
     one equal part of their parameters, gradients and optimizer state for good."""
+    n_disk_state: NonNegativeInt = 0
+    """The last ``n_disk_state`` of the offloaded chunks have their optimizer state on the host's disk: CPU Adam steps
+    the last chunks first, and they are the last that the next forward needs."""
+    n_disk: NonNegativeInt = 0
+    """The last ``n_disk`` of these have their parameters there too."""
+    n_staging: NonNegativeInt = 0
+    """Host places that chunks on the disk share: so many for parameters on their way to the device, and so many for
+    chunks that are being stepped."""
     n_buffer: NonNegativeInt
     """Device places for the chunks that are gathered: sharded over devices, or offloaded."""
     prefetch_depth: PositiveInt = 1
@@ -154,6 +180,12 @@ class Plan(Document):
                 f"lie on their devices in parts"
             )
         if (reason := why_not_parallel(self.optimizer, self.parallel)) is not None:
+            raise ValueError(reason)
+        return self
+
+    @model_validator(mode="after")
+    def _disk_knobs_agree(self) -> Self:
+        if (reason := why_no_disk(self)) is not None:
             raise ValueError(reason)
         return self
 

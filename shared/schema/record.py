@@ -115,6 +115,8 @@ class RemedyKind(StrEnum):
     """Links between the devices of a node twice as fast."""
     NETWORK = "network"
     """A network between nodes that is twice as fast."""
+    DISK = "disk"
+    """A disk that reads and writes twice as fast."""
     BATCH = "batch"
     """A larger batch."""
 
@@ -318,9 +320,9 @@ class Record(Document):
 
     @property
     def lanes_shown(self) -> tuple[Lane, ...]:
-        """The lanes of one rank, and that of collectives if anything ran on it."""
-        has_collectives = any(task.lane is Lane.COLLECTIVE for task in self.tasks)
-        return tuple(Lane) if has_collectives or self.lane(Lane.COLLECTIVE).num_tasks else LANES_ALONE
+        """The lanes of one rank, and of the others those on which anything ran."""
+        found = {task.lane for task in self.tasks} | {use.lane for use in self.lanes if use.num_tasks}
+        return tuple(lane for lane in Lane if lane in LANES_ALONE or lane in found)
 
     def lane(self, lane: Lane) -> LaneUse:
         """What ``lane`` did; nothing if the record does not name it."""

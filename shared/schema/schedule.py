@@ -43,15 +43,18 @@ class Lane(StrEnum):
     """CPU Adam."""
     COLLECTIVE = "collective"
     """What devices of several ranks do together.  Every rank runs the same schedule, so all meet in one order."""
+    DISK = "disk"
+    """Reads and writes of the host's disk, one after another."""
 
 
 LANES_ALONE: Final = (Lane.COMPUTE, Lane.H2D, Lane.D2H, Lane.CPU_OPTIM)
 """The lanes of one rank alone."""
 
 
-def lanes_of(num_ranks: int) -> tuple[Lane, ...]:
-    """The lanes of each of so many ranks."""
-    return LANES_ALONE if num_ranks == 1 else tuple(Lane)
+def lanes_of(num_ranks: int, *, has_disk: bool = False) -> tuple[Lane, ...]:
+    """The lanes of each of so many ranks; ``has_disk``: with that of a disk that chunks lie on."""
+    beside = ((Lane.COLLECTIVE,) if num_ranks > 1 else ()) + ((Lane.DISK,) if has_disk else ())
+    return LANES_ALONE + beside
 
 
 class TaskKind(StrEnum):
@@ -87,6 +90,10 @@ class TaskKind(StrEnum):
     """Add up a chunk's gradients over all ranks; each keeps its shard."""
     ALL_REDUCE = "all_reduce"
     """Add up gradients, or the norm's parts, over all ranks; each keeps all."""
+    DISK_READ = "disk_read"
+    """Read a chunk's parameters on their way to the device, or all that CPU Adam steps of it."""
+    DISK_WRITE = "disk_write"
+    """Write what CPU Adam has stepped of a chunk."""
 
     @classmethod
     def _missing_(cls, value: object) -> TaskKind | None:
@@ -122,6 +129,8 @@ LANE_OF: dict[TaskKind, Lane] = {
     TaskKind.ALL_GATHER: Lane.COLLECTIVE,
     TaskKind.REDUCE_SCATTER: Lane.COLLECTIVE,
     TaskKind.ALL_REDUCE: Lane.COLLECTIVE,
+    TaskKind.DISK_READ: Lane.DISK,
+    TaskKind.DISK_WRITE: Lane.DISK,
 }
 """The lane of every kind, of added ones too."""
 
@@ -162,6 +171,8 @@ class Memory(StrEnum):
     PINNED_HOST = "pinned_host"
     """Host memory that copies read and write: page-locked on CUDA."""
     HOST = "host"
+    DISK = "disk"
+    """The host's disk, beyond its memory."""
 
 
 class Content(StrEnum):
@@ -204,7 +215,9 @@ class Allocation:
     section: Section | None = None
     micro_batch: int = 0
     slot: int | None = None
-    """The device place that a gathered chunk occupies; buffers of one slot never live at the same time."""
+    """The device place that a gathered chunk occupies; in host memory, the place that something between the disk and
+    the rest passes through, or such a place itself, which is static.  Buffers of one content, memory and slot never
+    live at the same time."""
     is_static: bool = False
     """There for good: no task allocates or frees it."""
 

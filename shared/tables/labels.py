@@ -28,6 +28,8 @@ KIND_NAMES: Final[dict[TaskKind, str]] = {
     TaskKind.ALL_GATHER: "all-gather",
     TaskKind.REDUCE_SCATTER: "reduce-scatter",
     TaskKind.ALL_REDUCE: "all-reduce",
+    TaskKind.DISK_READ: "disk read",
+    TaskKind.DISK_WRITE: "disk write",
 }
 """Of protwin's own kinds; ``kind_name`` names all."""
 LANE_NAMES: Final[dict[Lane, str]] = {
@@ -36,6 +38,7 @@ LANE_NAMES: Final[dict[Lane, str]] = {
     Lane.D2H: "device to host",
     Lane.CPU_OPTIM: "CPU Adam",
     Lane.COLLECTIVE: "between ranks",
+    Lane.DISK: "disk",
 }
 CONTENT_NAMES: Final[dict[Content | None, str]] = {
     Content.PARAMETERS: "parameters",
@@ -56,6 +59,7 @@ MEMORY_NAMES: Final[dict[Memory, str]] = {
     Memory.DEVICE: "device memory",
     Memory.PINNED_HOST: "pinned host memory",
     Memory.HOST: "host memory",
+    Memory.DISK: "disk",
 }
 ORIGIN_NAMES: Final[dict[Origin, str]] = {Origin.SIMULATED: "predicted", Origin.MEASURED: "measured"}
 
@@ -141,6 +145,15 @@ def knobs(plan: Plan, *, num_blocks: int | None = None) -> tuple[Knob, ...]:
             if plan.n_shard
             else []
         ),
+        *(
+            [
+                Knob("n_disk_state", str(plan.n_disk_state), "last chunks, with optimizer state on the disk"),
+                Knob("n_disk", str(plan.n_disk), "last of these, with parameters there too"),
+                Knob("n_staging", str(plan.n_staging), "host places of each sort that they share"),
+            ]
+            if plan.n_disk_state
+            else []
+        ),
         Knob("n_buffer", str(plan.n_buffer), "device places for the other chunks"),
         Knob("prefetch_depth", str(plan.prefetch_depth), "sections ahead that chunks are gathered"),
         Knob("n_checkpoint", f"{plan.n_checkpoint}{of_blocks}", "blocks whose activations are recomputed"),
@@ -213,6 +226,7 @@ _REMEDY_NAMES: Final[dict[RemedyKind, str]] = {
     RemedyKind.DEVICE: "a device twice as fast",
     RemedyKind.DEVICE_LINKS: "links between devices twice as fast",
     RemedyKind.NETWORK: "a network twice as fast",
+    RemedyKind.DISK: "a disk twice as fast",
 }
 
 

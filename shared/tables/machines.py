@@ -8,6 +8,8 @@ from typing import Final
 from ..basics.units import format_bytes, format_flop_per_s, format_rate, format_seconds
 from ..catalogue.machines import cluster_names, machine, machine_names
 from ..catalogue.parts import (
+    disk_names,
+    disk_part,
     host_names,
     host_part,
     link_names,
@@ -17,7 +19,7 @@ from ..catalogue.parts import (
     node_names,
     node_part,
 )
-from ..schema.hardware import Device, Hardware, Host, Link, Network, Node
+from ..schema.hardware import Device, Disk, Hardware, Host, Link, Network, Node
 from ..schema.workload import DType
 from .labels import NO_VALUE
 from .table import Heading, Parts, Row, Table
@@ -76,7 +78,7 @@ def cluster_table(names: Iterable[str] | None = None) -> Parts:
 
 
 def part_tables() -> Parts:
-    """Every host, link, node and network of the catalogue, by the names that ``--set`` takes."""
+    """Every host, link, disk, node and network of the catalogue, by the names that ``--set`` takes."""
     return (
         Table(
             title="Hosts: --set host=NAME",
@@ -87,6 +89,11 @@ def part_tables() -> Parts:
             title="Links between host and device: --set link=NAME",
             columns=("name", ">to device\nGB/s", ">to host\nGB/s", "both at once", ">latency"),
             rows=[_link_cells(name) for name in link_names()],
+        ),
+        Table(
+            title="Disks: --set disk=NAME",
+            columns=("name", ">GB", ">read\nGB/s", ">write\nGB/s"),
+            rows=[_disk_cells(name) for name in disk_names()],
         ),
         Table(
             title="Nodes: --set node=NAME",
@@ -115,6 +122,11 @@ def _link_cells(name: str) -> Row:
     return name, to_device, to_host, "yes" if pair.full_duplex else "no", latency
 
 
+def _disk_cells(name: str) -> Row:
+    disk = disk_part(name)
+    return name, _giga(disk.capacity_bytes), _giga(disk.read_bytes_per_s), _giga(disk.write_bytes_per_s)
+
+
 def _node_cells(name: str) -> Row:
     node = node_part(name)
     link = node.device_link or node.host_path
@@ -134,7 +146,7 @@ def _network_cells(name: str) -> Row:
 def hardware_details(hardware: Hardware) -> Parts:
     """Every figure of a machine, part by part, each part with the source of its figures."""
     duplex = "side by side at full speed" if hardware.full_duplex else "one at a time, or each at half speed"
-    device, host = hardware.device, hardware.host
+    device, host, disk = hardware.device, hardware.host, hardware.disk
     to_device, to_host = hardware.host_to_device, hardware.device_to_host
     return (
         Heading(f"Machine: {hardware.name}"),
@@ -143,6 +155,7 @@ def hardware_details(hardware: Hardware) -> Parts:
         _part("Host to device", to_device.name, _link_rows(to_device), to_device.source),
         _part("Device to host", to_host.name, _link_rows(to_host), to_host.source),
         f"Both directions run {duplex}.",
+        *([] if disk is None else [_part("Disk", disk.name, _disk_rows(disk), disk.source)]),
         *_cluster(hardware),
     )
 
@@ -203,6 +216,15 @@ def _link_rows(link: Link) -> dict[str, str]:
         "bandwidth": format_rate(link.bandwidth_bytes_per_s),
         "latency": format_seconds(link.latency_s),
         **measured,
+    }
+
+
+def _disk_rows(disk: Disk) -> dict[str, str]:
+    return {
+        "for files": format_bytes(disk.capacity_bytes),
+        "reads": format_rate(disk.read_bytes_per_s),
+        "writes": format_rate(disk.write_bytes_per_s),
+        "latency": format_seconds(disk.latency_s),
     }
 
 

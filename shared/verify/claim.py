@@ -149,6 +149,53 @@ class Claim:
         return frozenset(c.id for c in self.layout.chunks if first <= c.id < first + number)
 
     @cached_property
+    def on_disk(self) -> frozenset[ChunkId]:
+        """The chunks whose parameters lie on the disk: the last ones."""
+        first = len(self.layout.chunks) - self.plan.n_disk
+        return frozenset(c.id for c in self.layout.chunks if c.id >= first)
+
+    @cached_property
+    def stepped_from_disk(self) -> frozenset[ChunkId]:
+        """The chunks whose optimizer state lies on the disk: those of the last ones that are stepped at all."""
+        first = len(self.layout.chunks) - self.plan.n_disk_state
+        return frozenset(c.id for c in self.layout.chunks if c.id >= first and c.is_trainable)
+
+    @property
+    def gradients_pass(self) -> bool:
+        """Whether gradients of chunks that are stepped from the disk arrive in places that these share.
+
+        Those that others are added to, or that a norm of all reads, have places of their own.
+        """
+        return self.plan.micro_batches == 1 and self.plan.max_gradient_norm is None
+
+    @cached_property
+    def passing(self) -> dict[tuple[Content, Memory, ChunkId | None], list[Allocation]]:
+        """What comes and goes in host memory, by what it is of which chunk."""
+        found: dict[tuple[Content, Memory, ChunkId | None], list[Allocation]] = {}
+        for buffer in self.schedule.buffers:
+            if not buffer.is_static and buffer.memory is not Memory.DEVICE:
+                found.setdefault((buffer.content, buffer.memory, buffer.chunk), []).append(buffer)
+        return found
+
+    def stepped_in(self, content: Content, chunk: ChunkId) -> Allocation:
+        """Where CPU Adam finds parameters, optimizer state or gradients of ``chunk``: its home, or a shared place.
+
+        Raises ScheduleError if what should pass through such a place does so several times, or never.
+        """
+        shared = {
+            Content.PARAMETERS: chunk in self.on_disk,
+            Content.OPTIMIZER_STATE: True,
+            Content.GRADIENTS: self.gradients_pass,
+        }
+        if chunk not in self.stepped_from_disk or not shared[content]:
+            return self.homes[content, chunk]
+        memory = Memory.PINNED_HOST if content is Content.GRADIENTS else Memory.HOST
+        found = self.passing.get((content, memory, chunk), [])
+        if len(found) != 1:
+            reject(f"{content} of chunk {chunk} are brought {len(found)} times to be stepped, not once")
+        return found[0]
+
+    @cached_property
     def allocating(self) -> dict[AllocationId, TaskId]:
         """The task that allocates each buffer."""
         return {buffer: task.id for task in self.schedule.tasks for buffer in task.allocates}
@@ -178,7 +225,7 @@ class Claim:
     @cached_property
     def homes(self) -> dict[tuple[Content, ChunkId | None], Allocation]:
         """The static buffer for each content of each chunk: of one that the host steps, those on the host."""
-        static = [buffer for buffer in self.schedule.buffers if buffer.is_static]
+        static = [buffer for buffer in self.schedule.buffers if buffer.is_static and buffer.slot is None]
         return {(b.content, b.chunk): b for b in static if b.memory is not Memory.DEVICE or not self._is_kept(b)}
 
     @cached_property
@@ -195,7 +242,7 @@ class Claim:
         """The gradients of each chunk on the device, by micro-batch."""
         found: dict[tuple[ChunkId | None, int], list[Allocation]] = {}
         for buffer in self.schedule.buffers:
-            if buffer.content is Content.GRADIENTS and not buffer.is_static:
+            if buffer.content is Content.GRADIENTS and buffer.memory is Memory.DEVICE and not buffer.is_static:
                 found.setdefault((buffer.chunk, buffer.micro_batch), []).append(buffer)
         return found
 
@@ -250,9 +297,9 @@ class Claim:
         return self.schedule.buffers[buffer_id]
 
     def is_gathered(self, buffer_id: AllocationId) -> bool:
-        """Whether a buffer holds a whole chunk's parameters for the length of a stay."""
+        """Whether a buffer holds a whole chunk's parameters on the device for the length of a stay."""
         buffer = self.buffer(buffer_id)
-        return buffer.content is Content.PARAMETERS and not buffer.is_static
+        return buffer.content is Content.PARAMETERS and buffer.memory is Memory.DEVICE and not buffer.is_static
 
     def name(self, task_id: TaskId) -> str:
         """How messages call a task."""

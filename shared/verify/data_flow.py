@@ -22,9 +22,10 @@ def check_no_deadlock(claim: Claim) -> None:
 def turn(task: Task) -> Turn:
     """Whose turn it is at a static buffer: micro-batch by micro-batch out, added or back, then the norm, then Adam.
 
-    Parameters are read, by gathers and on the device, before this iteration's Adam writes them.
+    Parameters are read, by gathers, from the disk and on the device, before this iteration's Adam writes them, or, on
+    the disk, before it is written what Adam has made.
     """
-    if task.kind in (TaskKind.CPU_ADAM, TaskKind.DEVICE_ADAM):
+    if task.kind in (TaskKind.CPU_ADAM, TaskKind.DEVICE_ADAM, TaskKind.DISK_WRITE):
         return _AT_THE_END, 1
     if task.kind is TaskKind.GRADIENT_NORM:
         return _AT_THE_END, 0

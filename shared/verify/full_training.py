@@ -6,8 +6,8 @@ from typing import Final
 
 from ..schema.schedule import TaskKind
 from .claim import Claim
-from .collectives import compare_meetings
 from .data_flow import check_data_flow
+from .disk import check_disk_reads, check_disk_writes, check_shared_places, check_turns
 from .residency import (
     all_gathers,
     check_all_gather_order,
@@ -21,7 +21,7 @@ from .residency import (
     check_swap_window,
     check_swaps,
 )
-from .rules import Rule, Rules, Stage
+from .rules import Rule, Rules, Stage, compare_meetings
 from .sections import check_program
 from .updates import (
     check_accumulations,
@@ -49,13 +49,16 @@ FULL_TRAINING: Final = Rules(
     residency=(
         Rule(Stage.CHUNKS, check_homes),
         Rule(Stage.CHUNKS, check_places),
+        Rule(Stage.CHUNKS, check_shared_places),
         Rule(Stage.CHUNKS, check_gathers, (TaskKind.GATHER,)),
         Rule(Stage.CHUNKS, check_renewals),
+        Rule(Stage.CHUNKS, check_disk_reads, (TaskKind.DISK_READ,)),
         Rule(Stage.ACTIVATIONS, check_swaps, (TaskKind.ACTIVATION_OFFLOAD, TaskKind.ACTIVATION_FETCH)),
         Rule(Stage.RANKS, check_meetings),
         Rule(Stage.RANKS, check_all_gathers, (TaskKind.ALL_GATHER,)),
         Rule(Stage.DATA_FLOW, check_data_flow),
         Rule(Stage.CHUNK_ORDER, check_slots),
+        Rule(Stage.CHUNK_ORDER, check_turns),
         Rule(Stage.CHUNK_ORDER, check_gather_window),
         Rule(Stage.ACTIVATION_ORDER, check_swap_window),
         Rule(Stage.RANK_ORDER, check_all_gather_order),
@@ -65,6 +68,7 @@ FULL_TRAINING: Final = Rules(
         Rule(Stage.CHUNKS, check_gradient_offloads, (TaskKind.GRADIENT_OFFLOAD,)),
         Rule(Stage.CHUNKS, check_accumulations, (TaskKind.GRADIENT_ACCUMULATE,)),
         Rule(Stage.CHUNKS, check_cpu_adam, (TaskKind.CPU_ADAM,)),
+        Rule(Stage.CHUNKS, check_disk_writes, (TaskKind.DISK_WRITE,)),
         Rule(Stage.CHUNKS, check_norm, (TaskKind.GRADIENT_NORM,)),
         Rule(Stage.RANKS, check_reduce_scatters, (TaskKind.REDUCE_SCATTER,)),
         Rule(Stage.RANKS, check_all_reduces, (TaskKind.ALL_REDUCE,)),

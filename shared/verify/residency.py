@@ -13,11 +13,12 @@ from ..layout.layout import Chunk
 from ..schema.plan import ParallelMode
 from ..schema.schedule import Allocation, ChunkId, Content, Memory, Section, Task, TaskKind
 from .claim import Claim, check_amounts, check_earlier, check_in_place, chunk_of, compare_buffers, reject
-from .collectives import Meeting
+from .disk import is_on_its_way, shared_place_bytes
+from .rules import Meeting
 from .steps import paged_bytes, state_bytes, stepped_of
 
-_Home = tuple[Content, Memory, ChunkId | None, Section | None, int]
-"""A static buffer: what it holds, where, of which chunk or section, in how many bytes."""
+_Home = tuple[Content, Memory, ChunkId | None, Section | None, int | None, int]
+"""A static buffer: what it holds, where, of which chunk or section, which of several, in how many bytes."""
 
 # -- places ----------------------------------------------------------------------------------------------------------
 
@@ -28,58 +29,74 @@ def check_homes(claim: Claim) -> None:
     Parameters and optimizer state of every chunk, what gradients are staged in, what blocks swap, and what the model
     holds beside parameters.
     """
-    expected: Counter[_Home] = Counter([(Content.RESIDENT, Memory.DEVICE, None, None, claim.workload.resident_bytes)])
+    resident: _Home = (Content.RESIDENT, Memory.DEVICE, None, None, None, claim.workload.resident_bytes)
+    expected: Counter[_Home] = Counter([resident])
     for block, size_bytes in claim.swapping.items():
-        expected[Content.SWAPPED, Memory.PINNED_HOST, None, block, size_bytes] += 1
+        expected[Content.SWAPPED, Memory.PINNED_HOST, None, block, None, size_bytes] += 1
+    for (content, memory), size_bytes in shared_place_bytes(claim).items():
+        for slot in range(claim.plan.n_staging):
+            expected[content, memory, None, None, slot, size_bytes] += 1
     for chunk in claim.layout.chunks:
-        is_persistent, is_sharded = chunk.id in claim.persistent, chunk.id in claim.sharded
-        place = Memory.DEVICE if is_persistent or is_sharded else Memory.PINNED_HOST
-        part = None if is_persistent else claim.held[chunk.id]
-        size_bytes = chunk.size_bytes if part is None else part.parameter_bytes
-        homes: list[_Home] = [(Content.PARAMETERS, place, chunk.id, None, size_bytes)]
-        if chunk.id in claim.host_stepped:
-            homes.append((Content.PARAMETERS, Memory.DEVICE, chunk.id, None, chunk.size_bytes))
-        if chunk.is_trainable:
-            place = Memory.DEVICE if is_persistent or is_sharded else Memory.HOST
-            kept = part.stepped if part is not None else stepped_of([chunk], claim.workload.parameters)
-            kept_bytes = state_bytes(kept, claim.plan.optimizer)
-            elsewhere_bytes = paged_bytes(kept, claim.plan.optimizer) if place is Memory.DEVICE else 0
-            homes.append((Content.OPTIMIZER_STATE, place, chunk.id, None, kept_bytes - elsewhere_bytes))
-            if elsewhere_bytes:
-                homes.append((Content.PAGED_STATE, Memory.HOST, chunk.id, None, elsewhere_bytes))
-            if is_sharded and part is not None:
-                homes.append((Content.REDUCED_GRADIENTS, place, chunk.id, None, part.gradient_bytes))
-            elif part is not None:
-                homes.append((Content.GRADIENTS, Memory.PINNED_HOST, chunk.id, None, part.staging_bytes))
-                if claim.plan.micro_batches > 1 or claim.plan.widens_on_host:
-                    homes.append((Content.ARRIVING_GRADIENTS, Memory.PINNED_HOST, chunk.id, None, part.arrival_bytes))
-        expected.update(homes)
+        expected.update(_homes_of(claim, chunk))
     static = [buffer for buffer in claim.schedule.buffers if buffer.is_static]
-    found: Counter[_Home] = Counter((b.content, b.memory, b.chunk, b.section, b.size_bytes) for b in static)
+    found: Counter[_Home] = Counter((b.content, b.memory, b.chunk, b.section, b.slot, b.size_bytes) for b in static)
     if found != expected:
         missing, extra = list((expected - found).keys()), list((found - expected).keys())
         reject(f"it has the static buffers {_shown(extra)} too much and {_shown(missing)} too little")
 
 
+def _homes_of(claim: Claim, chunk: Chunk) -> list[_Home]:
+    """What is there for good of a chunk: on the device, in its parts there, on the host, or on the host's disk."""
+    is_persistent, is_sharded = chunk.id in claim.persistent, chunk.id in claim.sharded
+    place = Memory.DEVICE if is_persistent or is_sharded else Memory.PINNED_HOST
+    if chunk.id in claim.on_disk:
+        place = Memory.DISK
+    part = None if is_persistent else claim.held[chunk.id]
+    size_bytes = chunk.size_bytes if part is None else part.parameter_bytes
+    homes: list[_Home] = [(Content.PARAMETERS, place, chunk.id, None, None, size_bytes)]
+    if chunk.id in claim.host_stepped:
+        homes.append((Content.PARAMETERS, Memory.DEVICE, chunk.id, None, None, chunk.size_bytes))
+    if chunk.is_trainable:
+        place = Memory.DEVICE if is_persistent or is_sharded else Memory.HOST
+        if chunk.id in claim.stepped_from_disk:
+            place = Memory.DISK
+        kept = part.stepped if part is not None else stepped_of([chunk], claim.workload.parameters)
+        kept_bytes = state_bytes(kept, claim.plan.optimizer)
+        elsewhere_bytes = paged_bytes(kept, claim.plan.optimizer) if place is Memory.DEVICE else 0
+        homes.append((Content.OPTIMIZER_STATE, place, chunk.id, None, None, kept_bytes - elsewhere_bytes))
+        if elsewhere_bytes:
+            homes.append((Content.PAGED_STATE, Memory.HOST, chunk.id, None, None, elsewhere_bytes))
+        if is_sharded and part is not None:
+            homes.append((Content.REDUCED_GRADIENTS, place, chunk.id, None, None, part.gradient_bytes))
+        elif part is not None and not (claim.gradients_pass and chunk.id in claim.stepped_from_disk):
+            homes.append((Content.GRADIENTS, Memory.PINNED_HOST, chunk.id, None, None, part.staging_bytes))
+            if claim.plan.micro_batches > 1 or claim.plan.widens_on_host:
+                homes.append((Content.ARRIVING_GRADIENTS, Memory.PINNED_HOST, chunk.id, None, None, part.arrival_bytes))
+    return homes
+
+
 def _shown(entries: Iterable[_Home]) -> str:
     shown = [
-        f"{content} of {f'block {section}' if chunk is None else f'chunk {chunk}'} in {memory} ({size} B)"
-        for content, memory, chunk, section, size in entries
+        f"{content} of {f'block {section}' if slot is None else f'place {slot}'} in {memory} ({size} B)"
+        if chunk is None
+        else f"{content} of chunk {chunk} in {memory} ({size} B)"
+        for content, memory, chunk, section, slot, size in entries
     ]
     return ", ".join(shown) or "nothing"
 
 
 def check_places(claim: Claim) -> None:
-    """Only device memory comes and goes; gathered chunks, and nothing else, have one of the plan's slots.
+    """Of what comes and goes on the device, gathered chunks, and nothing else, have one of the plan's slots.
 
-    A buffer is of the micro-batch of the task that allocates it.
+    A buffer is of the micro-batch of the task that allocates it.  What comes and goes in host memory has rules of its
+    own (``check_shared_places``).
     """
     for buffer in claim.schedule.buffers:
-        if not buffer.is_static and buffer.memory is not Memory.DEVICE:
-            reject(f"buffer {buffer.id} ({buffer.content}) comes and goes in {buffer.memory} memory")
         micro_batch = 0 if buffer.is_static else claim.schedule.tasks[claim.allocating[buffer.id]].micro_batch
         if buffer.micro_batch != micro_batch:
             reject(f"buffer {buffer.id} ({buffer.content}) is of micro-batch {buffer.micro_batch}, not {micro_batch}")
+        if buffer.memory is not Memory.DEVICE:
+            continue
         if claim.is_gathered(buffer.id) != (buffer.slot is not None):
             reject(f"buffer {buffer.id} ({buffer.content}) has slot {buffer.slot}")
         if buffer.slot is not None and not 0 <= buffer.slot < claim.plan.n_buffer:
@@ -122,9 +139,15 @@ def _check_renewal(claim: Claim, task: Task, chunk: Chunk) -> None:
 
 
 def check_one_gather(claim: Claim, task: Task, *, moved_bytes: int) -> None:
-    """From the chunk's home into a fresh buffer of the chunk's size, which some section uses."""
+    """From the chunk's home into a fresh buffer of the chunk's size, which some section uses.
+
+    Of a chunk on the disk, from what was read of it, which goes then.
+    """
     chunk = chunk_of(claim, task)
-    compare_buffers(task, task.reads, [claim.homes[Content.PARAMETERS, chunk.id]], "reads")
+    passing = [claim.buffer(b) for b in task.reads] if chunk.id in claim.on_disk else []
+    if chunk.id in claim.on_disk and (len(passing) != 1 or not is_on_its_way(passing[0], chunk.id, task.micro_batch)):
+        reject(f"{task.name} does not copy what was read of chunk {chunk.id}")
+    compare_buffers(task, task.reads, passing or [claim.homes[Content.PARAMETERS, chunk.id]], "reads")
     filled = [claim.buffer(b) for b in task.writes]
     if len(filled) != 1 or not claim.is_gathered(filled[0].id) or filled[0].chunk != chunk.id:
         reject(f"{task.name} does not fill one buffer for the parameters of chunk {chunk.id}")
@@ -132,7 +155,7 @@ def check_one_gather(claim: Claim, task: Task, *, moved_bytes: int) -> None:
     if filled[0].size_bytes != part.gathered_bytes or filled[0].section is not None:
         reject(f"{task.name} fills {filled[0].size_bytes} bytes, the chunk has {part.gathered_bytes}")
     compare_buffers(task, task.allocates, filled, "allocates")
-    compare_buffers(task, task.frees, [], "frees")
+    compare_buffers(task, task.frees, passing, "frees")
     readers = [user for user in claim.readers[filled[0].id] if user in claim.step_of]
     if not readers:
         reject(f"{task.name} is gathered for nobody")
@@ -220,7 +243,7 @@ def check_slots(claim: Claim) -> None:
     by_slot: dict[int, list[Allocation]] = {}
     by_chunk: dict[ChunkId | None, list[Allocation]] = {}
     for buffer in claim.schedule.buffers:
-        if buffer.slot is not None:
+        if claim.is_gathered(buffer.id) and buffer.slot is not None:
             by_slot.setdefault(buffer.slot, []).append(buffer)
             by_chunk.setdefault(buffer.chunk, []).append(buffer)
     for stays in (*by_slot.values(), *by_chunk.values()):

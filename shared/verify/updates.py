@@ -14,8 +14,8 @@ from ..schema.plan import ParallelMode
 from ..schema.schedule import ChunkId, Content, OuterSection, Task, TaskKind
 from ..schema.workload import Phase
 from .claim import Claim, check_amounts, check_earlier, check_in_place, chunk_of, compare_buffers, reject
-from .collectives import Meeting
 from .compute_tasks import Expected, Name, check_compute_task, gradients_of, name_of_part
+from .rules import Meeting
 from .shards import fullest_regions
 from .steps import Stepped, extra_bytes, goes_alone, moved_bytes, stepped_of
 
@@ -73,8 +73,9 @@ def _check_offload(claim: Claim, task: Task) -> None:
     content = Content.ARRIVING_GRADIENTS if is_beside else Content.GRADIENTS
     compare_buffers(task, task.reads, gradients, "reads")
     compare_buffers(task, task.frees, gradients, "frees")
-    compare_buffers(task, task.writes, [claim.homes[content, chunk.id]], "writes")
-    compare_buffers(task, task.allocates, [], "allocates")
+    arrives = claim.homes[content, chunk.id] if is_beside else claim.stepped_in(content, chunk.id)
+    compare_buffers(task, task.writes, [arrives], "writes")
+    compare_buffers(task, task.allocates, [] if arrives.is_static else [arrives], "allocates")
     check_amounts(task, moved_bytes=claim.held[chunk.id].gradient_bytes)
 
 
@@ -111,11 +112,12 @@ def check_cpu_adam(claim: Claim) -> None:
     _check_served(claim, TaskKind.CPU_ADAM, (last,))
     for task in claim.tasks_of(TaskKind.CPU_ADAM):
         chunk = chunk_of(claim, task)
-        stepped = [claim.homes[content, chunk.id] for content in (Content.PARAMETERS, Content.OPTIMIZER_STATE)]
-        compare_buffers(task, task.reads, [*stepped, claim.homes[Content.GRADIENTS, chunk.id]], "reads")
+        stepped = [claim.stepped_in(content, chunk.id) for content in (Content.PARAMETERS, Content.OPTIMIZER_STATE)]
+        gradients = claim.stepped_in(Content.GRADIENTS, chunk.id)
+        compare_buffers(task, task.reads, [*stepped, gradients], "reads")
         compare_buffers(task, task.writes, stepped, "writes")
         compare_buffers(task, task.allocates, [], "allocates")
-        compare_buffers(task, task.frees, [], "frees")
+        compare_buffers(task, task.frees, [] if gradients.is_static else [gradients], "frees")
         _check_stepped(claim, task, claim.held[chunk.id].stepped, is_wide=claim.plan.widens_on_host)
 
 

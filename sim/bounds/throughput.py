@@ -42,6 +42,7 @@ BoolArray = npt.NDArray[np.bool_]
 
 _COMPUTE: Final = 0
 """The first lane."""
+_AT_A_TIME: Final = len(LANES_ALONE)
 _SLACK: Final = 1e-9
 """Relative: vertices may violate a constraint by rounding, and are scaled back by what they do."""
 
@@ -74,7 +75,7 @@ class Throughput:
         """The best weights of a machine; see [Note: Throughput bound]."""
         lanes = contention.lanes
         rates = _rates(contention, lanes)
-        weights = _vertices(rates) if len(lanes) == len(LANES_ALONE) else _weights_of_four_at_a_time(contention)
+        weights = _vertices(rates) if len(lanes) == _AT_A_TIME else _weights_of_four_at_a_time(contention)
         beside_compute = range(_COMPUTE + 1, len(lanes))
         pairs = []
         for lane, other in combinations(beside_compute, 2):
@@ -94,16 +95,20 @@ def _slack(weights: FloatArray, rates: FloatArray, lane: int) -> FloatArray:
 
 
 def _weights_of_four_at_a_time(contention: ContentionModel) -> FloatArray:
-    """(V, 5) weights of all lanes of one of several ranks, in the order of ``Lane``: the best of four lanes at a time.
+    """(V, L) weights of all of more than four lanes, in the order of ``Lane``: the best of four lanes at a time.
 
-    No lane is faster in company, so weights that hold without a lane hold beside it; the vertices of all five lanes
-    together are a hundred times as many.
+    No lane is faster beside others, so weights that hold without a lane hold beside it; the vertices of all five lanes
+    together are a hundred times as many.  Lanes that one rank alone without a disk does not have are among every four.
     """
-    lanes = tuple(Lane)
+    lanes = contention.lanes
+    more = [lane for lane in lanes if lane not in LANES_ALONE]
     found = []
-    for left_out in LANES_ALONE:
-        among = [lane for lane in lanes if lane is not left_out]
-        found.append(np.insert(_vertices(_rates(contention, among)), lanes.index(left_out), 0.0, axis=1))
+    for few in combinations(LANES_ALONE, _AT_A_TIME - len(more)):
+        among = [lane for lane in lanes if lane in few or lane in more]
+        vertices = _vertices(_rates(contention, among))
+        weights = np.zeros((len(vertices), len(lanes)))
+        weights[:, [lanes.index(lane) for lane in among]] = vertices
+        found.append(weights)
     return _undominated(_distinct(np.concatenate(found)))
 
 

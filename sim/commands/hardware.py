@@ -21,6 +21,8 @@ from ...shared.catalogue.machines import (
 )
 from ...shared.catalogue.models import ModelList
 from ...shared.catalogue.parts import (
+    disk_names,
+    disk_part,
     host_names,
     host_part,
     link_names,
@@ -82,12 +84,13 @@ def list_command(as_json: JsonFlag = False) -> None:
 def parts_command(as_json: JsonFlag = False) -> None:
     """List the parts that --set can exchange.
 
-    Hosts, links, nodes and networks, each by the name that it goes by.
+    Hosts, links, disks, nodes and networks, each by the name that it goes by.
     """
     if as_json:
         parts: dict[str, list[FrozenModel]] = {
             "hosts": [host_part(name) for name in host_names()],
             "links": [link_part(name) for name in link_names()],
+            "disks": [disk_part(name) for name in disk_names()],
             "nodes": [node_part(name) for name in node_names()],
             "networks": [network_part(name) for name in network_names()],
         }
@@ -131,6 +134,10 @@ def probe_command(
         float,
         typer.Option("--seconds", metavar="SECONDS", min=0.1, max=_LONGEST_PROBE_S, help="How long to measure, about."),
     ] = 10.0,
+    disk_folder: Annotated[
+        Path | None,
+        typer.Option("--disk-folder", metavar="FOLDER", file_okay=False, help="Measure the disk that it lies on too."),
+    ] = None,
     output: MachineOutput = None,
     as_json: JsonFlag = False,
 ) -> None:
@@ -142,7 +149,7 @@ def probe_command(
     keep_apart({"--output": output}, {}, as_json=as_json)
     probe = plugin("protwin.probes", "torch")
     with progress_bar("measuring this machine") as on_progress:
-        found = probe(seconds=seconds, on_progress=on_progress, leaves_a_core=True)
+        found = probe(seconds=seconds, on_progress=on_progress, leaves_a_core=True, disk_folder=disk_folder)
     _give(found, output, as_json=as_json)
 
 

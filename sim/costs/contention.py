@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import combinations
 from math import prod
 from types import MappingProxyType
@@ -30,7 +30,7 @@ from typing import Final, Self
 from ...shared.schema.calibration import Calibration
 from ...shared.schema.hardware import Hardware
 from ...shared.schema.optimizer import Optimizer
-from ...shared.schema.schedule import LANES_ALONE, Lane, lanes_of
+from ...shared.schema.schedule import Lane, lanes_of
 from .fair_share import fair_shares
 from .lane_demands import Resource, lane_demands
 
@@ -38,12 +38,12 @@ LaneSet = frozenset[Lane]
 Slowdowns = Mapping[Lane, float]
 
 
+@lru_cache(maxsize=8)
 def _sets_of(lanes: tuple[Lane, ...]) -> tuple[LaneSet, ...]:
+    """Every set of ``lanes``; smaller sets first."""
     return tuple(frozenset(chosen) for size in range(1, len(lanes) + 1) for chosen in combinations(lanes, size))
 
 
-_SETS: Final = {len(lanes): _sets_of(lanes) for lanes in (LANES_ALONE, tuple(Lane))}
-"""Every set of the lanes of one rank alone, and of several, by their number; smaller sets first."""
 _WHOLE: Final = dict.fromkeys(Resource, 1.0)
 """Demands are shares of a resource."""
 
@@ -62,15 +62,21 @@ class ContentionModel:
         *,
         num_ranks: int = 1,
         optimizer: Optimizer = Optimizer.ADAMW,
+        has_disk: bool = False,
     ) -> Self:
         """What is measured of a machine, completed by what its data sheet implies, with this optimizer on the host.
 
-        Raises HardwareError if the machine does not have the ranks.
+        ``has_disk``: with the lane of a disk that chunks lie on.  Raises HardwareError if the machine does not have the
+        ranks, or the disk.
         """
-        modelled = _from_resources(hardware, num_ranks, optimizer)
+        modelled = _from_resources(hardware, num_ranks, optimizer, has_disk)
         if calibration is None:
             return cls(_freeze(modelled))
-        usual = modelled if optimizer is Optimizer.ADAMW else _from_resources(hardware, num_ranks, Optimizer.ADAMW)
+        usual = (
+            modelled
+            if optimizer is Optimizer.ADAMW
+            else _from_resources(hardware, num_ranks, Optimizer.ADAMW, has_disk)
+        )
         ratios = {
             lanes: {lane: slowdown / usual[lanes][lane] for lane, slowdown in slowdowns.items()}
             for lanes, slowdowns in modelled.items()
@@ -79,14 +85,16 @@ class ContentionModel:
         return cls(_freeze(_complete(measured, modelled) if measured else modelled))
 
     @classmethod
-    def none(cls, *, num_ranks: int = 1) -> Self:
+    def none(cls, *, num_ranks: int = 1, has_disk: bool = False) -> Self:
         """Lanes that do not disturb each other."""
-        return cls(_freeze({lanes: dict.fromkeys(lanes, 1.0) for lanes in _SETS[len(lanes_of(num_ranks))]}))
+        among = lanes_of(num_ranks, has_disk=has_disk)
+        return cls(_freeze({lanes: dict.fromkeys(lanes, 1.0) for lanes in _sets_of(among)}))
 
     @property
     def lanes(self) -> tuple[Lane, ...]:
         """All of them, in their order."""
-        return LANES_ALONE if frozenset(Lane) not in self.slowdowns else tuple(Lane)
+        among = max(self.slowdowns, key=len)
+        return tuple(lane for lane in Lane if lane in among)
 
     def rates(self, active: LaneSet) -> Slowdowns:
         """Progress per second of each active lane, in (0, 1]."""
@@ -110,16 +118,18 @@ def _freeze(slowdowns: Mapping[LaneSet, dict[Lane, float]]) -> Mapping[LaneSet, 
 # -- from the data sheet ---------------------------------------------------------------------------------------------
 
 
-def _from_resources(hardware: Hardware, num_ranks: int, optimizer: Optimizer) -> dict[LaneSet, dict[Lane, float]]:
+def _from_resources(
+    hardware: Hardware, num_ranks: int, optimizer: Optimizer, has_disk: bool
+) -> dict[LaneSet, dict[Lane, float]]:
     """The slowdowns that follow from what lanes draw on, shared fairly (``lane_demands.py``, ``fair_share.py``).
 
     Fair sharing can let a lane gain beside other lanes: a third lane may hold up the one that it shares with.  The
     search's bounds do not need it, but measured sets never show it beyond their noise, so slowdowns are raised to
     those of smaller sets here as well.
     """
-    demands = lane_demands(hardware, num_ranks, optimizer)
+    demands = lane_demands(hardware, num_ranks, optimizer, has_disk=has_disk)
     slowdowns: dict[LaneSet, dict[Lane, float]] = {}
-    for lanes in _SETS[len(demands)]:
+    for lanes in _sets_of(lanes_of(num_ranks, has_disk=has_disk)):
         ordered = sorted(lanes)
         shares = fair_shares([demands[lane] for lane in ordered], _WHOLE)
         slowdowns[lanes] = {

@@ -20,7 +20,7 @@ from ...shared.schema.optimizer import Optimizer
 from ...shared.schema.schedule import Lane
 from .efficiency import CORE_BYTES_PER_S
 from .fabrics import fabric_levels
-from .task_costs import host_adam_bytes_per_s, step_cores
+from .task_costs import disk_of, host_adam_bytes_per_s, step_cores
 
 
 class Resource(StrEnum):
@@ -55,18 +55,20 @@ MB in 0.22 ms on an A100, 0.15 of it.
 """
 _COLLECTIVE_PASSES: Final = 3
 """A ring's step reads what it sends, reads what it adds to, and writes the sum."""
+_DISK_PASSES: Final = 3
+"""Between the disk and the page cache once; a copy between that and a place of the host reads and writes."""
 _COLLECTIVE_PROCESSORS_FRAC: Final = 20 / 132
 """Processors that collectives occupy: 20 of an H800's 132 (DeepSeek-V3, arXiv 2412.19437, section 3.5.1)."""
 
 
 def lane_demands(
-    hardware: Hardware, num_ranks: int = 1, optimizer: Optimizer = Optimizer.ADAMW
+    hardware: Hardware, num_ranks: int = 1, optimizer: Optimizer = Optimizer.ADAMW, *, has_disk: bool = False
 ) -> dict[Lane, dict[Resource, float]]:
     """The share of every resource that each lane of one rank draws while it runs alone; none above 1.
 
     Where the CPU is the device, its memory is the host's, and its cores compute.  Several ranks have a lane of
-    collectives too, and each draws on its own part of the machine (``shared/catalogue/rank_share.py``).
-    Raises HardwareError if the machine does not have the ranks.
+    collectives too, and each draws on its own part of the machine (``shared/catalogue/rank_share.py``).  ``has_disk``:
+    with that of the disk.  Raises HardwareError if the machine does not have the ranks, or the disk.
     """
     own = hardware if num_ranks == 1 else machine_of_rank(hardware, num_ranks)
     demands = (_on_cpu if own.device.kind is DeviceKind.CPU else _beside_a_device)(own, optimizer)
@@ -75,6 +77,8 @@ def lane_demands(
     if num_ranks > 1:
         demands[Lane.COLLECTIVE] = _collective(hardware, own, num_ranks)
         demands[Lane.H2D][Resource.TO_DEVICE] = demands[Lane.D2H][Resource.FROM_DEVICE] = 1.0
+    if has_disk:
+        demands[Lane.DISK] = _disk(own)
     return {lane: {resource: min(1.0, share) for resource, share in demand.items()} for lane, demand in demands.items()}
 
 
@@ -126,6 +130,19 @@ def _beside_a_device(hardware: Hardware, optimizer: Optimizer) -> dict[Lane, dic
     demands[Lane.CPU_OPTIM] = {Resource.HOST_MEMORY: rate / host.memory_bandwidth_bytes_per_s}
     demands[Lane.COMPUTE] = {Resource.DEVICE_MEMORY: _DEVICE_COMPUTE_FRAC, Resource.PROCESSORS: 1.0}
     return demands
+
+
+def _disk(hardware: Hardware) -> dict[Resource, float]:
+    """What is read or written lies in the page cache on its way: the disk's copy of it, and the system's, in and out.
+
+    The system's copy keeps as many cores busy as its rate takes.  Of reads and writes the faster counts for both.
+    """
+    disk, host = disk_of(hardware), hardware.host
+    rate = max(disk.read_bytes_per_s, disk.write_bytes_per_s)
+    demand = {Resource.HOST_MEMORY: _DISK_PASSES * rate / host.memory_bandwidth_bytes_per_s}
+    if hardware.device.kind is DeviceKind.CPU:
+        demand[Resource.CORES] = 2 * rate / CORE_BYTES_PER_S / host.num_cores
+    return demand
 
 
 def _collective(hardware: Hardware, own: Hardware, num_ranks: int) -> dict[Resource, float]:

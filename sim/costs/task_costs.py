@@ -24,12 +24,13 @@ from math import exp, log
 from typing import Final, Self
 
 from ...shared.basics.errors import CalibrationError, HardwareError, ScheduleError, WorkloadError
+from ...shared.basics.units import format_bytes
 from ...shared.catalogue.rank_share import machine_of_rank
 from ...shared.optimizers.work import PAGED_BYTES_PER_SCALAR, device_operations_per_tensor, host_kernels
 from ...shared.schema.calibration import Calibration
-from ...shared.schema.hardware import Device, DeviceKind, Hardware, Host, Link
+from ...shared.schema.hardware import Device, DeviceKind, Disk, Hardware, Host, Link
 from ...shared.schema.optimizer import Optimizer
-from ...shared.schema.schedule import Schedule, Task, TaskKind
+from ...shared.schema.schedule import Memory, Schedule, Task, TaskKind
 from ...shared.schema.workload import Operation, OperationClass, Phase, Workload
 from ...shared.workloads.check import check_kernels
 from .collectives import Collective
@@ -95,7 +96,11 @@ class CostModel:
         return cls(own, calibration, use_measured=use_measured, together=hardware)
 
     def durations_s(self, schedule: Schedule) -> tuple[float, ...]:
-        """Seconds of every task of ``schedule``, in its order."""
+        """Seconds of every task of ``schedule``, in its order.
+
+        Raises HardwareError if the machine has no disk, or too small a one, for what lies there.
+        """
+        check_disk(schedule, self.hardware)
         priced = self.stepping(schedule.optimizer)
         return tuple([priced.task_s(task) for task in schedule.tasks])
 
@@ -125,6 +130,12 @@ class CostModel:
                 return self.adam_s(task.num_stepped, task.stepped_bytes, task.num_tensors, task.kind)
             case TaskKind.ALL_GATHER | TaskKind.REDUCE_SCATTER | TaskKind.ALL_REDUCE:
                 return self._calibrated(self.collective_s(task.kind, task.moved_bytes, task.num_ranks), task.kind)
+            case TaskKind.DISK_READ:
+                disk = disk_of(self.hardware)
+                return self._calibrated(disk.latency_s + task.moved_bytes / disk.read_bytes_per_s, task.kind)
+            case TaskKind.DISK_WRITE:
+                disk = disk_of(self.hardware)
+                return self._calibrated(disk.latency_s + task.moved_bytes / disk.write_bytes_per_s, task.kind)
             case _:
                 raise ScheduleError(
                     f"{task.name} states no seconds, and no task of kind {task.kind} has a price. Let the schedule "
@@ -238,6 +249,27 @@ def host_adam_bytes_per_s(host: Host) -> float:
     if host.adam_bytes_per_s is not None:
         return host.adam_bytes_per_s
     return min(host.memory_bandwidth_bytes_per_s * CPU_ADAM_FRAC, host.num_cores * CORE_BYTES_PER_S)
+
+
+def disk_of(hardware: Hardware) -> Disk:
+    """The disk that chunks lie on.  Raises HardwareError if the machine has none."""
+    if hardware.disk is None:
+        raise HardwareError(
+            f"{hardware.name} has no disk, but the plan has chunks on one (n_disk_state). Name one with "
+            f"--set disk=NAME (protwin hardware parts lists them), measure one with protwin hardware probe "
+            f"--disk-folder FOLDER, or set n_disk_state to 0."
+        )
+    return hardware.disk
+
+
+def check_disk(schedule: Schedule, hardware: Hardware) -> None:
+    """Raise HardwareError unless ``hardware`` has a disk for what ``schedule`` keeps there."""
+    if (size_bytes := schedule.static_bytes(Memory.DISK)) and size_bytes > disk_of(hardware).capacity_bytes:
+        raise HardwareError(
+            f"chunks take {format_bytes(size_bytes)} of the disk {disk_of(hardware).name}, which has "
+            f"{format_bytes(disk_of(hardware).capacity_bytes)} for files (disk.capacity_bytes). Lower n_disk_state, or "
+            f"use a larger disk."
+        )
 
 
 def copy_time_s(size_bytes: int, link: Link) -> float:

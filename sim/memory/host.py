@@ -10,7 +10,9 @@ stands in for a device; ``PINNED_RULE`` is the one place that says so.
 The model is on the host when its chunks take it over, one after another (``runtime/chunks/chunk.py``): a chunk's home
 and the places its gradients arrive at are allocated, then its parameters are copied into it, with a float32 master
 beside where they are narrower, and only then the model's own copies go.  Moments come with the first
-step.  A chunk that stays on the device and is stepped on the host has a home and masters there too.  Ranks of a
+step.  A chunk that stays on the device and is stepped on the host has a home and masters there too.  Places of the host
+that chunks on the disk share come first; such a chunk's masters, and its parameters if they go there, are made in them
+and written before the next chunk comes.  Ranks of a
 sharded plan would need all of that each; they are taken to read one chunk after another from files,
 and to keep their shards of it, on the host or on the device.
 """
@@ -18,11 +20,12 @@ and to keep their shards of it, on the host or on the device.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from math import prod
 from typing import Final
 
 from ...shared.layout.layout import Layout
 from ...shared.layout.shards import stepped_parts
-from ...shared.optimizers.state import master_bytes
+from ...shared.optimizers.state import master_bytes, state_bytes
 from ...shared.optimizers.work import host_temporary_bytes
 from ...shared.schema.hardware import DeviceKind, Hardware
 from ...shared.schema.memory_accounts import HostMemory, PinnedRule
@@ -95,22 +98,30 @@ def host_memory(
 
 
 def step_peak_bytes(schedule: Schedule, parameters: Sequence[Parameter], layout: Layout, *, is_on_host: bool) -> int:
-    """The most that stepping one tensor makes in the host's memory.  Bytes.
+    """The most that stepping one tensor makes in the host's memory, and moments on their first way to the disk.  Bytes.
 
     ``is_on_host``: device memory is host memory too.  What torch's operators make there is in the schedule's account of
     the device; what kernels of bitsandbytes make within is not.
     """
     optimizer = schedule.optimizer
     states = {b.chunk: b.memory for b in schedule.buffers if b.is_static and b.content is Content.OPTIMIZER_STATE}
-    counts = {Memory.HOST} | ({Memory.DEVICE} if is_on_host and optimizer.is_of_bitsandbytes else set())
+    counts = {Memory.HOST, Memory.DISK} | ({Memory.DEVICE} if is_on_host and optimizer.is_of_bitsandbytes else set())
     num_parts = schedule.num_ranks if schedule.parallel is ParallelMode.SHARDED else 1
     stepped = (
         one
         for chunk in layout.chunks
         if states.get(chunk.id) in counts
-        for one in stepped_parts(chunk, parameters, num_parts if states[chunk.id] is Memory.HOST else 1)
+        for one in stepped_parts(chunk, parameters, num_parts if states[chunk.id] is not Memory.DEVICE else 1)
     )
-    return max((host_temporary_bytes(one, optimizer) for one in stepped), default=0)
+    on_disk = (
+        sum(state_bytes([one], optimizer) - prod(one[1]) * master_bytes(one[0], optimizer) for one in together)
+        for together in (
+            stepped_parts(chunk, parameters, 1) for chunk in layout.chunks if states.get(chunk.id) is Memory.DISK
+        )
+    )
+    of_one_tensor = max((host_temporary_bytes(one, optimizer) for one in stepped), default=0)
+    # The first step of a chunk makes its moments, which then go to the place that they are written from.
+    return of_one_tensor + max(on_disk, default=0)
 
 
 def loading_peak_bytes(schedule: Schedule, parameters: Sequence[Parameter], layout: Layout, *, is_on_host: bool) -> int:
@@ -120,6 +131,10 @@ def loading_peak_bytes(schedule: Schedule, parameters: Sequence[Parameter], layo
     """
     homes: dict[int, int] = {}
     on_device: dict[int, int] = {}
+    on_disk = {b.chunk for b in schedule.buffers if b.memory is Memory.DISK and b.content is Content.OPTIMIZER_STATE}
+    shared = [b for b in schedule.buffers if b.is_static and b.chunk is None and b.slot is not None]
+    pinned = [b.size_bytes for b in shared if b.memory is Memory.PINNED_HOST]
+    shared_bytes = pinned_size(pinned, PINNED_RULE) + sum(b.size_bytes for b in shared if b.memory is Memory.HOST)
     for buffer in schedule.buffers:
         if buffer.is_static and buffer.chunk is not None:
             if buffer.memory is Memory.PINNED_HOST:
@@ -127,10 +142,11 @@ def loading_peak_bytes(schedule: Schedule, parameters: Sequence[Parameter], layo
             elif buffer.memory is Memory.DEVICE and buffer.content is Content.PARAMETERS:
                 on_device[buffer.chunk] = buffer.size_bytes
     is_sharded = schedule.parallel is ParallelMode.SHARDED
-    level = peak = 0 if is_sharded else sum(parameter.size_bytes for parameter in parameters)
+    level = peak = shared_bytes + (0 if is_sharded else sum(parameter.size_bytes for parameter in parameters))
     for chunk in layout.chunks:
         members = [parameters[placed.index] for placed in chunk.parameters]
         masters = sum(p.num_elements * master_bytes(p.dtype, schedule.optimizer) for p in members if p.trainable)
+        masters = 0 if chunk.id in on_disk else masters
         whole_bytes = sum(parameter.size_bytes for parameter in members)
         if is_sharded:
             level += whole_bytes

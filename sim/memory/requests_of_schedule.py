@@ -149,8 +149,8 @@ def static_tensors(schedule: Schedule, parameters: tuple[Parameter, ...], layout
     for buffer in schedule.buffers:
         if not buffer.is_static or not buffer.size_bytes:
             continue
-        if buffer.memory is Memory.PINNED_HOST and buffer.content is Content.PARAMETERS:
-            if buffer.chunk not in kept:
+        if buffer.memory in (Memory.PINNED_HOST, Memory.DISK) and buffer.content is Content.PARAMETERS:
+            if buffer.chunk is not None and buffer.chunk not in kept:
                 set_up.append(SetUp(buffer.size_bytes, stays=False))
         elif buffer.memory is Memory.DEVICE and buffer.content is Content.OPTIMIZER_STATE:
             assert buffer.chunk is not None

@@ -44,6 +44,13 @@ def faster_links(box: Hardware) -> Hardware:
     return faster if box.node.host_path is None else _with_node(faster, host_path=box.node.host_path)
 
 
+def faster_disk(box: Hardware) -> Hardware:
+    """The disk, of a machine that has one, twice as fast in both directions."""
+    assert box.disk is not None
+    rates = {name: 2 * getattr(box.disk, name) for name in ("read_bytes_per_s", "write_bytes_per_s")}
+    return box.model_copy(update={"disk": box.disk.model_copy(update=rates)})
+
+
 def faster_device_links(box: Hardware) -> Hardware:
     """Links between the devices of a node, of a machine that has them, twice as fast."""
     assert box.node is not None

@@ -26,7 +26,7 @@ from ..engine.kept_schedule import memory_schedule
 from ..engine.simulator import simulate_plan, simulate_timing
 from ..searching.request import GlobalBatch, SearchRequest
 from ..searching.survival import SegmentRoom
-from .faster_parts import faster_device, faster_device_links, faster_host, faster_links, faster_network
+from .faster_parts import faster_device, faster_device_links, faster_disk, faster_host, faster_links, faster_network
 from .leaner_plans import Room, may_have_room, plan_with_room
 
 WorkloadAt = Callable[[int], Workload | None]
@@ -41,6 +41,7 @@ _FASTER: Final[dict[RemedyKind, Callable[[Hardware], Hardware]]] = {
     RemedyKind.DEVICE: faster_device,
     RemedyKind.DEVICE_LINKS: faster_device_links,
     RemedyKind.NETWORK: faster_network,
+    RemedyKind.DISK: faster_disk,
 }
 
 
@@ -150,6 +151,8 @@ def _part_of(lane: Lane, workload: Workload, hardware: Hardware, num_ranks: int)
             return RemedyKind.LINKS
         case Lane.CPU_OPTIM:
             return RemedyKind.HOST
+        case Lane.DISK:
+            return None if hardware.disk is None else RemedyKind.DISK
         case Lane.COLLECTIVE:
             if hardware.network is not None and num_ranks > hardware.devices_per_node:
                 return RemedyKind.NETWORK
@@ -168,7 +171,13 @@ def _remedy(
 ) -> Remedy:
     """The simulation of ``plan`` on ``hardware`` beside the record."""
     costs = _costs(workload, hardware, calibration, plan.num_ranks)
-    contention = ContentionModel.of(hardware, calibration, num_ranks=plan.num_ranks, optimizer=plan.optimizer)
+    contention = ContentionModel.of(
+        hardware,
+        calibration,
+        num_ranks=plan.num_ranks,
+        optimizer=plan.optimizer,
+        has_disk=plan.n_disk_state > 0,
+    )
     if schedule.micro_batches == plan.micro_batches:
         iteration_s = simulate_timing(schedule, costs.durations_s(schedule), contention).iteration_s
     else:

@@ -10,7 +10,7 @@ from ...shared.basics.errors import CalibrationError, CatalogueError, HardwareEr
 from ...shared.basics.suggestions import did_you_mean
 from ...shared.catalogue.machines import cluster_names, machine, override_hardware
 from ...shared.catalogue.names import device_called, machine_called, written_alike
-from ...shared.catalogue.parts import device_names, host_names, link_names, network_names, node_names
+from ...shared.catalogue.parts import device_names, disk_names, host_names, link_names, network_names, node_names
 from ...shared.optimizers.check import check_host_gradients, check_optimizer
 from ...shared.schema.calibration import Calibration
 from ...shared.schema.hardware import Device, Hardware
@@ -24,6 +24,7 @@ _PARTS: Final[dict[str, Callable[[], tuple[str, ...]]]] = {
     "device": device_names,
     "host": host_names,
     "link": link_names,
+    "disk": disk_names,
     "node": node_names,
     "network": network_names,
 }
@@ -48,8 +49,8 @@ def changed_machines(
 ) -> tuple[ChangedMachine, ...]:
     """The machine of each question, in order; ``USUAL`` asks for none.
 
-    A question is the name of a device, host, link, node or network, which takes the place of the machine's, or of a
-    machine of the catalogue with several devices, or changes as ``override_hardware`` takes them
+    A question is the name of a device, host, link, disk, node or network, which takes the place of the machine's, or
+    of a machine of the catalogue with several devices, or changes as ``override_hardware`` takes them
     (``device.memory_bytes=48GiB``), or another number of ranks (``ranks=16``), for which nodes are added where a
     network joins them, or another method (``optimizer=adamw-8bit``); or several of these, separated by blanks.  What
     names a device and a machine with one means the device.
@@ -149,7 +150,7 @@ def _part_of(name: str) -> str:
         return "machine"
     known = [name for names in _PARTS.values() for name in names()] + list(cluster_names())
     raise CatalogueError(
-        f"--what-if {name}: the catalogue has no device, host, link, node, network or machine of that name. "
+        f"--what-if {name}: the catalogue has no device, host, link, disk, node, network or machine of that name. "
         f"{did_you_mean(name, known)} For a single figure, write a change: device.memory_bytes=40GiB."
     )
 

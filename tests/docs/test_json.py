@@ -84,11 +84,11 @@ def test_parts_have_the_fields_that_the_page_names(protwin_here: Protwin) -> Non
     printed = protwin_here("hardware", "parts", "--json")
     assert printed.returncode == 0, printed.stderr
     listed, known = json.loads(printed.stdout), sections()
-    assert list(listed) == ["hosts", "links", "nodes", "networks"]
+    assert list(listed) == ["hosts", "links", "disks", "nodes", "networks"]
     for kind, parts in listed.items():
         assert parts
         for part in parts:
-            check(part, {"hosts": "Host", "links": "LinkPair", "nodes": "Node", "networks": "Network"}[kind], known)
+            check(part, {"links": "LinkPair"}.get(kind, kind.removesuffix("s").capitalize()), known)
 
 
 def commands(app: Any, *path: str) -> list[tuple[tuple[str, ...], Any]]:

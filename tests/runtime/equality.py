@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import suppress
 from dataclasses import dataclass
+from tempfile import TemporaryDirectory
 
 import hypothesis
 import torch
@@ -19,6 +21,9 @@ from protwin.shared.schema.workload import Workload
 from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
 from tests.runtime.models import SEED, Case, differences, held
 from tests.strategies import plans
+
+FAST_FOLDER = next((folder for folder in ("/dev/shm",) if os.access(folder, os.W_OK)), None)
+"""A disk folder of memory, if the system has one: small writes to a real disk take milliseconds each."""
 
 
 def first(drawn: tuple[Plan, Layout]) -> Plan:
@@ -42,7 +47,7 @@ def random_plans(workload: Workload, number: int, seed: int, optimizer: Optimize
         phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
     )
-    @given(drawn=plans(workload, optimizers=st.just(optimizer)))
+    @given(drawn=plans(workload, optimizers=st.just(optimizer), has_disk=True))
     def draw(drawn: tuple[Plan, Layout]) -> None:
         if len(found) == number:
             raise _Enough
@@ -74,14 +79,18 @@ def trained(case: Case, plan: Plan, device: CpuDevice | None = None) -> Outcome:
     model = case.build()
     losses = []
     guaranteed_bytes = guaranteed_device_peak(compile_schedule(plan, case.workload)).size_bytes
-    with carry_out(
-        model,
-        plan,
-        case.workload,
-        optimizer=case.make_optimizer,
-        parameter_groups=case.groups(model),
-        device=device or CpuDevice(guaranteed_bytes),
-    ) as training:
+    with (
+        TemporaryDirectory(dir=FAST_FOLDER) as folder,
+        carry_out(
+            model,
+            plan,
+            case.workload,
+            optimizer=case.make_optimizer,
+            parameter_groups=case.groups(model),
+            device=device or CpuDevice(guaranteed_bytes),
+            disk_folder=folder,
+        ) as training,
+    ):
         torch.manual_seed(SEED)
         for batches in case.steps(plan.micro_batches):
             for batch in held(case, batches):

@@ -28,7 +28,7 @@ from protwin.runtime.checkpoints.checkpoints import has_checkpoint
 from protwin.shared.schema.plan import Plan
 from protwin.shared.schema.workload import Workload
 from tests.runtime.models import SEED, STEPS, Case, cases, differences
-from tests.runtime.resuming import kept, mixed, offloaded, other_weights, start
+from tests.runtime.resuming import kept, mixed, offloaded, on_disk, other_weights, start
 
 
 class Doing(IntEnum):
@@ -50,7 +50,7 @@ class Subject:
 
     def plan(self, workload: Workload, number: int) -> Plan:
         """Other chunks, other residency, other activation modes for every number."""
-        base: Callable[[Workload], Plan] = (mixed, offloaded, kept)[number % 3]
+        base: Callable[[Workload], Plan] = (on_disk, mixed, offloaded, kept)[number % 4]
         plan = base(workload)
         modes = {"n_swap": 1, "n_checkpoint": min(1, plan.n_checkpoint)} if number % 2 else {}
         return plan.model_copy(update=modes | self.knobs)
@@ -103,7 +103,10 @@ def train_on(case: Case, plan: Plan, folder: Path, signals: Signals) -> None:
     """Resume if there is a checkpoint, train to the end, save after every step, and compare with plain training."""
     is_resuming = has_checkpoint(folder)
     model = other_weights(case.build()) if is_resuming else case.build()
-    with start(case, model, plan) as training:
+    # A killed process leaves its file there.
+    disk_folder = folder.parent / "disk"
+    disk_folder.mkdir(parents=True, exist_ok=True)
+    with start(case, model, plan, disk_folder=disk_folder) as training:
         losses: list[float] = []
 
         def save() -> None:

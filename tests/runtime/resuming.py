@@ -51,6 +51,13 @@ def mixed(workload: Workload) -> Plan:
     return plan_of(workload, chunk_bytes=17_000, n_persist=2, n_host_stepped=2, n_checkpoint=1)
 
 
+def on_disk(workload: Workload) -> Plan:
+    """All optimizer state on a disk, and most parameters, behind two chunks that stay."""
+    plan = plan_of(workload, chunk_bytes=14_000, n_persist=2)
+    num_chunks = len(build_layout(workload.parameters, num_blocks=workload.num_blocks, chunk_bytes=14_000).chunks)
+    return plan.model_copy(update={"n_disk_state": num_chunks - 2, "n_disk": num_chunks - 4, "n_staging": 2})
+
+
 def disturb() -> None:
     """Leave every random generator somewhere else."""
     random.seed(99)

@@ -181,12 +181,17 @@ class AbstractMachine:
         if place.is_alive:
             raise Violation(f"{task.name} allocates buffer {buffer_id}, which is there")
         if buffer.slot is not None:
-            if not 0 <= buffer.slot < self.plan.n_buffer:
+            is_on_device = buffer.memory is Memory.DEVICE
+            if not 0 <= buffer.slot < (self.plan.n_buffer if is_on_device else self.plan.n_staging):
                 raise Violation(f"{task.name} uses slot {buffer.slot}, which does not exist")
             for other, other_place in zip(self.schedule.buffers, self.places, strict=True):
-                if other_place.is_alive and other.slot == buffer.slot:
+                if not other_place.is_alive or other.is_static or other.slot is None:
+                    continue
+                if (other.content, other.memory) != (buffer.content, buffer.memory):
+                    continue
+                if other.slot == buffer.slot:
                     raise Violation(f"slot {buffer.slot} holds chunks {buffer.chunk} and {other.chunk}")
-                if other_place.is_alive and other.slot is not None and other.chunk == buffer.chunk:
+                if is_on_device and other.chunk == buffer.chunk:
                     raise Violation(f"chunk {buffer.chunk} is in slots {buffer.slot} and {other.slot}")
         place.is_alive, place.value = True, None
         if task.lane is not Lane.COMPUTE and buffer.memory is Memory.DEVICE:
@@ -257,6 +262,9 @@ class AbstractMachine:
             if iteration not in self.normed_alone:
                 raise Violation(f"{task.name} of iteration {iteration} runs before any norm is known")
             self.normed.add(iteration)
+        if task.lane is Lane.DISK:
+            values = {self.schedule.buffers[b].content: self.places[b].value or TORN for b in task.reads}
+            return {b: values.get(self.schedule.buffers[b].content, TORN) for b in task.writes}
         if task.kind in (TaskKind.GATHER, TaskKind.ALL_GATHER):
             copied = self.places[task.reads[0]].value if task.reads else None
             if copied is None:
@@ -321,8 +329,12 @@ class AbstractMachine:
 
     def _needed(self, task: Task, iteration: int) -> list[Value]:
         section = task.section
-        if task.kind is TaskKind.GATHER:
+        if task.kind is TaskKind.GATHER or task.kind is TaskKind.DISK_READ:
             return []
+        if task.kind is TaskKind.DISK_WRITE:
+            kept = {self.schedule.buffers[b].content for b in task.writes}
+            names = {Content.PARAMETERS: "parameters", Content.OPTIMIZER_STATE: "state"}
+            return [(name, task.chunk, iteration + 1) for content, name in names.items() if content in kept]
         micro, last = task.micro_batch, self.plan.micro_batches - 1
         if task.kind in (TaskKind.ACTIVATION_OFFLOAD, TaskKind.ACTIVATION_FETCH):
             return [("swapped", section, iteration, micro)]
@@ -454,9 +466,9 @@ class AbstractMachine:
                 return ("arrived", buffer.chunk, iteration, micro) if is_own else TORN
             case TaskKind.GRADIENT_ACCUMULATE, Content.GRADIENTS if buffer.memory is Memory.PINNED_HOST:
                 return ("staged", buffer.chunk, iteration, micro) if is_own else TORN
-            case ((TaskKind.CPU_ADAM | TaskKind.DEVICE_ADAM), Content.PARAMETERS) if buffer.is_static and (
-                buffer.memory is Memory.DEVICE
-            ) is (task.kind is TaskKind.DEVICE_ADAM):
+            case ((TaskKind.CPU_ADAM | TaskKind.DEVICE_ADAM), Content.PARAMETERS) if (
+                buffer.is_static or buffer.memory is Memory.HOST
+            ) and (buffer.memory is Memory.DEVICE) is (task.kind is TaskKind.DEVICE_ADAM):
                 return (self._home(buffer.chunk), buffer.chunk, iteration + 1)
             case ((TaskKind.CPU_ADAM | TaskKind.DEVICE_ADAM), Content.OPTIMIZER_STATE):
                 return ("state", buffer.chunk, iteration + 1)
@@ -481,7 +493,7 @@ class AbstractMachine:
             if self.num_steps - started > depth:
                 raise Violation(f"buffer {buffer_id} was gathered {self.num_steps - started} steps ahead")
         for buffer, place in zip(self.schedule.buffers, self.places, strict=True):
-            if buffer.is_static or not place.is_alive or place.value is None:
+            if buffer.is_static or buffer.memory is not Memory.DEVICE or not place.is_alive or place.value is None:
                 continue
             # As many forwards, the epilogue, and as many backwards again.
             num_steps, micro_batches = 2 * len(self.sections) - 1, self.plan.micro_batches

@@ -10,7 +10,18 @@ from typing import Any
 from pydantic import BaseModel
 
 import protwin.shared.schema.hardware
-from protwin.shared.schema.hardware import Device, DeviceKind, Hardware, Host, Link, LinkPoint, Network, Node, Topology
+from protwin.shared.schema.hardware import (
+    Device,
+    DeviceKind,
+    Disk,
+    Hardware,
+    Host,
+    Link,
+    LinkPoint,
+    Network,
+    Node,
+    Topology,
+)
 from protwin.shared.schema.optimizer import Optimizer
 from protwin.shared.schema.workload import DType, OperationClass
 
@@ -48,6 +59,14 @@ def full_hardware() -> Hardware:
         host_to_device=Link(name="x", latency_s=1e-6, bandwidth_bytes_per_s=1e9, table=table, source="s"),
         device_to_host=Link(name="y", latency_s=2e-6, bandwidth_bytes_per_s=2e9, table=table[:1], source="t"),
         full_duplex=False,
+        disk=Disk(
+            name="k",
+            capacity_bytes=2**42 + 1,
+            read_bytes_per_s=7e9,
+            write_bytes_per_s=5e9,
+            latency_s=7e-6,
+            source="q",
+        ),
         node=Node(
             name="n",
             num_devices=4,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from protwin.shared.schema.hardware import Device, DeviceKind, Hardware, Host, Link
+from protwin.shared.schema.hardware import Device, DeviceKind, Disk, Hardware, Host, Link
 from protwin.shared.schema.plan import Plan
 from protwin.shared.schema.record import Record
 from protwin.shared.schema.schedule import Lane, Task, TaskId, TaskKind
@@ -30,6 +30,7 @@ def machine(
     kind: DeviceKind = DeviceKind.CUDA,
     full_duplex: bool = True,
     host_bytes_per_s: float = 1e9,
+    disk: Disk | None = None,
 ) -> Hardware:
     """A machine that copies and steps a chunk in the given seconds; its lanes disturb each other only on request."""
     return Hardware(
@@ -54,6 +55,7 @@ def machine(
         host_to_device=Link(name="down", latency_s=0.0, bandwidth_bytes_per_s=CHUNK_BYTES / gather_s),
         device_to_host=Link(name="up", latency_s=0.0, bandwidth_bytes_per_s=CHUNK_BYTES / offload_s),
         full_duplex=full_duplex,
+        disk=disk,
     )
 
 

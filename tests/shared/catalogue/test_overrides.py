@@ -12,13 +12,24 @@ from pydantic import ValidationError
 from protwin.shared.basics.errors import CatalogueError, HardwareError
 from protwin.shared.catalogue.machines import machine, override_hardware
 from protwin.shared.catalogue.overrides import override_fields
-from protwin.shared.catalogue.parts import device_link_part, device_part, host_part, link_part, network_part, node_part
+from protwin.shared.catalogue.parts import (
+    device_link_part,
+    device_part,
+    disk_part,
+    host_part,
+    link_part,
+    network_part,
+    node_part,
+)
 from protwin.shared.catalogue.plausibility import check_plausible
 from protwin.shared.schema.hardware import Hardware, LinkPoint
 from tests.strategies import hardware as random_hardware
 
 VALUES = {
     "memory_bytes": ("40GiB", 40 * 2**30),
+    "capacity_bytes": ("4TB", 4 * 10**12),
+    "read_bytes_per_s": ("14 GB/s", 14e9),
+    "write_bytes_per_s": ("7GB/s", 7e9),
     "reserved_bytes": ("1.5GiB", 3 * 2**29),
     "memory_bandwidth_bytes_per_s": ("123GB/s", 123e9),
     "bandwidth_bytes_per_s": ("50 GB/s", 50e9),
@@ -63,7 +74,8 @@ def cluster() -> Hardware:
     base = machine("h100-80gb-x8")
     assert base.node is not None
     changes = {"host_path": device_link_part("pcie5-peer"), "reduces_in_switch": False}
-    return base.model_copy(update={"node": base.node.model_copy(update=changes)})
+    disk = disk_part("nvme-pcie4-2tb")
+    return base.model_copy(update={"node": base.node.model_copy(update=changes), "disk": disk})
 
 
 def measured_machine() -> Hardware:
@@ -391,3 +403,17 @@ def test_a_measured_table_between_devices_does_not_outlive_its_bandwidth() -> No
     assert after.node.device_link is not None
     assert after.node.device_link.table == ()
     assert "device_link.table = none" in after.node.source
+
+
+def test_a_disk_is_chosen_by_name_and_changed_by_figure() -> None:
+    """By default a machine has none; ``--what-if disk.read_bytes_per_s=14GB/s`` takes the same names."""
+    assert machine("rtx-3090").disk is None
+    chosen = override_hardware(machine("rtx-3090"), {"disk": "NVMe PCIe4 2TB", "disk.read_bytes_per_s": "14GB/s"})
+    assert chosen.disk is not None
+    assert (chosen.disk.name, chosen.disk.read_bytes_per_s) == ("nvme-pcie4-2tb", 14e9)
+    assert chosen.disk.write_bytes_per_s == disk_part("nvme-pcie4-2tb").write_bytes_per_s
+    assert "set by hand: read_bytes_per_s = 14GB/s" in chosen.disk.source
+    with pytest.raises(HardwareError, match=r"rtx-3090 has no disk.*Choose one with disk=NAME"):
+        override_hardware(machine("rtx-3090"), {"disk.read_bytes_per_s": "14GB/s"})
+    with pytest.raises(HardwareError, match=r"disk\.read_bytes_per_s is 14 B/s"):
+        override_hardware(chosen, {"disk.read_bytes_per_s": "14"})

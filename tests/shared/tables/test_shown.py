@@ -78,7 +78,7 @@ def test_data_that_is_part_of_a_document_is_short_too() -> None:
     assert repr(record.tasks[0]).startswith("TaskTiming(task=0, name='forward prologue'")
     assert str(record.tasks[0]) == repr(record.tasks[0])
     assert record.tasks[0]._repr_html_() is None
-    assert "<5 entries>" in repr(record)
+    assert "<6 entries>" in repr(record)
     assert "MemoryCurve(…)" in repr(record)
     assert "num_ranks" not in repr(record.plan), "what is as it is by default is left out"
     layout = build_layout(decoder_workload(40).parameters, num_blocks=40, chunk_bytes=2**23)

@@ -43,7 +43,7 @@ def highest(schedule: Schedule, plan: Plan, workload: Workload) -> int:
 
 @pytest.mark.slow
 @settings(max_examples=examples(60, 20))
-@given(planned_workloads(), st.integers(0, 2**32 - 1))
+@given(planned_workloads(has_disk=True), st.integers(0, 2**32 - 1))
 def test_no_timing_exceeds_it(case: PlannedWorkload, seed: int) -> None:
     schedule = compile_schedule(case.plan, case.workload, case.layout)
     bound_bytes = guaranteed_device_peak(schedule).size_bytes
@@ -55,7 +55,7 @@ def test_no_timing_exceeds_it(case: PlannedWorkload, seed: int) -> None:
 
 
 @settings(max_examples=examples(60, 20))
-@given(planned_workloads())
+@given(planned_workloads(has_disk=True))
 def test_some_timing_reaches_it_if_no_gradients_leave(case: PlannedWorkload) -> None:
     """Otherwise a chunk's gradients and its next gather are counted side by side, though the one awaits the other."""
     schedule = compile_schedule(case.plan, case.workload, case.layout)
@@ -84,7 +84,7 @@ def test_some_timing_reaches_it_in_chains(
     assert highest(schedule, knobs, model) == guaranteed_device_peak(schedule).size_bytes
 
 
-@given(planned_workloads())
+@given(planned_workloads(has_disk=True))
 def test_what_is_alive_adds_up_to_it(case: PlannedWorkload) -> None:
     schedule = compile_schedule(case.plan, case.workload, case.layout)
     peak = guaranteed_device_peak(schedule)

@@ -134,7 +134,7 @@ class Replay:
 
 
 @settings(max_examples=60)
-@given(planned_workloads())
+@given(planned_workloads(has_disk=True))
 def test_it_is_there_when_it_is_needed_and_never_above_the_guarantee(case: PlannedWorkload) -> None:
     schedule = compile_schedule(case.plan, case.workload, case.layout)
     memory = memory_events(schedule)

@@ -17,7 +17,7 @@ from protwin.shared.compile.compile import Policies, compile_schedule
 from protwin.shared.compile.family import Family
 from protwin.shared.compile.homes import Homes
 from protwin.shared.compile.program import Draft, IntArray, Part, TaskGroup, Work
-from protwin.shared.compile.residency import Residency
+from protwin.shared.compile.residency import COPIES, EXCHANGES, Residency
 from protwin.shared.compile.sections import FullTraining
 from protwin.shared.compile.updates import Updates
 from protwin.shared.methods.full_training import FULL_TRAINING
@@ -43,19 +43,19 @@ SECOND_HALF_S = 0.002
 
 
 class Halves(Residency):
-    def _coming(self, kind: TaskKind, work: Work, stays: IntArray, *, number: int = 0) -> IntArray:
+    def coming(self, kind: TaskKind, work: Work, stays: IntArray, *, number: int = COPIES) -> IntArray:
         if kind is not TaskKind.GATHER:
-            return super()._coming(kind, work, stays, number=number)
+            return super().coming(kind, work, stays, number=number)
         half_bytes = np.asarray(work.moved_bytes) // 2
-        firsts = super()._coming(kind, Work(moved_bytes=work.moved_bytes - half_bytes), stays)
+        firsts = super().coming(kind, Work(moved_bytes=work.moved_bytes - half_bytes), stays)
         second = Work(moved_bytes=half_bytes, stated_s=SECOND_HALF_S)
-        self.halved, self.seconds = stays, super()._coming(SECOND_HALF, second, stays, number=1)
+        self.halved, self.seconds = stays, super().coming(SECOND_HALF, second, stays, number=EXCHANGES)
         self.draft.wait(self.seconds, firsts)
         self.draft.wait(self.sections.step_begin[self.stays.first_step[stays]], self.seconds)
         return firsts
 
-    def wire(self, homes: Homes) -> None:
-        super().wire(homes)
+    def wire(self, homes: Homes, passing: IntArray) -> None:
+        super().wire(homes, passing)
         self.draft.read(self.seconds, homes.parameters[self.stays.chunk[self.halved]], 0)
         self.draft.update(self.seconds, self.buffers[self.halved], 0)
 
