@@ -19,6 +19,8 @@ from ..devices.device import TrainingDevice
 _PAGE_BYTES: Final = 4096
 _SPARE_BYTES: Final = 8
 """Per tensor of an optimizer's state: what it may lose to the alignment of its element type."""
+_LEAST_MEASURED_BYTES: Final = 64 * 2**20
+"""Less takes the time of single calls, which says nothing of a disk's rates."""
 _SLOW_FRAC: Final = 0.5
 """A disk that reaches less of what was stated is told of."""
 
@@ -70,7 +72,12 @@ class ChunkStore:
         return self._places[(buffer.content, buffer.memory), buffer.slot]
 
     def check_speed(self, stated: Disk) -> None:
-        """Warn if the disk reads or writes less than half as fast as ``stated``; everything was written once by now."""
+        """Warn if the disk reads or writes less than half as fast as ``stated``; everything was written once by now.
+
+        A few chunks of a small model measure nothing.
+        """
+        if self.file.size_bytes < _LEAST_MEASURED_BYTES:
+            return
         rates = (
             ("reads", self.file.measure_read_bytes_per_s(), stated.read_bytes_per_s),
             ("writes", self.file.measured_write_bytes_per_s(), stated.write_bytes_per_s),

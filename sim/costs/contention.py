@@ -30,6 +30,7 @@ from typing import Final, Self
 from ...shared.schema.calibration import Calibration
 from ...shared.schema.hardware import Hardware
 from ...shared.schema.optimizer import Optimizer
+from ...shared.schema.plan import Plan
 from ...shared.schema.schedule import Lane, lanes_of
 from .fair_share import fair_shares
 from .lane_demands import Resource, lane_demands
@@ -83,6 +84,12 @@ class ContentionModel:
         }
         measured = _measured(calibration, ratios)
         return cls(_freeze(_complete(measured, modelled) if measured else modelled))
+
+    @classmethod
+    def for_plan(cls, plan: Plan, hardware: Hardware, calibration: Calibration | None = None) -> Self:
+        """``of`` for the ranks, the optimizer and the disk that ``plan`` has."""
+        has_disk = plan.n_disk_state > 0
+        return cls.of(hardware, calibration, num_ranks=plan.num_ranks, optimizer=plan.optimizer, has_disk=has_disk)
 
     @classmethod
     def none(cls, *, num_ranks: int = 1, has_disk: bool = False) -> Self:

@@ -64,13 +64,7 @@ def simulate(
     device for a rank, and WorkloadError if the workload says nothing of how long it takes on this machine.
     """
     costs = CostModel.of(workload, hardware, calibration, num_ranks=plan.num_ranks)
-    contention = ContentionModel.of(
-        hardware,
-        calibration,
-        num_ranks=plan.num_ranks,
-        optimizer=plan.optimizer,
-        has_disk=plan.n_disk_state > 0,
-    )
+    contention = ContentionModel.for_plan(plan, hardware, calibration)
     if schedule is None:
         schedule, timing = simulate_plan(
             plan, workload, costs, contention, layout=layout, method=method, on_progress=on_progress

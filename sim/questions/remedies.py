@@ -171,13 +171,7 @@ def _remedy(
 ) -> Remedy:
     """The simulation of ``plan`` on ``hardware`` beside the record."""
     costs = _costs(workload, hardware, calibration, plan.num_ranks)
-    contention = ContentionModel.of(
-        hardware,
-        calibration,
-        num_ranks=plan.num_ranks,
-        optimizer=plan.optimizer,
-        has_disk=plan.n_disk_state > 0,
-    )
+    contention = ContentionModel.for_plan(plan, hardware, calibration)
     if schedule.micro_batches == plan.micro_batches:
         iteration_s = simulate_timing(schedule, costs.durations_s(schedule), contention).iteration_s
     else:

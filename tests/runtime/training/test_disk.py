@@ -271,7 +271,8 @@ def test_a_disk_that_fails_ends_training_with_one_message_and_the_checkpoint_who
         assert train(resumed, case, slice(2, None)) == case.plain.losses[2:]
 
 
-def test_a_disk_slower_than_stated_is_told_of(disk_folder: Path) -> None:
+def test_a_disk_slower_than_stated_is_told_of(disk_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("protwin.runtime.chunks.chunk_store._LEAST_MEASURED_BYTES", 0)
     case = cases()[LLAMA]
     stated = Disk(name="dream", capacity_bytes=10**12, read_bytes_per_s=1e15, write_bytes_per_s=1e15)
     with pytest.warns(UserWarning, match=r"(reads|writes) .*B/s, but dream is stated to reach .*B/s") as told:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from protwin.shared.basics.errors import CalibrationError, HardwareError, WorkloadError
 from protwin.shared.catalogue.machines import machine as known_machine
 from protwin.shared.schema.calibration import Calibration, Factor
-from protwin.shared.schema.hardware import Device, DeviceKind, Hardware, Link, LinkPoint
+from protwin.shared.schema.hardware import Device, DeviceKind, Disk, Hardware, Link, LinkPoint
 from protwin.shared.schema.schedule import LANE_OF, Lane, Task, TaskId, TaskKind
 from protwin.shared.schema.workload import DType, Operation, OperationClass, Phase
 from protwin.sim.costs.efficiency import DISPATCHES_PER_LAUNCH, KERNEL_FIXED_S, efficiency_frac
@@ -245,6 +245,15 @@ def test_blocks_that_carry_only_seconds_of_another_machine_are_refused() -> None
         simulate(plan(model), model, machine())
 
 
+DISK = Disk(name="slow disk", capacity_bytes=10**6, read_bytes_per_s=256.0, write_bytes_per_s=128.0, latency_s=0.5)
+
+
+def test_a_disk_takes_its_latency_and_the_rate_of_its_direction() -> None:
+    costs = CostModel(machine(disk=DISK))
+    assert costs.task_s(copy(TaskKind.DISK_READ, 512)) == 0.5 + 2
+    assert costs.task_s(copy(TaskKind.DISK_WRITE, 512)) == 0.5 + 4
+
+
 @pytest.mark.parametrize("kind", TaskKind)
 def test_calibration_multiplies_and_adds_by_kind(kind: TaskKind) -> None:
     tasks = {
@@ -256,6 +265,8 @@ def test_calibration_multiplies_and_adds_by_kind(kind: TaskKind) -> None:
         TaskKind.GRADIENT_NORM: adam(kind, 0, STEPPED_BYTES),
         TaskKind.CPU_ADAM: adam(kind, 64, STEPPED_BYTES),
         TaskKind.DEVICE_ADAM: adam(kind, 64, STEPPED_BYTES),
+        TaskKind.DISK_READ: copy(kind, 512),
+        TaskKind.DISK_WRITE: copy(kind, 512),
         **{
             collective: Task(TaskId(0), collective, moved_bytes=512, num_ranks=2)
             for collective in TaskKind
@@ -268,16 +279,16 @@ def test_calibration_multiplies_and_adds_by_kind(kind: TaskKind) -> None:
         hardware_name=MACHINE, machine=MACHINE, factors={kind: Factor(value=1.5)}, overhead_s={kind: 0.25}
     )
     for use_measured in (False, True):
-        alone = CostModel(machine(), use_measured=use_measured, together=ranks).task_s(task)
+        alone = CostModel(machine(disk=DISK), use_measured=use_measured, together=ranks).task_s(task)
         assert alone > 0
-        calibrated = CostModel(machine(), calibration, use_measured=use_measured, together=ranks).task_s(task)
+        calibrated = CostModel(machine(disk=DISK), calibration, use_measured=use_measured, together=ranks).task_s(task)
         assert calibrated == pytest.approx(1.5 * alone + 0.25)
         others = Calibration(
             hardware_name=MACHINE,
             machine=MACHINE,
             factors={other: Factor(value=9.0) for other in TaskKind if other is not kind},
         )
-        assert CostModel(machine(), others, use_measured=use_measured, together=ranks).task_s(task) == alone
+        assert CostModel(machine(disk=DISK), others, use_measured=use_measured, together=ranks).task_s(task) == alone
 
 
 def test_both_directions_have_their_own_link() -> None:
