@@ -228,6 +228,13 @@ def _summary(found: Account, schedule: Schedule, plan: Plan, workload: Workload,
     pinned_bytes, other_bytes = (schedule.static_bytes(memory) for memory in (Memory.PINNED_HOST, Memory.HOST))
     if pinned_bytes or other_bytes:
         sentences.append(f"Host memory: {format_bytes(pinned_bytes)} pinned, {format_bytes(other_bytes)} besides.")
+    if disk_bytes := schedule.static_bytes(Memory.DISK):
+        moved_bytes = _total(task.moved_bytes for task in schedule.tasks if task.lane is Lane.DISK)
+        sentences.append(
+            f"Disk: {format_bytes(disk_bytes)}, the optimizer state of the last {_count(plan.n_disk_state, 'chunk')} "
+            f"and the parameters of the last {plan.n_disk}; {moved_bytes} are read and written through "
+            f"{_count(plan.n_staging, 'place')} of each sort on the host."
+        )
     sentences.append(_activation_sentence(found, schedule, plan))
     sentences.append(_stepping_sentence(found, plan, optimizer))
     sentences += _precision_sentences(plan, workload)

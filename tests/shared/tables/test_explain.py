@@ -7,6 +7,7 @@ import sys
 
 from hypothesis import given, settings
 
+from protwin.shared.basics.units import format_bytes
 from protwin.shared.compile.compile import compile_schedule
 from protwin.shared.layout.layout import build_layout
 from protwin.shared.schema.plan import ActivationMode, Plan
@@ -125,6 +126,21 @@ def test_parameters_that_have_masters_are_told() -> None:
     assert "Precision: 1,000 parameters in bfloat16 are stepped as float32 masters and rounded after every step" in text
     wide = chain(2)
     assert "Precision" not in explain_plan(plan(wide, n_buffer=2), wide)
+
+
+def test_what_lies_on_the_disk_is_told() -> None:
+    """Two chunks of 1 000 scalars with 8 004 bytes of state, one with its 4 096 bytes of parameters there.
+
+    That one is read twice for gathers, or once, where it stays from forward to backward, as with this buffer for each.
+    """
+    model = chain(3)
+    on_disk = {"n_disk_state": 2, "n_disk": 1, "n_staging": 1}
+    told = " ".join(explain_plan(plan(model, n_buffer=3).model_copy(update=on_disk), model).split())
+    moved_bytes = 4_096 + 2 * (4_096 + 8_004) + 2 * 8_004
+    assert (
+        f"Disk: {format_bytes(4_096 + 2 * 8_004)}, the optimizer state of the last 2 chunks and the parameters" in told
+    )
+    assert f"of the last 1; {format_bytes(moved_bytes)} are read and written through 1 place of each sort" in told
 
 
 def test_what_nobody_steps() -> None:
