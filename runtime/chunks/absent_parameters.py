@@ -19,14 +19,15 @@ from torch import nn
 from ...shared.basics.errors import ScheduleError
 from ..model.parameters import asks_for_facts
 
-_NAME: Final = "_protwin_name"
+NAME: Final = "_protwin_name"
+"""Where a parameter that may be away has its name."""
 
 
 def send_away(parameter: nn.Parameter, name: str) -> None:
     """The parameter ``name`` has no memory from now on."""
     away = _away_class(type(parameter))
     if away is not None:
-        parameter.__dict__[_NAME] = name
+        parameter.__dict__[NAME] = name
         parameter.__class__ = away
 
 
@@ -35,7 +36,7 @@ def bring_back(parameter: nn.Parameter) -> None:
     original = getattr(type(parameter), "_protwin_original", None)
     if original is not None:
         parameter.__class__ = original
-        parameter.__dict__.pop(_NAME, None)
+        parameter.__dict__.pop(NAME, None)
 
 
 @lru_cache
@@ -45,18 +46,19 @@ def _away_class(original: type[nn.Parameter]) -> type[nn.Parameter] | None:
         nn.Parameter.__torch_function__
     ):
         return None
-    body = {"__torch_function__": classmethod(_refuse_values), "_protwin_original": original}
+    body = {"__torch_function__": classmethod(refuse_values), "_protwin_original": original}
     return type(original.__name__, (original,), body)
 
 
-def _refuse_values(cls: type, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+def refuse_values(cls: type, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    """``__torch_function__`` of a parameter that is away: facts, and no values."""
     name = getattr(function, "__name__", str(function))
     attribute = getattr(getattr(function, "__self__", None), "__name__", "")
     if name == "__set__" or asks_for_facts(function):
         with torch._C.DisableTorchFunctionSubclass():
             return function(*args, **(kwargs or {}))
     given = [found for value in (*args, *(kwargs or {}).values()) for found in _members(value)]
-    names = [found.__dict__[_NAME] for found in given if isinstance(found, nn.Parameter) and _NAME in found.__dict__]
+    names = [found.__dict__[NAME] for found in given if isinstance(found, nn.Parameter) and NAME in found.__dict__]
     which = f"parameter {names[0]}" if names else "a parameter"
     raise ScheduleError(
         f"{which} was read ({attribute or name}) while its chunk is not on the device. A plan is being carried out: "

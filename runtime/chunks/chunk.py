@@ -334,11 +334,16 @@ class DeviceChunk:
         gradients that were widened one by one, which rounds nothing.
         """
         for place, (is_staged, has_arrived) in enumerate(zip(staged, arrived, strict=True)):
-            if has_arrived and is_staged:
-                self.staged[place].add_(self.arrived[place])
-            elif has_arrived:
-                self.staged[place].copy_(self.arrived[place])
+            if has_arrived:
+                self.accumulate_one(place, is_staged=is_staged)
         return [a or b for a, b in zip(staged, arrived, strict=True)]
+
+    def accumulate_one(self, place: int, *, is_staged: bool) -> None:
+        """Add what has arrived for one trainable parameter to what is staged, if anything is."""
+        if is_staged:
+            self.staged[place].add_(self.arrived[place])
+        else:
+            self.staged[place].copy_(self.arrived[place])
 
     def moved_gradient_bytes(self, present: Sequence[bool]) -> int:
         """Bytes of the gradients that were there."""

@@ -28,6 +28,7 @@ from .chunk import ChunkResidency, DeviceChunk, HostStepping
 from .chunk_store import ChunkStore
 from .gradient_stand_ins import GradientStandIns, Norms, held_gradient
 from .gradient_watch import GradientWatch
+from .row_lookups import LookedUpRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +74,8 @@ class PlacedModel:
         # Scaled gradients may overflow; the norm decides then.
         self._is_checking = policy.check_gradients and policy.scaler is None
         self.chunks: list[DeviceChunk] = []
+        self.rows = LookedUpRows(device)
+        """Embeddings whose rows are looked up on the host."""
         self.last_step = LastStep() if policy.keep_last_step else None
         """Keeps what host steps overwrite, where that is wanted."""
         self.gate = StepGate()
@@ -139,6 +142,10 @@ class PlacedModel:
                 ),
             )
             self.chunks.append(made)
+            if chunk.rows is not None:
+                assert workload.row_lookups is not None
+                num_rows = {table.parameter: table.num_rows for table in workload.row_lookups.tables}
+                self.rows.take_over(made, [num_rows[placed.index] for placed in chunk.parameters])
             self._make_optimizers(made, policy, plan.optimizer)
         if plan.optimizer.is_elementwise:
             # One step for all that are stepped themselves, as the plain loop has it.
@@ -309,6 +316,7 @@ class PlacedModel:
         """Whatever comes and goes on the device goes: gradients and chunks.  No copy may be under way."""
         if self._looks is not None:
             self._looks.forget()
+        self.rows.forget()
         self.drop_gradients()
         for chunk in self.chunks:
             chunk.leave()
@@ -377,6 +385,7 @@ class PlacedModel:
             self._stand_ins = None
         # Before parameters go back to where they came from: that may be the device, whatever the budget was.
         self._device.end_training()
+        self.rows.close()
         with torch.no_grad():
             for chunk in self.chunks:
                 try:

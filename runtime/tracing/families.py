@@ -56,7 +56,15 @@ def family_of_configuration(
     with quiet(), autocast_of(options):
         tracer = _Tracer(model, on_progress)
         pieces = tuple(tracer.pieces())
-        facts = traced_model(model, find_blocks(model), tracer.subject.uses, name=name, traced_with="fake")
+        subject = tracer.subject
+        facts = traced_model(
+            model,
+            find_blocks(model),
+            subject.uses,
+            name=name,
+            traced_with="fake",
+            row_lookups=subject.row_lookups,
+        )
         family = WorkloadFamily(
             model_name=facts.model_name,
             model_hash=facts.model_hash,
@@ -66,6 +74,7 @@ def family_of_configuration(
             parameters=facts.parameters,
             block_names=facts.block_names,
             stands_for=facts.stands_for,
+            row_lookups=facts.row_lookups,
             pieces=pieces,
             software=facts.software,
         )
@@ -81,7 +90,9 @@ def _with_twin(
     subject = FakeSubject(model)
     shape = dict(zip(family.variables, family.pieces[-1].proven_at[0], strict=True))
     traced = subject.at(batch_of(model, shape))
-    facts = traced_model(model, find_blocks(model), subject.uses, name=name, traced_with="fake")
+    facts = traced_model(
+        model, find_blocks(model), subject.uses, name=name, traced_with="fake", row_lookups=subject.row_lookups
+    )
     known = family.model_copy(update={"twins": {twin: facts.model_hash}})
     # Some models differ: T5 looks for overflows in float16 alone.
     does_the_same = known.in_dtype(twin).at(**shape) == assemble(facts, traced)

@@ -21,6 +21,7 @@ from ...shared.schema.workload import BlockId
 from ...shared.workloads.observation import Observation
 from ...shared.workloads.observed_inputs import PhaseKey
 from ..devices.ledger import MemoryLedger
+from ..hooks.row_reads import RowReads
 from ..hooks.section_walker import SectionWalker
 from ..hooks.swapping import SwappableTally
 from ..model.batches import Batch, Loss, batch_tensors, loss_of
@@ -47,7 +48,7 @@ class _GivenParameters(TorchFunctionMode):
     ) -> Any:
         """``function`` itself."""
         if not asks_for_facts(function):
-            self._observer.note_uses(args, kwargs or {})
+            self._observer.note_uses(function, args, kwargs or {})
         return function(*args, **(kwargs or {}))
 
 
@@ -63,6 +64,7 @@ class _Observer:
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.uses = {name: SeenUses() for name, _ in model.named_parameters()}
         """By the name of the parameter; of all iterations."""
+        self.row_reads = RowReads(model)
         self._uses_of_storage = {
             parameter.untyped_storage()._cdata: self.uses[name] for name, parameter in model.named_parameters()
         }
@@ -83,6 +85,11 @@ class _Observer:
         ledger.on_operation = self._operation
         ledger.on_forget = self._forgotten
 
+    @property
+    def lookups(self) -> tuple[str, ...]:
+        """``RowReads.lookups``."""
+        return self.row_reads.lookups
+
     def place(self) -> PhaseKey | None:
         """Where the model is; what goes now goes there."""
         return self._key if self._current is not None else None
@@ -98,6 +105,7 @@ class _Observer:
     def restart(self) -> None:
         """Forget what was seen: the next iteration counts."""
         self.sections.clear()
+        self.row_reads.restart()
         self.outlived_bytes.clear()
         self._with_gradient.clear()
         self._current = self._next = None
@@ -133,7 +141,7 @@ class _Observer:
         current = self._current
         if current is None:
             return
-        self.note_uses(args, kwargs)
+        self.note_uses(operator, args, kwargs)
         call = observe_call(operator, args, kwargs, result)
         if call is not None:
             current.calls.append(call)
@@ -142,11 +150,12 @@ class _Observer:
             current.levels.append(level)
             current.adding_levels.append(level - current.final_bytes)
 
-    def note_uses(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def note_uses(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note the parameters that somebody is given, views of them included: whoever has a view may read it."""
         announced = self._next or self._key
         if announced is None:
             return
+        self.row_reads.note(announced, function, args, kwargs)
         kind, section = announced
         for tensor in tensors_in((args, kwargs)):
             seen = self._uses_of_storage.get(tensor.untyped_storage()._cdata)
@@ -234,7 +243,7 @@ def observe_sections(
         observation.output_bytes = size_bytes
         if index in tallies:
             observation.saved_bytes = tallies[index].sizes_bytes
-    return SeenIterations(observer.sections, found, kept_bytes, outlived_bytes, observer.uses)
+    return SeenIterations(observer.sections, found, kept_bytes, outlived_bytes, observer.uses, observer.lookups)
 
 
 def _has_settled(ledger: MemoryLedger, model: nn.Module, before_bytes: int, number: int) -> bool:
@@ -295,6 +304,8 @@ class SeenIterations:
     """By block: what its forward made that lived until the forward of the epilogue, and no longer."""
     uses: dict[str, SeenUses]
     """By the name of each parameter: who used it."""
+    row_lookups: tuple[str, ...] = ()
+    """``RowReads.lookups``"""
 
 
 class _OutputSizes:

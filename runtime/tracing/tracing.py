@@ -25,6 +25,7 @@ from ...shared.workloads.assembly import TracedModel, TracedShape, assemble
 from ...shared.workloads.observation import Observation
 from ...shared.workloads.observed_inputs import PhaseKey
 from ..devices.device import device_description
+from ..hooks.row_reads import agreed
 from ..model.batches import Batch, Loss, batch_shapes, batch_tensors, count_samples_and_tokens
 from ..model.blocks import NamedBlock, find_blocks
 from ..model.compiled import compiled_part
@@ -77,13 +78,18 @@ def trace(
 
     def traced(names: str | Sequence[str] | None) -> Workload:
         named = find_blocks(model, names)
+        traced_as = partial(traced_model, model, named, name=name)
         if any(parameter.is_meta for parameter in model.parameters()):
             subject = FakeSubject(model, names, device_kind=device_kind)
             shape = subject.at(batch, loss, on_progress)
-            return assemble(traced_model(model, named, subject.uses, name=name, traced_with="fake"), shape)
+            return assemble(traced_as(subject.uses, traced_with="fake", row_lookups=subject.row_lookups), shape)
         seen, seconds = _observe_real(model, batch, loss, named, repeats, on_progress)
         return assemble(
-            traced_model(model, named, _uses_of(seen, named, range(len(named))), name=name, traced_with="real"),
+            traced_as(
+                _uses_of(seen, named, range(len(named))),
+                traced_with="real",
+                row_lookups=agreed({iterations.row_lookups for iterations in seen.values()}),
+            ),
             _traced_shape(model, batch, seen, range(len(named))),
             seconds=seconds,
             measured_on=device_description(next(model.parameters()).device) if repeats > 0 else None,
@@ -104,7 +110,13 @@ def trace(
 
 
 def traced_model(
-    model: nn.Module, blocks: Sequence[NamedBlock], uses: TracedUses, *, name: str | None, traced_with: str
+    model: nn.Module,
+    blocks: Sequence[NamedBlock],
+    uses: TracedUses,
+    *,
+    name: str | None,
+    traced_with: str,
+    row_lookups: tuple[str, ...] = (),
 ) -> TracedModel:
     """What is said of a model at every shape."""
     parameters = describe_parameters(model, blocks, uses)
@@ -117,6 +129,7 @@ def traced_model(
         stands_for=tuple(uses.stands_for),
         traced_with=traced_with,
         software=software_versions(),
+        row_lookups=row_lookups,
     )
 
 
@@ -141,6 +154,12 @@ class FakeSubject:
         self.stands_for = stands_for
         """For every block of the model, the one that is observed for it."""
         self._seen: dict[str, SeenUses] = {}
+        self._lookups: set[tuple[str, ...]] = set()
+
+    @property
+    def row_lookups(self) -> tuple[str, ...]:
+        """``TracedModel.row_lookups``, if all that was traced so far agrees."""
+        return agreed(self._lookups)
 
     @property
     def uses(self) -> TracedUses:
@@ -174,6 +193,7 @@ class FakeSubject:
             observe = partial(observe_sections, self._twin, given, loss, self._blocks, passes=1, held=held)
             seen = {mode: observe(mode, progress.advance) for mode in TRACED_MODES}
         _join_uses(self._seen, seen)
+        self._lookups.update(iterations.row_lookups for iterations in seen.values())
         return _traced_shape(self._model, batch, seen, self.stands_for)
 
 

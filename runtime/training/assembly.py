@@ -15,6 +15,7 @@ from torch import nn
 from ...shared.basics.errors import PlanError
 from ...shared.compile.compile import compile_schedule
 from ...shared.layout.layout import Layout, build_layout
+from ...shared.layout.looked_up import as_planned
 from ...shared.layout.residencies import chunk_counts
 from ...shared.layout.shards import stepped_members
 from ...shared.optimizers.state import state_tensors
@@ -159,6 +160,7 @@ class Assembly:
         layout = build_layout(workload.parameters, num_blocks=workload.num_blocks, chunk_bytes=plan.chunk_bytes)
         schedule = compile_schedule(plan, workload, layout)
         verify_schedule(schedule, plan, workload, layout)
+        _, layout = as_planned(plan, workload, layout)
         check_device(schedule, device)
         metering = _metering(device, self.settings.meter_every, model)
         policy = self._policy(scaler)
@@ -193,7 +195,7 @@ class Assembly:
                 held=held,
                 lanes=lanes,
                 compute=compute,
-                evaluation=Evaluation(model, blocks, held.placed.chunks, device),
+                evaluation=Evaluation(model, blocks, held.placed.chunks, device, held.placed.rows),
                 walker=walker,
                 undo=undo.pop_all(),
             )

@@ -281,6 +281,7 @@ class ComputeLane:
         if self._place == 0:
             log.started = span.start
         self._running = task
+        self._placed.rows.is_in_prologue = (task.kind, task.section) == (TaskKind.FORWARD, OuterSection.PROLOGUE)
         call = _BEGUN.get((task.kind, task.section))
         if call is not None:
             self._progress.advance(call)
@@ -299,6 +300,7 @@ class ComputeLane:
         task = self._running
         if task is None:
             return
+        self._placed.rows.is_in_prologue = False
         self._logs[self.iteration].spans[task.id].end = self._device.stamp()
         for chunk in self._releasing.get(task.id, ()):
             self._placed.chunks[chunk].release()

@@ -17,6 +17,7 @@ from torch import nn
 
 from ...shared.basics.errors import ScheduleError
 from ..chunks.chunk import ChunkState, DeviceChunk
+from ..chunks.row_lookups import LookedUpRows
 from ..devices.device import TrainingDevice
 from ..hooks.refusals import refuse_transforms
 from ..model.blocks import NamedBlock
@@ -41,12 +42,18 @@ class Evaluation:
     """Brings chunks to a model that runs forward alone."""
 
     def __init__(
-        self, model: nn.Module, blocks: Sequence[NamedBlock], chunks: Iterable[DeviceChunk], device: TrainingDevice
+        self,
+        model: nn.Module,
+        blocks: Sequence[NamedBlock],
+        chunks: Iterable[DeviceChunk],
+        device: TrainingDevice,
+        rows: LookedUpRows,
     ) -> None:
         self._model = model
         self._blocks = tuple(blocks)
         self._chunks = [chunk for chunk in chunks if not chunk.is_persistent]
         self._device = device
+        self._rows = rows
         self._claim_before_bytes: int | None = None
 
     @contextmanager
@@ -62,9 +69,11 @@ class Evaluation:
             handles.append(self._blocks[-1].module.register_forward_hook(self._entering(1 + len(self._blocks))))
         for module, held in self._holders():
             handles.append(module.register_forward_pre_hook(self._bringing(held), prepend=True))
+        self._rows.is_evaluating = True
         try:
             yield
         finally:
+            self._rows.is_evaluating = False
             for handle in handles:
                 handle.remove()
             self._end_forward()
@@ -118,7 +127,7 @@ class Evaluation:
         chunk_of = {id(parameter): chunk for chunk in self._chunks for parameter in chunk.parameters}
         for module in self._model.modules():
             held = {id(parameter) for parameter in module.parameters(recurse=False)} & chunk_of.keys()
-            if held and id(module) not in inside:
+            if held and id(module) not in inside and not self._rows.holds_all_of(module):
                 yield module, [chunk for chunk in self._chunks if any(chunk is chunk_of[key] for key in held)]
 
     def _bringing(self, chunks: Sequence[DeviceChunk]) -> Any:

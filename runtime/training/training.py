@@ -299,7 +299,7 @@ class Training:
     @property
     def bytes_host_to_device(self) -> int:
         """Bytes gathered so far."""
-        return self._lanes.bytes_host_to_device
+        return self._lanes.bytes_host_to_device + self._lanes.rows.moved_bytes
 
     @property
     def bytes_device_to_host(self) -> int:

@@ -16,6 +16,7 @@ from ...shared.verify.memory_events import memory_events
 from ..chunks.chunk import DeviceChunk
 from ..chunks.gradient_stand_ins import Norms
 from ..chunks.placed_model import PlacedModel
+from ..chunks.row_lookups import LookedUpChunk, RowGradients
 from ..devices.device import TrainingDevice
 from ..devices.lanes import Cancelled, Mark, Span, WorkerLane
 from ..hooks.swapping import SwappedBlock
@@ -64,6 +65,12 @@ class TransferLanes:
         self._arrived: dict[tuple[int, int, int], list[bool]] = {}
         """The same of gradients that are added, of a later micro-batch or to be widened, by iteration, micro-batch and
         chunk: from their ``_offload`` (d2h) to their ``_accumulate`` (cpu_optim)."""
+        self.rows = placed.rows
+        """Embeddings whose rows are looked up on the host."""
+        self._outgoing_rows: dict[tuple[int, int, int], list[RowGradients]] = {}
+        """Gradients of rows on their way, as ``_outgoing``: from ``send`` to ``_offload_rows`` (d2h)."""
+        self._arrived_rows: dict[tuple[int, int, int], list[RowGradients]] = {}
+        """The same on the host: from ``_offload_rows`` (d2h) to ``_add_rows`` (cpu_optim)."""
         self._clipped: dict[int, ClippedNorm] = {}
         """The norms of the gradients of an iteration, and what these are multiplied by: from ``_norm`` (cpu_optim) to
         ``forget``, since the step on the device and CPU Adam both read it."""
@@ -207,6 +214,10 @@ class TransferLanes:
         if offload.kind is TaskKind.ACTIVATION_OFFLOAD:
             return self._swapped(offload).leave()
         assert offload.chunk is not None
+        if offload.section is not None:
+            rows = self.rows.chunks[offload.chunk].take()
+            self._outgoing_rows[iteration, offload.micro_batch, offload.chunk] = rows
+            return [one.values for one in rows]
         gradients = self._placed.chunks[offload.chunk].detach_gradients()
         self._outgoing[iteration, offload.micro_batch, offload.chunk] = gradients
         return [gradient for gradient in gradients if gradient is not None]
@@ -245,6 +256,10 @@ class TransferLanes:
                 assert task.chunk is not None
                 chunk = self._placed.chunks[task.chunk]
                 match task.kind:
+                    case TaskKind.GRADIENT_OFFLOAD if task.section is not None:
+                        work = partial(self._offload_rows, self.rows.chunks[task.chunk], iteration, task)
+                    case TaskKind.GRADIENT_ACCUMULATE if task.section is not None:
+                        work = partial(self._add_rows, self.rows.chunks[task.chunk], iteration, task)
                     case TaskKind.GATHER:
                         work = partial(self._gather, chunk, self._slot_of(task.frees))
                     case TaskKind.DISK_READ:
@@ -310,6 +325,27 @@ class TransferLanes:
         staged = self._present[key] if micro_batch > 0 else [False] * len(arrived)
         self._present[key] = chunk.accumulate(staged, arrived)
 
+    def _offload_rows(self, chunk: LookedUpChunk, iteration: int, task: Task) -> None:
+        key = (iteration, task.micro_batch, chunk.device_chunk.chunk.id)
+        gradients = self._outgoing_rows.pop(key)
+        size_bytes = storage_bytes(rows.values for rows in gradients)
+        if self._memory is not None:
+            self._held[iteration, task.id] = [rows.values for rows in gradients]
+        try:
+            self._arrived_rows[key] = chunk.arrive(gradients)
+        finally:
+            gradients.clear()
+            self._free(size_bytes)
+        self.bytes_device_to_host += size_bytes
+
+    def _add_rows(self, chunk: LookedUpChunk, iteration: int, task: Task) -> None:
+        number, micro_batch = chunk.device_chunk.chunk.id, task.micro_batch
+        rows = self._arrived_rows.pop((iteration, micro_batch, number))
+        nothing = [False] * len(chunk.device_chunk.trainable)
+        staged = self._present.get((iteration, number), nothing)
+        arrived = self._arrived.pop((iteration, micro_batch, number), nothing) if micro_batch else None
+        self._present[iteration, number] = chunk.add(rows, staged, arrived)
+
     def _norm(self, iteration: int) -> None:
         # All offloads of this iteration have ended, and none of the next can begin before the step on the device, which
         # waits for this task: nobody changes the dict while it is read.
@@ -367,12 +403,16 @@ class TransferLanes:
     def _forget_all(self) -> None:
         for gradients in self._outgoing.values():
             self._free(storage_bytes(gradients))
+        for rows in self._outgoing_rows.values():
+            self._free(storage_bytes(one.values for one in rows))
         for block in self._swapping.values():
             block.forget()
         for mark in self._marks.values():
             mark.error = None
         self._marks.clear()
         self._outgoing.clear()
+        self._outgoing_rows.clear()
+        self._arrived_rows.clear()
         self._held.clear()
         self._arrived.clear()
         self._present.clear()

@@ -10,16 +10,18 @@ with it.  What swaps is counted by those who know when it travels; here it is on
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Final
+from typing import Final, Self
 
 import numpy as np
 
+from ..layout.looked_up import room_of_rows
 from ..layout.uses import numbered_uses
+from ..schema.shared_inputs import SharedInput
 from ..schema.workload import Phase, Workload
 from .program import BoolArray, IntArray
-from .shared_bytes import SharedBytes
 
 NO_TASK_BYTES: Final = -(2**62)
 """The level at a position without a task: below everything that can be added to it."""
@@ -188,6 +190,8 @@ class ActivationAccount:
         for parameter in self.workload.parameters:
             if parameter.trainable:
                 sizes[numbered_uses(parameter, num_blocks).gradient] += parameter.size_bytes
+        for section, more_bytes in room_of_rows(self.workload):
+            sizes[section] += more_bytes
         return np.array(sizes, dtype=np.int64)
 
     @cached_property
@@ -271,3 +275,48 @@ def _peak_bytes(phase: Phase, is_adding: bool) -> int:
 def _highest(phase: Phase) -> int:
     """The highest level of a phase's curve; below every other where it has none."""
     return max((level for _, level in phase.curve), default=NO_TASK_BYTES)
+
+
+# -- shared inputs -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class SharedBytes:
+    """What shared inputs change in the phases, by where they go.  Shapes: K choices of modes, n blocks.
+
+    See [Note: Shared inputs] in ``shared/schema/shared_inputs.py``.
+    """
+
+    let_go_later: IntArray
+    """(K, n + 1) bytes that each block's forward would let go of if no block held them; last the epilogue's."""
+    freed_later: IntArray
+    """(K, n) bytes that each block's backward counts off although they stay."""
+    freed_now: IntArray
+    """(K, n) bytes that go with it although it does not count them off."""
+
+    @classmethod
+    def of(cls, inputs: Iterable[SharedInput], is_checkpoint: BoolArray) -> Self:
+        """``is_checkpoint``: (K, n) blocks in mode CHECKPOINT; what swaps holds as what it keeps."""
+        num_rows, num_blocks = is_checkpoint.shape
+        let_go_later = np.zeros((num_rows, num_blocks + 1), dtype=np.int64)
+        freed_later, freed_now = (np.zeros((num_rows, num_blocks), dtype=np.int64) for _ in range(2))
+        for shared in inputs:
+            holds = _in_mode(shared.kept_by, shared.checkpointed_by, is_checkpoint)
+            counts = _in_mode(shared.freed_in_kept, shared.freed_in_checkpointed, is_checkpoint)
+            # It goes with the first block that holds it, whose backward is the last.
+            rows = np.flatnonzero(holds.any(axis=1))
+            goes = np.zeros_like(holds)
+            goes[rows, holds[rows].argmax(axis=1)] = True
+            let_go_later[rows, num_blocks if shared.let_go_by is None else shared.let_go_by] += shared.size_bytes
+            freed_later += (counts & ~goes) * shared.size_bytes
+            freed_now += (goes & ~counts) * shared.size_bytes
+        return cls(let_go_later, freed_later, freed_now)
+
+
+def _in_mode(kept: tuple[int, ...], checkpointed: tuple[int, ...], is_checkpoint: BoolArray) -> BoolArray:
+    """(K, n) whether a block is among those that are named for its mode."""
+    named = np.zeros((2, is_checkpoint.shape[1]), dtype=np.bool_)
+    named[0, list(kept)] = True
+    named[1, list(checkpointed)] = True
+    in_mode: BoolArray = np.where(is_checkpoint, named[1], named[0])
+    return in_mode

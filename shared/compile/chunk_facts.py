@@ -174,6 +174,20 @@ class ChunkFacts:
         return integers(NOT_THERE if section is None else section for section in found)
 
     @cached_property
+    def is_looked_up(self) -> BoolArray:
+        """(C,) whether the prologue looks rows of it up on the host."""
+        return np.array([chunk.rows is not None for chunk in self.layout.chunks], dtype=np.bool_)
+
+    def of_rows(self, name: str) -> IntArray:
+        """(C,) a field of ``RowReads``; 0 where no rows are looked up."""
+        return integers(0 if chunk.rows is None else getattr(chunk.rows, name) for chunk in self.layout.chunks)
+
+    @cached_property
+    def left_by(self) -> IntArray:
+        """(C,) the section whose backward completes the gradients that leave the device whole; ``NOT_THERE``: none."""
+        return integers(c.gradients[0][0] if c.gradients else NOT_THERE for c in self.layout.chunks)
+
+    @cached_property
     def update_order(self) -> IntArray:
         """(T,) trainable chunks as their gradients are complete: last section first."""
         stepped = np.flatnonzero(self.is_trainable)[::-1]

@@ -78,6 +78,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from ..layout.layout import Layout, build_layout, check_layout
+from ..layout.looked_up import as_planned
 from ..layout.shards import stepped_bytes
 from ..schema.plan import Plan
 from ..schema.schedule import Schedule
@@ -123,6 +124,7 @@ def compile_schedule(
     if layout is None:
         layout = build_layout(workload.parameters, num_blocks=workload.num_blocks, chunk_bytes=plan.chunk_bytes)
     check_layout(layout, plan, workload)
+    workload, layout = as_planned(plan, workload, layout)
     family = family_of(plan, workload, layout)
     tasks, buffers = tasks_and_buffers(drafted(family, policies, with_operands=True), family)
     return Schedule(

@@ -140,6 +140,7 @@ class Family:
         chunks, sections, _ = self.facts.gradients
         has_new = np.zeros(self.workload.num_blocks + 2, dtype=np.bool_)
         has_new[sections[~self.is_persistent[chunks]]] = True
+        has_new[0] |= self.facts.of_rows("gradient_bytes").any()
         return has_new
 
 

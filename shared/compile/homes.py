@@ -14,7 +14,7 @@ from ..schema.schedule import Content, Memory
 from .family import Family
 from .program import NOT_THERE, BoolArray, BufferGroup, Draft, IntArray
 
-_PER_CHUNK = 6
+_PER_CHUNK = 8
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,6 +33,10 @@ class Homes:
     arrivals: IntArray
     """Where gradients arrive beside those that they are added to: of later micro-batches, or of all where the host adds
     them up in float32."""
+    rows: IntArray
+    """Rows of embeddings that are looked up on the host, on their way to the device."""
+    row_gradients: IntArray
+    """Where their gradients arrive."""
     kept: IntArray
     """What compute reads of chunks that are not gathered: their places on the device."""
 
@@ -89,12 +93,21 @@ def add_homes(family: Family, draft: Draft) -> Homes:
     staging = add(Content.GRADIENTS, 2, facts.part("staging_bytes"), (Memory.PINNED_HOST, stays))
     arrivals = np.full(len(leaving), NOT_THERE)
     if family.step.has_arrivals:
-        arrivals = add(Content.ARRIVING_GRADIENTS, 3, facts.part("arrival_bytes"), (Memory.PINNED_HOST, leaving))
+        sent = leaving & (facts.left_by != NOT_THERE)
+        arrivals = add(Content.ARRIVING_GRADIENTS, 3, facts.part("arrival_bytes"), (Memory.PINNED_HOST, sent))
     paged = add(Content.PAGED_STATE, 4, paged_bytes, (Memory.HOST, paged_bytes > 0))
     places = add(Content.PARAMETERS, 5, facts.size_bytes, (Memory.DEVICE, family.is_host_stepped))
     kept = np.where(family.is_persistent, parameters, places)
+    looked_up = facts.is_looked_up
+    rows, row_gradients = (
+        add(content, number, facts.of_rows(name), (Memory.PINNED_HOST, is_there))
+        for content, number, name, is_there in (
+            (Content.LOOKED_UP_ROWS, 6, "forward_bytes", looked_up),
+            (Content.ROW_GRADIENTS, 7, "gradient_bytes", looked_up & trained),
+        )
+    )
     _add_shared_places(family, draft)
-    return Homes(parameters, state, paged, np.maximum(reduced, staging), arrivals, kept)
+    return Homes(parameters, state, paged, np.maximum(reduced, staging), arrivals, rows, row_gradients, kept)
 
 
 def staged_sizes(family: Family) -> list[tuple[Content, Memory, IntArray, BoolArray]]:

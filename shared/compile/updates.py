@@ -11,6 +11,7 @@ from ..schema.workload import Phase
 from .family import Family
 from .homes import Homes
 from .program import NOT_THERE, BufferGroup, Draft, IntArray, Operand, Part, TaskGroup, Work, spread
+from .rows import Rows
 from .sections import FullTraining
 
 DISK_WRITES, DISK_READS, _REDUCES, _OFFLOADS, _ACCUMULATES, STEPS, TASKS_PER_CHUNK = range(7)
@@ -33,6 +34,8 @@ class Updates:
         order = family.facts.update_order
         self.leaving: IntArray = order[family.leaves[order]]
         """(U,) chunks."""
+        self.sent: IntArray = self.leaving[family.facts.left_by[self.leaving] != NOT_THERE]
+        """(U',) of these, chunks that have gradients on the device beside those of rows."""
         self.parted: IntArray = order[family.is_sharded[order]]
         """(V,) chunks."""
         self.staying: IntArray = order[family.is_persistent[order]]
@@ -41,6 +44,8 @@ class Updates:
         self.place_of[order] = np.arange(len(order))
         self.summed: list[IntArray] = []
         """What adds up the gradients that stay on the device, whole or in parts."""
+        self.rows = Rows(family, draft, sections, order)
+        self._leave_in_time(self.rows.offloads, self.rows.steps)
         self._reduce()
         self._offload()
         self._step()
@@ -50,7 +55,9 @@ class Updates:
         self, kind: TaskKind, work: Work, chunks: IntArray, number: int, micro_batches: slice = slice(None)
     ) -> IntArray:
         """(M', n) a task for each of ``chunks``, behind its last backward in each of these micro-batches."""
-        position = self.sections.end_position[self.last_steps(chunks)[micro_batches]]
+        is_step = kind is TaskKind.CPU_ADAM
+        steps = self._final_steps(chunks) if is_step else self.last_steps(chunks)
+        position = self.sections.end_position[steps[micro_batches]]
         micro_batch = self.sections.micro_batch[micro_batches]
         shape = position.shape
         group = TaskGroup(
@@ -76,7 +83,11 @@ class Updates:
         return TASKS_PER_CHUNK * len(self.family.facts.update_order) - _NORM
 
     def last_steps(self, chunks: IntArray) -> IntArray:
-        """(M, n) the steps of the last backwards of ``chunks``."""
+        """(M, n) the steps of the last backwards that leave gradients of ``chunks``, those of rows aside."""
+        return self.sections.backward_step(self.family.facts.left_by[chunks])
+
+    def _final_steps(self, chunks: IntArray) -> IntArray:
+        """(M, n) the steps behind which gradients of ``chunks``, those of rows included, are complete."""
         return self.sections.backward_step(self.family.facts.completed_by[chunks])
 
     def _ends(self, chunks: IntArray) -> IntArray:
@@ -92,7 +103,7 @@ class Updates:
         self.parting = self._behind_backward(TaskKind.REDUCE_SCATTER, facts.scatter_work, self.parted, _REDUCES)
         """(M, V) reductions to each rank's part on its device."""
         draft.wait(self.parting.ravel(), self._ends(self.parted).ravel())
-        self._leave_in_time(self.parting, self.parted)
+        self._leave_in_time(self.parting, self.last_steps(self.parted))
         self.reducing: IntArray = np.zeros((len(self.parting), 0), dtype=np.int64)
         """(M, U) reductions of gradients that leave; none of one rank alone."""
         self.summing: IntArray = np.zeros(0, dtype=np.int64)
@@ -113,23 +124,31 @@ class Updates:
 
         Where the host adds them up in float32, the first ones are widened into the sums that later ones are added to.
         """
-        facts, draft, leaving = self.family.facts, self.draft, self.leaving
-        self.offloads = self._behind_backward(TaskKind.GRADIENT_OFFLOAD, facts.offload_work, leaving, _OFFLOADS)
-        """(M, U)"""
-        complete = self.reducing if self.family.step.num_ranks > 1 else self._ends(leaving)
+        facts, draft, sent = self.family.facts, self.draft, self.sent
+        self.offloads = self._behind_backward(TaskKind.GRADIENT_OFFLOAD, facts.offload_work, sent, _OFFLOADS)
+        """(M, U')"""
+        complete = self.reducing if self.family.step.num_ranks > 1 else self._ends(sent)
         draft.wait(self.offloads.ravel(), complete.ravel())
-        self._leave_in_time(self.offloads, leaving)
+        self._leave_in_time(self.offloads, self.last_steps(sent))
+        # Those to which gradients of rows are added wait for them.
+        is_alone = ~facts.is_looked_up[sent]
+        self.added: IntArray = sent[is_alone]
+        """(A,) chunks without gradients of rows."""
         kind = TaskKind.GRADIENT_ACCUMULATE
-        self.sums = self._behind_backward(kind, facts.accumulate_work, leaving, _ACCUMULATES, slice(1, None))
-        """(M - 1, U), or (M, U) where the first gradients are widened."""
+        self.sums = self._behind_backward(kind, facts.accumulate_work, self.added, _ACCUMULATES, slice(1, None))
+        """(M - 1, A), or (M, A) where the first gradients are widened."""
         if self.family.step.widens:
-            first = self._behind_backward(kind, facts.widen_work, leaving, _ACCUMULATES, slice(1))
+            first = self._behind_backward(kind, facts.widen_work, self.added, _ACCUMULATES, slice(1))
             self.sums = np.concatenate([first, self.sums])
-        arriving = self.offloads[self._num_staged :]
+        arriving = self.offloads[self._num_staged :, is_alone]
         draft.wait(self.sums.ravel(), arriving.ravel())
         # The arrivals of the micro-batch before must have been added.
         draft.wait(arriving[1:].ravel(), self.sums[:-1].ravel())
-        self._arrived = self.sums[-1] if len(self.sums) else self.offloads[-1]
+        self.rows.wait_for_sums(self.offloads, sent)
+        arrived = np.full(len(self.place_of), NOT_THERE)
+        arrived[self.added] = self.sums[-1] if len(self.sums) else self.offloads[-1, is_alone]
+        arrived[self.rows.chunks] = self.rows.sums[-1]
+        self._arrived = arrived[self.leaving]
         """(U,) the last task that brought gradients of a chunk to where they are added up."""
 
     @property
@@ -137,13 +156,13 @@ class Updates:
         """Micro-batches whose gradients arrive where they are added up: the first one's, unless they are widened."""
         return 0 if self.family.step.widens else 1
 
-    def _leave_in_time(self, tasks: IntArray, chunks: IntArray) -> None:
+    def _leave_in_time(self, tasks: IntArray, last_steps: IntArray) -> None:
         """Gradients have left before the step ``depth + 1`` after their last backward, perhaps of the next iteration.
 
         Of the next iteration, its first steps wait for those alone that leave less than an iteration before them.
         """
         begin = self.sections.step_begin
-        over = self.last_steps(chunks).ravel() + self.family.depths[:, None] + 1
+        over = last_steps.ravel() + self.family.depths[:, None] + 1
         for first in (0, len(begin)):
             is_here = (over >= first) & (over < first + len(begin))
             if is_here.any():
@@ -193,6 +212,7 @@ class Updates:
         """(C,) what steps each chunk that is gathered, or stepped on the host."""
         self.stepped_by[self.leaving] = self.cpu_adams
         self.stepped_by[self.parted] = self.device_adam
+        self.rows.follow(self.stepped_by)
 
     def _limit_norm(self) -> IntArray:
         """Add the norm of all gradients; gives the task after which it is known."""
@@ -241,7 +261,7 @@ class Updates:
         # What takes the gradients of each chunk away, by micro-batch.
         taken_by = np.full((len(sections.micro_batch), len(facts.size_bytes)), self.device_adam[0])
         taken_by[:, self.parted] = self.parting
-        taken_by[:, self.leaving] = self.reducing if family.step.is_sharded else self.offloads
+        taken_by[:, self.sent] = self.reducing if family.step.is_sharded else self.offloads
         # Of gradients among others of their chunk: those of the last section first.
         places = np.lexsort((-completing, chunks)).argsort()
         # Gradients of persistent chunks stay from the first micro-batch on.
@@ -303,6 +323,7 @@ class Updates:
         """Add what tasks read and write in the family's one plan, and the phase of device Adam."""
         self._wire_device(homes)
         self._wire_hosts(homes)
+        self.rows.wire(homes)
         draft = self.draft
         _, staying, places = self._gradients_of(np.flatnonzero(self.family.is_persistent))
         whole = staying[0][np.argsort(places)]
@@ -334,7 +355,7 @@ class Updates:
         if len(self.summing):
             for use in (draft.read, draft.update):
                 use(self.summing[number], gradients[0], places)
-        number, gradients, places = self._gradients_of(self.leaving)
+        number, gradients, places = self._gradients_of(self.sent)
         if self.family.step.num_ranks > 1:
             draft.read(self.reducing[:, number], gradients, places)
             if not self.family.step.is_sharded:
@@ -347,14 +368,13 @@ class Updates:
     def _wire_hosts(self, homes: Homes) -> None:
         """Copies to the host, sums there, and CPU Adam."""
         draft, leaving = self.draft, self.leaving
-        staging, arrivals = homes.gradients[leaving], homes.arrivals[leaving]
-        num_staged, is_home = self._num_staged, ~self.family.stages_gradients[leaving]
-        draft.update(self.offloads[:num_staged, is_home], staging[is_home], 0)
-        draft.update(self.offloads[num_staged:], arrivals, 0)
-        draft.read(self.sums, arrivals, 0)
-        draft.read(self.sums[1 - num_staged :], staging, 1)
-        draft.update(self.sums, staging, 0)
-        draft.read(self.cpu_adams, staging, 0)
+        num_staged, is_home = self._num_staged, ~self.family.stages_gradients[self.sent]
+        draft.update(self.offloads[:num_staged, is_home], homes.gradients[self.sent][is_home], 0)
+        draft.update(self.offloads[num_staged:], homes.arrivals[self.sent], 0)
+        draft.read(self.sums, homes.arrivals[self.added], 0)
+        draft.read(self.sums[1 - num_staged :], homes.gradients[self.added], 1)
+        draft.update(self.sums, homes.gradients[self.added], 0)
+        draft.read(self.cpu_adams, homes.gradients[leaving], 0)
         for place, stepped in enumerate((homes.state[leaving], homes.parameters[leaving])):
             draft.read(self.cpu_adams, stepped, 1 + place)
             draft.update(self.cpu_adams, stepped, place)

@@ -45,6 +45,18 @@ class PlacedParameter:
     offset_bytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class RowReads:
+    """What the prologue does with a chunk of embeddings whose rows it looks up on the host, in each micro-batch."""
+
+    forward_bytes: int
+    """Rows that come to the device."""
+    gradient_bytes: int
+    """Gradients of rows that leave it, of trainable tables."""
+    table_gradient_bytes: int
+    """Gradients of the tables, which are whole on the host."""
+
+
 @dataclass(frozen=True)
 class Chunk:
     """Parameters that share one flat buffer."""
@@ -63,6 +75,8 @@ class Chunk:
     """Size of the host buffer that receives its gradients, alignment included; 0 if nothing is trainable."""
     num_trainable: int
     """Scalars that the optimizer steps."""
+    rows: RowReads | None = None
+    """What the prologue looks up of it on the host; None: the prologue uses it as any section does."""
 
     @property
     def is_trainable(self) -> bool:
@@ -72,11 +86,18 @@ class Chunk:
     @property
     def gradient_bytes(self) -> int:
         """Bytes of all its gradients."""
+        if self.rows is not None:
+            return self.rows.table_gradient_bytes
         return sum(size_bytes for _, size_bytes in self.gradients)
 
     @property
     def completed_by(self) -> int | None:
-        """The section whose backward completes its gradients, as the last one; None if nothing is trainable."""
+        """The section whose backward completes its gradients, as the last one; None if nothing is trainable.
+
+        Of embeddings whose rows are looked up, the prologue.
+        """
+        if self.rows is not None and self.is_trainable:
+            return 0
         return self.gradients[0][0] if self.gradients else None
 
 

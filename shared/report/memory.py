@@ -24,6 +24,8 @@ CONTENT_COLOURS: Final[dict[Content | None, str]] = {
     Content.OPTIMIZER_STATE: "purple",
     Content.GRADIENTS: "orange",
     Content.ARRIVING_GRADIENTS: "pink",
+    Content.LOOKED_UP_ROWS: "blue",
+    Content.ROW_GRADIENTS: "orange",
     Content.ACTIVATIONS: "green",
     Content.SWAPPED: "teal",
     Content.OUTPUT: "sky",

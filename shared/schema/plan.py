@@ -120,6 +120,10 @@ class Plan(Document):
     n_staging: NonNegativeInt = 0
     """Host places that chunks on the disk share: so many for parameters on their way to the device, and so many for
     chunks that are being stepped."""
+    looks_up_rows: bool = False
+    """Whether the prologue looks the rows of its embeddings up on the host, where their chunks are offloaded, in place
+    of gathering whole tables: rows come to the device, and gradients of rows leave it.  A file has the field where it
+    is true."""
     n_buffer: NonNegativeInt
     """Device places for the chunks that are gathered: sharded over devices, or offloaded."""
     prefetch_depth: PositiveInt = 1
@@ -174,6 +178,11 @@ class Plan(Document):
                 f"n_host_stepped: {self.n_host_stepped} with parallel {self.parallel}; chunks that the host steps and "
                 f"the device keeps need whole chunks on the hosts, so that single and replicated know them. Set it to 0"
             )
+        if self.looks_up_rows and self.parallel is not ParallelMode.SINGLE:
+            raise ValueError(
+                f"looks_up_rows with parallel {self.parallel}; gradients of rows are added up on one host, so that a "
+                f"rank alone knows them. Leave it out"
+            )
         if self.n_shard and self.parallel is not ParallelMode.SHARDED:
             raise ValueError(
                 f"n_shard: {self.n_shard} with parallel {self.parallel}; only ranks in mode sharded have chunks that "
@@ -204,10 +213,12 @@ class Plan(Document):
         return hashlib.sha256(f"{self.workload_id}\n{knobs.to_json()}".encode()).hexdigest()[:16]
 
     @model_serializer(mode="wrap")
-    def _without_an_empty_note(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+    def _without_empty_fields(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         fields: dict[str, Any] = handler(self)
         if self.note is None:
             fields.pop("note", None)
+        if not self.looks_up_rows:
+            fields.pop("looks_up_rows", None)
         return fields
 
     @property

@@ -70,9 +70,10 @@ class TaskKind(StrEnum):
     GATHER = "gather"
     """Copy a chunk's parameters to the device."""
     GRADIENT_OFFLOAD = "gradient_offload"
-    """Copy a chunk's gradients to the host."""
+    """Copy a chunk's gradients to the host; with a section, gradients of the rows that it looked up there."""
     GRADIENT_ACCUMULATE = "gradient_accumulate"
-    """Add a micro-batch's gradients of a chunk to those of earlier ones, on the host."""
+    """Add a micro-batch's gradients of a chunk to those of earlier ones, on the host; with a section, gradients of the
+    rows that it looked up first."""
     ACTIVATION_OFFLOAD = "activation_offload"
     """Copy what a block saved to the host."""
     ACTIVATION_FETCH = "activation_fetch"
@@ -187,6 +188,10 @@ class Content(StrEnum):
     REDUCED_GRADIENTS = "reduced_gradients"
     """One rank's shard of a chunk's gradients, added up over all ranks: on its way to the host, or, of a chunk that is
     sharded over the devices, where it stays."""
+    LOOKED_UP_ROWS = "looked_up_rows"
+    """Rows of a chunk's embeddings that were looked up on the host, on their way to the device."""
+    ROW_GRADIENTS = "row_gradients"
+    """Their gradients, where these arrive on the host."""
     OPTIMIZER_STATE = "optimizer_state"
     PAGED_STATE = "paged_state"
     """Moments of a chunk that is stepped on the device, in unified memory: counted on the host, as none of it has to

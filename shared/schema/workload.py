@@ -155,6 +155,8 @@ class Phase(FrozenModel):
     adding_curve: tuple[tuple[Annotated[float, Field(gt=0, le=1)], SignedBytes], ...] = ()
     """``curve`` where all of ``gradient_bytes`` are added to gradients that are there already: each goes as soon as it
     is final.  Empty where there are none, or where they are not known."""
+    looked_up_bytes: Bytes = 0
+    """Rows of embeddings that it looks up on the host and copies to the device; beside ``measured_s``."""
     measured_s: NonNegativeFloat | None = None
     """Median seconds on ``Workload.measured_on``, alone on the machine."""
 
@@ -179,8 +181,20 @@ class Phase(FrozenModel):
             net_bytes=self.net_bytes - self.stated_gradient_bytes,
             gradient_bytes=0,
             curve=self.adding_curve or self.curve,
+            looked_up_bytes=self.looked_up_bytes,
             measured_s=self.measured_s,
         )
+
+    def with_more_gradients(self, size_bytes: int) -> Phase:
+        """The phase if so many more of the bytes that it leaves are final gradients.
+
+        One that does not say how many are leaves all that there may be.
+        """
+        if self.gradient_bytes is None:
+            return self
+        # Made anew: a copy would take along what is cached here.
+        fields = {name: getattr(self, name) for name in Phase.model_fields}
+        return Phase(**{**fields, "gradient_bytes": self.gradient_bytes + size_bytes})
 
     def with_shared(self, *, held_bytes: int = 0, freed_bytes: int = 0) -> Phase:
         """The phase where it does not let go of ``held_bytes`` of shared inputs, or does of ``freed_bytes``.
@@ -197,6 +211,7 @@ class Phase(FrozenModel):
                 gradient_bytes=self.gradient_bytes,
                 curve=tuple((end, level + held_bytes) for end, level in self.curve),
                 adding_curve=tuple((end, level + held_bytes) for end, level in self.adding_curve),
+                looked_up_bytes=self.looked_up_bytes,
                 measured_s=self.measured_s,
             )
         return self._with_shared[key]
@@ -323,6 +338,24 @@ class Block(FrozenModel):
     """Index into ``Workload.profiles``."""
 
 
+class LookedUpTable(FrozenModel):
+    """An embedding of which the prologue's forward reads nothing but rows."""
+
+    parameter: NonNegativeInt
+    """Index into ``Workload.parameters``."""
+    num_rows: PositiveInt
+    """Rows that one forward looks up, those that occur several times counted as often."""
+
+
+class RowLookups(FrozenModel):
+    """What the prologue does where it looks the rows of all its embeddings up on the host (``Plan.looks_up_rows``)."""
+
+    tables: tuple[LookedUpTable, ...] = Field(min_length=1)
+    prologue_forward: Phase
+    prologue_backward: Phase
+    """It leaves gradients of rows, each lookup's in a tensor of its own, in place of gradients of tables."""
+
+
 class Workload(Document):
     """One model, one batch shape: everything that a machine-independent prediction needs."""
 
@@ -356,6 +389,8 @@ class Workload(Document):
     shared_inputs: tuple[SharedInput, ...] = ()
     """Tensors whose life depends on the activation modes of several blocks.  Phases count them as if no block held them
     for its backward."""
+    row_lookups: RowLookups | None = None
+    """Embeddings whose rows the prologue may look up on the host; None where there are none, or nobody knows."""
     resident_bytes: Bytes = 0
     """Device bytes alive all the time besides parameters, gradients and optimizer state: module buffers, the batch, and
     whatever else lives on from one iteration to the next."""
@@ -376,6 +411,11 @@ class Workload(Document):
             named = max(shared.blocks, default=0)
             if named >= len(self.blocks):
                 raise ValueError(f"a shared input names block {named} of {len(self.blocks)}")
+        for table in self.row_lookups.tables if self.row_lookups is not None else ():
+            if table.parameter >= len(self.parameters):
+                raise ValueError(f"a lookup names parameter {table.parameter} of {len(self.parameters)}")
+            if len(self.parameters[table.parameter].shape) != 2:
+                raise ValueError(f"{self.parameters[table.parameter].name} is looked up, and is no table of rows")
         names: set[str] = set()
         for parameter in self.parameters:
             if parameter.block is not None and parameter.block >= len(self.blocks):

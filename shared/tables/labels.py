@@ -44,6 +44,8 @@ CONTENT_NAMES: Final[dict[Content | None, str]] = {
     Content.PARAMETERS: "parameters",
     Content.GRADIENTS: "gradients",
     Content.ARRIVING_GRADIENTS: "arriving gradients",
+    Content.LOOKED_UP_ROWS: "rows of embeddings",
+    Content.ROW_GRADIENTS: "gradients of rows",
     Content.OPTIMIZER_STATE: "optimizer state",
     Content.PAGED_STATE: "paged optimizer state",
     Content.ACTIVATIONS: "saved activations",
@@ -154,6 +156,7 @@ def knobs(plan: Plan, *, num_blocks: int | None = None) -> tuple[Knob, ...]:
             if plan.n_disk_state
             else []
         ),
+        *([Knob("looks_up_rows", "yes", "rows of embeddings come from the host")] if plan.looks_up_rows else []),
         Knob("n_buffer", str(plan.n_buffer), "device places for the other chunks"),
         Knob("prefetch_depth", str(plan.prefetch_depth), "sections ahead that chunks are gathered"),
         Knob("n_checkpoint", f"{plan.n_checkpoint}{of_blocks}", "blocks whose activations are recomputed"),

@@ -97,6 +97,8 @@ class Claim:
             for placed in chunk.parameters:
                 uses = self.uses_of(placed.index)
                 for section in sections_of(uses):
+                    if section is OuterSection.PROLOGUE and placed.index in self.looked_up_rows:
+                        continue
                     found[section if isinstance(section, OuterSection) else BlockId(section)].add(chunk.id)
                 if OuterSection.EPILOGUE in (*uses.forward, *uses.backward):
                     # Its forward and backward are one step.
@@ -112,6 +114,29 @@ class Claim:
         return found.uses or Uses(forward=ends, backward=ends, gradient=ends[0])
 
     @cached_property
+    def looked_up_rows(self) -> dict[int, int]:
+        """The rows that one forward of the prologue looks up on the host, by their embedding among the parameters."""
+        lookups = self.workload.row_lookups if self.plan.looks_up_rows else None
+        return {} if lookups is None else {table.parameter: table.num_rows for table in lookups.tables}
+
+    @cached_property
+    def looked_up(self) -> list[ChunkId]:
+        """The chunks of which the prologue looks rows up on the host."""
+        members = ((chunk.id, {placed.index for placed in chunk.parameters}) for chunk in self.layout.chunks)
+        return [chunk for chunk, indices in members if indices & self.looked_up_rows.keys()]
+
+    def completing(self, parameter: int) -> int | OuterSection | None:
+        """The section whose backward completes what the device has of a parameter's gradient; None: it has none.
+
+        Where rows are looked up on the host, gradients of these are no part of it.
+        """
+        uses = self.uses_of(parameter)
+        if parameter not in self.looked_up_rows:
+            return uses.gradient
+        others = {*uses.forward, *uses.backward} - {OuterSection.PROLOGUE}
+        return next((s for s in self.sections if s in others), None)
+
+    @cached_property
     def completed(self) -> dict[Section, dict[ChunkId, int]]:
         """Bytes of the gradients that each section's backward completes, by chunk; none where these are 0."""
         found: dict[Section, dict[ChunkId, int]] = {section: {} for section in self.sections}
@@ -119,7 +144,9 @@ class Claim:
             for placed in chunk.parameters:
                 parameter = self.workload.parameters[placed.index]
                 if parameter.trainable and parameter.size_bytes:
-                    section = self.uses_of(placed.index).gradient
+                    section = self.completing(placed.index)
+                    if section is None:
+                        continue
                     of_section = found[section if isinstance(section, OuterSection) else BlockId(section)]
                     of_section[chunk.id] = of_section.get(chunk.id, 0) + parameter.size_bytes
         return found
@@ -379,12 +406,12 @@ def _check_coming_and_going(claim: Claim) -> None:
 # -- one task --------------------------------------------------------------------------------------------------------
 
 
-def chunk_of(claim: Claim, task: Task) -> Chunk:
+def chunk_of(claim: Claim, task: Task, *, section: Section | None = None) -> Chunk:
     """The chunk that a task names.  Raises ScheduleError if there is none, or the task names more."""
     if task.chunk is None or not 0 <= task.chunk < len(claim.layout.chunks):
         reject(f"task {task.id} ({task.kind}) names chunk {task.chunk} of {len(claim.layout.chunks)}")
-    if task.section is not None or task.phase is not None:
-        reject(f"{task.name} has a section or a phase")
+    if task.section != section or task.phase is not None:
+        reject(f"{task.name} has section {task.section}, not {section}, or a phase")
     return claim.layout.chunks[task.chunk]
 
 

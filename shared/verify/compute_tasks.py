@@ -7,10 +7,20 @@ there.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
 
-from ..schema.schedule import Allocation, AllocationId, ChunkId, Content, Memory, Section, Task, TaskKind
+from ..schema.schedule import (
+    Allocation,
+    AllocationId,
+    ChunkId,
+    Content,
+    Memory,
+    OuterSection,
+    Section,
+    Task,
+    TaskKind,
+)
 from ..schema.workload import Phase
 from .claim import Claim, reject
 
@@ -33,6 +43,8 @@ class Expected:
     """What it writes that was there before."""
     drops: set[Name] = field(default_factory=set)
     """What it frees, gathered parameters aside."""
+    on_host: frozenset[AllocationId] = frozenset()
+    """What it uses in the host's memory."""
 
 
 def check_compute_task(claim: Claim, task: Task, entry: Expected) -> None:
@@ -49,8 +61,11 @@ def check_compute_task(claim: Claim, task: Task, entry: Expected) -> None:
     for buffer_id in (*task.reads, *task.writes, *task.allocates, *task.frees):
         buffer = claim.buffer(buffer_id)
         # The device itself brings the pages of unified memory.
-        if buffer.memory is not Memory.DEVICE and buffer.content is not Content.PAGED_STATE:
+        is_elsewhere = buffer.memory is not Memory.DEVICE and buffer.content is not Content.PAGED_STATE
+        if is_elsewhere and buffer_id not in entry.on_host:
             reject(f"{task.name} touches buffer {buffer_id} in {buffer.memory} memory")
+    if not entry.on_host <= {*task.reads, *task.writes}:
+        reject(f"{task.name} does not use buffers {sorted(entry.on_host - {*task.reads, *task.writes})} on the host")
     _compare(task, "reads", _names(claim, task.reads), entry.reads)
     _compare(task, "writes", _names(claim, task.writes), entry.updates | entry.makes.keys())
     _compare(task, "allocates", _names(claim, task.allocates), set(entry.makes))
@@ -107,4 +122,67 @@ def gradients_of(claim: Claim, section: Section, micro_batch: int) -> tuple[dict
         for chunk, size in sizes.items()
         if not (micro_batch and chunk in claim.persistent)
     }
-    return made, sum(sizes.values())
+    of_rows = gradients_of_rows(claim, section)
+    made |= {(Content.GRADIENTS, chunk, section, micro_batch): size for chunk, size in of_rows.items()}
+    return made, sum(sizes.values()) + sum(of_rows.values())
+
+
+def looking_up(claim: Claim, forward: Expected) -> Expected:
+    """The prologue's ``forward`` with its lookups: it reads embeddings where the host has them, and stages rows."""
+    tables: set[Name] = {(Content.PARAMETERS, chunk, None, 0) for chunk in claim.looked_up}
+    staged: set[Name] = {(Content.LOOKED_UP_ROWS, chunk, None, 0) for chunk in claim.looked_up}
+    homes = (claim.homes[content, chunk].id for content, chunk, _, _ in tables | staged)
+    return replace(forward, reads=forward.reads | tables, updates=staged, on_host=frozenset(homes))
+
+
+# -- rows of embeddings ----------------------------------------------------------------------------------------------
+
+
+def trained_rows(claim: Claim) -> list[ChunkId]:
+    """The chunks whose gradients of rows leave the device."""
+    return [chunk for chunk in claim.looked_up if claim.layout.chunks[chunk].is_trainable]
+
+
+def bytes_of_rows(claim: Claim, chunk: ChunkId, *, trained: bool) -> int:
+    """Bytes of the rows that one forward looks up, or of their gradients."""
+    members = (placed.index for placed in claim.layout.chunks[chunk].parameters)
+    parameters = ((index, claim.workload.parameters[index]) for index in members)
+    return sum(
+        claim.looked_up_rows[index] * parameter.shape[1] * parameter.dtype.item_bytes
+        for index, parameter in parameters
+        if parameter.trainable or not trained
+    )
+
+
+def gradients_of_rows(claim: Claim, section: Section) -> dict[ChunkId, int]:
+    """Bytes of the gradients of rows that a section's backward leaves, by chunk: the prologue's alone."""
+    if section is not OuterSection.PROLOGUE:
+        return {}
+    return {chunk: bytes_of_rows(claim, chunk, trained=True) for chunk in trained_rows(claim)}
+
+
+def phases_of_prologue(claim: Claim) -> tuple[Phase, Phase]:
+    """Its forward and backward, as the plan has them."""
+    lookups = claim.workload.row_lookups if claim.plan.looks_up_rows else None
+    found = claim.workload if lookups is None else lookups
+    return found.prologue_forward, found.prologue_backward
+
+
+def completing_tables(claim: Claim, section: Section, backward: Phase) -> Phase:
+    """``backward`` of a section that completes embeddings' gradients as the prologue adds none on the device."""
+    more_bytes = sum(
+        claim.workload.parameters[index].size_bytes
+        for index in claim.looked_up_rows
+        if claim.workload.parameters[index].trainable and claim.completing(index) == section
+    )
+    return backward.with_more_gradients(more_bytes) if more_bytes else backward
+
+
+def homes_of_rows(claim: Claim) -> Iterator[tuple[Content, Memory, ChunkId | None, Section | None, int | None, int]]:
+    """What the host has for good to move rows."""
+    for chunk in claim.looked_up:
+        size_bytes = bytes_of_rows(claim, chunk, trained=False)
+        yield Content.LOOKED_UP_ROWS, Memory.PINNED_HOST, chunk, None, None, size_bytes
+    for chunk in trained_rows(claim):
+        size_bytes = bytes_of_rows(claim, chunk, trained=True)
+        yield Content.ROW_GRADIENTS, Memory.PINNED_HOST, chunk, None, None, size_bytes

@@ -13,6 +13,7 @@ from ..layout.layout import Chunk
 from ..schema.plan import ParallelMode
 from ..schema.schedule import Allocation, ChunkId, Content, Memory, Section, Task, TaskKind
 from .claim import Claim, check_amounts, check_earlier, check_in_place, chunk_of, compare_buffers, reject
+from .compute_tasks import homes_of_rows
 from .disk import is_on_its_way, shared_place_bytes
 from .rules import Meeting
 from .steps import paged_bytes, state_bytes, stepped_of
@@ -38,6 +39,7 @@ def check_homes(claim: Claim) -> None:
             expected[content, memory, None, None, slot, size_bytes] += 1
     for chunk in claim.layout.chunks:
         expected.update(_homes_of(claim, chunk))
+    expected.update(homes_of_rows(claim))
     static = [buffer for buffer in claim.schedule.buffers if buffer.is_static]
     found: Counter[_Home] = Counter((b.content, b.memory, b.chunk, b.section, b.slot, b.size_bytes) for b in static)
     if found != expected:
@@ -70,7 +72,8 @@ def _homes_of(claim: Claim, chunk: Chunk) -> list[_Home]:
             homes.append((Content.REDUCED_GRADIENTS, place, chunk.id, None, None, part.gradient_bytes))
         elif part is not None and not (claim.gradients_pass and chunk.id in claim.stepped_from_disk):
             homes.append((Content.GRADIENTS, Memory.PINNED_HOST, chunk.id, None, None, part.staging_bytes))
-            if claim.plan.micro_batches > 1 or claim.plan.widens_on_host:
+            arrives = chunk.id not in claim.looked_up or any(chunk.id in made for made in claim.completed.values())
+            if arrives and (claim.plan.micro_batches > 1 or claim.plan.widens_on_host):
                 homes.append((Content.ARRIVING_GRADIENTS, Memory.PINNED_HOST, chunk.id, None, None, part.arrival_bytes))
     return homes
 

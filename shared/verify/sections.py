@@ -9,7 +9,15 @@ from ..schema.plan import ActivationMode
 from ..schema.schedule import ChunkId, Content, OuterSection, Section, TaskKind
 from ..schema.workload import BlockId, Phase
 from .claim import Claim, check_amounts, reject
-from .compute_tasks import Expected, Name, check_compute_task, gradients_of
+from .compute_tasks import (
+    Expected,
+    Name,
+    check_compute_task,
+    completing_tables,
+    gradients_of,
+    looking_up,
+    phases_of_prologue,
+)
 
 
 def check_program(claim: Claim) -> None:
@@ -119,7 +127,7 @@ class _Walk:
         workload = self.claim.workload
         output, saved = self._called(Content.OUTPUT, section), self._called(Content.ACTIVATIONS, section)
         if section is OuterSection.PROLOGUE:
-            phase = workload.prologue_forward
+            phase = phases_of_prologue(self.claim)[0]
             makes = {output: max(0, phase.net_bytes)}
         elif section is OuterSection.EPILOGUE:
             phase = workload.epilogue_forward.with_shared(held_bytes=self.held[section])
@@ -135,7 +143,8 @@ class _Walk:
                 output_bytes = min(profile.output_bytes, left_bytes)
                 makes = {output: output_bytes, saved: left_bytes - output_bytes} | swapped
         reads = self._parameters(self.claim.used_forward, section) | self._input(section)
-        return self._expect(TaskKind.FORWARD, section, phase, reads, makes)
+        entry = self._expect(TaskKind.FORWARD, section, phase, reads, makes)
+        return looking_up(self.claim, entry) if section is OuterSection.PROLOGUE else entry
 
     def _recompute(self, section: Section) -> Expected:
         assert not isinstance(section, OuterSection)
@@ -150,7 +159,7 @@ class _Walk:
         saved = {self._called(Content.ACTIVATIONS, section)}
         gradients, own_bytes = gradients_of(self.claim, section, self.micro_batch)
         if section is OuterSection.PROLOGUE:
-            phase = workload.prologue_backward
+            phase = phases_of_prologue(self.claim)[1]
             consumed = {output}
             drops = set(consumed)
         elif section is OuterSection.EPILOGUE:
@@ -163,6 +172,7 @@ class _Walk:
             consumed = saved | self._input(section) | self._swapped(section).keys()
             # The first block's input is the prologue's output, which the prologue's own backward drops.
             drops = consumed - {output}
+        phase = completing_tables(self.claim, section, phase)
         if section is not OuterSection.EPILOGUE:
             incoming = self._called(Content.INCOMING_GRADIENT, self.sections[self.sections.index(section) + 1])
             consumed = consumed | {incoming}

@@ -6,7 +6,7 @@ chunk, once per step.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from math import prod
 
 from ..layout.adam_memory import WIDENED_SCALARS
@@ -14,7 +14,15 @@ from ..schema.plan import ParallelMode
 from ..schema.schedule import ChunkId, Content, OuterSection, Task, TaskKind
 from ..schema.workload import Phase
 from .claim import Claim, check_amounts, check_earlier, check_in_place, chunk_of, compare_buffers, reject
-from .compute_tasks import Expected, Name, check_compute_task, gradients_of, name_of_part
+from .compute_tasks import (
+    Expected,
+    Name,
+    bytes_of_rows,
+    check_compute_task,
+    gradients_of,
+    name_of_part,
+    trained_rows,
+)
 from .rules import Meeting
 from .shards import fullest_regions
 from .steps import Stepped, extra_bytes, goes_alone, moved_bytes, stepped_of
@@ -27,19 +35,32 @@ _NORM_BYTES = 8
 
 def check_gradient_offloads(claim: Claim) -> None:
     """The gradients of every chunk that CPU Adam steps leave the device once per micro-batch, all of them."""
-    _check_served(claim, TaskKind.GRADIENT_OFFLOAD, range(claim.plan.micro_batches))
-    for task in claim.tasks_of(TaskKind.GRADIENT_OFFLOAD):
-        _check_offload(claim, task)
+    every = range(claim.plan.micro_batches)
+    tasks = claim.tasks_of(TaskKind.GRADIENT_OFFLOAD)
+    on_device = {chunk for completed in claim.completed.values() for chunk in completed}
+    whole = [chunk for chunk in claim.updated if chunk in on_device or chunk not in claim.looked_up]
+    _check_served(claim, TaskKind.GRADIENT_OFFLOAD, [t for t in tasks if not _is_of_rows(t)], whole, every)
+    _check_rows_served(claim, TaskKind.GRADIENT_OFFLOAD, [t for t in tasks if _is_of_rows(t)])
+    for task in tasks:
+        (_check_row_offload if _is_of_rows(task) else _check_offload)(claim, task)
 
 
 def check_accumulations(claim: Claim) -> None:
     """Gradients of every micro-batch but the first are added to those that are staged: two reads, one write.
 
     Where the host adds them up in float32, the first ones are written there as well: one read, one write.
+    Of embeddings whose rows are looked up, gradients of rows are added in every micro-batch.
     """
     first = 0 if claim.plan.widens_on_host else 1
-    _check_served(claim, TaskKind.GRADIENT_ACCUMULATE, range(first, claim.plan.micro_batches))
-    for task in claim.tasks_of(TaskKind.GRADIENT_ACCUMULATE):
+    kind, later = TaskKind.GRADIENT_ACCUMULATE, range(first, claim.plan.micro_batches)
+    tasks = claim.tasks_of(kind)
+    alone = [chunk for chunk in claim.updated if chunk not in claim.looked_up]
+    _check_served(claim, kind, [t for t in tasks if not _is_of_rows(t)], alone, later)
+    _check_rows_served(claim, kind, [t for t in tasks if _is_of_rows(t)])
+    for task in tasks:
+        if _is_of_rows(task):
+            _check_row_sum(claim, task)
+            continue
         chunk = chunk_of(claim, task)
         staged = claim.homes[Content.GRADIENTS, chunk.id]
         added = [staged] if task.micro_batch else []
@@ -51,10 +72,19 @@ def check_accumulations(claim: Claim) -> None:
         check_amounts(task, stepped_bytes=part.gradient_bytes + (1 + len(added)) * part.summed_bytes)
 
 
-def _check_served(claim: Claim, kind: TaskKind, micro_batches: Iterable[int]) -> None:
-    """Every chunk that CPU Adam steps has one task of ``kind`` per micro-batch, and nobody else has any."""
-    found = sorted((str(task.chunk), task.micro_batch) for task in claim.tasks_of(kind))
-    expected = sorted((str(chunk), micro_batch) for chunk in claim.updated for micro_batch in micro_batches)
+def _check_rows_served(claim: Claim, kind: TaskKind, tasks: Sequence[Task]) -> None:
+    """Every embedding that is trained has one of ``tasks`` per micro-batch for the rows that the prologue looks up."""
+    if any(task.section is not OuterSection.PROLOGUE for task in tasks):
+        reject(f"a task of kind {kind} names another section than the prologue")
+    _check_served(claim, kind, tasks, trained_rows(claim), range(claim.plan.micro_batches))
+
+
+def _check_served(
+    claim: Claim, kind: TaskKind, tasks: Sequence[Task], chunks: Sequence[ChunkId], micro_batches: Sequence[int]
+) -> None:
+    """Each of ``chunks`` has one of ``tasks``, of ``kind``, per micro-batch, and nobody else has any."""
+    found = sorted((str(task.chunk), task.micro_batch) for task in tasks)
+    expected = sorted((str(chunk), micro_batch) for chunk in chunks for micro_batch in micro_batches)
     if found != expected:
         reject(f"tasks of kind {kind} serve (chunk, micro-batch) {found}, not {expected}")
 
@@ -66,6 +96,8 @@ def _check_offload(claim: Claim, task: Task) -> None:
     """
     chunk = chunk_of(claim, task)
     gradients = claim.gradients.get((chunk.id, task.micro_batch), [])
+    if chunk.id in claim.looked_up:
+        gradients = [b for b in gradients if b.section is not OuterSection.PROLOGUE]
     if claim.plan.parallel is ParallelMode.SHARDED:
         named = (Content.REDUCED_GRADIENTS, chunk.id, task.micro_batch)
         gradients = [b for b in claim.schedule.buffers if (b.content, b.chunk, b.micro_batch) == named]
@@ -77,6 +109,46 @@ def _check_offload(claim: Claim, task: Task) -> None:
     compare_buffers(task, task.writes, [arrives], "writes")
     compare_buffers(task, task.allocates, [] if arrives.is_static else [arrives], "allocates")
     check_amounts(task, moved_bytes=claim.held[chunk.id].gradient_bytes)
+
+
+# -- gradients of rows -----------------------------------------------------------------------------------------------
+
+
+def _is_of_rows(task: Task) -> bool:
+    """Whether a task serves gradients of rows, not those of whole parameters."""
+    return task.section is not None
+
+
+def _check_row_offload(claim: Claim, task: Task) -> None:
+    """Gradients of rows go to where they arrive, all of the chunk's, behind the prologue's backward."""
+    chunk = chunk_of(claim, task, section=OuterSection.PROLOGUE)
+    made = [b for b in claim.gradients.get((chunk.id, task.micro_batch), []) if b.section is OuterSection.PROLOGUE]
+    compare_buffers(task, task.reads, made, "reads")
+    compare_buffers(task, task.frees, made, "frees")
+    compare_buffers(task, task.writes, [claim.homes[Content.ROW_GRADIENTS, chunk.id]], "writes")
+    compare_buffers(task, task.allocates, [], "allocates")
+    check_amounts(task, moved_bytes=bytes_of_rows(claim, chunk.id, trained=True))
+
+
+def _check_row_sum(claim: Claim, task: Task) -> None:
+    """Gradients of rows are added to what is there of the embeddings' gradients.
+
+    In the first micro-batch to what others have left, or to zeros; in later ones to what others have left of that
+    micro-batch, which is then added to the earlier ones.  Five passes over rows, one over the zeros, three over what
+    others have left of a later micro-batch.
+    """
+    chunk = chunk_of(claim, task, section=OuterSection.PROLOGUE)
+    staged, arrived = claim.homes[Content.GRADIENTS, chunk.id], claim.homes.get((Content.ARRIVING_GRADIENTS, chunk.id))
+    is_shared = any(chunk.id in completed for completed in claim.completed.values())
+    others = [arrived] if is_shared and task.micro_batch and arrived is not None else []
+    before = [staged] if is_shared or task.micro_batch else []
+    compare_buffers(task, task.reads, [claim.homes[Content.ROW_GRADIENTS, chunk.id], *before, *others], "reads")
+    compare_buffers(task, task.writes, [staged, *others], "writes")
+    compare_buffers(task, task.allocates, [], "allocates")
+    compare_buffers(task, task.frees, [], "frees")
+    passes = 3 * len(others) if before else 1
+    table_bytes = passes * claim.held[chunk.id].gradient_bytes
+    check_amounts(task, stepped_bytes=5 * bytes_of_rows(claim, chunk.id, trained=True) + table_bytes)
 
 
 # -- steps -----------------------------------------------------------------------------------------------------------
@@ -109,7 +181,7 @@ def check_cpu_adam(claim: Claim) -> None:
     """One CPU Adam steps every trainable chunk whose home is on a host, from its staged gradients."""
     # It belongs to the micro-batch whose gradients it waited for last; after the norm of all of them, to none.
     last = claim.plan.micro_batches - 1 if claim.plan.max_gradient_norm is None else 0
-    _check_served(claim, TaskKind.CPU_ADAM, (last,))
+    _check_served(claim, TaskKind.CPU_ADAM, claim.tasks_of(TaskKind.CPU_ADAM), claim.updated, (last,))
     for task in claim.tasks_of(TaskKind.CPU_ADAM):
         chunk = chunk_of(claim, task)
         stepped = [claim.stepped_in(content, chunk.id) for content in (Content.PARAMETERS, Content.OPTIMIZER_STATE)]
@@ -281,7 +353,9 @@ def check_gradient_window(claim: Claim) -> None:
     for offload in (*claim.tasks_of(TaskKind.GRADIENT_OFFLOAD), *alone):
         assert offload.chunk is not None
         places = (placed.index for placed in claim.layout.chunks[offload.chunk].parameters)
-        completing = [claim.uses_of(place).gradient for place in places if claim.workload.parameters[place].trainable]
+        completing = [claim.completing(place) for place in places if claim.workload.parameters[place].trainable]
+        if _is_of_rows(offload):
+            completing = [OuterSection.PROLOGUE]
         section = min(place for place, section in enumerate(claim.sections) if section in completing)
         last_step = steps_each * (offload.micro_batch + 1) - 1 - section
         distance, step = divmod(last_step + claim.plan.prefetch_depth + 1, num_steps)

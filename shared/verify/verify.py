@@ -13,6 +13,7 @@ from typing import Final
 from ..basics.errors import ScheduleError
 from ..basics.units import format_bytes
 from ..layout.layout import Layout, build_layout, check_layout
+from ..layout.looked_up import check_looked_up
 from ..schema.plan import Plan
 from ..schema.schedule import Memory, Schedule
 from ..schema.workload import Workload, check_plan
@@ -57,6 +58,7 @@ def verify_schedule(
     if layout is None:
         layout = build_layout(workload.parameters, num_blocks=workload.num_blocks, chunk_bytes=plan.chunk_bytes)
     check_layout(layout, plan, workload)
+    check_looked_up(plan, workload, layout)
     claim = Claim(schedule, plan, workload, layout)
     for rule in rules.in_order(*COMMON, Rule(Stage.FORM, rules.check_kinds)):
         rule.check(claim)

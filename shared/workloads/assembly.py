@@ -8,9 +8,10 @@ from typing import Final
 
 from ..schema.plan import ActivationMode
 from ..schema.schedule import OuterSection, Section, TaskKind
-from ..schema.workload import Block, BlockId, BlockProfile, DType, Parameter, Phase, Workload
+from ..schema.workload import Block, BlockId, BlockProfile, DType, Parameter, Phase, RowLookups, Workload
 from .observation import Observation
 from .observed_inputs import ObservedInput, PhaseKey, unshared
+from .row_lookups import Observed, looking_up, lookups_of, tables_of
 
 Seconds = Mapping[ActivationMode, Mapping[PhaseKey, float]]
 _PHASES: Final = ("forward", "backward", "checkpoint_forward", "recompute", "checkpoint_backward")
@@ -29,6 +30,8 @@ class TracedModel:
     """For every block, the observed one that does the same."""
     traced_with: str
     software: dict[str, str]
+    row_lookups: tuple[str, ...] = ()
+    """The embedding of each lookup of the prologue's forward, in order, if it reads nothing but rows of any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +54,8 @@ def assemble(
     Raises pydantic's ValidationError if a figure exceeds what a workload holds.
     """
     num_observed = 1 + max(model.stands_for)
-    assembly = _Assembly(num_observed, unshared(shape.observed, shape.shared_inputs), seconds or {})
+    observed = unshared(shape.observed, shape.shared_inputs)
+    assembly = _Assembly(num_observed, observed, seconds or {})
     profiles, profile_of_observed = assembly.profiles()
     profile_of = [profile_of_observed[observed] for observed in model.stands_for]
     return Workload(
@@ -68,11 +72,26 @@ def assemble(
         epilogue_forward=assembly.outer_phase(TaskKind.FORWARD, OuterSection.EPILOGUE),
         epilogue_backward=assembly.outer_phase(TaskKind.BACKWARD, OuterSection.EPILOGUE),
         prologue_backward=assembly.outer_phase(TaskKind.BACKWARD, OuterSection.PROLOGUE),
+        row_lookups=_row_lookups(model, num_observed, observed, seconds or {}),
         shared_inputs=tuple(given.shared_input(model.stands_for) for given in shape.shared_inputs),
         resident_bytes=shape.resident_bytes,
         traced_with=model.traced_with,
         measured_on=measured_on,
         software=model.software,
+    )
+
+
+def _row_lookups(model: TracedModel, num_blocks: int, observed: Observed, seconds: Seconds) -> RowLookups | None:
+    """What the prologue does where it looks rows up on the host; None where it has no lookups of rows alone."""
+    lookups = lookups_of(model.parameters, model.row_lookups, observed)
+    if not lookups:
+        return None
+    assembly = _Assembly(num_blocks, looking_up(observed, lookups, model.parameters), seconds)
+    forward = assembly.outer_phase(TaskKind.FORWARD, OuterSection.PROLOGUE)
+    return RowLookups(
+        tables=tables_of(lookups, model.parameters),
+        prologue_forward=forward.model_copy(update={"looked_up_bytes": sum(lookup.row_bytes for lookup in lookups)}),
+        prologue_backward=assembly.outer_phase(TaskKind.BACKWARD, OuterSection.PROLOGUE),
     )
 
 

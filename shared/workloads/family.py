@@ -153,8 +153,9 @@ class FamilyPiece(FrozenModel):
     def shape_at(self, values: tuple[int, ...]) -> TracedShape:
         """What a trace would see at a shape within the range."""
         numbers = self._numbers(values)
-        operations = [_call_at(call, numbers).operation() for call in self.calls]
-        seen = [_section_at(section, operations, numbers) for section in self.sections]
+        calls = [_call_at(call, numbers) for call in self.calls]
+        operations = [call.operation() for call in calls]
+        seen = [_section_at(section, calls, operations, numbers) for section in self.sections]
         observed: dict[ActivationMode, dict[PhaseKey, Observation]] = {}
         for place in self.places:
             observed.setdefault(place.mode, {})[_phase_key((place.kind, place.section))] = seen[place.seen]
@@ -200,11 +201,14 @@ def _call_at(call: FamilyCall, numbers: list[int]) -> OperatorCall:
     )
 
 
-def _section_at(section: FamilySection, operations: list[Operation], numbers: list[int]) -> Observation:
+def _section_at(
+    section: FamilySection, calls: list[OperatorCall], operations: list[Operation], numbers: list[int]
+) -> Observation:
     observation = Observation(
         0,
         end_bytes=numbers[section.net],
         operations=[operations[call] for call in section.calls],
+        calls=[calls[call] for call in section.calls],
         gradient_bytes=numbers[section.gradient],
         output_bytes=numbers[section.output],
         saved_bytes=[numbers[size] for size in section.saved],
@@ -246,6 +250,8 @@ class WorkloadFamily(Document):
     block_names: tuple[str, ...]
     stands_for: tuple[int, ...]
     """For every block, the traced one that does the same."""
+    row_lookups: tuple[str, ...] = ()
+    """``TracedModel.row_lookups``."""
     pieces: tuple[FamilyPiece, ...]
     software: dict[str, str] = {}
 
@@ -281,6 +287,7 @@ class WorkloadFamily(Document):
             parameters=self.parameters,
             block_names=self.block_names,
             stands_for=self.stands_for,
+            row_lookups=self.row_lookups,
             traced_with="fake",
             software=self.software,
         )

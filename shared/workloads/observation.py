@@ -79,7 +79,7 @@ class Observation:
     operations: list[Operation] = field(default_factory=list)
     """In order, every call on its own."""
     calls: list[OperatorCall] = field(default_factory=list)
-    """What ``operations`` were made from; empty if they were computed."""
+    """What ``operations`` were made from."""
     levels: list[int] = field(default_factory=list)
     """After each operation, relative to the start."""
     adding_levels: list[int] = field(default_factory=list)

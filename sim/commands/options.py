@@ -119,6 +119,10 @@ AllowedShards = Annotated[
         help="Allow this number of chunks that are sharded over the devices, in mode sharded (repeatable).",
     ),
 ]
+LooksUpRows = Annotated[
+    bool,
+    typer.Option("--looks-up-rows", help="Search plans that look rows of embeddings up on the host, and no others."),
+]
 AllowedHostStepped = Annotated[
     list[int] | None,
     typer.Option(

@@ -66,6 +66,7 @@ from .options import (
     BaselinePlans,
     GlobalBatchSize,
     GoalName,
+    LooksUpRows,
     Margin,
     MaxGradientNorm,
     MicroBatches,
@@ -134,6 +135,7 @@ def search_command(
     ] = None,
     n_host_stepped: AllowedHostStepped = None,
     n_shard: AllowedShards = None,
+    looks_up_rows: LooksUpRows = False,
     n_buffer: Annotated[
         list[int] | None,
         typer.Option(
@@ -211,7 +213,9 @@ def search_command(
         "n_checkpoint": n_checkpoint,
         "n_swap": n_swap,
     }
-    space = SearchSpace.model_validate({knob: tuple(values) for knob, values in allowed.items() if values})
+    space = SearchSpace.model_validate(
+        {knob: tuple(values) for knob, values in allowed.items() if values} | {"looks_up_rows": looks_up_rows}
+    )
 
     def workload_of(size: int | None, length: int | None, lora: int | None = lora_rank) -> Workload:
         return resolve_workload(

@@ -149,8 +149,19 @@ class CostModel:
             measured = self.use_measured and phase.measured_s is not None
             seconds = phase.measured_s if measured else roofline_s(phase, self.hardware.device)
             assert seconds is not None
+            if phase.looked_up_bytes:
+                seconds += self.lookup_s(phase.looked_up_bytes)
             seen = self._modelled[id(phase)] = (phase, seconds)
         return self._calibrated(seen[1], kind)
+
+    def lookup_s(self, size_bytes: int) -> float:
+        """Seconds of looking rows of so many bytes up on the host and of their copy, before calibration.
+
+        Rows are kilobytes that lie anywhere: they stream through host memory, read and written once, at the rate of CPU
+        Adam.  The phase waits for both, since nobody knows the rows before it begins.
+        """
+        staging_s = 2 * size_bytes / host_adam_bytes_per_s(self.hardware.host)
+        return staging_s + self.copy_s(size_bytes, self.hardware.host_to_device)
 
     def copy_s(self, size_bytes: int, link: Link) -> float:
         """Seconds of one copy over an otherwise idle link, before calibration."""

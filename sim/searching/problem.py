@@ -11,6 +11,7 @@ import numpy as np
 
 from ...shared.basics.errors import PlanError
 from ...shared.catalogue.rank_share import machine_of_rank
+from ...shared.layout.looked_up import looking_up
 from ...shared.methods.full_training import FULL_TRAINING
 from ...shared.methods.method import Method
 from ...shared.optimizers.check import check_host_gradients, check_optimizer
@@ -188,7 +189,7 @@ class SearchProblem:
     @cached_property
     def _whole_compute(self) -> ComputeTable:
         """The compute lane with the levels of every micro-batch."""
-        return compute_table(self.workload, self.compute.modes, self.costs, self.step)
+        return compute_table(self.layouts[0].table.workload, self.compute.modes, self.costs, self.step)
 
     def pinned_host_bytes(self, layout: int, prefix: IntArray, n_swap: int) -> IntArray:
         """(R,) pinned host memory: of offloaded chunks, and of what blocks swap."""
@@ -224,10 +225,12 @@ def search_problem(
     costs = CostModel(hardware, calibration, use_measured=is_measured, together=together, optimizer=step.optimizer)
     contention = ContentionModel.of(together, calibration, num_ranks=num_ranks, optimizer=step.optimizer)
     grids = enumerate_space(workload, request.space, step, is_offloading=is_offloading)
-    compute, kept_compute = _compute_tables(workload, grids[0], costs, step)
+    planned = _planned(workload, grids[0])
+    compute, kept_compute = _compute_tables(planned, grids[0], costs, step)
     kept_step = replace(step, micro_batches=kept_compute.positions.micro_batches)
     throughput = Throughput.of(contention)
-    tables = [chunk_table(workload, grid.layout, costs, step, grid.places) for grid in grids]
+    tables = [chunk_table(planned, grid.layout, costs, step, grid.places) for grid in grids]
+    kept_tables = tables if kept_compute is compute else [replace(table, step=kept_step) for table in tables]
     problem = SearchProblem(
         workload=workload,
         hardware=hardware,
@@ -245,15 +248,9 @@ def search_problem(
         step=step,
         method=request.method,
         layouts=tuple(
-            LayoutProblem(
-                grid,
-                table,
-                work,
-                memory,
-                table if kept_compute is compute else replace(table, step=kept_step),
-            )
-            for grid, table in zip(grids, tables, strict=True)
-            for work, memory in [_quick_bounds(request.method, table, compute, throughput)]
+            LayoutProblem(grid, table, work, memory, kept_table)
+            for grid, table, kept_table in zip(grids, tables, kept_tables, strict=True)
+            for work, memory in [_quick_bounds(request, table, compute, throughput)]
         ),
     )
     is_budget_given = request.device_budget_bytes is not None or request.host_budget_bytes is not None
@@ -268,11 +265,20 @@ def _checked(budgets_bytes: tuple[int, int]) -> tuple[int, int]:
     return budgets_bytes
 
 
+def _planned(workload: Workload, grid: LayoutGrid) -> Workload:
+    """What the plans of ``grid`` do: ``workload``, with rows looked up if they look any up."""
+    looks_up_rows = any(chunk.rows is not None for chunk in grid.layout.chunks)
+    return looking_up(workload, grid.layout)[0] if looks_up_rows else workload
+
+
 def _quick_bounds(
-    method: Method, table: ChunkTable, compute: ComputeTable, throughput: Throughput
+    request: SearchRequest, table: ChunkTable, compute: ComputeTable, throughput: Throughput
 ) -> tuple[LeastWork, MemoryBounds] | tuple[NoLeastWork, NoMemoryBounds]:
-    """Bounds for all plans of a layout, which spare looks; they know the policies of full training and of no other."""
-    if method.policies != FULL_TRAINING.policies:
+    """Bounds for all plans of a layout, which spare looks; they know the policies of full training and of no other.
+
+    Of rows that are looked up they know nothing, either.
+    """
+    if request.method.policies != FULL_TRAINING.policies or request.space.looks_up_rows:
         return NoLeastWork(), NoMemoryBounds(len(compute.modes.n_swap))
     return LeastWork(table, compute, throughput), MemoryBounds(table, compute, table.workload.resident_bytes)
 

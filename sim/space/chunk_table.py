@@ -9,7 +9,7 @@ from typing import Final
 import numpy as np
 
 from ...shared.compile.chunk_facts import ChunkFacts, StepKnobs
-from ...shared.compile.program import Work
+from ...shared.compile.program import NOT_THERE, Work
 from ...shared.layout.layout import Layout
 from ...shared.layout.residencies import STEPPED_BY_HOST, ChunkResidency
 from ...shared.schema.schedule import Task, TaskId, TaskKind
@@ -82,9 +82,12 @@ class ChunkTable:
     @cached_property
     def _pinned_bytes(self) -> IntArray:
         """(P,) pinned host memory."""
-        part = self.facts.part
-        buffer_bytes = part("staging_bytes") + (part("arrival_bytes") if self.step.has_arrivals else 0)
-        return self.places.sum_of(part("parameter_bytes") + self._trained(buffer_bytes), *STEPPED_BY_HOST)
+        facts, part = self.facts, self.facts.part
+        # Of what nobody leaves but lookups of rows, none arrives whole.
+        arrival_bytes = np.where(facts.left_by == NOT_THERE, 0, part("arrival_bytes")) if self.step.has_arrivals else 0
+        rows_bytes = facts.of_rows("forward_bytes") + facts.of_rows("gradient_bytes")
+        buffer_bytes = self._trained(part("staging_bytes") + arrival_bytes) + rows_bytes
+        return self.places.sum_of(part("parameter_bytes") + buffer_bytes, *STEPPED_BY_HOST)
 
     @cached_property
     def _pageable_bytes(self) -> IntArray:

@@ -12,7 +12,9 @@ import numpy as np
 
 from ...shared.basics.errors import PlanError
 from ...shared.layout.layout import ALIGNMENT_BYTES, Layout, aligned, build_layout
+from ...shared.layout.looked_up import looking_up, why_not_looked_up
 from ...shared.layout.residencies import ChunkResidency
+from ...shared.schema.plan import ParallelMode
 from ...shared.schema.workload import Workload
 from .placements import COUNTED, Placement, Placements, Wanted, distinct_placements
 from .space import IntArray, LayoutGrid, ModeRows, SearchSpace
@@ -52,6 +54,8 @@ def enumerate_space(
     others = {residency: _wanted(space, step, residency) for residency in COUNTED[1:]}
     modes = _mode_rows(workload, space)
     layouts = _layouts(workload, space.chunk_bytes)
+    if space.looks_up_rows:
+        layouts = _looking_up(workload, layouts, step)
     # All layouts agree when every chunk is persistent: only the one with the largest chunks keeps that residency.
     residencies: list[tuple[Layout, _Residencies]] = []
     largest_has_persistent = False
@@ -61,6 +65,7 @@ def enumerate_space(
             prefix
             for prefix in distinct_placements(layout, space.n_persist, others)
             if (without_offload if prefix.is_persistent else is_offloading is not False)
+            and sum(prefix.counts) <= _first_on_host(layout)
         ]
         found = _residencies(layout, prefixes, space)
         largest_has_persistent |= any(prefix.is_persistent for prefix in prefixes)
@@ -193,6 +198,30 @@ def _layouts(workload: Workload, wanted: Sequence[int] | None) -> list[Layout]:
         small = [layout for layout in layouts if len(layout.chunks) <= _MAX_CHUNKS]
         layouts = small or layouts[-1:]
     return layouts
+
+
+def _looking_up(workload: Workload, layouts: Sequence[Layout], step: StepSpec) -> list[Layout]:
+    """The layouts as they are where rows of embeddings are looked up.  Raises PlanError if none can be."""
+    if step.parallel is not ParallelMode.SINGLE:
+        raise PlanError(
+            f"the space holds no plan: looks_up_rows with parallel {step.parallel}, but gradients of rows are added up "
+            f"on one host, so that a rank alone knows them. Leave looks_up_rows out."
+        )
+    if step.widens:
+        raise PlanError(
+            f"the space holds no plan: looks_up_rows with host_gradients {step.host_gradients}, but gradients of rows "
+            f"are added up in their own type alone. Leave one of the two out."
+        )
+    reasons = [why_not_looked_up(workload, layout) for layout in layouts]
+    found = [looking_up(workload, layout)[1] for layout, reason in zip(layouts, reasons, strict=True) if reason is None]
+    if not found:
+        raise PlanError(f"the space holds no plan that looks rows up: {reasons[-1]}, or leave looks_up_rows out.")
+    return found
+
+
+def _first_on_host(layout: Layout) -> int:
+    """The first chunk that must lie on the host, since rows of it are looked up there; else the number of chunks."""
+    return next((chunk.id for chunk in layout.chunks if chunk.rows is not None), len(layout.chunks))
 
 
 # -- residencies -----------------------------------------------------------------------------------------------------

@@ -57,6 +57,8 @@ class SearchSpace(FrozenModel):
     chunk_bytes: _Sizes | None = None
     n_persist: _NonNegative | None = None
     n_host_stepped: _NonNegative | None = (0,)
+    looks_up_rows: bool = False
+    """Whether all plans look rows of embeddings up on the host; by default none does."""
     n_shard: _NonNegative | None = None
     n_buffer: _NonNegative | None = None
     prefetch_depth: _Positive = (1, 2, 3)
@@ -187,6 +189,7 @@ class LayoutGrid:
             workload_id=workload.identity,
             chunk_bytes=self.layout.chunk_bytes,
             n_buffer=int(self.n_buffer[residency]),
+            looks_up_rows=any(chunk.rows is not None for chunk in self.layout.chunks),
             prefetch_depth=int(self.prefetch_depth[depth]),
             n_swap=int(self.modes.n_swap[mode]),
             n_checkpoint=int(self.modes.n_checkpoint[mode]),

@@ -115,6 +115,7 @@ def test_the_identity_covers_every_knob() -> None:
         {"chunk_bytes": 4097},
         {"n_persist": 1},
         {"n_host_stepped": 1},
+        {"looks_up_rows": True},
         {"n_shard": 1},
         {"n_disk_state": 2},
         {"n_disk": 1},

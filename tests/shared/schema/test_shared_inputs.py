@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from protwin.shared.compile.activation_levels import SharedBytes
 from protwin.shared.compile.compile import compile_schedule
-from protwin.shared.compile.shared_bytes import SharedBytes
 from protwin.shared.layout.layout import build_layout
 from protwin.shared.schema.plan import ActivationMode, Plan
 from protwin.shared.schema.schedule import OuterSection, Section, TaskKind
