@@ -33,6 +33,8 @@ def check_shared_places(claim: Claim) -> None:
         for buffer in buffers:
             if (content, memory) not in place_bytes or chunk is None:
                 reject(f"buffer {buffer.id} ({content}) comes and goes in {memory} memory")
+            if chunk not in (claim.on_disk if content is Content.PARAMETERS else claim.stepped_from_disk):
+                reject(f"buffer {buffer.id} holds {content} of chunk {chunk}, which the disk does not have")
             if buffer.slot is None or not 0 <= buffer.slot < claim.plan.n_staging:
                 reject(f"buffer {buffer.id} has place {buffer.slot} of {claim.plan.n_staging} in {memory} memory")
             expected = _bytes_of(claim, content, chunk)

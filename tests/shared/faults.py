@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import combinations, pairwise
 from typing import Any
 
 from protwin.shared.schema.schedule import (
+    Allocation,
     AllocationId,
     ChunkId,
     Content,
@@ -162,25 +163,30 @@ def _listed_after_waits(tasks: Sequence[Task]) -> Sequence[Task]:
 
 
 def merged_slots(schedule: Schedule) -> Iterator[Fault]:
-    """Every two slots, made one; every stay, put into another slot."""
-    used = sorted({buffer.slot for buffer in schedule.buffers if buffer.slot is not None})
-    for kept in used:
-        for gone in used:
-            if kept < gone:
-                yield Fault(
-                    f"slot {gone} merged into {kept}",
-                    lambda kept=kept, gone=gone: replace(  # type: ignore[misc]
-                        schedule,
-                        buffers=tuple(replace(b, slot=kept) if b.slot == gone else b for b in schedule.buffers),
-                    ),
-                )
+    """Every two places that share out one memory, made one; every stay, put into another of its places."""
+    pools: dict[object, list[Allocation]] = {}
     for buffer in schedule.buffers:
-        for slot in used:
-            if buffer.slot is not None and buffer.slot != slot:
-                yield Fault(
-                    f"buffer {buffer.id} in slot {slot}, not {buffer.slot}",
-                    lambda buffer=buffer, slot=slot: with_buffer(schedule, buffer.id, slot=slot),  # type: ignore[misc]
-                )
+        if buffer.slot is not None and not buffer.is_static:
+            # On the device, all that is gathered shares slots; on the host, each content has places of its own.
+            pools.setdefault((buffer.memory, buffer.memory is Memory.DEVICE or buffer.content), []).append(buffer)
+    for stays in pools.values():
+        used = sorted({buffer.slot for buffer in stays if buffer.slot is not None})
+        for kept, gone in combinations(used, 2):
+            moved = {buffer.id for buffer in stays if buffer.slot == gone}
+            yield Fault(
+                f"slot {gone} merged into {kept}",
+                lambda kept=kept, moved=moved: replace(  # type: ignore[misc]
+                    schedule,
+                    buffers=tuple(replace(b, slot=kept) if b.id in moved else b for b in schedule.buffers),
+                ),
+            )
+        for buffer in stays:
+            for slot in used:
+                if buffer.slot != slot:
+                    yield Fault(
+                        f"buffer {buffer.id} in slot {slot}, not {buffer.slot}",
+                        lambda buffer=buffer, slot=slot: with_buffer(schedule, buffer.id, slot=slot),  # type: ignore[misc]
+                    )
 
 
 def order_faults(schedule: Schedule) -> list[Fault]:

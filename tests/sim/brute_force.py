@@ -104,7 +104,7 @@ def brute_force(
 ) -> tuple[Outcome, ...]:
     """Every combination of knobs that the compiler takes, several of which are the same plan, simulated."""
     costs = CostModel(box, calibration, use_measured=model.measured_on == box.name)
-    contention = ContentionModel.of(box, calibration)
+    contention = ContentionModel.of(box, calibration, optimizer=step.optimizer)
     outcomes = []
     knobs = (space.chunk_bytes, space.n_buffer, space.prefetch_depth, space.n_checkpoint, space.n_swap)
     chunk_sizes, *others = (() if values is None else values for values in knobs)
