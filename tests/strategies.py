@@ -15,7 +15,7 @@ from hypothesis.strategies import DrawFn, SearchStrategy
 
 from protwin.shared.layout.layout import Layout, build_layout
 from protwin.shared.schema.calibration import Calibration, Contention, Factor
-from protwin.shared.schema.hardware import Device, DeviceKind, Hardware, Host, Link, LinkPoint
+from protwin.shared.schema.hardware import Device, DeviceKind, Disk, Hardware, Host, Link, LinkPoint
 from protwin.shared.schema.memory_accounts import DeviceReserved, HostMemory, PinnedRule
 from protwin.shared.schema.optimizer import HostGradients, Optimizer
 from protwin.shared.schema.plan import ActivationMode, ParallelMode, Plan
@@ -415,6 +415,18 @@ def hardware(draw: DrawFn) -> Hardware:
         host_to_device=draw(links("host to device")),
         device_to_host=draw(links("device to host")),
         full_duplex=draw(st.booleans()),
+    )
+
+
+@st.composite
+def disks(draw: DrawFn) -> Disk:
+    """A disk with room for everything, slower or faster than other parts."""
+    return Disk(
+        name="random disk",
+        capacity_bytes=2**50,
+        read_bytes_per_s=draw(_RATES),
+        write_bytes_per_s=draw(_RATES),
+        latency_s=draw(_TIMES),
     )
 
 

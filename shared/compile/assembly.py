@@ -6,10 +6,13 @@ from typing import Final
 
 import numpy as np
 
-from ..schema.schedule import Lane
+from ..schema.schedule import LANES_ALONE, Lane
 from .program import NOT_THERE, BoolArray, Draft, IntArray, Part
 
-LANE_NUMBER: Final = {lane: number for number, lane in enumerate(Lane)}
+LANE_NUMBER: Final = {lane: number for number, lane in enumerate(LANES_ALONE)} | dict.fromkeys(
+    (Lane.COLLECTIVE, Lane.DISK), len(LANES_ALONE)
+)
+"""In the order of ``lanes_of``: several ranks have no disk, and one rank alone has no collectives."""
 
 
 def task_order(draft: Draft) -> IntArray:
@@ -29,7 +32,7 @@ def task_order(draft: Draft) -> IntArray:
 
 
 def lanes_of_tasks(draft: Draft) -> IntArray:
-    """(N,) the number of every task's lane, in the order of ``Lane``."""
+    """(N,) the number of every task's lane, in the order of ``lanes_of``."""
     lanes = [LANE_NUMBER[group.kind.lane] for _, group in draft.groups]
     return np.repeat(np.array(lanes), [len(ids) for ids, _ in draft.groups])
 

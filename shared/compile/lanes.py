@@ -24,7 +24,7 @@ NOTHING: Final = -(2**40)
 
 @dataclass(frozen=True, eq=False)
 class FamilyLanes:
-    """Shapes: D prefetch depths, N tasks of an iteration, T tasks of a lane; lanes are numbered as in ``Lane``."""
+    """Shapes: D prefetch depths, N tasks of an iteration, T tasks of a lane; lanes are numbered as in ``lanes_of``."""
 
     lane: IntArray
     """(N,) of every task."""

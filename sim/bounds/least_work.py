@@ -9,8 +9,8 @@ from ...shared.layout.residencies import GATHERED, STEPPED_BY_HOST, ChunkResiden
 from ...shared.schema.schedule import TaskKind
 from ..space.chunk_table import ChunkTable
 from ..space.compute_table import ComputeTable
-from ..space.prices import FloatArray
-from ..space.space import IntArray
+from ..space.prices import FloatArray, PriceList
+from ..space.space import BoolArray, IntArray
 from .throughput import Throughput
 
 _BOUND_FRAC = 1 - 1e-5
@@ -18,7 +18,7 @@ _BOUND_FRAC = 1 - 1e-5
 
 
 class LeastWork:
-    """Shapes: P prefixes, F of them, K rows of activation modes, L lanes in the order of ``Lane``."""
+    """Shapes: P prefixes, F of them, K rows of activation modes, L lanes in the order of ``lanes_of``."""
 
     def __init__(self, table: ChunkTable, compute: ComputeTable, throughput: Throughput) -> None:
         step, sum_of, facts = table.step, table.places.sum_of, table.facts
@@ -60,6 +60,8 @@ class LeastWork:
                 + sum_of(brought_s, *GATHERED)
                 + sum_of(summed_s, ChunkResidency.PERSISTENT)
             )
+        if table.has_disk:
+            lanes.append(_disk_s(table, compute.prices))
         self._lanes_s = np.stack(lanes, axis=1)
         """(P, L - 1) of the lanes beside compute, without what blocks swap."""
 
@@ -74,6 +76,26 @@ class LeastWork:
         for vertex in np.flatnonzero(weights[:, 0]):
             np.maximum(least_s, weights[vertex, 0] * compute_s + others_s[:, vertex, None], out=least_s)
         return least_s * _BOUND_FRAC
+
+
+def _disk_s(table: ChunkTable, prices: PriceList) -> FloatArray:
+    """(P,) seconds of reads and writes: what is stepped comes and goes once, parameters come for one stay at least."""
+    facts, places = table.facts, table.places
+    parameters, state = facts.part("parameter_bytes"), facts.part("state_bytes")
+
+    def sums_s(moved_bytes: IntArray, *kinds: TaskKind, of: BoolArray | None = None) -> FloatArray:
+        """(C + 1,) of the last chunks, by their number."""
+        work = Work(moved_bytes=moved_bytes)
+        alone_s = sum(prices.seconds(kind, work)[:-1] for kind in kinds)
+        return np.append(0.0, np.where(True if of is None else of, alone_s, 0.0)[::-1].cumsum())
+
+    both = (TaskKind.DISK_READ, TaskKind.DISK_WRITE)
+    state_s = sums_s(state, *both, of=facts.is_trainable)
+    whole_s = sums_s(parameters + state, *both, of=facts.is_trainable)
+    read_s = sums_s(parameters, TaskKind.DISK_READ)
+    of_state, of_parameters = places.on_disk[:, 0], places.on_disk[:, 1]
+    found: FloatArray = state_s[of_state] + (whole_s - state_s + read_s)[of_parameters]
+    return found
 
 
 class NoLeastWork:

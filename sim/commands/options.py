@@ -133,6 +133,36 @@ AllowedHostStepped = Annotated[
         help="Allow this number of chunks that the device keeps and the host steps (repeatable); 0 unless given.",
     ),
 ]
+AllowedDiskState = Annotated[
+    list[int] | None,
+    typer.Option(
+        "--n-disk-state",
+        metavar="N",
+        min=0,
+        max=LARGEST_KNOB,
+        help="Allow this number of offloaded chunks whose optimizer state lies on the host's disk (repeatable).",
+    ),
+]
+AllowedDisk = Annotated[
+    list[int] | None,
+    typer.Option(
+        "--n-disk",
+        metavar="N",
+        min=0,
+        max=LARGEST_KNOB,
+        help="Allow this number of them whose parameters lie there too (repeatable); 0 unless given.",
+    ),
+]
+AllowedStaging = Annotated[
+    list[int] | None,
+    typer.Option(
+        "--n-staging",
+        metavar="N",
+        min=1,
+        max=LARGEST_KNOB,
+        help="Allow this number of places that chunks on the disk share (repeatable); 2 and 3 unless given.",
+    ),
+]
 AllowedModes = Annotated[
     list[ParallelMode] | None,
     typer.Option("--parallel", help="Allow this way of training together (repeatable); all unless given."),

@@ -59,9 +59,12 @@ from ..searching.request import GlobalBatch, SearchRequest, Step
 from ..space.space import LARGEST_KNOB, SearchSpace
 from ..space.step_spec import SEVERAL, check_shares
 from .options import (
+    AllowedDisk,
+    AllowedDiskState,
     AllowedHostStepped,
     AllowedModes,
     AllowedShards,
+    AllowedStaging,
     AllowedSwaps,
     BaselinePlans,
     GlobalBatchSize,
@@ -136,6 +139,9 @@ def search_command(
     n_host_stepped: AllowedHostStepped = None,
     n_shard: AllowedShards = None,
     looks_up_rows: LooksUpRows = False,
+    n_disk_state: AllowedDiskState = None,
+    n_disk: AllowedDisk = None,
+    n_staging: AllowedStaging = None,
     n_buffer: Annotated[
         list[int] | None,
         typer.Option(
@@ -208,6 +214,9 @@ def search_command(
         "n_persist": n_persist,
         "n_host_stepped": n_host_stepped,
         "n_shard": n_shard,
+        "n_disk_state": n_disk_state,
+        "n_disk": n_disk,
+        "n_staging": n_staging,
         "n_buffer": n_buffer,
         "prefetch_depth": prefetch_depth,
         "n_checkpoint": n_checkpoint,

@@ -446,7 +446,8 @@ class Candidates:
             open_rows = np.flatnonzero(found.fits.reshape(len(found.rows), -1)[:, best])
         number = int(open_rows[0 if found.is_whole or np.isinf(limit_s) else (len(open_rows) - 1) // 2])
         # Also of plans that do not fit: what is found of them holds for those with fewer buffers.
-        counting = is_open[number:] if self._problem.fewer_buffers_add else is_open[number : number + 1]
+        adds = self._problem.fewer_buffers_add(found.layout, int(found.rows[number]))
+        counting = is_open[number:] if adds else is_open[number : number + 1]
         columns = np.flatnonzero(counting.any(axis=(0, 1)))
         n_swap = int(self._grid(found.layout).modes.n_swap[found.modes[0]])
         return _Look(found, number, columns, self._problem.family(found.layout, int(found.rows[number]), n_swap))
@@ -469,7 +470,7 @@ class Candidates:
         every = np.arange(len(rows.modes))
         self._push_rows(replace(rows.of(np.array([number]), others), bounds_s=bounds_s[:, others]))
         self._push_rows(rows.of(np.arange(number), every))
-        if self._problem.fewer_buffers_add:
+        if self._problem.fewer_buffers_add(rows.layout, look.row):
             rows = replace(rows, bounds_s=np.maximum.accumulate(bounds_s[::-1], axis=0)[::-1])
         self._push_rows(rows.of(np.arange(number + 1, len(rows.rows)), every))
 

@@ -9,7 +9,8 @@ from typing import Final
 
 import numpy as np
 
-from ...shared.basics.errors import PlanError
+from ...shared.basics.errors import HardwareError, PlanError
+from ...shared.basics.units import format_bytes
 from ...shared.catalogue.rank_share import machine_of_rank
 from ...shared.layout.looked_up import looking_up
 from ...shared.methods.full_training import FULL_TRAINING
@@ -26,13 +27,15 @@ from ..bounds.replay import Replayer
 from ..bounds.stretches import least_periods_s
 from ..bounds.throughput import Throughput
 from ..costs.contention import ContentionModel
-from ..costs.task_costs import CostModel
+from ..costs.task_costs import CostModel, disk_of
 from ..engine.folding import MORE_KEPT, kept_micro_batches
 from ..memory.host import default_host_budget_bytes, shares_of_one_memory
 from ..space.chunk_table import ChunkTable, chunk_table
 from ..space.compute_table import ComputeTable, Positions, compute_table
+from ..space.disk_choices import OnDisk
 from ..space.enumerate import enumerate_space
 from ..space.lane_programs import LanePrograms
+from ..space.least_on_disk import least_on_disk
 from ..space.plan_family import PlanFamily
 from ..space.prices import FloatArray
 from ..space.space import IntArray, LayoutGrid, SearchSpace
@@ -123,10 +126,16 @@ class SearchProblem:
                 begin = end
         return found
 
-    @property
-    def fewer_buffers_add(self) -> bool:
-        """Whether plans with fewer buffers and less look-ahead have all tasks and waits of others, and more."""
-        return self.method.policies.residency.fewer_buffers_add
+    def fewer_buffers_add(self, layout: int, row: int) -> bool:
+        """Whether plans with fewer buffers and less look-ahead have all tasks and waits of others, and more.
+
+        Of plans with parameters on a disk these have more reads, which take their turns at other places.
+        """
+        grid = self.layouts[layout].grid
+        return (
+            self.method.policies.residency.fewer_buffers_add
+            and grid.places.choice_of_disk(int(grid.prefix[row])).n_disk == 0
+        )
 
     def plan(self, layout: int, residency: int, depth: int, mode: int) -> Plan:
         """The plan at these indices."""
@@ -223,13 +232,24 @@ def search_problem(
     device_budget_bytes, host_budget_bytes = _checked(request.budgets_bytes())
     is_measured = workload.measured_on == hardware.name
     costs = CostModel(hardware, calibration, use_measured=is_measured, together=together, optimizer=step.optimizer)
-    contention = ContentionModel.of(together, calibration, num_ranks=num_ranks, optimizer=step.optimizer)
-    grids = enumerate_space(workload, request.space, step, is_offloading=is_offloading)
+    grids = enumerate_space(
+        workload,
+        request.space,
+        step,
+        is_offloading=is_offloading,
+        on_disk=None if request.space.names_disk else _on_disk(request, workload, step, costs),
+    )
     planned = _planned(workload, grids[0])
+    has_disk = any(grid.places.uses_disk for grid in grids)
+    if has_disk:
+        grids = _within_disk(planned, grids, costs, step)
+    contention = ContentionModel.of(
+        together, calibration, num_ranks=num_ranks, optimizer=step.optimizer, has_disk=has_disk
+    )
     compute, kept_compute = _compute_tables(planned, grids[0], costs, step)
     kept_step = replace(step, micro_batches=kept_compute.positions.micro_batches)
     throughput = Throughput.of(contention)
-    tables = [chunk_table(planned, grid.layout, costs, step, grid.places) for grid in grids]
+    tables = [chunk_table(planned, grid.layout, costs, step, grid.places, has_disk=has_disk) for grid in grids]
     kept_tables = tables if kept_compute is compute else [replace(table, step=kept_step) for table in tables]
     problem = SearchProblem(
         workload=workload,
@@ -255,6 +275,37 @@ def search_problem(
     )
     is_budget_given = request.device_budget_bytes is not None or request.host_budget_bytes is not None
     return problem if is_budget_given or hardware.device.kind is not DeviceKind.CPU else _with_shares(problem)
+
+
+def _on_disk(request: SearchRequest, workload: Workload, step: StepSpec, costs: CostModel) -> OnDisk | None:
+    """The choices by the host's budget, on a machine of one rank that has a disk and a host beside its device."""
+    hardware = request.hardware
+    is_one_memory = hardware.device.kind is DeviceKind.CPU and request.host_budget_bytes is None
+    if hardware.disk is None or step.num_ranks > 1 or is_one_memory:
+        return None
+    return least_on_disk(workload, costs, step, request.budgets_bytes()[1], request.space.n_staging)
+
+
+def _within_disk(
+    workload: Workload, grids: Sequence[LayoutGrid], costs: CostModel, step: StepSpec
+) -> tuple[LayoutGrid, ...]:
+    """The plans that the disk has room for.  Raises HardwareError if there is no disk, or room for none of them."""
+    disk = disk_of(costs.hardware)
+    found, least_bytes = [], []
+    for grid in grids:
+        table = chunk_table(workload, grid.layout, costs, step, grid.places)
+        disk_bytes = table.staged_bytes.on_disk(grid.places.on_disk)[grid.prefix]
+        has_room = disk_bytes <= disk.capacity_bytes
+        least_bytes.append(int(disk_bytes.min()))
+        if has_room.any():
+            found.append(replace(grid, prefix=grid.prefix[has_room], n_buffer=grid.n_buffer[has_room]))
+    if not found:
+        raise HardwareError(
+            f"chunks take at least {format_bytes(min(least_bytes))} of the disk {disk.name}, which has "
+            f"{format_bytes(disk.capacity_bytes)} for files (disk.capacity_bytes). Allow a smaller n_disk_state, or "
+            f"use a larger disk."
+        )
+    return tuple(found)
 
 
 def _checked(budgets_bytes: tuple[int, int]) -> tuple[int, int]:

@@ -16,6 +16,7 @@ from ...shared.schema.schedule import Task, TaskId, TaskKind
 from ...shared.schema.workload import Workload
 from ..costs.task_costs import CostModel
 from .compute_table import FloatArray
+from .disk_choices import StagedBytes
 from .placements import Placements
 from .prices import PriceList
 from .space import BoolArray, IntArray
@@ -33,6 +34,8 @@ class ChunkTable:
     places: Placements
     costs: CostModel
     step: StepSpec
+    has_disk: bool = False
+    """Whether plans are compared with some that have chunks on a disk, and so have its lane."""
 
     @cached_property
     def facts(self) -> ChunkFacts:
@@ -55,14 +58,23 @@ class ChunkTable:
         return static_bytes
 
     def pinned_host_bytes(self, prefix: IntArray) -> IntArray:
-        """(R,) of chunks that the host steps: parameters and the buffers that receive gradients."""
+        """(R,) of chunks that the host steps: parameters and the buffers that receive gradients, or places for them."""
         pinned_bytes: IntArray = self._pinned_bytes[prefix]
+        if self.places.uses_disk:
+            pinned_bytes = pinned_bytes + self.staged_bytes.more_pinned(self.places.on_disk[prefix])
         return pinned_bytes
 
     def host_bytes(self, prefix: IntArray) -> IntArray:
         """(R,) host memory that is not pinned: optimizer state of chunks that the host steps, paged state of others."""
         host_bytes: IntArray = self._pageable_bytes[prefix]
+        if self.places.uses_disk:
+            host_bytes = host_bytes + self.staged_bytes.more_pageable(self.places.on_disk[prefix])
         return host_bytes
+
+    @cached_property
+    def staged_bytes(self) -> StagedBytes:
+        """What chunks on a disk have there, and what passes through the host."""
+        return StagedBytes.of(self.facts)
 
     @cached_property
     def _chunks_device_bytes(self) -> IntArray:
@@ -136,6 +148,12 @@ def chunk_table(
     costs: CostModel,
     step: StepSpec = _PLAIN_STEP,
     places: Placements | None = None,
+    *,
+    has_disk: bool = False,
 ) -> ChunkTable:
-    """Tabulate ``layout``; ``places``: its prefixes, by default those that persist and offload and do nothing else."""
-    return ChunkTable(workload, layout, Placements.of(layout) if places is None else places, costs, step)
+    """Tabulate ``layout``; ``places``: its prefixes, by default those that persist and offload and do nothing else.
+
+    ``has_disk``: whether the plans have the lane of a disk, those included that have nothing there.
+    """
+    places = Placements.of(layout) if places is None else places
+    return ChunkTable(workload, layout, places, costs, step, has_disk)

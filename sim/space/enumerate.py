@@ -16,6 +16,7 @@ from ...shared.layout.looked_up import looking_up, why_not_looked_up
 from ...shared.layout.residencies import ChunkResidency
 from ...shared.schema.plan import ParallelMode
 from ...shared.schema.workload import Workload
+from .disk_choices import OnDisk, named
 from .placements import COUNTED, Placement, Placements, Wanted, distinct_placements
 from .space import IntArray, LayoutGrid, ModeRows, SearchSpace
 from .step_spec import StepSpec
@@ -43,14 +44,18 @@ def enumerate_space(
     step: StepSpec | None = None,
     *,
     is_offloading: bool | None = None,
+    on_disk: OnDisk | None = None,
 ) -> tuple[LayoutGrid, ...]:
     """Every distinct plan of ``space`` under ``step``, grouped by layout; smallest chunks first.
 
     Two plans are the same if they have the same layout, residencies of chunks, buffers in use, modes and, where a chunk
     is not persistent or a block swaps, prefetch depth.  ``is_offloading`` leaves only plans with chunks that are not
-    persistent, or only plans without.  Raises PlanError if no plan is left.
+    persistent, or only plans without.  ``on_disk``: what may lie on the disk where the space does not name it, nothing
+    if None.  Raises PlanError if no plan is left.
     """
     space, step = space or SearchSpace(), step or StepSpec()
+    if space.names_disk:
+        on_disk = _named_on_disk(space, step)
     others = {residency: _wanted(space, step, residency) for residency in COUNTED[1:]}
     modes = _mode_rows(workload, space)
     layouts = _layouts(workload, space.chunk_bytes)
@@ -63,7 +68,7 @@ def enumerate_space(
         without_offload = not largest_has_persistent and is_offloading is not True
         prefixes = [
             prefix
-            for prefix in distinct_placements(layout, space.n_persist, others)
+            for prefix in distinct_placements(layout, space.n_persist, others, on_disk)
             if (without_offload if prefix.is_persistent else is_offloading is not False)
             and sum(prefix.counts) <= _first_on_host(layout)
         ]
@@ -100,6 +105,26 @@ def _wanted(space: SearchSpace, step: StepSpec, residency: ChunkResidency) -> Wa
             f"{_WHO_KNOWS[residency]}. Allow {residency.knob} = 0, or another mode."
         )
     return (0,)
+
+
+def _named_on_disk(space: SearchSpace, step: StepSpec) -> OnDisk | None:
+    """What the space names to lie on the disk.  Raises PlanError if the mode knows no disk, or nothing agrees."""
+    least = min(space.n_disk_state or (0,))
+    if step.parallel is not ParallelMode.SINGLE:
+        if least == 0:
+            return None
+        raise PlanError(
+            f"the space holds no plan: n_disk_state is at least {least} but parallel is {step.parallel}, and one rank "
+            f"alone knows chunks on a disk. Allow n_disk_state = 0, or one rank."
+        )
+    most = max(space.n_disk_state or (0,))
+    if min(space.n_disk) > most:
+        raise PlanError(
+            f"the space holds no plan: n_disk is at least {min(space.n_disk)} but n_disk_state is at most {most}; "
+            f"chunks whose parameters lie on the disk have their optimizer state there too. Allow n_disk_state = "
+            f"{min(space.n_disk)}, or n_disk = 0."
+        )
+    return named(space.n_disk_state or (0,), space.n_disk, space.n_staging)
 
 
 _WHO_KNOWS: Final = {
@@ -239,12 +264,16 @@ class _Residencies:
 def _residencies(layout: Layout, prefixes: Sequence[Placement], space: SearchSpace) -> _Residencies:
     """The residencies with these prefixes."""
     # The plainest are numbered first: of families with equal bounds the search opens them before others.
-    by_number = sorted(range(len(prefixes)), key=lambda place: prefixes[place].is_mixed)
+    by_number = sorted(range(len(prefixes)), key=lambda place: prefixes[place].plainness)
     numbers = np.empty(len(prefixes), dtype=np.int64)
     numbers[by_number] = np.arange(len(prefixes))
     counts = [_buffer_counts(prefix.fewest, prefix.num_gathered, space.n_buffer) for prefix in prefixes]
     return _Residencies(
-        places=Placements.of(layout, [prefixes[place].counts for place in by_number]),
+        places=Placements.of(
+            layout,
+            [prefixes[place].counts for place in by_number],
+            [prefixes[place].on_disk for place in by_number],
+        ),
         prefix=np.repeat(numbers, np.array([len(of_prefix) for of_prefix in counts], dtype=np.int64)),
         n_buffer=np.array(list(chain.from_iterable(counts)), dtype=np.int64),
     )
@@ -274,6 +303,17 @@ def _empty_space(layouts: Sequence[Layout], space: SearchSpace, is_offloading: b
         return PlanError(
             f"the space holds no plan: n_persist is at least {min(space.n_persist)} but no layout has more than "
             f"{most_chunks} chunks. Allow a smaller n_persist, or a smaller chunk_bytes."
+        )
+    least = min(space.n_disk_state or (0,))
+    most_offloaded = max(
+        len(layout.chunks) - sum(prefix.counts)
+        for layout in layouts
+        for prefix in distinct_placements(layout, space.n_persist)
+    )
+    if least > most_offloaded:
+        return PlanError(
+            f"the space holds no plan: n_disk_state is at least {least} but no plan offloads more than "
+            f"{most_offloaded} chunks. Allow a smaller n_disk_state, n_persist or chunk_bytes."
         )
     needed = min(prefix.fewest for layout in layouts for prefix in distinct_placements(layout, space.n_persist))
     return PlanError(

@@ -4,7 +4,8 @@
 Chunks follow execution order, and residencies theirs ([Note: Order of residencies] in
 ``shared/layout/residencies.py``): the first ``n_persist`` chunks are persistent, the next ``n_host_stepped`` stay on
 the device and are stepped on the host, the next ``n_shard`` are sharded over the devices, and the rest are offloaded.
-A *prefix* is such a choice by its number.  Tables that depend on where chunks lie are indexed by it.
+A *prefix* is such a choice by its number, with what of offloaded chunks lies on a disk ([Note: Chunks on the disk] in
+``disk_choices.py``).  Tables that depend on where chunks lie are indexed by it.
 
 [Note: Mixtures in the space]
 Every combination of the numbers would multiply the space by the number of chunks for each residency.  A number that is
@@ -20,7 +21,7 @@ they are not, a plan that is left out may be faster; what a search proves is abo
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from typing import Final, Self, TypeVar
@@ -31,6 +32,7 @@ import numpy.typing as npt
 from ...shared.compile.family import is_among
 from ...shared.layout.layout import Layout
 from ...shared.layout.residencies import GATHERED, ChunkResidency
+from .disk_choices import ON_HOST, DiskChoice, OnDisk, distinct_choices
 
 _Integers = npt.NDArray[np.int64]
 _Numbers = TypeVar("_Numbers", npt.NDArray[np.int64], npt.NDArray[np.float64])
@@ -48,24 +50,45 @@ class Placements:
     """(P, Q) chunks of every residency as knobs count them; C together."""
     is_trainable: _Booleans
     """(C,) whether a chunk is stepped; others may have another residency than the knobs say."""
+    on_disk: _Integers
+    """(P, 3) what of the offloaded chunks lies on a disk, as ``DiskChoice``."""
 
     @classmethod
-    def of(cls, layout: Layout, counted: Iterable[Sequence[int]] | None = None) -> Self:
-        """The prefixes with these numbers of chunks of the residencies ``COUNTED``.
+    def of(
+        cls,
+        layout: Layout,
+        counted: Iterable[Sequence[int]] | None = None,
+        on_disk: Sequence[DiskChoice] | None = None,
+    ) -> Self:
+        """The prefixes with these numbers of chunks of the residencies ``COUNTED``, and these choices of the disk.
 
-        By default every ``n_persist`` in turn, and the rest offloaded.
+        By default every ``n_persist`` in turn, the rest offloaded, and nothing on a disk.
         """
         num_chunks = len(layout.chunks)
         if counted is None:
             counted = ((n_persist, *([0] * (len(COUNTED) - 1))) for n_persist in range(num_chunks + 1))
         rows = [(*counts, num_chunks - sum(counts)) for counts in counted]
         is_trainable = np.array([chunk.is_trainable for chunk in layout.chunks], dtype=np.bool_)
-        return cls(np.array(rows, dtype=np.int64).reshape(-1, len(ChunkResidency)), is_trainable)
+        on_disk = [ON_HOST] * len(rows) if on_disk is None else on_disk
+        return cls(
+            np.array(rows, dtype=np.int64).reshape(-1, len(ChunkResidency)),
+            is_trainable,
+            np.array(on_disk, dtype=np.int64).reshape(-1, len(ON_HOST)),
+        )
 
     @property
     def all(self) -> _Integers:
         """(P,) every prefix."""
         return np.arange(len(self.counts))
+
+    @property
+    def uses_disk(self) -> bool:
+        """Whether a prefix has chunks on a disk."""
+        return bool(self.on_disk.any())
+
+    def choice_of_disk(self, prefix: int) -> DiskChoice:
+        """What lies on the disk."""
+        return DiskChoice(*self.on_disk[prefix].tolist())
 
     def residency(self, prefix: int) -> _Integers:
         """(C,) the residency of every chunk."""
@@ -117,11 +140,12 @@ class Placement:
     """Chunks that come to the device for stays."""
     is_persistent: bool
     """Whether every chunk is persistent."""
+    on_disk: DiskChoice = ON_HOST
 
     @property
-    def is_mixed(self) -> bool:
-        """Whether it has more than persistent and offloaded chunks."""
-        return any(self.counts[1:])
+    def plainness(self) -> tuple[bool, bool]:
+        """The less, the plainer: whether chunks lie on a disk, and whether any are neither persistent nor offloaded."""
+        return self.on_disk != ON_HOST, any(self.counts[1:])
 
 
 Wanted = Iterable[int] | None
@@ -129,11 +153,15 @@ Wanted = Iterable[int] | None
 
 
 def distinct_placements(
-    layout: Layout, n_persist: Wanted, others: Mapping[ChunkResidency, Wanted] | None = None
+    layout: Layout,
+    n_persist: Wanted,
+    others: Mapping[ChunkResidency, Wanted] | None = None,
+    on_disk: OnDisk | None = None,
 ) -> list[Placement]:
     """Distinct choices of residencies, fewest persistent chunks first.
 
     ``others``: the values of the knobs of other residencies; a residency that is not named has no chunks.
+    ``on_disk``: what may lie on the disk, nothing if None.
     """
     num_chunks, others = len(layout.chunks), others or {}
     trained = np.append(0, np.cumsum([chunk.is_trainable for chunk in layout.chunks])).tolist()
@@ -160,9 +188,21 @@ def distinct_placements(
         ]
         key = (num_kept, *effective[1:])
         is_persistent = num_kept == num_chunks and not any(key[1:])
-        found = Placement(counts, int(fewest[num_kept]), num_chunks - num_kept, is_persistent)
-        distinct.setdefault(key, found)
-    return list(distinct.values())
+        placement = Placement(counts, int(fewest[num_kept]), num_chunks - num_kept, is_persistent)
+        distinct.setdefault(key, placement)
+    found = list(distinct.values())
+    return found if on_disk is None else _with_disk(layout, found, on_disk)
+
+
+def _with_disk(layout: Layout, placements: Sequence[Placement], on_disk: OnDisk) -> list[Placement]:
+    """Each of ``placements`` with every distinct choice of what lies on the disk."""
+    is_trainable = [chunk.is_trainable for chunk in layout.chunks]
+    choices = on_disk(layout, [placement.counts for placement in placements])
+    return [
+        replace(placement, on_disk=choice)
+        for placement, of_placement in zip(placements, choices, strict=True)
+        for choice in distinct_choices(of_placement, is_trainable)
+    ]
 
 
 def _fewest_buffers(layout: Layout) -> _Integers:

@@ -45,6 +45,8 @@ class PlanFamily:
     """Of the same K choices."""
     prices: PriceList
     policies: Policies = FULL_TRAINING
+    has_disk: bool = False
+    """Whether there is the lane of a disk, with or without tasks."""
 
     @classmethod
     def of(
@@ -62,7 +64,7 @@ class PlanFamily:
 
         ``prefix``: the residencies of its chunks ([Note: Prefixes] in ``sim/space/placements.py``).
         """
-        workload = compute.workload
+        workload, on_disk = compute.workload, table.places.choice_of_disk(prefix)
         family = Family(
             workload=workload,
             facts=table.facts,
@@ -71,13 +73,16 @@ class PlanFamily:
             is_swap=np.arange(workload.num_blocks) < n_swap,
             is_checkpoint=compute.modes.is_checkpoint,
             depths=depths,
+            num_disk_state=on_disk.n_disk_state,
+            num_disk=on_disk.n_disk,
+            num_staging=on_disk.n_staging,
         )
-        return cls(family, compute.levels, compute.prices, policies)
+        return cls(family, compute.levels, compute.prices, policies, table.has_disk)
 
     @property
     def num_lanes(self) -> int:
         """Lanes of every rank."""
-        return len(lanes_of(self.family.step.num_ranks))
+        return len(lanes_of(self.family.step.num_ranks, has_disk=self.has_disk))
 
     @cached_property
     def positions(self) -> Positions:

@@ -50,6 +50,9 @@ class SearchSpace(FrozenModel):
     By default no block swaps: with swaps there are three times as many plans, whose bounds lie close together, and a
     search takes a few times as long.
 
+    Of ``n_disk_state``, None puts on the disk what host memory cannot hold, if a machine has one, and nothing if not
+    ([Note: Chunks on the disk] in ``disk_choices.py``); ``n_disk`` then counts for nothing.
+
     ``n_shard`` is for ranks in mode sharded, ``n_host_stepped`` for one rank or ranks in mode replicated; nobody else
     has any.  Of both, None is for what [Note: Mixtures in the space] names.
     """
@@ -60,10 +63,19 @@ class SearchSpace(FrozenModel):
     looks_up_rows: bool = False
     """Whether all plans look rows of embeddings up on the host; by default none does."""
     n_shard: _NonNegative | None = None
+    n_disk_state: _NonNegative | None = (0,)
+    n_disk: _NonNegative = (0,)
+    n_staging: _Positive = (2, 3)
+    """Of plans with chunks on a disk; others have no such places."""
     n_buffer: _NonNegative | None = None
     prefetch_depth: _Positive = (1, 2, 3)
     n_checkpoint: _NonNegative | None = None
     n_swap: _NonNegative | None = (0,)
+
+    @property
+    def names_disk(self) -> bool:
+        """Whether it says how many chunks lie on a disk, or that none does."""
+        return self.n_disk_state is not None
 
 
 @dataclass(frozen=True)
@@ -186,6 +198,7 @@ class LayoutGrid:
         }
         return Plan(
             **knobs,
+            **self.places.choice_of_disk(int(self.prefix[residency]))._asdict(),
             workload_id=workload.identity,
             chunk_bytes=self.layout.chunk_bytes,
             n_buffer=int(self.n_buffer[residency]),
@@ -204,14 +217,16 @@ class LayoutGrid:
     def simplicity(self, residency: int, depth: int, mode: int) -> tuple[int, ...]:
         """Smaller is simpler.
 
-        Fewer swapped blocks, fewer recomputed ones, less look-ahead, fewer offloaded chunks, fewer sharded ones, fewer
-        that the host steps for the device, fewer buffers, larger chunks.  No two distinct plans of a space share it, so
+        Fewer swapped blocks, fewer recomputed ones, less look-ahead, fewer chunks on a disk, less of each and fewer
+        places, fewer offloaded chunks, fewer sharded ones, fewer that the host steps for the device, fewer buffers,
+        larger chunks.  No two distinct plans of a space share it, so
         a choice by it depends on no order of enumeration.
         """
         return (
             int(self.modes.n_swap[mode]),
             int(self.modes.n_checkpoint[mode]),
             int(self.prefetch_depth[depth]),
+            *self.places.on_disk[self.prefix[residency]].tolist(),
             *self._demands[residency],
             int(self.n_buffer[residency]),
             -self.layout.chunk_bytes,

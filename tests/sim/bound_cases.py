@@ -28,11 +28,12 @@ from protwin.sim.engine.simulator import simulate_timing
 from protwin.sim.engine.timing import Timing
 from protwin.sim.space.chunk_table import ChunkTable, chunk_table
 from protwin.sim.space.compute_table import ComputeTable, compute_table
+from protwin.sim.space.disk_choices import DiskChoice
 from protwin.sim.space.placements import Placements
 from protwin.sim.space.plan_family import PlanFamily
 from protwin.sim.space.space import ModeRows
 from protwin.sim.space.step_spec import StepSpec
-from tests.strategies import any_host_gradients, any_optimizer, calibrations, hardware, plans, workloads
+from tests.strategies import any_host_gradients, any_optimizer, calibrations, disks, hardware, plans, workloads
 
 
 @dataclass(frozen=True)
@@ -122,8 +123,10 @@ def case(model: Workload, chosen: Plan, layout: Layout, costs: CostModel, conten
     pairs = [(s, c) for s in range(model.num_blocks + 1) for c in range(model.num_blocks + 1 - s)]
     modes = ModeRows(model.num_blocks, *(np.array(column) for column in zip(*pairs, strict=True)))
     compute = compute_table(model, modes, costs, step)
-    places = Placements.of(layout, [(chosen.n_persist, chosen.n_host_stepped, chosen.n_shard)])
-    return Case(model, chosen, layout, costs, contention, compute, chunk_table(model, layout, costs, step, places))
+    on_disk = DiskChoice(chosen.n_disk_state, chosen.n_disk, chosen.n_staging)
+    places = Placements.of(layout, [(chosen.n_persist, chosen.n_host_stepped, chosen.n_shard)], [on_disk])
+    chunks = chunk_table(model, layout, costs, step, places, has_disk=Lane.DISK in contention.lanes)
+    return Case(model, chosen, layout, costs, contention, compute, chunks)
 
 
 def hand_made(model: Workload, chosen: Plan, hardware: Hardware, contention: ContentionModel | None = None) -> Case:
@@ -136,11 +139,16 @@ def hand_made(model: Workload, chosen: Plan, hardware: Hardware, contention: Con
 def cases(draw: DrawFn) -> Case:
     """Plans of the space that is searched, with and without contention, measured and modelled."""
     model = draw(workloads(measured=None))
-    chosen, layout = draw(plans(model, optimizers=any_optimizer(model), host_gradients=any_host_gradients(model)))
+    has_disk = draw(st.booleans())
+    sorts = {"optimizers": any_optimizer(model), "host_gradients": any_host_gradients(model)}
+    chosen, layout = draw(plans(model, **sorts, has_disk=has_disk))
     chosen = chosen.model_copy(update={"activation_modes": None})
     if draw(st.booleans()):
         chosen = chosen.model_copy(update={"n_swap": 0, "micro_batches": 1, "max_gradient_norm": None})
     box, calibration = draw(hardware()), draw(st.none() | calibrations())
+    if has_disk:
+        box = box.model_copy(update={"disk": draw(disks())})
     costs = CostModel(box, calibration, use_measured=draw(st.booleans()))
-    contention = draw(st.sampled_from([ContentionModel.of(box, calibration), ContentionModel.none()]))
+    among = (ContentionModel.of(box, calibration, has_disk=has_disk), ContentionModel.none(has_disk=has_disk))
+    contention = draw(st.sampled_from(among))
     return case(model, chosen, layout, costs, contention)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import product
 
+from hypothesis import assume
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 
@@ -27,7 +28,7 @@ from protwin.sim.searching.search import search
 from protwin.sim.space.space import SearchSpace
 from protwin.sim.space.step_spec import StepSpec
 from tests.sim.fastest import fastest_request
-from tests.strategies import any_host_gradients, any_optimizer, calibrations, hardware, workloads
+from tests.strategies import any_host_gradients, any_optimizer, calibrations, disks, hardware, workloads
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,12 @@ def kept_counts(space: SearchSpace, num_chunks: int) -> list[tuple[int, int]]:
     return found
 
 
+def disk_counts(space: SearchSpace) -> list[tuple[int, int, int]]:
+    """``n_disk_state``, ``n_disk`` and ``n_staging`` that agree."""
+    named = list(product(space.n_disk_state or (0,), space.n_disk, space.n_staging))
+    return [one for one in named if 0 < one[0] >= one[1]] + ([(0, 0, 0)] if 0 in (space.n_disk_state or (0,)) else [])
+
+
 def brute_force(
     model: Workload,
     box: Hardware,
@@ -104,22 +111,28 @@ def brute_force(
 ) -> tuple[Outcome, ...]:
     """Every combination of knobs that the compiler takes, several of which are the same plan, simulated."""
     costs = CostModel(box, calibration, use_measured=model.measured_on == box.name)
-    contention = ContentionModel.of(box, calibration, optimizer=step.optimizer)
     outcomes = []
     knobs = (space.chunk_bytes, space.n_buffer, space.prefetch_depth, space.n_checkpoint, space.n_swap)
     chunk_sizes, *others = (() if values is None else values for values in knobs)
     for chunk_bytes in chunk_sizes:
         layout = build_layout(model.parameters, num_blocks=model.num_blocks, chunk_bytes=chunk_bytes)
         kept = kept_counts(space, len(layout.chunks))
-        for (n_persist, n_host_stepped), n_buffer, depth, n_checkpoint, n_swap in product(kept, *others):
+        for (n_persist, n_host_stepped), on_disk, n_buffer, depth, n_checkpoint, n_swap in product(
+            kept, disk_counts(space), *others
+        ):
             if n_buffer >= layout.min_buffers(n_persist + n_host_stepped):
                 if n_checkpoint + n_swap > model.num_blocks:
+                    continue
+                if on_disk[0] > len(layout.chunks) - n_persist - n_host_stepped:
                     continue
                 plan = Plan(
                     workload_id=model.identity,
                     chunk_bytes=chunk_bytes,
                     n_persist=n_persist,
                     n_host_stepped=n_host_stepped,
+                    n_disk_state=on_disk[0],
+                    n_disk=on_disk[1],
+                    n_staging=on_disk[2],
                     n_buffer=n_buffer,
                     prefetch_depth=depth,
                     n_checkpoint=n_checkpoint,
@@ -130,6 +143,7 @@ def brute_force(
                     host_gradients=step.host_gradients,
                 )
                 schedule = compile_schedule(plan, model, layout, policies=method.policies)
+                contention = ContentionModel.for_plan(plan, box, calibration)
                 timing = simulate_timing(schedule, costs.durations_s(schedule), contention)
                 outcomes.append(
                     Outcome(
@@ -171,3 +185,25 @@ def cases(draw: DrawFn, method: Method = FULL_TRAINING) -> Case:
     )
     outcomes = brute_force(model, box, calibration, space, step, method)
     return Case(model, box, calibration, space, step, outcomes, method)
+
+
+@st.composite
+def cases_with_disk(draw: DrawFn) -> Case:
+    """Up to two blocks, chunks on a disk and not, and few values of the other knobs."""
+    model = draw(workloads(max_blocks=2))
+    box = draw(hardware()).model_copy(update={"disk": draw(disks()), "name": model.measured_on})
+    space = SearchSpace(
+        chunk_bytes=draw(st.sampled_from((512, 2048))),
+        n_persist=tuple({0, draw(st.integers(0, 2))}),
+        n_disk_state=draw(st.sampled_from(((0, 1), (0, 2), (1, 3)))),
+        n_disk=draw(st.sampled_from(((0,), (0, 1), (1,)))),
+        n_staging=draw(st.sampled_from(((1,), (2,), (1, 3)))),
+        n_buffer=tuple({1000, draw(st.integers(0, 4))}),
+        prefetch_depth=draw(st.integers(1, 2)),
+        n_checkpoint=draw(st.integers(0, 1)),
+    )
+    step = StepSpec(draw(st.sampled_from((1, 1, 2))), draw(st.sampled_from((None, None, 1.0))))
+    assume(disk_counts(space))
+    outcomes = brute_force(model, box, None, space, step)
+    assume(outcomes)
+    return Case(model, box, None, space, step, outcomes)

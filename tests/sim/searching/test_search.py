@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from protwin.shared.basics.errors import InfeasibleError, PlanError, ScheduleError, WorkloadError
@@ -33,7 +33,7 @@ from protwin.sim.space.space import LayoutGrid, SearchSpace
 from protwin.sim.space.step_spec import StepSpec
 from tests.proof_size import examples
 from tests.shared.faults import with_task
-from tests.sim.brute_force import Case, cases
+from tests.sim.brute_force import Case, cases, cases_with_disk
 from tests.sim.fastest import fastest_request
 from tests.sim.hand_made import MACHINE, Seconds, machine, workload
 from tests.strategies import hardware, workloads
@@ -70,6 +70,20 @@ def test_without_tolerance_the_search_finds_what_brute_force_finds(found: Case, 
     knobs = (plan.micro_batches, plan.max_gradient_norm, plan.parallel, plan.num_ranks)
     assert StepSpec(*knobs, plan.optimizer, plan.host_gradients) == found.step
     assert result.gap_frac <= 1e-4
+
+
+@given(cases_with_disk(), st.floats(0, 1))
+@settings(max_examples=examples(60, 12))
+def test_with_chunks_on_a_disk_the_search_finds_what_brute_force_finds(found: Case, share: float) -> None:
+    peaks = sorted({outcome.device_bytes for outcome in found.outcomes})
+    budget_bytes = peaks[round(share * (len(peaks) - 1))]
+    best_s = min(outcome.iteration_s for outcome in found.feasible(budget_bytes))
+    assume(best_s > 0)
+    result = found.search(budget_bytes)
+    assert result.prediction.iteration_s == best_s
+    host = {outcome.plan: outcome.host_bytes for outcome in found.outcomes}
+    for outcome in (*result.alternatives, *result.pareto):
+        assert outcome.pinned_host_bytes + outcome.host_bytes == host[outcome.plan]
 
 
 @given(cases(), st.floats(0, 1), st.sampled_from((0.005, 0.05, 0.5)))
@@ -197,10 +211,9 @@ def _orders(
         model: Workload,
         space: SearchSpace | None = None,
         step: StepSpec | None = None,
-        *,
-        is_offloading: bool | None = None,
+        **options: Any,
     ) -> tuple[LayoutGrid, ...]:
-        grids = enumerate_space(model, space, step, is_offloading=is_offloading)
+        grids = enumerate_space(model, space, step, **options)
         return tuple(_shuffled(grids[place], random) for place in random.permutation(len(grids)))
 
     monkeypatch.setattr(search_problem, "enumerate_space", enumerate_in_disorder)

@@ -97,6 +97,49 @@ def test_no_two_plans_are_equally_simple(model: Workload) -> None:
     assert len(set(keys)) == len(keys)
 
 
+@given(workloads(max_blocks=3))
+@settings(max_examples=10)
+def test_every_choice_of_the_disk_is_there_once_and_compiles(model: Workload) -> None:
+    space = SearchSpace(
+        prefetch_depth=1, n_checkpoint=0, n_buffer=1000, n_disk_state=(0, 1, 2), n_disk=(0, 1), n_staging=(1, 2)
+    )
+    grids = enumerate_space(model, space)
+    keys = [grid.simplicity(*index) for grid in grids for index in _indices(grid)]
+    assert len(set(keys)) == len(keys)
+    found: set[tuple[object, ...]] = set()
+    for grid in grids:
+        trainable = [chunk.is_trainable for chunk in grid.layout.chunks]
+        for number, index in enumerate(_indices(grid)):
+            plan = grid.plan(model, *index)
+            if number % 16 == 0:
+                compile_schedule(plan, model, grid.layout)
+            stepped = sum(trainable[len(trainable) - plan.n_disk_state :])
+            places = plan.n_staging if stepped or plan.n_disk else 0
+            chunks = residencies(plan, grid.layout)
+            key = (plan.chunk_bytes, chunks, stepped, plan.n_disk, places)
+            assert key not in found
+            found.add(key)
+        # By hand: of one layout, all that agrees where every chunk is offloaded.
+        num_chunks = len(trainable)
+        for of_state, of_parameters, places in ((1, 0, 1), (1, 1, 2), (2, 0, 2), (2, 1, 1)):
+            if of_state <= num_chunks and all(trainable):
+                offloaded = (ChunkResidency.OFFLOADED,) * num_chunks
+                assert (grid.layout.chunk_bytes, offloaded, of_state, of_parameters, places) in found
+
+
+def test_numbers_on_the_disk_that_no_plan_can_have_are_named() -> None:
+    with pytest.raises(PlanError, match="n_disk_state is at least 9 but no plan offloads more than 4 chunks"):
+        enumerate_space(workload(num_blocks=4), SearchSpace(chunk_bytes=256, n_disk_state=9))
+    with pytest.raises(PlanError, match="n_disk is at least 2 but n_disk_state is at most 1"):
+        enumerate_space(workload(num_blocks=4), SearchSpace(n_disk_state=1, n_disk=2))
+    with pytest.raises(PlanError, match="one rank alone knows chunks on a disk"):
+        enumerate_space(
+            workload(num_blocks=4),
+            SearchSpace(n_disk_state=1),
+            StepSpec(parallel=ParallelMode.REPLICATED, num_ranks=2),
+        )
+
+
 def test_many_buffers_come_in_growing_steps() -> None:
     (grid,) = enumerate_space(workload(num_blocks=200), SearchSpace(chunk_bytes=256, n_persist=0, n_checkpoint=0))
     counts = grid.n_buffer.tolist()
