@@ -102,6 +102,9 @@ class Certificate(FrozenModel):
     """Left over where a cap or Ctrl-C ended the search early; then nothing is proven about them."""
     is_interrupted: bool = False
     """Whether Ctrl-C ended the search: the plan is then the best so far."""
+    has_fewest_on_disk: bool = False
+    """Whether there are plans with chunks on the disk among them that nobody named: where host memory binds, those with
+    the fewest that it allows."""
     best_iteration_s: PositiveFloat
     """The shortest iteration of all simulated plans."""
     best_unsimulated_bound_s: NonNegativeFloat | None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from ..basics.units import format_bytes, format_number, format_seconds
+from ..schema.plan import Plan
 from ..schema.plan_kind import PlanKind
 from ..schema.search_result import Baseline, Goal, PlanOutcome, SearchResult
 from .labels import NO_VALUE, format_share
@@ -118,8 +119,16 @@ def _host_bound(result: SearchResult) -> str:
     )
 
 
+def _on_disk(plan: Plan) -> str:
+    """What of them lies on the host's disk."""
+    if not plan.n_disk_state:
+        return ""
+    parameters = f", parameters of {plan.n_disk} of these" if plan.n_disk else ""
+    return f" and its disk (optimizer state of {plan.n_disk_state} chunks{parameters})"
+
+
 def _gain(result: SearchResult) -> str:
-    head = f"Recommended: {result.plan_kind.words}"
+    head = f"Recommended: {result.plan_kind.words}{_on_disk(result.plan)}"
     best = result.best_baseline
     if not result.baselines:
         return f"{head}."

@@ -168,7 +168,13 @@ def _counts(certificate: Certificate) -> str:
         (certificate.num_undecided, "left undecided"),
     ]
     listed = ", ".join(f"{count:,} {words}" for count, words in counted if count)
-    return f"{certificate.num_candidates:,} plan{plural} in the space: {listed}."
+    on_disk = (
+        " Of every placement that the host has no memory for, it has those with the fewest chunks on the disk that the "
+        "host's memory allows: with their optimizer state there, and with their parameters too."
+        if certificate.has_fewest_on_disk
+        else ""
+    )
+    return f"{certificate.num_candidates:,} plan{plural} in the space: {listed}.{on_disk}"
 
 
 def _proof(result: SearchResult) -> str:

@@ -55,12 +55,35 @@ def host_bound(
 def with_host_bound(
     found: BatchSearchResult, request: SearchRequest, on_progress: OnProgress = no_progress
 ) -> tuple[BatchSearchResult, bool]:
-    """The outcome of a search of ``request`` with its ``host_bound``, and whether Ctrl-C ended that question."""
+    """The outcome of a search of ``request`` with its ``host_bound``, and whether Ctrl-C ended that question.
+
+    On a machine with a disk, where the host's memory binds, a plan with chunks on the disk may take the place of the
+    outcome's: its certificate then is about all plans that a search with the disk looked through.
+    """
     try:
         bound = host_bound(found, request, on_progress)
     except KeyboardInterrupt:
         return found, True
+    if bound is not None and request.may_use_disk and found.result.plan.n_disk_state == 0:
+        try:
+            found, bound = _with_disk(found, bound, request, on_progress)
+        except KeyboardInterrupt:
+            return found, True
     return found.model_copy(update={"result": found.result.model_copy(update={"host_bound": bound})}), False
+
+
+def _with_disk(
+    found: BatchSearchResult, bound: HostBound, request: SearchRequest, on_progress: OnProgress
+) -> tuple[BatchSearchResult, HostBound | None]:
+    """The better of ``found`` and the best plan with what the host cannot hold on the disk, and what still binds."""
+    other = search_batches(request.with_disk(), on_progress=on_progress)
+    result, least_frac = other.result, 1 - request.effort.tolerance_frac
+    is_faster = result.prediction.iteration_s < found.result.prediction.iteration_s * least_frac
+    is_safer = found.result.survives is False and result.survives is True
+    if not (is_safer or (is_faster and result.survives is not False)):
+        return found, bound
+    still_binds = bound.iteration_s < result.prediction.iteration_s * least_frac
+    return other, bound if still_binds else None
 
 
 def _memory_bytes(plan: Plan, host_bytes: int, request: SearchRequest) -> int:

@@ -208,10 +208,15 @@ def _knobs(plan: Plan) -> str:
     return (
         f"chunk_bytes = {shown}, n_persist = {plan.n_persist}, "
         f"{f'n_host_stepped = {plan.n_host_stepped}, ' if plan.n_host_stepped else ''}"
-        f"{f'n_shard = {plan.n_shard}, ' if plan.n_shard else ''}n_buffer = {plan.n_buffer}, "
+        f"{f'n_shard = {plan.n_shard}, ' if plan.n_shard else ''}{_knobs_of_disk(plan)}n_buffer = {plan.n_buffer}, "
         f"prefetch_depth = {plan.prefetch_depth}, n_checkpoint = {plan.n_checkpoint}"
         f"{f', n_swap = {plan.n_swap}' if plan.n_swap else ''}"
     )
+
+
+def _knobs_of_disk(plan: Plan) -> str:
+    knobs = {"n_disk_state": plan.n_disk_state, "n_disk": plan.n_disk, "n_staging": plan.n_staging}
+    return "".join(f"{knob} = {number}, " for knob, number in knobs.items() if number)
 
 
 def _enough(size_bytes: int) -> str:

@@ -72,7 +72,9 @@ def search_result(
         uncertainty=request.uncertainty,
         expandable=_outcome_of(choice.expandable),
         passed_over=_outcome_of(choice.passed_over),
-        certificate=certify(branches, found.iteration_s, is_interrupted=is_interrupted),
+        certificate=certify(branches, found.iteration_s, is_interrupted=is_interrupted).model_copy(
+            update={"has_fewest_on_disk": not request.space.names_disk and any(b.problem.has_disk for b in branches)}
+        ),
         alternatives=tuple(_outcome(one) for one in _alternatives(chosen.candidate, known)),
         pareto=tuple(_outcome(one) for one in _pareto_front(known, found)),
     )

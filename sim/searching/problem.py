@@ -35,7 +35,7 @@ from ..space.compute_table import ComputeTable, Positions, compute_table
 from ..space.disk_choices import OnDisk
 from ..space.enumerate import enumerate_space
 from ..space.lane_programs import LanePrograms
-from ..space.least_on_disk import least_on_disk
+from ..space.least_on_disk import HostAndDisk, least_on_disk
 from ..space.plan_family import PlanFamily
 from ..space.prices import FloatArray
 from ..space.space import IntArray, LayoutGrid, SearchSpace
@@ -101,6 +101,11 @@ class SearchProblem:
     method: Method = FULL_TRAINING
     _families: dict[tuple[int, int, int], PlanFamily] = field(default_factory=dict, repr=False, compare=False)
     """The latest, by layout, residency and number of swapped blocks."""
+
+    @property
+    def has_disk(self) -> bool:
+        """Whether some plans have chunks on a disk."""
+        return any(layout.table.has_disk for layout in self.layouts)
 
     @property
     def num_candidates(self) -> int:
@@ -259,7 +264,7 @@ def search_problem(
         device_budget_bytes=device_budget_bytes,
         host_budget_bytes=host_budget_bytes,
         is_host_budget_given=request.host_budget_bytes is not None,
-        is_restricted=request.space != SearchSpace(),
+        is_restricted=request.space not in (SearchSpace(), SearchSpace(n_disk_state=None)),
         costs=costs,
         contention=contention,
         throughput=throughput,
@@ -283,7 +288,8 @@ def _on_disk(request: SearchRequest, workload: Workload, step: StepSpec, costs: 
     is_one_memory = hardware.device.kind is DeviceKind.CPU and request.host_budget_bytes is None
     if hardware.disk is None or step.num_ranks > 1 or is_one_memory:
         return None
-    return least_on_disk(workload, costs, step, request.budgets_bytes()[1], request.space.n_staging)
+    room = HostAndDisk(request.budgets_bytes()[1], hardware.disk.capacity_bytes)
+    return least_on_disk(workload, costs, step, room, request.space.n_staging)
 
 
 def _within_disk(

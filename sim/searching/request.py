@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ...shared.basics.errors import PlanError
 from ...shared.basics.units import as_bytes
@@ -11,7 +11,7 @@ from ...shared.catalogue.rank_share import machine_of_rank
 from ...shared.methods.full_training import FULL_TRAINING
 from ...shared.methods.method import Method
 from ...shared.schema.calibration import Calibration
-from ...shared.schema.hardware import Hardware
+from ...shared.schema.hardware import DeviceKind, Hardware
 from ...shared.schema.optimizer import HostGradients, Optimizer
 from ...shared.schema.plan import ParallelMode, Plan, why_not_parallel
 from ...shared.schema.plan_kind import Uncertainty
@@ -165,6 +165,20 @@ class SearchRequest:
                 object.__setattr__(self, budget, as_bytes(size))
         if self.margin_frac is not None and not 0 <= self.margin_frac < 1:
             raise PlanError(f"margin_frac is {self.margin_frac}; it must be at least 0 and below 1.")
+
+    @property
+    def may_use_disk(self) -> bool:
+        """Whether what the host cannot hold may lie on a disk: there is one, and nobody said how much lies there.
+
+        One rank alone has chunks on a disk, of a host beside its device.
+        """
+        is_one_memory = self.hardware.device.kind is DeviceKind.CPU and self.host_budget_bytes is None
+        is_open = "n_disk_state" not in self.space.model_fields_set
+        return self.hardware.disk is not None and self.step.num_ranks == 1 and is_open and not is_one_memory
+
+    def with_disk(self) -> SearchRequest:
+        """The same with what the host cannot hold on the machine's disk ([Note: Chunks on the disk])."""
+        return replace(self, space=self.space.model_copy(update={"n_disk_state": None}))
 
     @property
     def uncertainty(self) -> Uncertainty:

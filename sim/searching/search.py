@@ -59,7 +59,22 @@ def search(
 def search_batches(
     request: SearchRequest, *, on_progress: OnProgress | None = None, keep_interrupted: bool = False
 ) -> BatchSearchResult:
-    """What ``search`` finds, and besides what became of every size of the micro-batch.  Errors as of ``search``."""
+    """What ``search`` finds, and besides what became of every size of the micro-batch.  Errors as of ``search``.
+
+    Where nothing fits and the machine has a disk, what the host cannot hold may lie there.
+    """
+    try:
+        return _with_margin(request, on_progress=on_progress, keep_interrupted=keep_interrupted)
+    except InfeasibleError:
+        if not request.may_use_disk:
+            raise
+    return _with_margin(request.with_disk(), on_progress=on_progress, keep_interrupted=keep_interrupted)
+
+
+def _with_margin(
+    request: SearchRequest, *, on_progress: OnProgress | None, keep_interrupted: bool
+) -> BatchSearchResult:
+    """The plan that leaves the margin, or the best one where none does."""
 
     def searched(asked: SearchRequest) -> BatchSearchResult:
         return _search(asked, on_progress=on_progress, keep_interrupted=keep_interrupted)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -15,10 +16,18 @@ from .placements import Placements
 from .step_spec import StepSpec
 
 
+class HostAndDisk(NamedTuple):
+    """The memories that chunks may lie in beside the device's.  Bytes."""
+
+    host_budget_bytes: int
+    """Without what blocks swap."""
+    disk_bytes: int
+
+
 def least_on_disk(
-    workload: Workload, costs: CostModel, step: StepSpec, host_budget_bytes: int, n_staging: Sequence[int]
+    workload: Workload, costs: CostModel, step: StepSpec, room: HostAndDisk, n_staging: Sequence[int]
 ) -> OnDisk:
-    """The choices of every placement by the host's budget, which is without what blocks swap.
+    """The choices of every placement by the host's budget and the disk's room.
 
     ``n_staging``: numbers of places to try.
     """
@@ -28,7 +37,14 @@ def least_on_disk(
         prefixes = table.places.all
         host_bytes = (table.pinned_host_bytes(prefixes) + table.host_bytes(prefixes)).tolist()
         return [
-            _of_placement(table, len(layout.chunks) - sum(counts), need - host_budget_bytes, sorted(set(n_staging)))
+            [
+                choice
+                for choice in _of_placement(
+                    table, len(layout.chunks) - sum(counts), need - room.host_budget_bytes, sorted(set(n_staging))
+                )
+                if table.staged_bytes.on_disk(np.array(choice)) <= room.disk_bytes
+            ]
+            or [ON_HOST]
             for counts, need in zip(counted, host_bytes, strict=True)
         ]
 
