@@ -50,6 +50,7 @@ def _host_memory(text: str) -> str:
     epilog=examples(
         "protwin largest",
         "protwin largest --hardware rtx-3090 --host-memory 64GiB --host-memory 128GiB --sequence-length 1024",
+        "protwin largest --hardware rtx-4090 --host-memory 128GiB --disk nvme-pcie4-2tb",
         "protwin largest --hardware machine.toml --optimizer adamw-8bit --json",
     )
 )
@@ -77,6 +78,15 @@ def largest_command(
     sequence_length: Annotated[
         int, typer.Option("--sequence-length", metavar="N", min=1, help="Tokens per sample.")
     ] = 2048,
+    disk: Annotated[
+        str | None,
+        typer.Option(
+            "--disk",
+            metavar="NAME",
+            help="Add rows with this disk of the catalogue, where what the host cannot hold may lie; a machine that "
+            "has one has such rows without this option.",
+        ),
+    ] = None,
     dtype: Annotated[str, typer.Option("--dtype", metavar="NAME", help="Element type of parameters.")] = "bfloat16",
     optimizer: OptimizerName = None,
     output: OutputPath = None,
@@ -88,7 +98,7 @@ def largest_command(
     lacks.  One device of a machine trains.  Without --hardware, published results stand beside it.
     """
     keep_apart({"--output": output}, {f"--hardware {name}": name for name in hardware or ()}, as_json=as_json)
-    wanted = changes_of(changes)
+    wanted = changes_of([*(changes or ()), *([f"disk={disk}"] if disk is not None else [])])
     machines = [load_hardware(name) for name in hardware or _MACHINES]
     if wanted:
         machines = [override_hardware(machine, wanted) for machine in machines]

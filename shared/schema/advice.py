@@ -182,6 +182,8 @@ class LargestModel(FrozenModel):
     device_memory_bytes: PositiveInt
     host_memory_bytes: PositiveInt | None
     """None: as much as any model needs."""
+    disk_name: str | None = None
+    """The disk that what the host cannot hold may lie on; None for no disk."""
     found: TrainedModel | None
     """None if none trains."""
     following: TooLarge | None

@@ -135,17 +135,19 @@ _FOUND: Final = ("model", ">parameters", ">iteration", ">tokens\nper s", "bottle
 def largest_tables(answer: LargestModels) -> Parts:
     """The largest models by device and host memory, and beside them what others published."""
     step = f"{answer.batch_size} x {answer.sequence_length:,} tokens, {answer.optimizer.words}"
+    has_disk = any(one.disk_name is not None for one in answer.machines)
     rows = [
         (
             one.hardware_name,
             format_bytes(one.device_memory_bytes),
             "unlimited" if one.host_memory_bytes is None else format_bytes(one.host_memory_bytes),
+            *([one.disk_name or "none"] if has_disk else []),
             *_found_cells(one.found),
             *_following_cells(one),
         )
         for one in answer.machines
     ]
-    columns = ("machine", ">device", ">host", *_FOUND, "next larger", "which lacks")
+    columns = ("machine", ">device", ">host", *(["disk"] if has_disk else []), *_FOUND, "next larger", "which lacks")
     notes = []
     if any(one.found is not None and one.found.survives is False for one in answer.machines):
         notes.append(
@@ -154,7 +156,7 @@ def largest_tables(answer: LargestModels) -> Parts:
     if answer.left_out:
         notes.append(f"Left out, for they have no such sequences: {', '.join(answer.left_out)}.")
     title = f"The largest models that train: {step}"
-    parts: list[Table | str] = [Table(title=title, columns=columns, rows=rows, always=8, notes=notes)]
+    parts: list[Table | str] = [Table(title=title, columns=columns, rows=rows, always=8 + has_disk, notes=notes)]
     if answer.published:
         parts.append(_published_table(answer.published))
     return tuple(parts)

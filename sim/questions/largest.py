@@ -67,10 +67,11 @@ class LargestRequest:
         return found if found is not None and sequence_length_of(found) is not None else None
 
     def search_request(self, workload: Workload, hardware: Hardware) -> SearchRequest:
-        """The search for its best plan on the machine."""
-        return SearchRequest(
+        """The search for its best plan on the machine, with what its host cannot hold on its disk if it has one."""
+        found = SearchRequest(
             workload=workload, hardware=hardware, margin_frac=self.margin_frac, step=Step(optimizer=self.optimizer)
         )
+        return found.with_disk() if found.may_use_disk else found
 
     def problem(self, workload: Workload, hardware: Hardware) -> SearchProblem:
         """All plans that fit without the margin, which a search falls back on."""
@@ -94,7 +95,7 @@ def largest_models(
 
     Args:
         request: What a step is.
-        machines: One device of each trains.
+        machines: One device of each trains; those with a disk are asked about without it and with it.
         host_memories: Bytes, in the place of the machines' own; None for more than any model needs.
         on_progress: Told how many machines with a host's memory are answered.
 
@@ -103,11 +104,14 @@ def largest_models(
     left_out: dict[str, None] = {}
     found: list[LargestModel] = []
     sizes = sorted(set(host_memories), key=lambda size: _UNLIMITED_BYTES if size is None else size)
-    for hardware in machines:
+    boxes = [box for hardware in machines for box in _without_and_with_disk(hardware)]
+    for hardware in boxes:
         of_machine: list[LargestModel] = []
-        for one in _of_machine(request, hardware, sizes[::-1], left_out):
+        # More than any model needs leaves nothing for a disk.
+        bounded = sizes if hardware.disk is None else [size for size in sizes if size is not None]
+        for one in _of_machine(request, hardware, bounded[::-1], left_out):
             of_machine.append(one)
-            on_progress(len(found) + len(of_machine), len(machines) * len(sizes))
+            on_progress(len(found) + len(of_machine), len(boxes) * len(sizes))
         found += of_machine[::-1]
     return LargestModels(
         batch_size=request.batch_size,
@@ -116,6 +120,10 @@ def largest_models(
         left_out=tuple(sorted(left_out)),
         machines=tuple(found),
     )
+
+
+def _without_and_with_disk(hardware: Hardware) -> list[Hardware]:
+    return [hardware.model_copy(update={"disk": None}), *([hardware] if hardware.disk is not None else [])]
 
 
 def _of_machine(
@@ -142,6 +150,7 @@ def _of_machine(
             hardware_name=hardware.name,
             device_memory_bytes=hardware.device.memory_bytes,
             host_memory_bytes=memory_bytes,
+            disk_name=None if hardware.disk is None else hardware.disk.name,
             found=found,
             following=None if larger is None else _too_large(request.problem(larger, box)),
         )

@@ -122,3 +122,14 @@ def test_the_nearest_model_is_nearest() -> None:
     device = load_hardware("rtx-3090").device
     for billions, name in ((123, "mistral-large-2407"), (75, "qwen2.5-72b"), (34, "codellama-34b")):
         assert nearest_model(REQUEST, billions * 10**9, device).model_name == name
+
+
+def test_a_disk_adds_rows_with_what_the_host_cannot_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(largest, "trained", untimed)
+    monkeypatch.setattr(largest, "model_names", lambda: ("gpt2", "gpt2-xl"))
+    machine = override_hardware(box(8 * GIB), {"disk": "nvme-pcie4-2tb"})
+    answer = largest_models(replace(REQUEST), [machine], [12 * GIB, None])  # a request keeps the models it found
+    found = {(one.disk_name, one.host_memory_bytes): one.found and one.found.model for one in answer.machines}
+    # State, parameters and gradients of gpt2-xl take 16 bytes for each of 1.56 billion parameters: 23 GiB.
+    assert found == {(None, 12 * GIB): "gpt2", (None, None): "gpt2-xl", ("nvme-pcie4-2tb", 12 * GIB): "gpt2-xl"}
+    assert "nvme-pcie4-2tb" in as_text(largest_tables(answer), width=200)
