@@ -170,10 +170,10 @@ class SearchRequest:
     def may_use_disk(self) -> bool:
         """Whether what the host cannot hold may lie on a disk: there is one, and nobody said how much lies there.
 
-        One rank alone has chunks on a disk, of a host beside its device.
+        One rank alone has chunks on a disk, of a host beside its device; plans that look rows up are searched without.
         """
         is_one_memory = self.hardware.device.kind is DeviceKind.CPU and self.host_budget_bytes is None
-        is_open = "n_disk_state" not in self.space.model_fields_set
+        is_open = "n_disk_state" not in self.space.model_fields_set and not self.space.looks_up_rows
         return self.hardware.disk is not None and self.step.num_ranks == 1 and is_open and not is_one_memory
 
     def with_disk(self) -> SearchRequest:
