@@ -229,9 +229,14 @@ class Updates:
         return known
 
     def _last_added(self) -> IntArray:
-        """(1,) the backward that completes the last gradient which stays where backwards add to it; (0,) for none."""
+        """(1,) the backward that completes the last gradient which stays where backwards add to it; (0,) for none.
+
+        Where nothing is trained, the last backward of all: a norm that waits for nothing would run on without end.
+        """
         chunks, completing, _ = self.family.facts.gradients
         stays = self.family.is_persistent[chunks]
+        if not len(chunks):
+            return self.sections.backwards[-1, -1:]
         if not stays.any():
             return np.zeros(0, dtype=np.int64)
         last: IntArray = self.sections.backward_of(completing[stays].min(keepdims=True))[-1]

@@ -418,3 +418,14 @@ def import_name(name: str) -> object:
     import protwin.sim
 
     return getattr(protwin.sim, name)
+
+
+def test_the_norm_of_nothing_waits_for_the_last_backward() -> None:
+    """Everything is frozen: without that wait, its lane would go on without end while no other has begun."""
+    model = workload(2)
+    frozen = tuple(parameter.model_copy(update={"trainable": False}) for parameter in model.parameters)
+    model = model.model_copy(update={"parameters": frozen})
+    schedule = compile_schedule(plan(model).model_copy(update={"max_gradient_norm": 1.0}), model)
+    (norm,) = (task for task in schedule.tasks if task.kind is TaskKind.GRADIENT_NORM)
+    assert [schedule.tasks[task].name for task in norm.after] == ["backward prologue"]
+    assert simulate_timing(schedule, [1.0] * len(schedule.tasks), ContentionModel.none()).iteration_s > 0
