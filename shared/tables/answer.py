@@ -91,7 +91,8 @@ def _notes(result: SearchResult) -> list[str]:
         return []
     return [
         "Times of FSDP2 and DeepSpeed are those of their plans carried out without costs of their own. DeepSpeed "
-        "ZeRO-2 with offload keeps parameters on the device and steps them on the host: no plan says that yet."
+        "ZeRO-2 with offload keeps parameters on the device and steps them on the host, as plans with n_host_stepped "
+        "do."
     ]
 
 
