@@ -6,11 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from math import prod
+from typing import Final
 
 from ..layout.layout import Chunk
 from ..schema.plan import ParallelMode, Plan
 from ..schema.workload import DType, Parameter
 from .steps import Stepped, state_bytes, stepped_of
+
+_ALIGNMENT_BYTES: Final = 256
+"""Where parameters begin, and so their gradients: at multiples of it."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +92,7 @@ def _summed_item_bytes(dtype: DType, plan: Plan) -> int:
 
 def _in_units(size_bytes: int) -> int:
     """Parameters begin at multiples of 256 bytes, and so do their gradients."""
-    return -(-size_bytes // 256) * 256
+    return -(-size_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
 
 def fullest_regions(chunk: Chunk, parameters: Sequence[Parameter], num_ranks: int) -> list[tuple[DType, int]]:

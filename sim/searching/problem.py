@@ -237,17 +237,9 @@ def search_problem(
     device_budget_bytes, host_budget_bytes = _checked(request.budgets_bytes())
     is_measured = workload.measured_on == hardware.name
     costs = CostModel(hardware, calibration, use_measured=is_measured, together=together, optimizer=step.optimizer)
-    grids = enumerate_space(
-        workload,
-        request.space,
-        step,
-        is_offloading=is_offloading,
-        on_disk=None if request.space.names_disk else _on_disk(request, workload, step, costs),
-    )
+    grids = _grids(request, workload, step, costs, is_offloading=is_offloading)
     planned = _planned(workload, grids[0])
     has_disk = any(grid.places.uses_disk for grid in grids)
-    if has_disk:
-        grids = _within_disk(planned, grids, costs, step)
     contention = ContentionModel.of(
         together, calibration, num_ranks=num_ranks, optimizer=step.optimizer, has_disk=has_disk
     )
@@ -312,6 +304,17 @@ def _within_disk(
             f"use a larger disk."
         )
     return tuple(found)
+
+
+def _grids(
+    request: SearchRequest, workload: Workload, step: StepSpec, costs: CostModel, *, is_offloading: bool | None
+) -> tuple[LayoutGrid, ...]:
+    """The space, without what the disk has no room for."""
+    on_disk = None if request.space.names_disk else _on_disk(request, workload, step, costs)
+    grids = enumerate_space(workload, request.space, step, is_offloading=is_offloading, on_disk=on_disk)
+    if any(grid.places.uses_disk for grid in grids):
+        grids = _within_disk(_planned(workload, grids[0]), grids, costs, step)
+    return tuple(grids)
 
 
 def _checked(budgets_bytes: tuple[int, int]) -> tuple[int, int]:

@@ -173,7 +173,7 @@ def test_a_margin_that_nothing_fits_into_is_no_budget() -> None:
     assert (tight.survives, tight.margin_frac) == (False, 0.99)
     assert tight.plan == found.plan
     small = replace(request, margin_frac=0.99, device_budget_bytes=2**20)
-    with pytest.raises(InfeasibleError, match="but the budget is 1 MiB"):
+    with pytest.raises(InfeasibleError, match="device memory but the budget of rtx-3090 is 1 MiB"):
         search(small)
 
 
