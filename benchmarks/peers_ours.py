@@ -30,7 +30,7 @@ MAKE_OPTIMIZER: Final = partial(torch.optim.AdamW, lr=LEARNING_RATE, weight_deca
 
 
 def fixed_plan(workload: Workload) -> Plan:
-    """Every chunk that a block owns on the host, nothing recomputed, one buffer more than must be.
+    """Every chunk on the host, those of embedding and head too, nothing recomputed, one buffer more than must be.
 
     A block's parameters are then gathered for forward and again for backward, as the peers do.
     """
@@ -49,8 +49,7 @@ def fixed_plan(workload: Workload) -> Plan:
 def make_plans(folder: Path) -> None:
     """Trace, probe and calibrate, then write the workload, the fixed plan and the searched one into ``folder``.
 
-    The searched plan gets as budget what the fixed plan may need, and none of its chunks may stay on the device that a
-    block owns.
+    The searched plan gets as budget what the fixed plan may need, and none of its chunks may stay on the device.
     """
     model = make_model()
     batch = next(make_batches())
