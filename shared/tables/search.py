@@ -134,7 +134,7 @@ def _what_if_table(answers: Sequence[WhatIf]) -> Table:
         else (one.change, format_seconds(one.iteration_s), f"{one.speedup:.2f} times")
         for one in answers
     ]
-    return Table(title="What if the machine had", columns=("", ">iteration", ">faster"), rows=rows)
+    return Table(title="If one thing were different", columns=("", ">iteration", ">tokens per second"), rows=rows)
 
 
 def _seconds(time_s: float | None) -> str:
