@@ -65,14 +65,14 @@ CLAIMS: Final = (
     ),
     Claim(
         system="SlideFormer",
-        source="its paper's abstract: models of 123 B and more on one RTX 4090",
+        source="arXiv 2603.16428, abstract: models of 123 B and more on one RTX 4090",
         hardware_name="rtx-4090",
         num_parameters=123 * 10**9,
         host_memory_bytes=None,
     ),
     Claim(
         system="MegaTrain",
-        source="its paper's abstract: 120 B on one H200, 1.5 TB of host memory",
+        source="arXiv 2604.05091, abstract: up to 120 B on one H200 with 1.5 TB of host memory",
         hardware_name="h200-141gb",
         num_parameters=120 * 10**9,
         host_memory_bytes=1_500_000_000_000,
