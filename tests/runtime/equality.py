@@ -20,7 +20,7 @@ from protwin.shared.schema.plan import ActivationMode, Plan
 from protwin.shared.schema.workload import Workload
 from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
 from tests.runtime.models import SEED, Case, differences, held
-from tests.strategies import plans
+from tests.strategies.plans import plans
 
 FAST_FOLDER = next((folder for folder in ("/dev/shm",) if os.access(folder, os.W_OK)), None)
 """A disk folder of memory, if the system has one: small writes to a real disk take milliseconds each."""

@@ -1,8 +1,8 @@
 """An abstract machine that runs a schedule in any order that its dependencies allow, and watches.
 
 The oracle of the verifier's and the memory bound's tests.  It knows nothing of happens-before relations: it carries
-tasks out one event at a time, fills buffers with symbolic values ("the parameters of chunk 3 after 2 steps"), and
-reports the first thing that training would not survive.  Every order of starts and ends that a set of durations could
+tasks out one event at a time, fills buffers with symbolic values (``symbolic_values.py``), and reports the first thing
+that training would not survive.  Every order of starts and ends that a set of durations could
 produce is open to it; an *adversary* chooses among the events that are possible.
 """
 
@@ -10,11 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from protwin.shared.layout.layout import Layout
-from protwin.shared.schema.optimizer import HostGradients
-from protwin.shared.schema.plan import ActivationMode, ParallelMode, Plan
+from protwin.shared.schema.plan import Plan
 from protwin.shared.schema.schedule import (
     AllocationId,
     ChunkId,
@@ -23,20 +21,12 @@ from protwin.shared.schema.schedule import (
     Memory,
     OuterSection,
     Schedule,
-    Section,
     Task,
     TaskId,
     TaskKind,
 )
-from protwin.shared.schema.workload import BlockId, Workload
-
-Value = tuple[object, ...]
-"""What a buffer holds: ``("parameters", chunk, steps)``, ``("output", section, iteration)`` and so on."""
-TORN: Value = ("torn",)
-
-
-class Violation(Exception):
-    """Something that training would not survive, at the first moment at which it happens."""
+from protwin.shared.schema.workload import Workload
+from tests.shared.symbolic_values import TORN, SymbolicValues, Value, Violation
 
 
 @dataclass(frozen=True)
@@ -71,21 +61,11 @@ class AbstractMachine:
     ) -> None:
         self.schedule = schedule
         self.plan = plan
-        self.workload = workload
         self.layout = layout
         self.num_iterations = num_iterations
-        self.modes = plan.modes(workload.num_blocks)
-        # Sums of another type than what arrives begin with what arrives first.
-        self.widens = plan.host_gradients is HostGradients.FLOAT32 and (
-            plan.micro_batches > 1 or plan.max_gradient_norm is not None
-        )
-        blocks = [BlockId(block) for block in range(workload.num_blocks)]
-        self.sections: list[Section] = [OuterSection.PROLOGUE, *blocks, OuterSection.EPILOGUE]
-        kept = layout.chunks[: plan.n_persist + plan.n_host_stepped]
-        self.host_stepped = {chunk.id for chunk in kept[plan.n_persist :] if chunk.is_trainable}
-        self.persistent = {chunk.id for chunk in kept} - self.host_stepped
+        self.values = SymbolicValues(schedule, plan, workload, layout)
         self.programs = {lane: [t for t in schedule.tasks if t.lane is lane] for lane in Lane}
-        self.places = [_Place(is_alive=buffer.is_static) for buffer in schedule.buffers]
+        self.places = [_Place(buffer.is_static, self.values.initial(buffer)) for buffer in schedule.buffers]
         self.ended: set[tuple[int, TaskId]] = set()
         self.num_started = dict.fromkeys(Lane, 0)
         self.running: dict[Lane, Event] = {}
@@ -100,16 +80,9 @@ class AbstractMachine:
         """Iterations whose norm of all gradients is known."""
         self.normed_alone: set[int] = set()
         """Iterations whose norm of the rank's own shards is known."""
-        self.sharded = {chunk.id for chunk in layout.chunks[len(kept) : len(kept) + plan.n_shard]}
-        self.is_sharded = plan.parallel is ParallelMode.SHARDED
         self.making = {b: task for task in schedule.tasks for b in task.allocates}
         self.level_bytes = schedule.static_bytes(Memory.DEVICE)
         self.peak_bytes = self.level_bytes
-        for buffer in schedule.buffers:
-            if buffer.is_static and buffer.content is Content.PARAMETERS:
-                self.places[buffer.id].value = (self._home(buffer.chunk), buffer.chunk, 0)
-            if buffer.is_static and buffer.content is Content.OPTIMIZER_STATE:
-                self.places[buffer.id].value = ("state", buffer.chunk, 0)
 
     # -- running -----------------------------------------------------------------------------------------------------
 
@@ -249,7 +222,7 @@ class AbstractMachine:
         is_limited = self.plan.max_gradient_norm is not None
         if task.kind in (TaskKind.CPU_ADAM, TaskKind.DEVICE_ADAM) and is_limited and iteration not in self.normed:
             raise Violation(f"{task.name} of iteration {iteration} runs before the norm of all gradients is known")
-        for value in self._needed(task, iteration):
+        for value in self.values.needed(task, iteration):
             if value not in held:
                 raise Violation(f"{task.name} of iteration {iteration} runs without {value}")
         if task.lane is Lane.COMPUTE:
@@ -257,7 +230,7 @@ class AbstractMachine:
                 if self.schedule.buffers[buffer_id].memory is not Memory.DEVICE:
                     raise Violation(f"{task.name} computes on host memory")
         if task.kind is TaskKind.GRADIENT_NORM:
-            (self.normed_alone if self._norm_is_shared() else self.normed).add(iteration)
+            (self.normed_alone if self.values.norm_is_shared() else self.normed).add(iteration)
         if task.kind is TaskKind.ALL_REDUCE and task.chunk is None and task.section is None:
             if iteration not in self.normed_alone:
                 raise Violation(f"{task.name} of iteration {iteration} runs before any norm is known")
@@ -267,223 +240,26 @@ class AbstractMachine:
             return {b: values.get(self.schedule.buffers[b].content, TORN) for b in task.writes}
         if task.kind in (TaskKind.GATHER, TaskKind.ALL_GATHER):
             copied = self.places[task.reads[0]].value if task.reads else None
-            if copied is None:
-                return dict.fromkeys(task.writes, TORN)
-            if task.chunk in self.sharded:
-                if task.kind is TaskKind.GATHER or copied[0] != "part":
-                    raise Violation(f"{task.name} works on {copied}")
-                return dict.fromkeys(task.writes, ("parameters", *copied[1:]))
-            if not self.is_sharded:
-                return dict.fromkeys(task.writes, copied)
-            # What a host has of a sharded chunk is a shard; nothing but an all-gather makes it whole.
-            is_whole = task.kind is TaskKind.ALL_GATHER
-            if copied[0] != ("shard" if is_whole else "parameters"):
-                raise Violation(f"{task.name} works on {copied}")
-            return dict.fromkeys(task.writes, ("parameters" if is_whole else "shard", *copied[1:]))
-        made: dict[AllocationId, Value] = {}
-        for buffer_id in task.writes:
-            made[buffer_id] = self._made(task, buffer_id, iteration)
+            return dict.fromkeys(task.writes, self.values.gathered(task, copied))
+        buffers = self.schedule.buffers
+        made = {b: self.values.made(task, buffers[b], iteration, self.places[b].value) for b in task.writes}
         if task.kind in (TaskKind.CPU_ADAM, TaskKind.DEVICE_ADAM):
             for chunk in {self.schedule.buffers[b].chunk for b in task.writes}:
                 assert chunk is not None
-                if {
-                    self.schedule.buffers[b].content for b in task.writes if self.schedule.buffers[b].chunk == chunk
-                } != {
-                    Content.PARAMETERS,
-                    Content.OPTIMIZER_STATE,
-                }:
+                written = {buffers[b].content for b in task.writes if buffers[b].chunk == chunk}
+                if written != {Content.PARAMETERS, Content.OPTIMIZER_STATE}:
                     raise Violation(f"{task.name} does not write parameters and state of chunk {chunk}")
                 self.steps_of[chunk] = self.steps_of.get(chunk, 0) + 1
         return made
 
-    def _parameters(self, task: Task, iteration: int) -> list[Value]:
-        """Of the chunks with a parameter that this pass of the section uses; the epilogue's two passes are one."""
-        section, is_forward = task.section, task.kind is TaskKind.FORWARD
-
-        def needs(index: int) -> bool:
-            parameter = self.workload.parameters[index]
-            if parameter.block is not None:
-                return section == parameter.block
-            if parameter.uses is None:
-                return isinstance(section, OuterSection)
-            if section is OuterSection.EPILOGUE:
-                return section in (*parameter.uses.forward, *parameter.uses.backward)
-            return section in (parameter.uses.forward if is_forward else parameter.uses.backward)
-
-        chunks = [chunk for chunk in self.layout.chunks if any(needs(placed.index) for placed in chunk.parameters)]
-        return [("parameters", c.id, iteration if c.is_trainable else 0) for c in chunks]
-
-    def _completing(self, chunk: ChunkId) -> dict[Section, int]:
-        """Bytes of a chunk's gradients by the section that completes them."""
-        found: dict[Section, int] = {}
-        for placed in self.layout.chunks[chunk].parameters:
-            parameter = self.workload.parameters[placed.index]
-            if parameter.trainable:
-                section: Any = OuterSection.PROLOGUE
-                if parameter.block is not None:
-                    section = parameter.block
-                elif parameter.uses is not None:
-                    section = parameter.uses.gradient
-                found[section] = found.get(section, 0) + parameter.size_bytes
-        return found
-
-    def _needed(self, task: Task, iteration: int) -> list[Value]:
-        section = task.section
-        if task.kind is TaskKind.GATHER or task.kind is TaskKind.DISK_READ:
-            return []
-        if task.kind is TaskKind.DISK_WRITE:
-            kept = {self.schedule.buffers[b].content for b in task.writes}
-            names = {Content.PARAMETERS: "parameters", Content.OPTIMIZER_STATE: "state"}
-            return [(name, task.chunk, iteration + 1) for content, name in names.items() if content in kept]
-        micro, last = task.micro_batch, self.plan.micro_batches - 1
-        if task.kind in (TaskKind.ACTIVATION_OFFLOAD, TaskKind.ACTIVATION_FETCH):
-            return [("swapped", section, iteration, micro)]
-        if task.chunk is not None:
-            chunk = self.layout.chunks[task.chunk]
-            if task.kind is TaskKind.CPU_ADAM:
-                return [
-                    ("staged", chunk.id, iteration, last),
-                    ("state", chunk.id, iteration),
-                    ("parameters", chunk.id, iteration),
-                ]
-            if task.kind is TaskKind.REDUCE_SCATTER and chunk.id in self.sharded:
-                gradients = self._gradients(chunk.id, iteration, micro)
-                return [*gradients, *([("kept", chunk.id, iteration, micro - 1)] if micro else [])]
-            if task.kind is TaskKind.GRADIENT_ACCUMULATE:
-                earlier: list[Value] = [("staged", chunk.id, iteration, micro - 1)] if micro else []
-                return [*earlier, ("arrived", chunk.id, iteration, micro)]
-            if task.kind is TaskKind.ALL_GATHER:
-                return []
-            if task.lane is Lane.COLLECTIVE:
-                return self._gradients(chunk.id, iteration, micro)
-            if self.is_sharded:
-                return [("reduced", chunk.id, None, iteration, micro)]
-            return self._summed(self._gradients(chunk.id, iteration, micro))
-        needed: list[Value] = []
-        if task.kind is TaskKind.ALL_REDUCE:
-            return []
-        if task.kind in (TaskKind.DEVICE_ADAM, TaskKind.GRADIENT_NORM):
-            if task.kind is TaskKind.DEVICE_ADAM:
-                needed += [("incoming", OuterSection.PROLOGUE, iteration, m) for m in range(last + 1)]
-            for chunk in self.layout.chunks:
-                if chunk.is_trainable and chunk.id in self.persistent:
-                    needed += self._summed(self._gradients(chunk.id, iteration, last))
-                    if task.kind is TaskKind.DEVICE_ADAM:
-                        needed += [("state", chunk.id, iteration), ("parameters", chunk.id, iteration)]
-                elif chunk.is_trainable and chunk.id in self.sharded:
-                    needed.append(("kept", chunk.id, iteration, last))
-                    if task.kind is TaskKind.DEVICE_ADAM:
-                        needed += [("state", chunk.id, iteration), ("part", chunk.id, iteration)]
-                elif chunk.is_trainable and task.kind is TaskKind.GRADIENT_NORM:
-                    needed.append(("staged", chunk.id, iteration, last))
-            return needed
-        assert section is not None
-        place = self.sections.index(section)
-        before = self.sections[place - 1]
-        needed = self._parameters(task, iteration)
-        if task.kind is TaskKind.BACKWARD and section is not OuterSection.EPILOGUE:
-            needed.append(("incoming", self.sections[place + 1], iteration, micro))
-        if task.kind is TaskKind.BACKWARD and section is OuterSection.PROLOGUE:
-            needed.append(("output", OuterSection.PROLOGUE, iteration, micro))
-        elif section is not OuterSection.PROLOGUE:
-            needed.append(("output", before, iteration, micro))
-            if task.kind is TaskKind.BACKWARD:
-                needed.append(("saved", section, iteration, micro))
-                needed += self._swapped(section, iteration, micro)
-        if task.kind is TaskKind.BACKWARD and micro:
-            for chunk_id in self.persistent:
-                gradients = self._gradients(chunk_id, iteration, micro - 1)
-                needed += [gradient for gradient in gradients if gradient[2] == section]
-        return needed
-
-    def _home(self, chunk: ChunkId | None) -> str:
-        """What a chunk's home holds: all of its parameters, or one device's part.
-
-        What a host has of a sharded chunk is a part too, which its gather's value says.
-        """
-        return "part" if chunk in self.sharded else "parameters"
-
-    def _summed(self, gradients: list[Value]) -> list[Value]:
-        """Gradients as they are when all ranks' are in them."""
-        return [("summed", *gradient) for gradient in gradients] if self.plan.num_ranks > 1 else gradients
-
-    def _norm_is_shared(self) -> bool:
-        offloaded = [c for c in self.layout.chunks if c.is_trainable and c.id not in self.persistent]
-        return self.is_sharded and bool(offloaded)
-
-    def _swapped(self, section: Section, iteration: int, micro: int) -> list[Value]:
-        if isinstance(section, OuterSection) or self.modes[section] is not ActivationMode.SWAP:
-            return []
-        if not self.workload.profile_of(section).swappable_bytes:
-            return []
-        return [("swapped", section, iteration, micro)]
-
-    def _gradients(self, chunk_id: ChunkId, iteration: int, micro: int) -> list[Value]:
-        completing = self._completing(chunk_id)
-        return [("gradient", chunk_id, section, iteration, micro) for section, size in completing.items() if size]
-
-    def _made(self, task: Task, buffer_id: AllocationId, iteration: int) -> Value:
-        """What ``task`` puts into a buffer; the buffer's declared content must be something that it makes."""
-        buffer = self.schedule.buffers[buffer_id]
-        micro = task.micro_batch
-        is_own = buffer.chunk == task.chunk
-        match task.kind, buffer.content:
-            case TaskKind.FORWARD, Content.OUTPUT if task.section is not OuterSection.EPILOGUE:
-                return ("output", task.section, iteration, micro)
-            case TaskKind.FORWARD, Content.ACTIVATIONS if self._keeps(task.section):
-                return ("saved", task.section, iteration, micro)
-            case TaskKind.FORWARD, Content.SWAPPED if self._swapped(task.section, iteration, micro):  # type: ignore[arg-type]
-                return ("swapped", task.section, iteration, micro)
-            case ((TaskKind.ACTIVATION_OFFLOAD | TaskKind.ACTIVATION_FETCH), Content.SWAPPED) if (
-                buffer.section == task.section
-            ):
-                is_to_host = task.kind is TaskKind.ACTIVATION_OFFLOAD
-                if (buffer.memory is Memory.PINNED_HOST) != is_to_host:
-                    return TORN
-                return ("swapped", task.section, iteration, micro)
-            case TaskKind.RECOMPUTE, Content.ACTIVATIONS:
-                return ("saved", task.section, iteration, micro)
-            case TaskKind.BACKWARD, Content.INCOMING_GRADIENT:
-                return ("incoming", task.section, iteration, micro)
-            case TaskKind.BACKWARD, Content.GRADIENTS if buffer.section == task.section:
-                return ("gradient", buffer.chunk, task.section, iteration, micro)
-            case TaskKind.ALL_REDUCE, Content.GRADIENTS:
-                value = self.places[buffer_id].value
-                if value is None or value[0] == "summed":
-                    raise Violation(f"{task.name} adds up {value}")
-                return ("summed", *value)
-            case TaskKind.REDUCE_SCATTER, Content.FLAT_GRADIENTS:
-                return ("flat",)
-            case TaskKind.REDUCE_SCATTER, Content.REDUCED_GRADIENTS if buffer.is_static:
-                return ("kept", buffer.chunk, iteration, micro) if is_own else TORN
-            case TaskKind.REDUCE_SCATTER, Content.REDUCED_GRADIENTS:
-                return ("reduced", buffer.chunk, None, iteration, micro) if is_own else TORN
-            case TaskKind.GRADIENT_OFFLOAD, Content.GRADIENTS if (
-                buffer.memory is Memory.PINNED_HOST and micro == 0 and not self.widens
-            ):
-                return ("staged", buffer.chunk, iteration, 0) if is_own else TORN
-            case TaskKind.GRADIENT_OFFLOAD, Content.ARRIVING_GRADIENTS if micro or self.widens:
-                return ("arrived", buffer.chunk, iteration, micro) if is_own else TORN
-            case TaskKind.GRADIENT_ACCUMULATE, Content.GRADIENTS if buffer.memory is Memory.PINNED_HOST:
-                return ("staged", buffer.chunk, iteration, micro) if is_own else TORN
-            case ((TaskKind.CPU_ADAM | TaskKind.DEVICE_ADAM), Content.PARAMETERS) if (
-                buffer.is_static or buffer.memory is Memory.HOST
-            ) and (buffer.memory is Memory.DEVICE) is (task.kind is TaskKind.DEVICE_ADAM):
-                return (self._home(buffer.chunk), buffer.chunk, iteration + 1)
-            case ((TaskKind.CPU_ADAM | TaskKind.DEVICE_ADAM), Content.OPTIMIZER_STATE):
-                return ("state", buffer.chunk, iteration + 1)
-        raise Violation(f"{task.name} writes {buffer.content}, which it does not make")
-
-    def _keeps(self, section: Section | None) -> bool:
-        assert section is not None
-        return isinstance(section, OuterSection) or self.modes[section] is not ActivationMode.CHECKPOINT
-
     def _check_window(self, task: Task) -> None:
         """Gathers run at most ``prefetch_depth`` steps ahead of their first use, gradients lag at most that behind."""
         depth = self.plan.prefetch_depth
-        is_gather = task.kind is TaskKind.GATHER or (task.kind is TaskKind.ALL_GATHER and task.chunk in self.sharded)
+        is_gather = task.kind is TaskKind.GATHER or (
+            task.kind is TaskKind.ALL_GATHER and task.chunk in self.values.sharded
+        )
         # New values that take no room may come at any time at which nobody uses the old ones.
-        if (is_gather and task.chunk not in self.host_stepped) or task.kind is TaskKind.ACTIVATION_FETCH:
+        if (is_gather and task.chunk not in self.values.host_stepped) or task.kind is TaskKind.ACTIVATION_FETCH:
             for buffer_id in task.writes:
                 self.gathered_after[buffer_id] = self.num_steps
         if task.lane is not Lane.COMPUTE or task.section is None:
@@ -496,7 +272,7 @@ class AbstractMachine:
             if buffer.is_static or buffer.memory is not Memory.DEVICE or not place.is_alive or place.value is None:
                 continue
             # As many forwards, the epilogue, and as many backwards again.
-            num_steps, micro_batches = 2 * len(self.sections) - 1, self.plan.micro_batches
+            num_steps, micro_batches = 2 * len(self.values.sections) - 1, self.plan.micro_batches
             if buffer.content is Content.SWAPPED and self.making[buffer.id].kind is TaskKind.FORWARD:
                 _, section, iteration, micro = place.value
                 assert isinstance(iteration, int)
@@ -508,16 +284,13 @@ class AbstractMachine:
             if buffer.content not in (Content.GRADIENTS, Content.REDUCED_GRADIENTS):
                 continue
             assert buffer.chunk is not None
-            if buffer.chunk in self.persistent:
+            if buffer.chunk in self.values.persistent:
                 continue
             *_, iteration, micro = place.value
             assert isinstance(iteration, int)
             assert isinstance(micro, int)
             first_step = num_steps * (iteration * micro_batches + micro)
-            completing = [self.sections.index(section) for section in self._completing(buffer.chunk)]
+            completing = [self.values.sections.index(section) for section in self.values.completing(buffer.chunk)]
             last_step = first_step + num_steps - 1 - min(completing)
             if self.num_steps - last_step > depth:
                 raise Violation(f"gradients of chunk {buffer.chunk} lag {self.num_steps - last_step} steps behind")
-
-
-# -- adversaries -----------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from protwin.shared.schema.workload import (
     Workload,
 )
 from tests.shared.small_models import OUTPUT_BYTES, parameter, phase, workload
-from tests.strategies import PlannedWorkload
+from tests.strategies.plans import PlannedWorkload
 
 PROLOGUE, EPILOGUE = OuterSection.PROLOGUE, OuterSection.EPILOGUE
 WIDTH = 8

@@ -12,10 +12,11 @@ from protwin.shared.verify.full_training import FULL_TRAINING
 from protwin.shared.verify.happens_before import HappensBefore, Occurrence
 from protwin.shared.verify.rules import Rule
 from protwin.shared.verify.verify import COMMON, verify_schedule
-from tests.shared.abstract_machine import AbstractMachine, Violation
+from tests.shared.abstract_machine import AbstractMachine
 from tests.shared.adversaries import holding
 from tests.shared.faults import Fault
-from tests.strategies import PlannedWorkload
+from tests.shared.symbolic_values import Violation
+from tests.strategies.plans import PlannedWorkload
 
 
 def compiled(case: PlannedWorkload) -> Schedule:

@@ -33,7 +33,9 @@ from protwin.sim.space.placements import Placements
 from protwin.sim.space.plan_family import PlanFamily
 from protwin.sim.space.space import ModeRows
 from protwin.sim.space.step_spec import StepSpec
-from tests.strategies import any_host_gradients, any_optimizer, calibrations, disks, hardware, plans, workloads
+from tests.strategies.machines import calibrations, disks, hardware
+from tests.strategies.plans import any_host_gradients, any_optimizer, plans
+from tests.strategies.workloads import workloads
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,9 @@ from protwin.sim.searching.search import search
 from protwin.sim.space.space import SearchSpace
 from protwin.sim.space.step_spec import StepSpec
 from tests.sim.fastest import fastest_request
-from tests.strategies import any_host_gradients, any_optimizer, calibrations, disks, hardware, workloads
+from tests.strategies.machines import calibrations, disks, hardware
+from tests.strategies.plans import any_host_gradients, any_optimizer
+from tests.strategies.workloads import workloads
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ from protwin.shared.schema.hardware import Hardware, Link, Node, Topology
 from protwin.sim.costs.contention import ContentionModel
 from protwin.sim.costs.task_costs import CostModel
 from tests.sim.bound_cases import Case, case
-from tests.strategies import hardware, parallel_workloads
+from tests.strategies.machines import hardware
+from tests.strategies.plans import parallel_workloads
 
 RANKS = 4
 

@@ -41,7 +41,7 @@ from tests.runtime.resuming import (
     train,
 )
 from tests.runtime.watchdog import ends_in_time
-from tests.strategies import plans
+from tests.strategies.plans import plans
 
 # -- exact -----------------------------------------------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ from tests.runtime.equality import first
 from tests.runtime.models import SEED, adamw, differences, point_batches
 from tests.runtime.resuming import plan_of
 from tests.runtime.watchdog import ends_in_time
-from tests.strategies import plans
+from tests.strategies.plans import plans
 
 WIDTH, LAYERS = 64, 4
 

@@ -21,7 +21,7 @@ from protwin.shared.schema.plan import Plan
 from tests.runtime.equality import first, miscounted, trained
 from tests.runtime.models import SEED, Case, differences, three_groups
 from tests.runtime.resuming import kept, mixed, offloaded, other_weights, start, train
-from tests.strategies import plans
+from tests.strategies.plans import plans
 
 STEPS = 2
 

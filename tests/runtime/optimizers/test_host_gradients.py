@@ -21,7 +21,7 @@ from protwin.shared.schema.schedule import Content
 from tests.runtime.equality import offloaded_chunks
 from tests.runtime.models import SEED, Case, differences, uncached
 from tests.runtime.optimizers.test_named import case_of, trained
-from tests.strategies import plans
+from tests.strategies.plans import plans
 
 FLOAT32 = HostGradients.FLOAT32
 OPTIMIZERS = (Optimizer.ADAMW, Optimizer.ADAMW_BF16, Optimizer.ADAFACTOR, Optimizer.ADAMW_8BIT)

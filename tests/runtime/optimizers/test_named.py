@@ -29,7 +29,7 @@ from protwin.shared.schema.workload import DType
 from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
 from tests.runtime.life_cycle import plan_for
 from tests.runtime.models import SEED, Case, cases, differences, hand_written, llama, token_batches
-from tests.strategies import plans
+from tests.strategies.plans import plans
 
 ON_CPU = [optimizer for optimizer in Optimizer if optimizer is not Optimizer.PAGED_ADAMW_8BIT]
 RATES = {Optimizer.SGD: 0.1, Optimizer.LION: 1e-3}

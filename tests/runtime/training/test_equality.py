@@ -12,7 +12,7 @@ from protwin.shared.schema.plan import Plan
 from tests.runtime.equality import first, miscounted, offloaded_chunks, random_plans, trained
 from tests.runtime.families import family_cases
 from tests.runtime.models import Case, cases
-from tests.strategies import plans
+from tests.strategies.plans import plans
 
 
 def check(case: Case, plan: Plan) -> None:

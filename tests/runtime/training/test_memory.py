@@ -22,7 +22,7 @@ from protwin.shared.schema.schedule import Content, Memory
 from protwin.shared.schema.workload import Phase as WorkloadPhase
 from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
 from tests.runtime.models import SEED, Case, cases, held
-from tests.strategies import plans
+from tests.strategies.plans import plans
 
 STEADY = 5
 """Three watched iterations, and two where claims stand for them."""

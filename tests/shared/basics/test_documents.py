@@ -22,7 +22,10 @@ from protwin.shared.schema.hardware import Hardware
 from protwin.shared.schema.plan import Plan
 from protwin.shared.schema.record import Record
 from protwin.shared.schema.workload import Workload
-from tests.strategies import calibrations, hardware, plans, records, workloads
+from tests.strategies.machines import calibrations, hardware
+from tests.strategies.plans import plans
+from tests.strategies.records import records
+from tests.strategies.workloads import workloads
 
 DOCUMENTS: dict[type[Document], SearchStrategy[Any]] = {
     Plan: workloads(max_blocks=3).flatmap(plans).map(lambda drawn: drawn[0]),

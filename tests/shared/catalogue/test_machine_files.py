@@ -23,8 +23,8 @@ from protwin.shared.catalogue.machines import (
 )
 from protwin.shared.schema.hardware import Hardware, Network, Node, Topology
 from tests.shared.full_machine import FIELDS, full_hardware, read_back
-from tests.strategies import hardware as random_hardware
-from tests.strategies import links
+from tests.strategies.machines import hardware as random_hardware
+from tests.strategies.machines import links
 
 GIB = 2**30
 REQUIRED = ("rtx-3090", "rtx-4090", "a100-40gb", "a100-80gb", "h100-80gb", "h200-141gb")

@@ -23,7 +23,7 @@ from protwin.shared.catalogue.parts import (
 )
 from protwin.shared.catalogue.plausibility import check_plausible
 from protwin.shared.schema.hardware import Hardware, LinkPoint
-from tests.strategies import hardware as random_hardware
+from tests.strategies.machines import hardware as random_hardware
 
 VALUES = {
     "memory_bytes": ("40GiB", 40 * 2**30),

@@ -18,7 +18,8 @@ from protwin.shared.verify.verify import verify_schedule
 from tests.shared.abstract_machine import AbstractMachine
 from tests.shared.adversaries import at_random, preferring
 from tests.shared.small_models import OUTPUT_BYTES, SAVED_BYTES, chain, parameter, plan, workload
-from tests.strategies import plans, workloads
+from tests.strategies.plans import plans
+from tests.strategies.workloads import workloads
 
 
 def tasks_of(schedule: Schedule, kind: TaskKind) -> list[Task]:

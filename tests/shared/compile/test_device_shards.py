@@ -15,7 +15,7 @@ from protwin.shared.verify.verify import verify_schedule
 from tests.shared import faults
 from tests.shared.small_models import chain, parameter, plan, workload
 from tests.shared.verdicts import compiled, is_accepted, violation
-from tests.strategies import PlannedWorkload, parallel_workloads
+from tests.strategies.plans import PlannedWorkload, parallel_workloads
 
 
 def chained(*, frozen: tuple[int, ...] = (), **knobs: object) -> PlannedWorkload:

@@ -14,7 +14,7 @@ from protwin.shared.compile.views import tasks_and_buffers
 from protwin.shared.schema.plan import ActivationMode
 from protwin.shared.schema.schedule import Schedule, Task
 from tests.proof_size import examples
-from tests.strategies import PlannedWorkload, parallel_workloads, planned_workloads
+from tests.strategies.plans import PlannedWorkload, parallel_workloads, planned_workloads
 
 DEPTHS = (1, 2, 3, 7, 30)
 

@@ -16,7 +16,7 @@ from protwin.shared.compile.program import Draft
 from protwin.shared.compile.views import tasks_and_buffers
 from protwin.shared.schema.schedule import Content, Lane, Memory, lanes_of
 from tests.proof_size import examples
-from tests.strategies import PlannedWorkload, parallel_workloads, planned_workloads
+from tests.strategies.plans import PlannedWorkload, parallel_workloads, planned_workloads
 
 DEPTHS = np.array([1, 2, 5])
 HANDED_ON = (Content.OUTPUT, Content.ACTIVATIONS, Content.INCOMING_GRADIENT)

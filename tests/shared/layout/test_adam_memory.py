@@ -17,7 +17,7 @@ from protwin.shared.optimizers.state import master_bytes
 from protwin.shared.schema.optimizer import Optimizer
 from protwin.shared.schema.plan import ParallelMode
 from protwin.shared.schema.workload import DType, Parameter
-from tests.strategies import PlannedWorkload, planned_workloads
+from tests.strategies.plans import PlannedWorkload, planned_workloads
 
 
 def stepped_peak_bytes(

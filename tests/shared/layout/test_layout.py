@@ -19,7 +19,8 @@ from protwin.shared.layout.uses import numbered_uses
 from protwin.shared.schema.optimizer import Optimizer
 from protwin.shared.schema.workload import DType, OuterSection, Parameter, Uses, Workload
 from tests.shared.small_models import chain, parameter, plan, workload
-from tests.strategies import CHUNK_BYTES, PlannedWorkload, planned_workloads, uses, workloads
+from tests.strategies.plans import CHUNK_BYTES, PlannedWorkload, planned_workloads
+from tests.strategies.workloads import uses, workloads
 
 ALIGNMENT = 256
 ANY_CHUNK_BYTES = st.sampled_from(CHUNK_BYTES) | st.integers(1, 20_000)

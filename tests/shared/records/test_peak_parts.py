@@ -15,7 +15,7 @@ from protwin.shared.schema.workload import Workload
 from protwin.shared.tables.explain import explain_plan
 from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
 from tests.shared.small_models import chain, plan
-from tests.strategies import PlannedWorkload, planned_workloads
+from tests.strategies.plans import PlannedWorkload, planned_workloads
 
 
 def parts_of(plan: Plan, workload: Workload) -> tuple[int, tuple[PeakPart, ...]]:

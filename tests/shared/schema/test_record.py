@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from protwin.shared.basics.errors import FileError
 from protwin.shared.schema.record import Record
-from tests.strategies import records
+from tests.strategies.records import records
 
 
 def with_tasks(record: Record, tasks: list[dict[str, Any]]) -> dict[str, Any]:

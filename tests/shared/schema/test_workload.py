@@ -21,7 +21,7 @@ from protwin.shared.schema.workload import (
     check_plan,
 )
 from tests.shared.small_models import chain, parameter, phase, plan, workload
-from tests.strategies import workloads
+from tests.strategies.workloads import workloads
 
 
 def test_element_types_have_torch_names_and_sizes() -> None:

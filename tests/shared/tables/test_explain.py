@@ -23,7 +23,7 @@ from tests.shared.small_models import (
     plan,
     workload,
 )
-from tests.strategies import PlannedWorkload, planned_workloads
+from tests.strategies.plans import PlannedWorkload, planned_workloads
 
 
 def account_of(plan: Plan, workload: Workload) -> Account:

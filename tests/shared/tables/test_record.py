@@ -29,7 +29,7 @@ from protwin.shared.tables.labels import phase_parts
 from protwin.shared.tables.record import iteration_table, lane_table, plan_table, record_tables
 from protwin.shared.tables.terminal import as_text
 from tests.shared.laid_out import LaidOut, laid_out
-from tests.strategies import records
+from tests.strategies.records import records
 
 MIB = 2**20
 PLAN = Plan(workload_id="w", chunk_bytes=8 * MIB, n_persist=3, n_buffer=4, prefetch_depth=2, n_checkpoint=6)

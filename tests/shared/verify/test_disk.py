@@ -22,7 +22,7 @@ from tests.shared import faults
 from tests.shared.faults import Fault
 from tests.shared.small_models import chain, parameter, plan, workload
 from tests.shared.verdicts import compiled, guarantees, is_accepted, only_rejections, violation
-from tests.strategies import PlannedWorkload
+from tests.strategies.plans import PlannedWorkload
 
 
 def planned(model: Any, given: Plan, **changes: object) -> PlannedWorkload:

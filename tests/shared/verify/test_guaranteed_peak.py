@@ -17,10 +17,11 @@ from protwin.shared.schema.schedule import Lane, Memory, Schedule, TaskKind
 from protwin.shared.schema.workload import Workload
 from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
 from tests.proof_size import examples
-from tests.shared.abstract_machine import AbstractMachine, Adversary, Violation
+from tests.shared.abstract_machine import AbstractMachine, Adversary
 from tests.shared.adversaries import at_random, holding, preferring
 from tests.shared.small_models import OUTPUT_BYTES, SAVED_BYTES, chain, parameter, plan, workload
-from tests.strategies import PlannedWorkload, planned_workloads
+from tests.shared.symbolic_values import Violation
+from tests.strategies.plans import PlannedWorkload, planned_workloads
 
 
 def adversaries(schedule: Schedule) -> Iterator[Adversary]:

@@ -13,7 +13,7 @@ from hypothesis.strategies import DrawFn
 from protwin.shared.compile.compile import compile_schedule
 from protwin.shared.schema.schedule import Lane, Schedule, Task, TaskId, TaskKind
 from protwin.shared.verify.happens_before import HappensBefore, Occurrence, OrderError
-from tests.strategies import PlannedWorkload, planned_workloads
+from tests.strategies.plans import PlannedWorkload, planned_workloads
 
 NUM_ITERATIONS = 3
 KIND_IN = (TaskKind.FORWARD, TaskKind.GATHER, TaskKind.GRADIENT_OFFLOAD, TaskKind.CPU_ADAM)

@@ -22,7 +22,7 @@ from tests.shared import faults
 from tests.shared.faults import Fault
 from tests.shared.small_models import chain, parameter, plan, workload
 from tests.shared.verdicts import compiled, guarantees, is_accepted, violation
-from tests.strategies import PlannedWorkload, planned_workloads
+from tests.strategies.plans import PlannedWorkload, planned_workloads
 
 
 def with_knobs(given: Plan, **changes: object) -> Plan:

@@ -12,7 +12,7 @@ from protwin.shared.schema.schedule import AllocationId, Content, Lane, Memory, 
 from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
 from protwin.shared.verify.memory_events import Copying, MemoryEvents, memory_events
 from tests.shared.small_models import chain, plan
-from tests.strategies import PlannedWorkload, planned_workloads
+from tests.strategies.plans import PlannedWorkload, planned_workloads
 
 ITERATIONS = 3
 TO_DEVICE = (TaskKind.GATHER, TaskKind.ACTIVATION_FETCH)

@@ -35,7 +35,7 @@ from tests.shared.adversaries import at_random, holding
 from tests.shared.faults import Fault
 from tests.shared.small_models import chain, parameter, plan, workload
 from tests.shared.verdicts import compiled, guarantees, is_accepted, only_rejections, violation
-from tests.strategies import PlannedWorkload, parallel_workloads, planned_workloads
+from tests.strategies.plans import PlannedWorkload, parallel_workloads, planned_workloads
 
 SEEDS = st.integers(0, 2**32 - 1)
 

@@ -19,7 +19,7 @@ from protwin.shared.schema.workload import Workload
 from protwin.shared.workloads import cache as workload_cache
 from protwin.shared.workloads.cache import TraceRequest, cache_key, load_cached, store_cached
 from tests.shared.laid_out import decoder_workload
-from tests.strategies import workloads
+from tests.strategies.workloads import workloads
 
 CONFIGURATION: dict[str, Any] = {"model_type": "gpt2", "n_layer": 2, "n_embd": 64}
 REQUEST = TraceRequest(CONFIGURATION, name="small", batch_size=1, sequence_length=8, dtype=None)

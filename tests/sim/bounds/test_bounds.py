@@ -29,7 +29,8 @@ from tests.proof_size import examples
 from tests.sim.bound_cases import Case, case, cases, hand_made
 from tests.sim.hand_made import Seconds, machine, plan, workload
 from tests.sim.ranked_cases import ranked_cases
-from tests.strategies import contentions, hardware, plans
+from tests.strategies.machines import contentions, hardware
+from tests.strategies.plans import plans
 
 LANES = LANES_ALONE
 

@@ -20,7 +20,7 @@ from protwin.sim.costs.contention import ContentionModel
 from protwin.sim.costs.fair_share import fair_shares
 from protwin.sim.costs.lane_demands import Resource, lane_demands
 from tests.sim.hand_made import MACHINE, STEPPED_BYTES, machine
-from tests.strategies import calibrations, hardware
+from tests.strategies.machines import calibrations, hardware
 
 SETS = [frozenset(lanes) for size in range(1, len(LANES_ALONE) + 1) for lanes in combinations(LANES_ALONE, size)]
 COMPUTE, H2D, D2H, CPU_OPTIM = LANES_ALONE

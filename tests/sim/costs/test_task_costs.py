@@ -19,7 +19,8 @@ from protwin.sim.costs.efficiency import DISPATCHES_PER_LAUNCH, KERNEL_FIXED_S, 
 from protwin.sim.costs.task_costs import CostModel, copy_time_s, host_adam_bytes_per_s, matrix_flop_per_s, roofline_s
 from protwin.sim.engine.simulator import simulate
 from tests.sim.hand_made import MACHINE, STEPPED_BYTES, adam, copy, machine, plan, workload
-from tests.strategies import hardware, links, operations
+from tests.strategies.machines import hardware, links
+from tests.strategies.workloads import operations
 
 
 def device(kind: DeviceKind = DeviceKind.CUDA, launch_overhead_s: float = 0.0, efficiency: float = 1.0) -> Device:

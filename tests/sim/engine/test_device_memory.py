@@ -33,7 +33,8 @@ from protwin.sim.engine.device_memory import DeviceMemory, pinned_host_curve, wi
 from protwin.sim.engine.simulator import simulate, simulate_timing
 from protwin.sim.engine.timing import Timing
 from tests.sim.hand_made import machine, plan, workload
-from tests.strategies import PlannedWorkload, calibrations, hardware, planned_workloads
+from tests.strategies.machines import calibrations, hardware
+from tests.strategies.plans import PlannedWorkload, planned_workloads
 
 DURATIONS = st.floats(0.01, 4) | st.sampled_from((0.5, 1.0, 2.0))
 

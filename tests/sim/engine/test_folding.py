@@ -32,7 +32,9 @@ from tests.shared import small_models
 from tests.sim import brute_force
 from tests.sim.hand_made import machine, plan, workload
 from tests.sim.ranked_cases import RANKS, nodes
-from tests.strategies import PlannedWorkload, hardware, planned_workloads, workloads
+from tests.strategies.machines import hardware
+from tests.strategies.plans import PlannedWorkload, planned_workloads
+from tests.strategies.workloads import workloads
 
 MANY = st.integers(KEPT_MICRO_BATCHES + 1, KEPT_MICRO_BATCHES + 4)
 

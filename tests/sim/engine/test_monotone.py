@@ -17,7 +17,9 @@ from protwin.sim.costs.task_costs import CostModel
 from protwin.sim.engine.simulator import simulate_timing
 from protwin.sim.space.space import ModeRows
 from tests.proof_size import examples
-from tests.strategies import PlannedWorkload, hardware, planned_workloads, workloads
+from tests.strategies.machines import hardware
+from tests.strategies.plans import PlannedWorkload, planned_workloads
+from tests.strategies.workloads import workloads
 
 
 def mode_rows(num_blocks: int) -> ModeRows:

@@ -23,7 +23,8 @@ from protwin.sim.engine.simulator import simulate, simulate_timing
 from protwin.sim.engine.timing import Timing
 from tests.proof_size import examples
 from tests.sim.hand_made import machine, plan, workload
-from tests.strategies import PlannedWorkload, calibrations, parallel_workloads, planned_workloads
+from tests.strategies.machines import calibrations
+from tests.strategies.plans import PlannedWorkload, parallel_workloads, planned_workloads
 
 Causes = dict[tuple[IterationPhase, TaskKind | None], float]
 FORWARD, BACKWARD, OPTIMIZER = IterationPhase

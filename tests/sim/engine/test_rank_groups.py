@@ -23,7 +23,7 @@ from protwin.sim.engine.simulator import simulate, simulate_timing
 from tests.cli.saved import decoder
 from tests.proof_size import examples
 from tests.sim.hand_made import plan, workload
-from tests.strategies import PlannedWorkload, parallel_workloads
+from tests.strategies.plans import PlannedWorkload, parallel_workloads
 
 DURATIONS = st.floats(0, 4) | st.sampled_from((0.0, 0.5, 1.0, 2.0))
 ALONE = ContentionModel.none(num_ranks=2)

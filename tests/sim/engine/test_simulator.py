@@ -26,7 +26,8 @@ from tests.proof_size import examples
 from tests.shared.faults import with_task, without
 from tests.sim.hand_made import MACHINE, Seconds, assert_timeline, machine, plan, workload
 from tests.sim.longest_path import longest_path_s
-from tests.strategies import PlannedWorkload, calibrations, hardware, planned_workloads
+from tests.strategies.machines import calibrations, hardware
+from tests.strategies.plans import PlannedWorkload, planned_workloads
 
 DURATIONS = st.floats(0, 4) | st.sampled_from((0.0, 0.5, 1.0, 2.0))
 

@@ -30,7 +30,7 @@ from protwin.sim.memory.host import (
 )
 from tests.proof_size import examples
 from tests.sim.hand_made import machine, plan, workload
-from tests.strategies import PlannedWorkload, parallel_workloads, planned_workloads
+from tests.strategies.plans import PlannedWorkload, parallel_workloads, planned_workloads
 
 
 def next_power(size: int) -> int:

@@ -27,7 +27,7 @@ from protwin.sim.searching.search import search
 from tests.proof_size import examples
 from tests.sim.fastest import fastest_request
 from tests.sim.hand_made import machine, phase, plan, workload
-from tests.strategies import PlannedWorkload, planned_workloads
+from tests.strategies.plans import PlannedWorkload, planned_workloads
 
 MIB = 2**20
 

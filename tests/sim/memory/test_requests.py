@@ -18,7 +18,7 @@ from protwin.sim.memory.request_replay import Inside, Replayed, RequestLog, Requ
 from protwin.sim.memory.requests import Nest, latest_first, nests
 from protwin.sim.memory.requests_of_schedule import AllocationProgram, StaticTensors, allocation_program, static_tensors
 from tests.proof_size import examples
-from tests.strategies import PlannedWorkload, planned_workloads
+from tests.strategies.plans import PlannedWorkload, planned_workloads
 
 MIB = 2**20
 

@@ -29,7 +29,8 @@ from protwin.sim.space.space import SearchSpace
 from tests.cli.saved import decoder
 from tests.proof_size import examples
 from tests.sim.hand_made import machine, plan, workload
-from tests.strategies import PlannedWorkload, hardware, parallel_workloads, planned_workloads
+from tests.strategies.machines import hardware
+from tests.strategies.plans import PlannedWorkload, parallel_workloads, planned_workloads
 
 HERE = known_machine("rtx-3090")
 ROOMY = Room(2**50, 2**50)

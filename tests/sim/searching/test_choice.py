@@ -27,7 +27,8 @@ from tests.proof_size import examples
 from tests.sim.brute_force import Case, cases
 from tests.sim.fastest import fastest_request
 from tests.sim.hand_made import machine, workload
-from tests.strategies import hardware, workloads
+from tests.strategies.machines import hardware
+from tests.strategies.workloads import workloads
 
 FRACS = st.sampled_from((0.0, 0.02, 0.1, 0.3, 0.6))
 

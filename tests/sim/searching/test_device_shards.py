@@ -20,7 +20,7 @@ from protwin.sim.memory.host import loading_peak_bytes
 from protwin.sim.memory.requests_of_schedule import static_tensors
 from tests.proof_size import examples
 from tests.sim.hand_made import plan, workload
-from tests.strategies import PlannedWorkload, parallel_workloads
+from tests.strategies.plans import PlannedWorkload, parallel_workloads
 
 ALONE = ContentionModel.none(num_ranks=2)
 SECONDS = {Lane.COMPUTE: 1.0, TaskKind.ALL_GATHER: 2.0, TaskKind.REDUCE_SCATTER: 3.0}

@@ -26,7 +26,8 @@ from protwin.sim.space.space import SearchSpace
 from protwin.sim.space.step_spec import StepSpec
 from tests.sim.fastest import fastest_request
 from tests.sim.hand_made import machine, workload
-from tests.strategies import hardware, workloads
+from tests.strategies.machines import hardware
+from tests.strategies.workloads import workloads
 
 DISK = Disk(name="slow", capacity_bytes=10**7, read_bytes_per_s=1000.0, write_bytes_per_s=1000.0)
 CHUNK_HOST_BYTES = 2 * 256 + 64 * 8 + 4

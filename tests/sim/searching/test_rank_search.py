@@ -36,7 +36,7 @@ from tests.sim.bound_cases import Case
 from tests.sim.brute_force import kept_counts
 from tests.sim.fastest import fastest_request
 from tests.sim.ranked_cases import RANKS, nodes, ranked_cases
-from tests.strategies import workloads
+from tests.strategies.workloads import workloads
 
 # -- bounds ----------------------------------------------------------------------------------------------------------
 

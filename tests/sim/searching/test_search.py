@@ -36,7 +36,8 @@ from tests.shared.faults import with_task
 from tests.sim.brute_force import Case, cases, cases_with_disk
 from tests.sim.fastest import fastest_request
 from tests.sim.hand_made import MACHINE, Seconds, machine, workload
-from tests.strategies import hardware, workloads
+from tests.strategies.machines import hardware
+from tests.strategies.workloads import workloads
 
 
 def _is_distinct(plan: Plan, model: Workload) -> bool:

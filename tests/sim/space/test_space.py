@@ -20,7 +20,7 @@ from protwin.sim.space.space import LayoutGrid, SearchSpace
 from protwin.sim.space.step_spec import StepSpec
 from tests.sim.fastest import fastest_request
 from tests.sim.hand_made import machine, workload
-from tests.strategies import workloads
+from tests.strategies.workloads import workloads
 
 
 def _identity(plan: Plan, model: Workload, layout: Layout) -> tuple[object, ...]:
