@@ -16,9 +16,9 @@ from ...shared.cli.options import (
     HardwareName,
     JsonFlag,
     OutputPath,
-    RequiredBatchSize,
-    RequiredSequenceLength,
     Seed,
+    StatedBatchSize,
+    StatedSequenceLength,
     command_app,
     examples,
     keep_apart,
@@ -41,8 +41,8 @@ calibrate = command_app()
 )
 def calibrate_command(
     model: ConfigurationName,
-    batch_size: RequiredBatchSize,
-    sequence_length: RequiredSequenceLength,
+    batch_size: StatedBatchSize,
+    sequence_length: StatedSequenceLength,
     hardware: HardwareName,
     dtype: DTypeName = None,
     steps: Annotated[int, typer.Option("--steps", metavar="N", min=2, help="Timed iterations of each plan.")] = 7,

@@ -15,6 +15,8 @@ from ...shared.cli.options import (
     JsonFlag,
     OptimizerName,
     OutputPath,
+    StatedBatchSize,
+    StatedSequenceLength,
     changes_of,
     command_app,
     examples,
@@ -46,6 +48,35 @@ def _host_memory(text: str) -> str:
     return text
 
 
+Machines = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--hardware",
+        metavar="NAME|FILE",
+        help="Ask about this machine (repeatable), instead of devices of 24, 40, 80 and 141 GB and of what was "
+        "published.",
+    ),
+]
+HostMemories = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--host-memory",
+        metavar="SIZE|unlimited",
+        parser=_host_memory,
+        help="Memory of the host (repeatable), instead of 128GiB, 256GiB, 512GiB and unlimited.",
+    ),
+]
+AddedDisk = Annotated[
+    str | None,
+    typer.Option(
+        "--disk",
+        metavar="NAME",
+        help="Add rows with this disk of the catalogue, where what the host cannot hold may lie; a machine that "
+        "has one has such rows without this option.",
+    ),
+]
+
+
 @largest.command(
     epilog=examples(
         "protwin largest",
@@ -55,38 +86,12 @@ def _host_memory(text: str) -> str:
     )
 )
 def largest_command(
-    hardware: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--hardware",
-            metavar="NAME|FILE",
-            help="Ask about this machine (repeatable), instead of devices of 24, 40, 80 and 141 GB and of what was "
-            "published.",
-        ),
-    ] = None,
+    hardware: Machines = None,
     changes: HardwareChanges = None,
-    host_memories: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--host-memory",
-            metavar="SIZE|unlimited",
-            parser=_host_memory,
-            help="Memory of the host (repeatable), instead of 128GiB, 256GiB, 512GiB and unlimited.",
-        ),
-    ] = None,
-    batch_size: Annotated[int, typer.Option("--batch-size", metavar="N", min=1, help="Samples per iteration.")] = 1,
-    sequence_length: Annotated[
-        int, typer.Option("--sequence-length", metavar="N", min=1, help="Tokens per sample.")
-    ] = 2048,
-    disk: Annotated[
-        str | None,
-        typer.Option(
-            "--disk",
-            metavar="NAME",
-            help="Add rows with this disk of the catalogue, where what the host cannot hold may lie; a machine that "
-            "has one has such rows without this option.",
-        ),
-    ] = None,
+    host_memories: HostMemories = None,
+    batch_size: StatedBatchSize = 1,
+    sequence_length: StatedSequenceLength = 2048,
+    disk: AddedDisk = None,
     dtype: Annotated[str, typer.Option("--dtype", metavar="NAME", help="Element type of parameters.")] = "bfloat16",
     optimizer: OptimizerName = None,
     output: OutputPath = None,

@@ -33,6 +33,8 @@ from ...shared.cli.output import is_standard_output, tell
 from ...shared.cli.output import save as save_document
 from ...shared.cli.streams import say
 from ...shared.compile.compile import compile_schedule
+from ...shared.schema.optimizer import Optimizer
+from ...shared.schema.plan import Plan
 from ...shared.schema.record import Record
 from ...shared.schema.workload import Workload
 from ...shared.workloads.dtypes import choose_dtype
@@ -131,10 +133,7 @@ def run_command(
     if wants_record and (steps is not None or not data):
         check_record(steps or TEXT_STEPS, pauses)
     asked = None if dtype is None else str(choose_dtype(None, dtype, None).dtype)
-    chosen = load_plan(plan, optimizer)
-    given = Workload.load(workload) if workload is not None else None
-    if given is not None:
-        check_budget(chosen, given, device_budget_bytes)
+    chosen, given = _planned(plan, optimizer, workload, device_budget_bytes)
     stated = None if hardware is None else load_hardware(hardware).disk
     # A folder may be called like a model of the catalogue.
     named = model if weights is None else str(weights / "config.json")
@@ -168,6 +167,18 @@ def run_command(
     traced, record = request.carry_out(_tell_nobody if as_json or is_standard_output(output) else say)
     if record is not None:
         _give(record, traced, output, timeline, as_json=as_json)
+
+
+def _planned(
+    plan: Path, optimizer: Optimizer | None, workload: Path | None, device_budget_bytes: int | None
+) -> tuple[Plan, Workload | None]:
+    """The plan, and the workload that it is for if that is named.  Raises what ``check_budget`` and files raise."""
+    chosen = load_plan(plan, optimizer)
+    if workload is None:
+        return chosen, None
+    given = Workload.load(workload)
+    check_budget(chosen, given, device_budget_bytes)
+    return chosen, given
 
 
 def _tell_nobody(line: str) -> None:

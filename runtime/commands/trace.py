@@ -19,9 +19,9 @@ from ...shared.cli.options import (
     LoraRank,
     LoraTargets,
     OutputPath,
-    RequiredBatchSize,
     Seed,
     SequenceLength,
+    StatedBatchSize,
     command_app,
     examples,
     keep_apart,
@@ -37,6 +37,15 @@ __all__ = ["trace"]
 
 trace = command_app()
 
+MachineToTrainOn = Annotated[
+    str | None,
+    typer.Option(
+        "--hardware",
+        metavar="NAME|FILE",
+        help="The machine to train on: it decides the element type, as in a search, and which kernels run.",
+    ),
+]
+
 
 @trace.command(
     epilog=examples(
@@ -46,17 +55,10 @@ trace = command_app()
 )
 def trace_command(
     model: ConfigurationName,
-    batch_size: RequiredBatchSize,
+    batch_size: StatedBatchSize,
     sequence_length: SequenceLength = None,
     dtype: DTypeName = None,
-    hardware: Annotated[
-        str | None,
-        typer.Option(
-            "--hardware",
-            metavar="NAME|FILE",
-            help="The machine to train on: it decides the element type, as in a search, and which kernels run.",
-        ),
-    ] = None,
+    hardware: MachineToTrainOn = None,
     lora_rank: LoraRank = None,
     lora_targets: LoraTargets = None,
     frozen: FrozenParts = None,

@@ -146,12 +146,14 @@ HardwareName = Annotated[
         "--hardware", metavar="NAME|FILE", help="A machine of the catalogue (protwin hardware list), or its file."
     ),
 ]
-BatchSize = Annotated[int | None, typer.Option("--batch-size", metavar="N", min=1, help="Samples per iteration.")]
-RequiredBatchSize = Annotated[int, typer.Option("--batch-size", metavar="N", min=1, help="Samples per iteration.")]
-RequiredSequenceLength = Annotated[
-    int, typer.Option("--sequence-length", metavar="N", min=1, help="Tokens per sample.")
-]
-SequenceLength = Annotated[int | None, typer.Option("--sequence-length", metavar="N", min=1, help="Tokens per sample.")]
+_BATCH_SIZE: Final = typer.Option("--batch-size", metavar="N", min=1, help="Samples per iteration.")
+_SEQUENCE_LENGTH: Final = typer.Option("--sequence-length", metavar="N", min=1, help="Tokens per sample.")
+BatchSize = Annotated[int | None, _BATCH_SIZE]
+SequenceLength = Annotated[int | None, _SEQUENCE_LENGTH]
+StatedBatchSize = Annotated[int, _BATCH_SIZE]
+"""Of commands that cannot do without: the user states it, or the command's default does."""
+StatedSequenceLength = Annotated[int, _SEQUENCE_LENGTH]
+"""As ``StatedBatchSize``."""
 DTypeName = Annotated[
     str | None,
     typer.Option(

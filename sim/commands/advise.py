@@ -47,11 +47,11 @@ from ...shared.schema.advice import Advice
 from ...shared.schema.calibration import Calibration
 from ...shared.schema.hardware import Hardware
 from ...shared.schema.optimizer import Optimizer
-from ..questions.advise import AdviceRequest, check_request, machines_with, search_machine, whole_machines
+from ..questions.advise import AdviceRequest, Offer, check_request, machines_with, search_machine, whole_machines
 from ..questions.advise import advise as advise_machines
 from ..searching.confidence import DEFAULT_MARGIN_FRAC
 from ..space.step_spec import MOST_RANKS, check_shares
-from .options import Margin, MaxGradientNorm, check_budget, price_files
+from .options import MOST_SAMPLES, Margin, MaxGradientNorm, check_budget, price_files
 
 if TYPE_CHECKING:
     from ...shared.report.page import Report
@@ -59,6 +59,45 @@ if TYPE_CHECKING:
 __all__ = ["advise"]
 
 advise = command_app()
+
+SamplesPerStep = Annotated[
+    int, typer.Option("--global-batch", metavar="N", min=1, max=MOST_SAMPLES, help="Samples per step.")
+]
+Machines = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--hardware", metavar="NAME|FILE", help="Ask about this machine (repeatable), instead of the catalogue."
+    ),
+]
+AllowedRanks = Annotated[
+    list[int] | None,
+    typer.Option(
+        "--ranks",
+        metavar="N",
+        min=1,
+        max=MOST_RANKS,
+        help="Ask about so many devices of each machine that has them (repeatable), instead of all and of one.",
+    ),
+]
+CalibrationPaths = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--calibration", metavar="FILE", help="Factors for the machine that they were measured on (repeatable)."
+    ),
+]
+NumProcesses = Annotated[
+    int | None,
+    typer.Option("--processes", metavar="N", min=1, max=1024, help="Searches at once: one per core if left out."),
+]
+StatePath = Annotated[
+    Path | None,
+    typer.Option(
+        "--state",
+        metavar="FILE",
+        callback=writable_json,
+        help="Keep answers here as they come, and go on from them when asked again.",
+    ),
+]
 
 
 @advise.command(
@@ -71,27 +110,11 @@ advise = command_app()
 )
 def advise_command(
     model: ModelName,
-    global_batch: Annotated[
-        int, typer.Option("--global-batch", metavar="N", min=1, max=10**9, help="Samples per step.")
-    ],
+    global_batch: SamplesPerStep,
     sequence_length: SequenceLength = None,
     dtype: DTypeName = None,
-    hardware: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--hardware", metavar="NAME|FILE", help="Ask about this machine (repeatable), instead of the catalogue."
-        ),
-    ] = None,
-    ranks: Annotated[
-        list[int] | None,
-        typer.Option(
-            "--ranks",
-            metavar="N",
-            min=1,
-            max=MOST_RANKS,
-            help="Ask about so many devices of each machine that has them (repeatable), instead of all and of one.",
-        ),
-    ] = None,
+    hardware: Machines = None,
+    ranks: AllowedRanks = None,
     lora_rank: LoraRank = None,
     lora_targets: LoraTargets = None,
     frozen: FrozenParts = None,
@@ -99,29 +122,13 @@ def advise_command(
     changes: HardwareChanges = None,
     device_budget_bytes: DeviceBudget = None,
     margin: Margin = None,
-    calibrations: Annotated[
-        list[Path] | None,
-        typer.Option(
-            "--calibration", metavar="FILE", help="Factors for the machine that they were measured on (repeatable)."
-        ),
-    ] = None,
+    calibrations: CalibrationPaths = None,
     prices: PriceEntries = None,
     tokens: Tokens = None,
     max_gradient_norm: MaxGradientNorm = None,
     optimizer: OptimizerName = None,
-    processes: Annotated[
-        int | None,
-        typer.Option("--processes", metavar="N", min=1, max=1024, help="Searches at once: one per core if left out."),
-    ] = None,
-    state: Annotated[
-        Path | None,
-        typer.Option(
-            "--state",
-            metavar="FILE",
-            callback=writable_json,
-            help="Keep answers here as they come, and go on from them when asked again.",
-        ),
-    ] = None,
+    processes: NumProcesses = None,
+    state: StatePath = None,
     output: OutputPath = None,
     report: ReportPath = None,
     as_json: JsonFlag = False,
@@ -163,8 +170,8 @@ def advise_command(
     num_parts = check_request(request, cache_folder())
     boxes = list(machines.values())
     asked = machines_with(boxes, numbers) if numbers else whole_machines(boxes, num_parts)
-    for name in sorted({box.name for box in boxes if hardware} - {one.hardware.name for one in asked}):
-        warn(f"{name} has fewer devices than --ranks names, and is left out.")
+    if hardware:
+        _warn_of_small(boxes, asked)
     with progress_bar("searching machines") as on_progress:
         found = advise_machines(
             request,
@@ -183,6 +190,11 @@ def advise_command(
     tell(found, output, as_json=as_json, tables=lambda: advice_tables(found))
     if not found.is_complete:
         raise typer.Exit(report_interruption(output, report, holding="the ranking so far, which is not complete,"))
+
+
+def _warn_of_small(boxes: Sequence[Hardware], asked: Sequence[Offer]) -> None:
+    for name in sorted({box.name for box in boxes} - {one.hardware.name for one in asked}):
+        warn(f"{name} has fewer devices than --ranks names, and is left out.")
 
 
 def _calibrations(paths: Iterable[Path], machines: Mapping[str, Hardware]) -> tuple[Calibration, ...]:

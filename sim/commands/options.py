@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import zip_longest
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 import typer
 from typer.core import TyperCommand
@@ -20,19 +20,11 @@ from ...shared.schema.record import Record
 from ...shared.schema.search_result import BatchSearchResult, Goal
 from ...shared.workloads.dtypes import TRAINABLE
 from ..searching.confidence import DEFAULT_MARGIN_FRAC
-from ..space.space import LARGEST_KNOB
 from ..space.step_spec import MOST_MICRO_BATCHES, MOST_RANKS, check_ranks
 
-AllowedSwaps = Annotated[
-    list[int] | None,
-    typer.Option(
-        "--n-swap",
-        metavar="N",
-        min=0,
-        max=LARGEST_KNOB,
-        help="Allow this number of swapped blocks (repeatable); 0 unless given.",
-    ),
-]
+MOST_SAMPLES: Final = 10**9
+"""Of a step."""
+
 MicroBatches = Annotated[
     int | None,
     typer.Option(
@@ -49,7 +41,7 @@ GlobalBatchSize = Annotated[
         "--global-batch",
         metavar="N",
         min=1,
-        max=10**9,
+        max=MOST_SAMPLES,
         help="Samples per step: search the size of the micro-batch too, over all divisors.",
     ),
 ]
@@ -108,64 +100,6 @@ Shards = Annotated[
         min=0,
         help="Chunks, after the persistent ones, that are sharded over the devices; with --parallel sharded.",
     ),
-]
-AllowedShards = Annotated[
-    list[int] | None,
-    typer.Option(
-        "--n-shard",
-        metavar="N",
-        min=0,
-        max=LARGEST_KNOB,
-        help="Allow this number of chunks that are sharded over the devices, in mode sharded (repeatable).",
-    ),
-]
-LooksUpRows = Annotated[
-    bool,
-    typer.Option("--looks-up-rows", help="Search plans that look rows of embeddings up on the host, and no others."),
-]
-AllowedHostStepped = Annotated[
-    list[int] | None,
-    typer.Option(
-        "--n-host-stepped",
-        metavar="N",
-        min=0,
-        max=LARGEST_KNOB,
-        help="Allow this number of chunks that the device keeps and the host steps (repeatable); 0 unless given.",
-    ),
-]
-AllowedDiskState = Annotated[
-    list[int] | None,
-    typer.Option(
-        "--n-disk-state",
-        metavar="N",
-        min=0,
-        max=LARGEST_KNOB,
-        help="Allow this number of offloaded chunks whose optimizer state lies on the host's disk (repeatable).",
-    ),
-]
-AllowedDisk = Annotated[
-    list[int] | None,
-    typer.Option(
-        "--n-disk",
-        metavar="N",
-        min=0,
-        max=LARGEST_KNOB,
-        help="Allow this number of them whose parameters lie there too (repeatable); 0 unless given.",
-    ),
-]
-AllowedStaging = Annotated[
-    list[int] | None,
-    typer.Option(
-        "--n-staging",
-        metavar="N",
-        min=1,
-        max=LARGEST_KNOB,
-        help="Allow this number of places that chunks on the disk share (repeatable); 2 and 3 unless given.",
-    ),
-]
-AllowedModes = Annotated[
-    list[ParallelMode] | None,
-    typer.Option("--parallel", help="Allow this way of training together (repeatable); all unless given."),
 ]
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
 from ...shared.basics.errors import InfeasibleError
 from ...shared.basics.gc_pause import gc_paused
-from ...shared.basics.progress import progress_bar
-from ...shared.catalogue.models import known_model
+from ...shared.basics.progress import OnProgress, progress_bar
 from ...shared.cli.exits import report_interruption
 from ...shared.cli.options import (
     AutocastName,
@@ -32,12 +31,9 @@ from ...shared.cli.options import (
     PriceEntries,
     SequenceLength,
     Tokens,
-    cache_folder,
     command_app,
     examples,
     keep_apart,
-    options_of,
-    size_option,
     warn,
 )
 from ...shared.cli.output import save, tell
@@ -49,27 +45,19 @@ from ...shared.schema.optimizer import HostGradients, Optimizer
 from ...shared.schema.plan import Plan
 from ...shared.schema.search_result import BatchSearchResult, Goal, SearchResult
 from ...shared.schema.workload import Workload
-from ...shared.workloads.source import is_saved_workload, resolve_workload, saved_sizes, untraced_workload
 from ..memory.libraries import rank_host_bytes
 from ..questions.goals import SEQUENCE_STEP, Shapes, search_goal
 from ..questions.host_bound import with_host_bound
 from ..questions.remedies import with_remedies
 from ..searching.confidence import DEFAULT_MARGIN_FRAC
 from ..searching.request import GlobalBatch, SearchRequest, Step
-from ..space.space import LARGEST_KNOB, SearchSpace
-from ..space.step_spec import SEVERAL, check_shares
+from ..space.space import SearchSpace
+from ..space.step_spec import SEVERAL
+from .model_choice import ModelChoice
 from .options import (
-    AllowedDisk,
-    AllowedDiskState,
-    AllowedHostStepped,
-    AllowedModes,
-    AllowedShards,
-    AllowedStaging,
-    AllowedSwaps,
     BaselinePlans,
     GlobalBatchSize,
     GoalName,
-    LooksUpRows,
     Margin,
     MaxGradientNorm,
     MicroBatches,
@@ -86,6 +74,21 @@ from .options import (
     warn_of_dtype,
     warn_of_memory,
     with_run,
+)
+from .space_options import (
+    AllowedBuffers,
+    AllowedCheckpoints,
+    AllowedChunkBytes,
+    AllowedDisk,
+    AllowedDiskState,
+    AllowedHostStepped,
+    AllowedModes,
+    AllowedPersistent,
+    AllowedPrefetchDepths,
+    AllowedShards,
+    AllowedStaging,
+    AllowedSwaps,
+    LooksUpRows,
 )
 
 if TYPE_CHECKING:
@@ -122,48 +125,17 @@ def search_command(
     changes: HardwareChanges = None,
     device_budget_bytes: DeviceBudget = None,
     calibration: CalibrationPath = None,
-    chunk_bytes: Annotated[
-        list[int] | None,
-        typer.Option("--chunk-bytes", parser=size_option, metavar="SIZE", help="Allow this chunk size (repeatable)."),
-    ] = None,
-    n_persist: Annotated[
-        list[int] | None,
-        typer.Option(
-            "--n-persist",
-            metavar="N",
-            min=0,
-            max=LARGEST_KNOB,
-            help="Allow this number of persistent chunks (repeatable).",
-        ),
-    ] = None,
+    chunk_bytes: AllowedChunkBytes = None,
+    n_persist: AllowedPersistent = None,
     n_host_stepped: AllowedHostStepped = None,
     n_shard: AllowedShards = None,
     looks_up_rows: LooksUpRows = False,
     n_disk_state: AllowedDiskState = None,
     n_disk: AllowedDisk = None,
     n_staging: AllowedStaging = None,
-    n_buffer: Annotated[
-        list[int] | None,
-        typer.Option(
-            "--n-buffer", metavar="N", min=0, max=LARGEST_KNOB, help="Allow this number of buffers (repeatable)."
-        ),
-    ] = None,
-    prefetch_depth: Annotated[
-        list[int] | None,
-        typer.Option(
-            "--prefetch-depth", metavar="N", min=1, max=LARGEST_KNOB, help="Allow this prefetch depth (repeatable)."
-        ),
-    ] = None,
-    n_checkpoint: Annotated[
-        list[int] | None,
-        typer.Option(
-            "--n-checkpoint",
-            metavar="N",
-            min=0,
-            max=LARGEST_KNOB,
-            help="Allow this number of checkpointed blocks (repeatable).",
-        ),
-    ] = None,
+    n_buffer: AllowedBuffers = None,
+    prefetch_depth: AllowedPrefetchDepths = None,
+    n_checkpoint: AllowedCheckpoints = None,
     n_swap: AllowedSwaps = None,
     micro_batches: MicroBatches = None,
     max_gradient_norm: MaxGradientNorm = None,
@@ -226,42 +198,28 @@ def search_command(
         {knob: tuple(values) for knob, values in allowed.items() if values} | {"looks_up_rows": looks_up_rows}
     )
 
-    def workload_of(size: int | None, length: int | None, lora: int | None = lora_rank) -> Workload:
-        return resolve_workload(
-            model,
-            batch_size=size,
-            sequence_length=length,
-            dtype=dtype,
-            cache=None if no_cache else cache_folder(),
-            warn=warn,
-            options=options_of(lora, lora_targets if lora is not None else None, frozen, autocast),
-            device=machine.device,
-        )
+    choice = ModelChoice(
+        name=model,
+        batch_size=batch_size,
+        sequence_length=sequence_length,
+        dtype=dtype,
+        lora_rank=lora_rank,
+        lora_targets=lora_targets,
+        frozen=frozen,
+        autocast=autocast,
+        device=machine.device,
+        has_cache=not no_cache,
+    )
 
     def workload_with(change: MethodChange) -> Workload | GlobalBatch:
-        """What the model would do with another method, where the change says so, and as it is asked for else."""
-        length = change.sequence_length if "sequence-length" in change.given else sequence_length
-        lora = change.lora_rank if "lora" in change.given else lora_rank
-        if global_batch is not None:
-            return _global_batch(model, global_batch, num_ranks, lambda size: workload_of(size, length, lora))
-        return workload_of(change.batch_size if "batch-size" in change.given else batch_size, length, lora)
+        changed = choice.changed(change)
+        return changed.workload() if global_batch is None else changed.global_batch(global_batch, num_ranks)
 
-    def workload_at(size: int | None) -> Workload:
-        return workload_of(size, sequence_length)
-
-    def untraced(size: int, length: int | None) -> Workload | None:
-        options = options_of(lora_rank, lora_targets, frozen, autocast)
-        return untraced_workload(
-            model, size, sequence_length=length, dtype=dtype, options=options, device=machine.device
-        )
-
-    has_shapes = not is_saved_workload(model)
-    shapes = Shapes(workload_at, lambda length: workload_of(batch_size or 1, length)) if has_shapes else None
     with progress_bar("searching") as on_progress:
         request = SearchRequest(
-            workload=_first_workload(goal if has_shapes else Goal.FASTEST, workload_of, batch_size, sequence_length)
+            workload=_first_workload(goal, choice)
             if global_batch is None
-            else _global_batch(model, global_batch, num_ranks, workload_at),
+            else choice.global_batch(global_batch, num_ranks),
             hardware=machine,
             calibration=factors,
             device_budget_bytes=device_budget_bytes,
@@ -278,33 +236,16 @@ def search_command(
             ),
         )
         # A question that cannot be answered is told at once.
-        asked = what_ifs(request, workload_with if has_shapes else None)
-        try:
-            found = search_goal(goal, request, shapes, on_progress=on_progress, keep_interrupted=True)
-        except InfeasibleError as error:
-            if global_batch is not None:
-                raise
-            sized = workload_at if known_model(model) is not None and goal is Goal.FASTEST else None
-            raise InfeasibleError(f"{error}{_what_fits_instead(request, sized)}") from error
-        found = with_run(found, tokens)
-        is_interrupted = found.result.certificate.is_interrupted
-        if goal is Goal.FASTEST and not is_interrupted:
-            found, is_interrupted = with_host_bound(found, request, on_progress)
-        if asked and not is_interrupted:
-            from ..questions.what_if import what_if
-
-            try:
-                answers = what_if(request, found.result.prediction.iteration_s, asked, on_progress=on_progress)
-                found = found.model_copy(update={"result": found.result.model_copy(update={"what_if": answers})})
-            except KeyboardInterrupt:
-                is_interrupted = True
+        asked = what_ifs(request, workload_with if choice.has_shapes else None)
+        found = with_run(_found(goal, request, choice, on_progress), tokens)
+        found, is_interrupted = _with_more(found, goal, request, asked, on_progress)
     if not is_interrupted:
-        found = with_remedies(found, request, untraced)
+        found = with_remedies(found, request, choice.untraced)
     result, document = found.result, found.result if global_batch is None else found
     warn_of_dtype(result.prediction, machine)
     warn_of_memory(result.prediction, rank_host_bytes(machine, result.plan.num_ranks))
     save(result.certificate.noted(result.plan), output)
-    write_report(report, lambda: _report(document, _workload_of(request, found, workload_of)))
+    write_report(report, lambda: _report(document, _workload_of(request, found, choice)))
     tell(document, output, as_json=as_json, tables=lambda: _tables(document))
     if is_interrupted:
         certified = result.certificate.is_certified
@@ -312,18 +253,46 @@ def search_command(
         raise typer.Exit(report_interruption(output, report, holding=holding))
 
 
-def _first_workload(
-    goal: Goal, workload_of: Callable[[int | None, int | None], Workload], batch_size: int | None, length: int | None
-) -> Workload:
+def _first_workload(goal: Goal, choice: ModelChoice) -> Workload:
     """The workload that is asked about, or the smallest where the goal chooses the shape."""
-    if goal is Goal.LONGEST_SEQUENCE:
-        return workload_of(batch_size or 1, SEQUENCE_STEP)
-    return workload_of(1 if goal is Goal.LARGEST_BATCH else batch_size, length)
+    if goal is Goal.LONGEST_SEQUENCE and choice.has_shapes:
+        return choice.at_sequence_length(SEQUENCE_STEP)
+    if goal is Goal.LARGEST_BATCH and choice.has_shapes:
+        return choice.at_batch_size(1)
+    return choice.workload()
 
 
-def _workload_of(
-    request: SearchRequest, found: BatchSearchResult, workload_of: Callable[[int | None, int | None], Workload]
-) -> Workload:
+def _found(goal: Goal, request: SearchRequest, choice: ModelChoice, on_progress: OnProgress) -> BatchSearchResult:
+    """The best plan.  Raises InfeasibleError, which says what would fit instead, and what ``search_goal`` raises."""
+    shapes = Shapes(choice.at_batch_size, choice.at_sequence_length) if choice.has_shapes else None
+    try:
+        return search_goal(goal, request, shapes, on_progress=on_progress, keep_interrupted=True)
+    except InfeasibleError as error:
+        if isinstance(request.workload, GlobalBatch):
+            raise
+        sized = choice.at_batch_size if choice.is_known and goal is Goal.FASTEST else None
+        raise InfeasibleError(f"{error}{_what_fits_instead(request, sized)}") from error
+
+
+def _with_more(
+    found: BatchSearchResult, goal: Goal, request: SearchRequest, asked: list[Question], on_progress: OnProgress
+) -> tuple[BatchSearchResult, bool]:
+    """``found`` with what more memory of the host would bring and the answers to ``asked``; whether Ctrl-C ended it."""
+    is_interrupted = found.result.certificate.is_interrupted
+    if goal is Goal.FASTEST and not is_interrupted:
+        found, is_interrupted = with_host_bound(found, request, on_progress)
+    if asked and not is_interrupted:
+        from ..questions.what_if import what_if
+
+        try:
+            answers = what_if(request, found.result.prediction.iteration_s, asked, on_progress=on_progress)
+            found = found.model_copy(update={"result": found.result.model_copy(update={"what_if": answers})})
+        except KeyboardInterrupt:
+            is_interrupted = True
+    return found, is_interrupted
+
+
+def _workload_of(request: SearchRequest, found: BatchSearchResult, choice: ModelChoice) -> Workload:
     """The workload of the recommended plan."""
     if isinstance(request.workload, GlobalBatch):
         return request.workload.workload_at(found.micro_batch_size)
@@ -331,14 +300,7 @@ def _workload_of(
         return request.workload
     question = found.result.prediction.question
     assert question is not None, "a prediction says what was asked"
-    return workload_of(question.samples_per_micro_batch, question.sequence_length)
-
-
-def _global_batch(model: str, num_samples: int, num_ranks: int, workload_at: Callable[[int], Workload]) -> GlobalBatch:
-    """The batch, with the one size that a saved workload has.  Raises PlanError if the ranks cannot share it."""
-    check_shares(num_samples, num_ranks)
-    sizes = saved_sizes(model, num_samples, num_ranks)
-    return GlobalBatch(num_samples=num_samples, workload_at=workload_at, micro_batch_sizes=sizes)
+    return choice.at(question.samples_per_micro_batch, question.sequence_length)
 
 
 def _what_fits_instead(request: SearchRequest, workload_at: Callable[[int], Workload] | None) -> str:

@@ -32,12 +32,10 @@ from ...shared.cli.options import (
     SequenceLength,
     TimelinePath,
     Tokens,
-    cache_folder,
     command_app,
     examples,
     keep_apart,
     load_plan,
-    options_of,
     warn,
 )
 from ...shared.cli.output import save, tell
@@ -47,7 +45,6 @@ from ...shared.schema.calibration import Calibration
 from ...shared.schema.hardware import Hardware
 from ...shared.schema.record import Record
 from ...shared.schema.schedule import Schedule
-from ...shared.workloads.source import resolve_workload, untraced_workload
 from ..engine.simulator import simulate as simulate_plan
 from ..memory.host import default_host_budget_bytes
 from ..memory.libraries import collective_bytes, rank_device_bytes, rank_host_bytes
@@ -55,6 +52,7 @@ from ..memory.reserved import segment_limit_bytes
 from ..questions.leaner_plans import Room
 from ..questions.remedies import remedies
 from ..searching.confidence import DEFAULT_MARGIN_FRAC
+from .model_choice import ModelChoice
 from .options import (
     NumRanks,
     Parallel,
@@ -131,21 +129,23 @@ def simulate_command(
     chosen = with_ranks(load_plan(plan, optimizer), machine, num_ranks, parallel, n_shard)
     check_budget(device_budget_bytes, machine)
     factors = Calibration.load(calibration) if calibration is not None else None
-    workload = resolve_workload(
-        model,
+    choice = ModelChoice(
+        name=model,
         batch_size=batch_size,
         sequence_length=sequence_length,
         dtype=dtype,
-        cache=None if no_cache else cache_folder(),
-        warn=warn,
-        options=options_of(lora_rank, lora_targets, frozen, autocast),
+        lora_rank=lora_rank,
+        lora_targets=lora_targets,
+        frozen=frozen,
+        autocast=autocast,
         device=machine.device,
+        has_cache=not no_cache,
     )
+    workload = choice.workload()
     with progress_bar("simulating") as on_progress:
         schedule = compile_schedule(chosen, workload)
         record = simulate_plan(chosen, workload, machine, factors, schedule=schedule, on_progress=on_progress)
-    if tokens is not None:
-        record = record.for_tokens(tokens)
+    record = record if tokens is None else record.for_tokens(tokens)
     record = record.asking(device_budget_bytes=device_budget_bytes)
     budget_bytes = device_budget_bytes or rank_device_bytes(machine, chosen.num_ranks)
     told = remedies(
@@ -155,25 +155,10 @@ def simulate_command(
         factors,
         schedule=schedule,
         room=_room(machine, chosen.num_ranks, budget_bytes),
-        workload_at=lambda size: untraced_workload(
-            model,
-            size,
-            sequence_length=sequence_length,
-            dtype=dtype,
-            options=options_of(lora_rank, lora_targets, frozen, autocast),
-            device=machine.device,
-        ),
+        workload_at=lambda size: choice.untraced(size, sequence_length),
     )
     record = record.model_copy(update={"remedies": told})
-    if (unused := unused_devices(machine, chosen.num_ranks)) is not None:
-        warn(unused)
-    if record.guaranteed_peak_device_bytes > budget_bytes:
-        warn(
-            f"this plan may need {format_bytes(record.guaranteed_peak_device_bytes)} of device memory but the budget "
-            f"is {format_bytes(budget_bytes)}."
-        )
-    warn_of_dtype(record, machine)
-    warn_of_memory(record, rank_host_bytes(machine, chosen.num_ranks))
+    _warn(record, machine, budget_bytes)
     save(record, output)
     if timeline is not None:
         from ...shared.records.chrome_trace import chrome_trace
@@ -181,6 +166,20 @@ def simulate_command(
         write_atomically(timeline, chrome_trace({"simulated": record}, schedule=schedule))
     write_report(report, lambda: _report(record, schedule, budget_bytes))
     tell(record, output, as_json=as_json, tables=lambda: _tables(record))
+
+
+def _warn(record: Record, machine: Hardware, budget_bytes: int) -> None:
+    """Warn of what the plan leaves unused, and of what it needs and the machine lacks."""
+    num_ranks = record.plan.num_ranks
+    if (unused := unused_devices(machine, num_ranks)) is not None:
+        warn(unused)
+    if record.guaranteed_peak_device_bytes > budget_bytes:
+        warn(
+            f"this plan may need {format_bytes(record.guaranteed_peak_device_bytes)} of device memory but the budget "
+            f"is {format_bytes(budget_bytes)}."
+        )
+    warn_of_dtype(record, machine)
+    warn_of_memory(record, rank_host_bytes(machine, num_ranks))
 
 
 def _tables(record: Record) -> Parts:

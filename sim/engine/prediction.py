@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, TypeVar
 
 from ...shared.basics.errors import WorkloadError
@@ -17,7 +17,7 @@ from ...shared.records.question import matrix_dtype, question_of
 from ...shared.schema.calibration import Calibration
 from ...shared.schema.hardware import Hardware
 from ...shared.schema.plan import Plan
-from ...shared.schema.record import LaneUse, Origin, Record, TaskTiming
+from ...shared.schema.record import LaneUse, MemoryCurve, Origin, PhaseWait, Record, TaskTiming
 from ...shared.schema.schedule import LANES_ALONE, Schedule, Task, TaskId, TaskKind
 from ...shared.schema.workload import Workload
 from ...shared.verify.guaranteed_peak import guaranteed_device_peak
@@ -83,31 +83,18 @@ def predicted_record(
 
     Raises WorkloadError if the iteration takes no time, ScheduleError if ``schedule`` is unsafe for ``plan``.
     """
-    hardware = machine.hardware
+    hardware, fold = machine.hardware, timing.fold
     _check_takes_time(workload, hardware, timing)
-    fold = timing.fold
-    begin_s, end_s = window_s(schedule, timing)
-    tasks = _task_timings(schedule, timing, begin_s)
-    forward_s, backward_s = phase_times_s(schedule, [task.end_s for task in tasks])
-    optimizer_s = max(0.0, end_s - begin_s - forward_s - backward_s)
     if layout is None:
         layout = build_layout(workload.parameters, num_blocks=workload.num_blocks, chunk_bytes=plan.chunk_bytes)
     verified = plan.model_copy(update={"micro_batches": schedule.micro_batches})
     verify_schedule(schedule, verified, workload, layout, rules=method.rules)
-    lanes = _lane_uses(schedule, tasks, fold)
-    waits, flops = phase_waits(schedule, _spans(timing), (begin_s, end_s)), hardware_flops(schedule)
+    found = _iteration(schedule, timing)
     if fold is not None:
         # The proof of one micro-batch is that of all that are like it.
-        more_s = more_phase_times_s(fold, tasks)
-        forward_s, backward_s = forward_s + more_s[0], backward_s + more_s[1]
-        tasks = unfold_tasks(fold, tasks)
-        waits = unfold_waits(fold, waits, _spans(timing), begin_s)
-        flops = unfold_flops(fold, flops)
         schedule = fold.kept.with_all_left_over()
     order = HappensBefore(schedule, _ITERATIONS)
-    device_curve, pinned_curve = DeviceMemory(schedule, timing).curve(), pinned_host_curve(schedule, timing)
-    if fold is not None:
-        device_curve, pinned_curve = (unfold_curve(fold, curve, begin_s) for curve in (device_curve, pinned_curve))
+    device_curve, pinned_curve = _memory_curves(schedule, timing)
     return Record(
         origin=Origin.SIMULATED,
         plan=plan,
@@ -118,12 +105,12 @@ def predicted_record(
         num_tokens=workload.num_tokens * plan.micro_batches * plan.num_ranks,
         iteration_s=timing.iteration_s,
         iteration_noise_frac=calibration.iteration_noise_frac if calibration is not None else 0.0,
-        forward_s=forward_s,
-        backward_s=backward_s,
-        optimizer_s=optimizer_s,
-        waits=waits,
-        tasks=tasks,
-        lanes=lanes,
+        forward_s=found.forward_s,
+        backward_s=found.backward_s,
+        optimizer_s=found.optimizer_s,
+        waits=found.waits,
+        tasks=found.tasks,
+        lanes=found.lanes,
         memory=(device_curve, pinned_curve),
         guaranteed_peak_device_bytes=guaranteed_device_peak(schedule, order).size_bytes,
         device_reserved=device_reserved(
@@ -139,7 +126,7 @@ def predicted_record(
         ),
         price_usd_per_hour=machine.price_usd_per_hour,
         model_flops=_times(plan.micro_batches * plan.num_ranks, model_flops(workload)),
-        hardware_flops=_times(plan.num_ranks, flops),
+        hardware_flops=_times(plan.num_ranks, found.hardware_flops),
         peak_flop_per_s=_times(plan.num_ranks, hardware.device.matrix_flop_per_s(matrix_dtype(workload))),
         power_w=_times(plan.num_ranks, hardware.device.power_w),
         chunks=chunk_counts(plan, layout),
@@ -147,6 +134,55 @@ def predicted_record(
         num_cpu_adam_steps=sum(task.kind is TaskKind.CPU_ADAM for task in schedule.tasks),
         question=question_of(workload, plan, hardware, calibration),
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Iteration:
+    """What the lanes of one rank do in an iteration, micro-batches that were left out among it."""
+
+    forward_s: float
+    backward_s: float
+    optimizer_s: float
+    waits: tuple[PhaseWait, ...]
+    tasks: tuple[TaskTiming, ...]
+    lanes: tuple[LaneUse, ...]
+    hardware_flops: int | None
+
+
+def _iteration(schedule: Schedule, timing: Timing) -> _Iteration:
+    fold = timing.fold
+    begin_s, end_s = window_s(schedule, timing)
+    tasks = _task_timings(schedule, timing, begin_s)
+    forward_s, backward_s = phase_times_s(schedule, [task.end_s for task in tasks])
+    found = _Iteration(
+        forward_s=forward_s,
+        backward_s=backward_s,
+        optimizer_s=max(0.0, end_s - begin_s - forward_s - backward_s),
+        waits=phase_waits(schedule, _spans(timing), (begin_s, end_s)),
+        tasks=tasks,
+        lanes=_lane_uses(schedule, tasks, fold),
+        hardware_flops=hardware_flops(schedule),
+    )
+    if fold is None:
+        return found
+    more_forward_s, more_backward_s = more_phase_times_s(fold, tasks)
+    return replace(
+        found,
+        forward_s=forward_s + more_forward_s,
+        backward_s=backward_s + more_backward_s,
+        waits=unfold_waits(fold, found.waits, _spans(timing), begin_s),
+        tasks=unfold_tasks(fold, tasks),
+        hardware_flops=unfold_flops(fold, found.hardware_flops),
+    )
+
+
+def _memory_curves(schedule: Schedule, timing: Timing) -> tuple[MemoryCurve, MemoryCurve]:
+    """Of the device and of pinned host memory; ``schedule`` holds what left-out micro-batches leave over."""
+    device_curve, pinned_curve = DeviceMemory(schedule, timing).curve(), pinned_host_curve(schedule, timing)
+    if timing.fold is None:
+        return device_curve, pinned_curve
+    begin_s, _ = window_s(schedule, timing)
+    return unfold_curve(timing.fold, device_curve, begin_s), unfold_curve(timing.fold, pinned_curve, begin_s)
 
 
 def _check_takes_time(workload: Workload, hardware: Hardware, timing: Timing) -> None:

@@ -1,0 +1,110 @@
+"""The model that a command is asked about, as its options describe it, in any shape of the batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from ...shared.catalogue.models import known_model
+from ...shared.cli.options import cache_folder, options_of, warn
+from ...shared.schema.hardware import Device
+from ...shared.schema.training_options import TrainingOptions
+from ...shared.schema.workload import Workload
+from ...shared.workloads.source import is_saved_workload, resolve_workload, saved_sizes, untraced_workload
+from ..searching.request import GlobalBatch
+from ..space.step_spec import check_shares
+
+if TYPE_CHECKING:
+    from ..questions.what_if_methods import MethodChange
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelChoice:
+    """A model, how it is trained, and the batch that it is asked about with."""
+
+    name: str
+    """Of the catalogue, or a file's."""
+    batch_size: int | None
+    """Samples per micro-batch."""
+    sequence_length: int | None
+    """Tokens per sample."""
+    dtype: str | None
+    lora_rank: int | None
+    lora_targets: str | None
+    frozen: list[str] | None
+    autocast: str | None
+    device: Device
+    """Decides the element type and the kernels."""
+    has_cache: bool
+    """Whether traced workloads are kept."""
+
+    @property
+    def has_shapes(self) -> bool:
+        """Whether it can be asked about with other batches: a saved workload has one."""
+        return not is_saved_workload(self.name)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether it is of the catalogue."""
+        return known_model(self.name) is not None
+
+    @property
+    def options(self) -> TrainingOptions:
+        """How it is trained.  Raises ProtwinError if its options make no sense together."""
+        return options_of(self.lora_rank, self.lora_targets, self.frozen, self.autocast)
+
+    def workload(self) -> Workload:
+        """What it does with the batch.  Raises what ``resolve_workload`` raises."""
+        return resolve_workload(
+            self.name,
+            batch_size=self.batch_size,
+            sequence_length=self.sequence_length,
+            dtype=self.dtype,
+            cache=cache_folder() if self.has_cache else None,
+            warn=warn,
+            options=self.options,
+            device=self.device,
+        )
+
+    def at(self, batch_size: int | None, sequence_length: int | None) -> Workload:
+        """What it does with another batch."""
+        return replace(self, batch_size=batch_size, sequence_length=sequence_length).workload()
+
+    def at_batch_size(self, batch_size: int) -> Workload:
+        """What it does with more or fewer samples of the same length."""
+        return self.at(batch_size, self.sequence_length)
+
+    def at_sequence_length(self, sequence_length: int) -> Workload:
+        """What it does with longer or shorter samples, one unless their number is given."""
+        return self.at(self.batch_size or 1, sequence_length)
+
+    def untraced(self, batch_size: int, sequence_length: int | None) -> Workload | None:
+        """What it does with another batch, where no trace is needed to know; None where one is."""
+        return untraced_workload(
+            self.name,
+            batch_size,
+            sequence_length=sequence_length,
+            dtype=self.dtype,
+            options=self.options,
+            device=self.device,
+        )
+
+    def global_batch(self, num_samples: int, num_ranks: int) -> GlobalBatch:
+        """A batch of a step, with the one size that a saved workload has.
+
+        Raises PlanError if the ranks cannot share it.
+        """
+        check_shares(num_samples, num_ranks)
+        sizes = saved_sizes(self.name, num_samples, num_ranks)
+        return GlobalBatch(num_samples=num_samples, workload_at=self.at_batch_size, micro_batch_sizes=sizes)
+
+    def changed(self, change: MethodChange) -> ModelChoice:
+        """The model with another method, where the change says so, and as it is asked for else."""
+        lora_rank = change.lora_rank if "lora" in change.given else self.lora_rank
+        return replace(
+            self,
+            batch_size=change.batch_size if "batch-size" in change.given else self.batch_size,
+            sequence_length=change.sequence_length if "sequence-length" in change.given else self.sequence_length,
+            lora_rank=lora_rank,
+            lora_targets=self.lora_targets if lora_rank is not None else None,
+        )

@@ -1,0 +1,75 @@
+"""Options of ``protwin search`` that narrow the space of plans: the values that a knob may take."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from ...shared.cli.options import size_option
+from ...shared.schema.plan import ParallelMode
+from ..space.space import LARGEST_KNOB
+
+
+def _allowed(name: str, help_text: str, *, least: int = 0) -> Any:
+    """An option for a knob that counts something from ``least`` up."""
+    return typer.Option(name, metavar="N", min=least, max=LARGEST_KNOB, help=help_text)
+
+
+AllowedChunkBytes = Annotated[
+    list[int] | None,
+    typer.Option("--chunk-bytes", parser=size_option, metavar="SIZE", help="Allow this chunk size (repeatable)."),
+]
+AllowedPersistent = Annotated[
+    list[int] | None, _allowed("--n-persist", "Allow this number of persistent chunks (repeatable).")
+]
+AllowedHostStepped = Annotated[
+    list[int] | None,
+    _allowed(
+        "--n-host-stepped",
+        "Allow this number of chunks that the device keeps and the host steps (repeatable); 0 unless given.",
+    ),
+]
+AllowedShards = Annotated[
+    list[int] | None,
+    _allowed(
+        "--n-shard", "Allow this number of chunks that are sharded over the devices, in mode sharded (repeatable)."
+    ),
+]
+LooksUpRows = Annotated[
+    bool,
+    typer.Option("--looks-up-rows", help="Search plans that look rows of embeddings up on the host, and no others."),
+]
+AllowedDiskState = Annotated[
+    list[int] | None,
+    _allowed(
+        "--n-disk-state",
+        "Allow this number of offloaded chunks whose optimizer state lies on the host's disk (repeatable).",
+    ),
+]
+AllowedDisk = Annotated[
+    list[int] | None,
+    _allowed("--n-disk", "Allow this number of them whose parameters lie there too (repeatable); 0 unless given."),
+]
+AllowedStaging = Annotated[
+    list[int] | None,
+    _allowed(
+        "--n-staging",
+        "Allow this number of places that chunks on the disk share (repeatable); 2 and 3 unless given.",
+        least=1,
+    ),
+]
+AllowedBuffers = Annotated[list[int] | None, _allowed("--n-buffer", "Allow this number of buffers (repeatable).")]
+AllowedPrefetchDepths = Annotated[
+    list[int] | None, _allowed("--prefetch-depth", "Allow this prefetch depth (repeatable).", least=1)
+]
+AllowedCheckpoints = Annotated[
+    list[int] | None, _allowed("--n-checkpoint", "Allow this number of checkpointed blocks (repeatable).")
+]
+AllowedSwaps = Annotated[
+    list[int] | None, _allowed("--n-swap", "Allow this number of swapped blocks (repeatable); 0 unless given.")
+]
+AllowedModes = Annotated[
+    list[ParallelMode] | None,
+    typer.Option("--parallel", help="Allow this way of training together (repeatable); all unless given."),
+]
