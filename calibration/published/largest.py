@@ -17,9 +17,6 @@ from ...sim.questions.largest import (
     trained,
     with_host_memory,
 )
-from ...sim.searching.least_memory import some_plan_fits
-from ...sim.searching.problem import search_problem
-from ...sim.searching.request import SearchRequest
 from .runs import LARGEST_ON_24_GB, LARGEST_ON_80_GB, Prediction, Quantity
 
 _TRACED_BLOCKS: Final = 5
@@ -85,11 +82,14 @@ def largest_predictions() -> list[Prediction]:
     """Parameters of the deepest model that fits, by host memory."""
     from .workloads import dense_workload, llama  # traces, with torch
 
+    step = LargestRequest(batch_size=1, sequence_length=1024)
     shape = llama(_WIDTH, _TRACED_BLOCKS, _WIDTH // 128, 8 * _WIDTH // 3)
-    workload = dense_workload(shape, "llama-of-any-depth", batch_size=1, sequence_length=1024)
+    workload = dense_workload(
+        shape, "llama-of-any-depth", batch_size=step.batch_size, sequence_length=step.sequence_length
+    )
     found = []
     for case, (name, memories) in _HOSTS.items():
-        largest = [_largest(workload, with_host_memory(machine(name), memory_bytes)) for memory_bytes in memories]
+        largest = [_deepest(step, workload, with_host_memory(machine(name), memory_bytes)) for memory_bytes in memories]
         hosts = ", ".join(f"{memory_bytes // _GIB} GiB" for memory_bytes in memories)
         how = (
             f"hosts of {hosts}, which limit it; a Llama {_WIDTH} wide, 1 sequence of 1 024 tokens, every block "
@@ -99,20 +99,15 @@ def largest_predictions() -> list[Prediction]:
     return found
 
 
-def _largest(workload: Workload, hardware: Hardware) -> int:
+def _deepest(step: LargestRequest, workload: Workload, hardware: Hardware) -> int:
     """Parameters of the deepest model that fits; bisected, since memory grows with every block."""
     from .workloads import with_depth
 
     fits, fails = _TRACED_BLOCKS, _TRACED_BLOCKS + _least_too_many(workload, hardware)
     while fails - fits > 1:
         middle = (fits + fails) // 2
-        fits, fails = (middle, fails) if _fits(with_depth(workload, middle), hardware) else (fits, middle)
+        fits, fails = (middle, fails) if step.fits(with_depth(workload, middle), hardware) else (fits, middle)
     return with_depth(workload, fits).num_parameters
-
-
-def _fits(workload: Workload, hardware: Hardware) -> bool:
-    """Whether some plan fits; the allocator's segments are left out of account."""
-    return some_plan_fits(search_problem(SearchRequest(workload=workload, hardware=hardware, margin_frac=None)))
 
 
 def _least_too_many(workload: Workload, hardware: Hardware) -> int:

@@ -77,6 +77,10 @@ class LargestRequest:
         """All plans that fit without the margin, which a search falls back on."""
         return search_problem(replace(self.search_request(workload, hardware), margin_frac=0.0))
 
+    def fits(self, workload: Workload, hardware: Hardware) -> bool:
+        """Whether some plan trains the model on the machine."""
+        return some_plan_fits(self.problem(workload, hardware))
+
 
 def with_host_memory(hardware: Hardware, memory_bytes: int | None) -> Hardware:
     """The machine with so much host memory; None for more than any model needs."""
@@ -140,7 +144,7 @@ def _of_machine(
             workload = request.workload(model, box.device)
             if workload is None:
                 left_out[model] = None
-            elif some_plan_fits(request.problem(workload, box)):
+            elif request.fits(workload, box):
                 found = trained(request, workload, box)
                 break
             else:
