@@ -25,6 +25,9 @@ from tests.strategies.plans import plans
 FAST_FOLDER = next((folder for folder in ("/dev/shm",) if os.access(folder, os.W_OK)), None)
 """A disk folder of memory, if the system has one: small writes to a real disk take milliseconds each."""
 
+_PER_RUN = 4
+_RUNS_PER_SEED = 100_000
+
 
 def first(drawn: tuple[Plan, Layout]) -> Plan:
     return drawn[0]
@@ -35,12 +38,24 @@ class _Enough(Exception):
 
 
 def random_plans(workload: Workload, number: int, seed: int, optimizer: Optimizer = Optimizer.ADAMW) -> list[Plan]:
-    """So many different plans that ``workload`` can follow, the same ones for the same seed."""
+    """So many different plans that ``workload`` can follow, the same ones for the same seed.
+
+    Hypothesis varies what it has drawn before, so that plans of one run of it are alike: each run gives a few.
+    """
     found: dict[str, Plan] = {}
+    for run in range(10 * number):
+        _draw(found, min(number, len(found) + _PER_RUN), workload, seed * _RUNS_PER_SEED + run, optimizer)
+        if len(found) == number:
+            return list(found.values())
+    raise AssertionError(f"{len(found)} different plans were drawn, {number} were wanted")
+
+
+def _draw(found: dict[str, Plan], until: int, workload: Workload, seed: int, optimizer: Optimizer) -> None:
+    """Add plans to those ``found``, until there are so many or one run of Hypothesis has no more."""
 
     @hypothesis.seed(seed)
     @settings(
-        max_examples=20 * number,
+        max_examples=20 * _PER_RUN,
         database=None,
         deadline=None,
         derandomize=False,
@@ -49,14 +64,12 @@ def random_plans(workload: Workload, number: int, seed: int, optimizer: Optimize
     )
     @given(drawn=plans(workload, optimizers=st.just(optimizer), has_disk=True))
     def draw(drawn: tuple[Plan, Layout]) -> None:
-        if len(found) == number:
+        if len(found) == until:
             raise _Enough
         found.setdefault(drawn[0].identity, drawn[0])
 
     with suppress(_Enough):
         draw()
-    assert len(found) == number, f"{len(found)} different plans were drawn, {number} were wanted"
-    return list(found.values())
 
 
 @dataclass(frozen=True)
