@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import ClassVar, Self
+from typing import ClassVar, Final, Self
 
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
@@ -172,6 +172,57 @@ class HostBound(FrozenModel):
     """Of a host that is enough for it."""
 
 
+class LeftOutSort(StrEnum):
+    """Plans that a search tries where it is asked to, and not by default."""
+
+    SWAPS = "swaps"
+    """Blocks whose saved activations go to the host and come back."""
+    HOST_STEPPED = "host-stepped"
+    """Chunks that stay on the device and are stepped on the host."""
+    ROW_LOOKUPS = "row-lookups"
+    """Rows of embeddings that are looked up on the host."""
+
+    @property
+    def words(self) -> str:
+        """What such plans have, for a sentence."""
+        return _LEFT_OUT_WORDS[self]
+
+    @property
+    def option(self) -> str:
+        """What ``protwin search`` takes to search them."""
+        return _LEFT_OUT_OPTIONS[self]
+
+    @property
+    def kind(self) -> PlanKind:
+        """The most that such plans need not ask for: by it their gain is weighed."""
+        return _LEFT_OUT_KINDS[self]
+
+
+_LEFT_OUT_WORDS: Final = {
+    LeftOutSort.SWAPS: "swapped activations",
+    LeftOutSort.HOST_STEPPED: "chunks on the device that the host steps",
+    LeftOutSort.ROW_LOOKUPS: "rows of embeddings looked up on the host",
+}
+_LEFT_OUT_OPTIONS: Final = {
+    LeftOutSort.SWAPS: "--n-swap all",
+    LeftOutSort.HOST_STEPPED: "--n-host-stepped all",
+    LeftOutSort.ROW_LOOKUPS: "--looks-up-rows",
+}
+_LEFT_OUT_KINDS: Final = {
+    LeftOutSort.SWAPS: PlanKind.SWAPPED,
+    LeftOutSort.HOST_STEPPED: PlanKind.HOST_STEPPED,
+    LeftOutSort.ROW_LOOKUPS: PlanKind.OFFLOADED,
+}
+
+
+class LeftOut(FrozenModel):
+    """Plans of one sort that the search left out, and what they might bring at most."""
+
+    sort: LeftOutSort
+    shortest_possible_s: PositiveFloat | None
+    """No such plan that fits has a shorter iteration; None where nothing is known."""
+
+
 class ModeChoice(FrozenModel):
     """What became of one parallel mode."""
 
@@ -219,6 +270,8 @@ class SearchResult(Document):
     host_bound: HostBound | None = None
     """A faster plan that only the host's memory rules out, if that was asked."""
     certificate: Certificate
+    left_out: tuple[LeftOut, ...] = ()
+    """Sorts of plans that were not searched although some of them may fit: those that nobody asked for."""
     alternatives: tuple[PlanOutcome, ...]
     """The next best plans that differ in chunk size, persistent chunks or checkpointed blocks, fastest first."""
     pareto: tuple[PlanOutcome, ...]
@@ -242,6 +295,12 @@ class SearchResult(Document):
     def gap_frac(self) -> float:
         """How much faster than ``plan`` any plan of the space could at most be, as a fraction of its time."""
         return max(0.0, 1 - self.certificate.shortest_possible_s / self.prediction.iteration_s)
+
+    def left_out_frac(self, one: LeftOut) -> float | None:
+        """How much faster than ``plan`` a plan of such a sort could at most be; None where nothing is known."""
+        if one.shortest_possible_s is None:
+            return None
+        return max(0.0, 1 - one.shortest_possible_s / self.prediction.iteration_s)
 
 
 class BatchChoice(FrozenModel):

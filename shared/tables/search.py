@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from ..basics.units import format_bytes, format_seconds
-from ..schema.search_result import BatchSearchResult, Certificate, PlanOutcome, SearchResult, WhatIf
+from ..schema.search_result import BatchSearchResult, Certificate, LeftOut, PlanOutcome, SearchResult, WhatIf
 from .answer import baseline_table, recommendation
 from .labels import NO_VALUE, format_error, format_share, how_much_faster, knobs
 from .record import record_tables
@@ -154,9 +154,9 @@ def budget_sentence(result: SearchResult) -> str:
 
 
 def certificate_sentence(result: SearchResult) -> str:
-    """What the search proves, and how many plans it looked at to prove it."""
-    certificate = result.certificate
-    return f"{_counts(certificate)} {_proof(result)}"
+    """What the search proves, how many plans it looked at to prove it, and what it left out by default."""
+    sentences = (_counts(result.certificate), _proof(result), _left_out(result))
+    return " ".join(sentence for sentence in sentences if sentence)
 
 
 def _counts(certificate: Certificate) -> str:
@@ -187,3 +187,22 @@ def _proof(result: SearchResult) -> str:
     if any(outcome.iteration_s < result.prediction.iteration_s for outcome in (*result.alternatives, *result.pareto)):
         sentence += f" Of the plans within {format_share(tolerance_frac)} of the fastest, this is the simplest."
     return sentence
+
+
+def _left_out(result: SearchResult) -> str:
+    """Which plans were not searched, how they are, and by how much they may at most be faster."""
+    if not result.left_out:
+        return ""
+    told = [f"{one.sort.words} ({one.sort.option}), {_most_gained(result, one)}" for one in result.left_out]
+    return f"Not searched by default are plans with {'; '.join(told)}."
+
+
+def _most_gained(result: SearchResult, one: LeftOut) -> str:
+    gain_frac = result.left_out_frac(one)
+    if gain_frac is None:
+        return "of whose times nothing is known"
+    claim = f"none of which {how_much_faster(gain_frac)}"
+    uncertainty_frac = result.uncertainty.between(result.plan_kind, one.sort.kind)
+    if 0 < gain_frac <= uncertainty_frac:
+        claim += f" (within the uncertainty of {format_share(uncertainty_frac)})"
+    return claim

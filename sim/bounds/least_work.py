@@ -13,7 +13,7 @@ from ..space.prices import FloatArray, PriceList
 from ..space.space import BoolArray, IntArray
 from .throughput import Throughput
 
-_BOUND_FRAC = 1 - 1e-5
+BOUND_FRAC = 1 - 1e-5
 """Covers what the simulator tolerates as periodic, and rounding."""
 
 
@@ -75,7 +75,7 @@ class LeastWork:
         least_s = np.repeat(others_s.max(axis=1)[:, None], len(modes), axis=1)
         for vertex in np.flatnonzero(weights[:, 0]):
             np.maximum(least_s, weights[vertex, 0] * compute_s + others_s[:, vertex, None], out=least_s)
-        return least_s * _BOUND_FRAC
+        return least_s * BOUND_FRAC
 
 
 def _disk_s(table: ChunkTable, prices: PriceList) -> FloatArray:

@@ -8,12 +8,25 @@ import typer
 
 from ...shared.cli.options import size_option
 from ...shared.schema.plan import ParallelMode
-from ..space.space import LARGEST_KNOB
+from ..space.space import ALL, LARGEST_KNOB
 
 
 def _allowed(name: str, help_text: str, *, least: int = 0) -> Any:
     """An option for a knob that counts something from ``least`` up."""
     return typer.Option(name, metavar="N", min=least, max=LARGEST_KNOB, help=help_text)
+
+
+def count_or_all(text: str) -> int | str:
+    """A value of a knob, or ``ALL`` for everything sensible.  Raises BadParameter for anything else."""
+    if text == ALL:
+        return text
+    if not text.isdecimal() or int(text) > LARGEST_KNOB:
+        raise typer.BadParameter(f"{text!r} is neither a number from 0 to {LARGEST_KNOB} nor {ALL}.")
+    return int(text)
+
+
+def _allowed_or_all(name: str, help_text: str) -> Any:
+    return typer.Option(name, metavar="N|all", parser=count_or_all, help=help_text)
 
 
 AllowedChunkBytes = Annotated[
@@ -25,9 +38,10 @@ AllowedPersistent = Annotated[
 ]
 AllowedHostStepped = Annotated[
     list[int] | None,
-    _allowed(
+    _allowed_or_all(
         "--n-host-stepped",
-        "Allow this number of chunks that the device keeps and the host steps (repeatable); 0 unless given.",
+        "Allow this number of chunks that the device keeps and the host steps (repeatable), or all that are sensible; "
+        "0 unless given.",
     ),
 ]
 AllowedShards = Annotated[
@@ -67,7 +81,10 @@ AllowedCheckpoints = Annotated[
     list[int] | None, _allowed("--n-checkpoint", "Allow this number of checkpointed blocks (repeatable).")
 ]
 AllowedSwaps = Annotated[
-    list[int] | None, _allowed("--n-swap", "Allow this number of swapped blocks (repeatable); 0 unless given.")
+    list[int] | None,
+    _allowed_or_all(
+        "--n-swap", "Allow this number of swapped blocks (repeatable), or all that are sensible; 0 unless given."
+    ),
 ]
 AllowedModes = Annotated[
     list[ParallelMode] | None,

@@ -210,6 +210,19 @@ class Candidates:
             self._drop_lost()
         return []
 
+    def open_families(self, limit_s: float, most: int) -> None:
+        """Open the families with the lowest bounds as far as their memory: it sharpens ``next_bound_s``.
+
+        At most so many, with bounds below ``limit_s``.
+        """
+        while most and self._heap and self._heap[0][0] < limit_s:
+            entry = self._heap[0][-1]
+            if not isinstance(entry, (_Group, _Family)):
+                return
+            heappop(self._heap)
+            self._looked_at(entry, limit_s)
+            most -= isinstance(entry, _Family)
+
     def _drop_lost(self) -> None:
         """Count and leave plans that fit no longer, for the limit was lowered."""
         opened = [item[-1] for item in self._heap if isinstance(item[-1], _Plans)]

@@ -24,6 +24,7 @@ from ...shared.workloads.check import check_magnitude
 from ..bounds.least_work import LeastWork, NoLeastWork
 from ..bounds.peak_bounds import MemoryBounds, NoMemoryBounds
 from ..bounds.replay import Replayer
+from ..bounds.round_trips import RoundTrips
 from ..bounds.stretches import least_periods_s
 from ..bounds.throughput import Throughput
 from ..costs.contention import ContentionModel
@@ -38,7 +39,7 @@ from ..space.lane_programs import LanePrograms
 from ..space.least_on_disk import HostAndDisk, least_on_disk
 from ..space.plan_family import PlanFamily
 from ..space.prices import FloatArray
-from ..space.space import IntArray, LayoutGrid, SearchSpace
+from ..space.space import IntArray, LayoutGrid, ModeRows, SearchSpace
 from ..space.step_spec import StepSpec
 from .request import SearchRequest
 
@@ -204,6 +205,30 @@ class SearchProblem:
     def _whole_compute(self) -> ComputeTable:
         """The compute lane with the levels of every micro-batch."""
         return compute_table(self.layouts[0].table.workload, self.compute.modes, self.costs, self.step)
+
+    def with_modes(self, modes: ModeRows) -> SearchProblem:
+        """The same residencies with other choices of activation modes, for bounds of plans that are not looked at.
+
+        Of a space whose least work is known.
+        """
+        grid = replace(self.layouts[0].grid, modes=modes)
+        compute, kept = _compute_tables(self.layouts[0].table.workload, grid, self.costs, self.step)
+        deepest = int(grid.prefetch_depth[-1])
+        return replace(
+            self,
+            compute=compute,
+            kept_compute=kept,
+            layouts=tuple(
+                replace(
+                    layout,
+                    grid=replace(layout.grid, modes=modes),
+                    work=RoundTrips(layout.table, compute, self.throughput, deepest),
+                    memory=MemoryBounds(layout.table, compute, layout.table.workload.resident_bytes),
+                )
+                for layout in self.layouts
+            ),
+            _families={},
+        )
 
     def pinned_host_bytes(self, layout: int, prefix: IntArray, n_swap: int) -> IntArray:
         """(R,) pinned host memory: of offloaded chunks, and of what blocks swap."""

@@ -157,7 +157,7 @@ class SearchRequest:
     """The training method."""
     baselines: tuple[tuple[str, Plan], ...] | None = None
     """The user's own plans, with names, to lay beside the recommended one together with what other systems would do;
-    None for no baselines at all."""
+    None for no baselines at all, and no word about plans that are left out by default."""
 
     def __post_init__(self) -> None:
         for budget in ("device_budget_bytes", "host_budget_bytes"):

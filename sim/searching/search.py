@@ -34,6 +34,7 @@ from .baselines import baselines
 from .branch_and_bound import BranchAndBound, OnProgress, was_interrupted
 from .choice import Chooser, Where
 from .infeasible import nothing_fits
+from .left_out import left_out
 from .outcomes import batch_choice, mode_choice, search_result
 from .problem import search_problem
 from .request import GlobalBatch, SearchRequest
@@ -112,6 +113,10 @@ def _search(request: SearchRequest, *, on_progress: OnProgress | None, keep_inte
         problems = {where[0]: branch.problem for where, branch in branches.items() if where[1] is mode}
         found = baselines(problems, SegmentRoom.of(request), result.plan, own=request.baselines)
         result = result.model_copy(update={"baselines": found})
+        if not interrupted:
+            distinct = {id(branch.problem): branch.problem for branch in branches.values()}
+            others = left_out(request, distinct.values(), result.prediction.iteration_s)
+            result = result.model_copy(update={"left_out": others})
     if request.step.num_ranks > 1:
         modes = tuple(
             mode_choice(

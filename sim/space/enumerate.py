@@ -57,7 +57,7 @@ def enumerate_space(
     if space.names_disk:
         on_disk = _named_on_disk(space, step)
     others = {residency: _wanted(space, step, residency) for residency in COUNTED[1:]}
-    modes = _mode_rows(workload, space)
+    modes = mode_rows(workload, space)
     layouts = _layouts(workload, space.chunk_bytes)
     if space.looks_up_rows:
         layouts = _looking_up(workload, layouts, step)
@@ -136,7 +136,7 @@ _WHO_KNOWS: Final = {
 # -- modes -----------------------------------------------------------------------------------------------------------
 
 
-def _mode_rows(workload: Workload, space: SearchSpace) -> ModeRows:
+def mode_rows(workload: Workload, space: SearchSpace) -> ModeRows:
     """Every distinct choice of modes that the space allows.
 
     A block that has nothing to move keeps its activations in mode SWAP, so that several choices may come to the same:

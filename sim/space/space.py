@@ -8,7 +8,7 @@ from typing import Annotated, Any, Final
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt
+from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt, field_validator
 
 from ...shared.basics.documents import FrozenModel
 from ...shared.layout.layout import Layout
@@ -29,6 +29,8 @@ def _as_values(value: Any) -> Any:
 
 LARGEST_KNOB: Final = 10**6
 """No layout has as many chunks, no model as many blocks; much larger numbers would not fit into numpy's."""
+ALL: Final = "all"
+"""Among the values of ``n_swap`` or ``n_host_stepped``: everything sensible."""
 _LARGEST_CHUNK_BYTES: Final = 2**62
 
 _Sizes = Annotated[
@@ -71,6 +73,11 @@ class SearchSpace(FrozenModel):
     prefetch_depth: _Positive = (1, 2, 3)
     n_checkpoint: _NonNegative | None = None
     n_swap: _NonNegative | None = (0,)
+
+    @field_validator("n_swap", "n_host_stepped", mode="before")
+    @classmethod
+    def _every(cls, value: Any) -> Any:
+        return None if isinstance(value, tuple) and ALL in value else value
 
     @property
     def names_disk(self) -> bool:

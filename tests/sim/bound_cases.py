@@ -20,6 +20,7 @@ from protwin.sim.bounds.exact_peaks import family_peaks
 from protwin.sim.bounds.least_work import LeastWork
 from protwin.sim.bounds.peak_bounds import MemoryBounds
 from protwin.sim.bounds.replay import Replayer, ReplayPlan
+from protwin.sim.bounds.round_trips import RoundTrips
 from protwin.sim.bounds.stretches import least_periods_s
 from protwin.sim.bounds.throughput import Throughput
 from protwin.sim.costs.contention import ContentionModel
@@ -87,6 +88,12 @@ class Case:
     def work_bound_s(self) -> float:
         """By the least work of every lane."""
         bounds = LeastWork(self.chunks, self.compute, Throughput.of(self.contention))
+        return float(bounds.period_s(np.array([self.prefix]), self.mode)[0, 0])
+
+    def round_trip_bound_s(self) -> float:
+        """By what must be on the host and back in time, beside the work of every lane."""
+        throughput = Throughput.of(self.contention)
+        bounds = RoundTrips(self.chunks, self.compute, throughput, self.plan.prefetch_depth)
         return float(bounds.period_s(np.array([self.prefix]), self.mode)[0, 0])
 
     def time_bound_s(
