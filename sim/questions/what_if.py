@@ -92,7 +92,8 @@ def what_if(
     for number, question in enumerate(asked):
         on_progress(number, len(asked))
         try:
-            found_s = search(question.request).prediction.iteration_s
+            # An answer of one figure: nothing stands beside it.
+            found_s = search(replace(question.request, baselines=None)).prediction.iteration_s
             speedup = iteration_s / found_s * (tokens_per_step(question.request) / tokens_now)
             answers.append(WhatIf(change=question.change, iteration_s=found_s, speedup=speedup))
         except PlanError as error:
