@@ -199,7 +199,7 @@ class DeviceChunk:
         """The float32 weight that is stepped in the place of ``home``, the next one."""
         if self.state_place is None:
             return home.float()
-        return self.state_place.put((len(self.masters), MASTER), home.float())
+        return self.state_place.put((len(self.masters), MASTER), home, torch.float32)
 
     def _has_master(self, spec: Parameter) -> bool:
         return master_bytes(DType(spec.dtype), self._optimizer) > 0

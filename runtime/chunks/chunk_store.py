@@ -19,8 +19,6 @@ from ..devices.device import TrainingDevice
 _PAGE_BYTES: Final = 4096
 _SPARE_BYTES: Final = 8
 """Per tensor of an optimizer's state: what it may lose to the alignment of its element type."""
-_LEAST_MEASURED_BYTES: Final = 64 * 2**20
-"""Less takes the time of single calls, which says nothing of a disk's rates."""
 _SLOW_FRAC: Final = 0.5
 """A disk that reaches less of what was stated is told of."""
 

@@ -101,14 +101,13 @@ class ChunkOptimizer:
                 weight.grad = None if gradient is None else gradient.to(weight.dtype)
                 if factor is not None and weight.grad is not None:
                     weight.grad.mul_(factor)
-            with self._alone:
+            made = nullcontext() if self.place is None else self.place.making(self.optimizer, self._weights)
+            with made, self._alone:
                 self.optimizer.step()
             for weight, target, gradient in zip(self._weights, self._targets, gradients, strict=True):
                 weight.grad = None
                 if target is not None and gradient is not None:
                     target.copy_(weight)
-            if self.place is not None:
-                self.place.adopt(self.optimizer, self._weights)
 
     def _take_options(self) -> None:
         """Give the groups the options that this step is to be done with (Note: Options of a step)."""

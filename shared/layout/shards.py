@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from math import prod
 
 from ..optimizers.state import Stepped, paged_bytes, state_bytes, stepped_of, summed_dtype
-from ..optimizers.work import traffic_bytes
+from ..optimizers.work import host_step_bytes, traffic_bytes
 from ..schema.optimizer import Optimizer
 from ..schema.plan import ParallelMode
 from ..schema.workload import DType, Parameter
@@ -67,6 +67,8 @@ class RankPart:
     """Memory traffic of that on the device."""
     host_stepped_bytes: int
     """And on the host, with the gradients that are added up there."""
+    host_step_bytes: int
+    """The most that a step on the host makes on the way."""
 
 
 def stepped_members(chunk: Chunk, parameters: Sequence[Parameter]) -> tuple[Stepped, ...]:
@@ -158,6 +160,7 @@ def rank_part(
             num_tensors=num_tensors(chunk, parameters),
             stepped_bytes=stepped_bytes(chunk, parameters, optimizer),
             host_stepped_bytes=host_stepped_bytes(stepped_members(chunk, parameters), optimizer, widens=widens),
+            host_step_bytes=host_step_bytes(stepped_members(chunk, parameters), optimizer, widens=widens),
         )
     shards = [(region, region.shard_elements(num_ranks)) for region in regions(chunk, parameters)]
     parameter_bytes = sum(count * region.dtype.item_bytes for region, count in shards)
@@ -179,6 +182,7 @@ def rank_part(
         num_tensors=sum(count > 0 for _, count in trained),
         stepped_bytes=sum(traffic_bytes(one, optimizer) for one in stepped),
         host_stepped_bytes=host_stepped_bytes(stepped, optimizer, widens=widens),
+        host_step_bytes=host_step_bytes(stepped, optimizer, widens=widens),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -9,7 +10,7 @@ from typing import Final
 
 from ..schema.optimizer import Optimizer
 from ..schema.workload import DType
-from .state import Stepped, is_quantized, master_bytes, state_tensors, stepped_dtype
+from .state import Stepped, is_quantized, master_bytes, state_tensors, stepped_dtype, summed_dtype
 
 _MATRIX_PASSES: Final = 17
 _VECTOR_PASSES: Final = 19
@@ -76,6 +77,22 @@ def host_temporary_bytes(stepped: Stepped, optimizer: Optimizer) -> int:
     if optimizer.is_of_bitsandbytes:
         return _FLOAT32_BYTES * 3 * count
     return temporary_bytes(stepped, optimizer)
+
+
+def host_step_bytes(together: Iterable[Stepped], optimizer: Optimizer, *, widens: bool) -> int:
+    """The most that the step of one chunk on the host holds at once beside weights, gradients and state.
+
+    All gradients whose element type is not their weight's are converted first; then one tensor is stepped after the
+    other.  ``widens``: gradients are added up in float32.
+    """
+    converted_bytes = most_bytes = 0
+    for one in together:
+        dtype, shape = one
+        weight = stepped_dtype(dtype, optimizer)
+        if weight is not (summed_dtype(dtype) if widens else dtype):
+            converted_bytes += prod(shape) * weight.item_bytes
+        most_bytes = max(most_bytes, host_temporary_bytes(one, optimizer))
+    return converted_bytes + most_bytes
 
 
 def widened_scalars(count: int, optimizer: Optimizer, piece: int) -> int:

@@ -90,7 +90,13 @@ class HostMemory(FrozenModel):
     process_bytes: NonNegativeInt
     """Python, PyTorch and the other libraries."""
     step_bytes: NonNegativeInt = 0
-    """The most that the step of one tensor makes on the way, of optimizers whose kernels are several passes."""
+    """The most that the step of one chunk makes on the way: gradients in the element type of narrow parameters'
+    masters, and one tensor's intermediate ones, of optimizers whose kernels are several passes."""
+
+    @property
+    def planned_bytes(self) -> int:
+        """What the plan fills of the host's budget."""
+        return self.pinned_requested_bytes + self.state_bytes + self.step_bytes
 
     @property
     def training_bytes(self) -> int:

@@ -34,7 +34,7 @@ def baseline_table(result: SearchResult) -> Table:
             format_number(record.tokens_per_s),
             format_bytes(record.guaranteed_peak_device_bytes),
             _bytes(segments_bytes),
-            _bytes(None if host is None else host.pinned_requested_bytes + host.state_bytes),
+            _bytes(None if host is None else host.planned_bytes),
             _fits_words(result),
         )
     )

@@ -122,7 +122,12 @@ def predicted_record(
             beside_bytes=machine.collective_bytes,
         ),
         host_memory=host_memory(
-            schedule, workload.parameters, layout, hardware, device_peak_bytes=device_curve.peak_bytes
+            schedule,
+            workload.parameters,
+            layout,
+            hardware,
+            widens=plan.widens_on_host,
+            device_peak_bytes=device_curve.peak_bytes,
         ),
         price_usd_per_hour=machine.price_usd_per_hour,
         model_flops=_times(plan.micro_batches * plan.num_ranks, model_flops(workload)),

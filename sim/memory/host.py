@@ -9,24 +9,23 @@ stands in for a device; ``PINNED_RULE`` is the one place that says so.
 [Note: Loading]
 The model is on the host when its chunks take it over, one after another (``runtime/chunks/chunk.py``): a chunk's home
 and the places its gradients arrive at are allocated, then its parameters are copied into it, with a float32 master
-beside where they are narrower, and only then the model's own copies go.  Moments come with the first
-step.  A chunk that stays on the device and is stepped on the host has a home and masters there too.  Places of the host
-that chunks on the disk share come first; such a chunk's masters, and its parameters if they go there, are made in them
-and written before the next chunk comes.  Ranks of a
-sharded plan would need all of that each; they are taken to read one chunk after another from files,
-and to keep their shards of it, on the host or on the device.
+beside where they are narrower, and only then the model's own copies go.  Moments come with the first step, those of
+chunks on the disk in their places.  A chunk that stays on the device and is stepped on the host has a home and masters
+there too.  Places of the host that chunks on the disk share come first; such a chunk's masters, and its parameters if
+they go there, are made in them and written before the next chunk comes.  Ranks of a sharded plan would need all of that
+each; they are taken to read one chunk after another from files, and to keep their shards of it, on the host or on the
+device.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from math import prod
 from typing import Final
 
 from ...shared.layout.layout import Layout
-from ...shared.layout.shards import stepped_parts
-from ...shared.optimizers.state import master_bytes, state_bytes
-from ...shared.optimizers.work import host_temporary_bytes
+from ...shared.layout.shards import stepped_members, stepped_parts
+from ...shared.optimizers.state import master_bytes
+from ...shared.optimizers.work import host_step_bytes, host_temporary_bytes
 from ...shared.schema.hardware import DeviceKind, Hardware
 from ...shared.schema.memory_accounts import HostMemory, PinnedRule
 from ...shared.schema.plan import ParallelMode
@@ -77,11 +76,13 @@ def host_memory(
     layout: Layout,
     hardware: Hardware,
     *,
+    widens: bool,
     device_peak_bytes: int,
 ) -> HostMemory:
     """What the process that carries out ``schedule`` holds of the host's memory.
 
-    ``device_peak_bytes``: the device's peak, which counts where the CPU is the device.
+    ``widens``: the host adds gradients up in float32 (``Plan.widens_on_host``).  ``device_peak_bytes``: the device's
+    peak, which counts where the CPU is the device.
     """
     pinned = [b.size_bytes for b in schedule.buffers if b.memory is Memory.PINNED_HOST and b.is_static]
     is_cpu = hardware.device.kind is DeviceKind.CPU
@@ -93,35 +94,47 @@ def host_memory(
         device_bytes=device_peak_bytes if is_cpu else 0,
         loading_bytes=loading_peak_bytes(schedule, parameters, layout, is_on_host=is_cpu),
         process_bytes=PROCESS_BYTES[hardware.device.kind],
-        step_bytes=step_peak_bytes(schedule, parameters, layout, is_on_host=is_cpu),
+        step_bytes=step_peak_bytes(schedule, parameters, layout, widens=widens, is_on_host=is_cpu),
     )
 
 
-def step_peak_bytes(schedule: Schedule, parameters: Sequence[Parameter], layout: Layout, *, is_on_host: bool) -> int:
-    """The most that stepping one tensor makes in the host's memory, and moments on their first way to the disk.  Bytes.
+def step_peak_bytes(
+    schedule: Schedule, parameters: Sequence[Parameter], layout: Layout, *, widens: bool, is_on_host: bool
+) -> int:
+    """The most that stepping one chunk makes in the host's memory.  Bytes.
 
-    ``is_on_host``: device memory is host memory too.  What torch's operators make there is in the schedule's account of
-    the device; what kernels of bitsandbytes make within is not.
+    ``widens``: as of ``host_memory``.  ``is_on_host``: device memory is host memory too.  What torch's operators make
+    there is in the schedule's account of the device; what kernels of bitsandbytes make within is not.
     """
     optimizer = schedule.optimizer
-    states = {b.chunk: b.memory for b in schedule.buffers if b.is_static and b.content is Content.OPTIMIZER_STATE}
-    counts = {Memory.HOST, Memory.DISK} | ({Memory.DEVICE} if is_on_host and optimizer.is_of_bitsandbytes else set())
     num_parts = schedule.num_ranks if schedule.parallel is ParallelMode.SHARDED else 1
-    stepped = (
-        one
-        for chunk in layout.chunks
-        if states.get(chunk.id) in counts
-        for one in stepped_parts(chunk, parameters, num_parts if states[chunk.id] is not Memory.DEVICE else 1)
-    )
-    on_disk = (
-        sum(state_bytes([one], optimizer) - prod(one[1]) * master_bytes(one[0], optimizer) for one in together)
-        for together in (
-            stepped_parts(chunk, parameters, 1) for chunk in layout.chunks if states.get(chunk.id) is Memory.DISK
-        )
-    )
-    of_one_tensor = max((host_temporary_bytes(one, optimizer) for one in stepped), default=0)
-    # The first step of a chunk makes its moments, which then go to the place that they are written from.
-    return of_one_tensor + max(on_disk, default=0)
+    most_bytes = 0
+    for chunk, memory in _state_memories(schedule).items():
+        if memory is not Memory.DEVICE:
+            stepped = stepped_parts(layout.chunks[chunk], parameters, num_parts)
+            most_bytes = max(most_bytes, host_step_bytes(stepped, optimizer, widens=widens))
+        elif is_on_host and optimizer.is_of_bitsandbytes:
+            made = (host_temporary_bytes(one, optimizer) for one in stepped_members(layout.chunks[chunk], parameters))
+            most_bytes = max(most_bytes, *made, 0)
+    return most_bytes
+
+
+def _state_memories(schedule: Schedule) -> dict[int, Memory]:
+    """Where the optimizer state of every chunk lies that has some."""
+    return {
+        b.chunk: b.memory
+        for b in schedule.buffers
+        if b.is_static and b.chunk is not None and b.content is Content.OPTIMIZER_STATE
+    }
+
+
+def planned_host_bytes(schedule: Schedule, parameters: Sequence[Parameter], layout: Layout, *, widens: bool) -> int:
+    """What a plan fills of the host's budget: all that is there for good, and the most that one step makes.
+
+    ``widens``: as of ``host_memory``.
+    """
+    static_bytes = schedule.static_bytes(Memory.PINNED_HOST) + schedule.static_bytes(Memory.HOST)
+    return static_bytes + step_peak_bytes(schedule, parameters, layout, widens=widens, is_on_host=False)
 
 
 def loading_peak_bytes(schedule: Schedule, parameters: Sequence[Parameter], layout: Layout, *, is_on_host: bool) -> int:

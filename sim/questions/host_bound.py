@@ -40,7 +40,7 @@ def host_bound(
     is_safer = found.result.survives is False and other.survives is True
     if host is None or not (is_safer or (is_faster and other.survives is not False)):
         return None
-    need_bytes = host.pinned_requested_bytes + host.state_bytes
+    need_bytes = host.planned_bytes
     if need_bytes <= found.result.host_budget_bytes:
         return None
     return HostBound(

@@ -183,7 +183,7 @@ def trained(request: LargestRequest, workload: Workload, hardware: Hardware) -> 
         tokens_per_s=record.tokens_per_s,
         bottleneck=bottleneck(record),
         guaranteed_peak_device_bytes=record.guaranteed_peak_device_bytes,
-        host_bytes=0 if host is None else host.pinned_requested_bytes + host.state_bytes,
+        host_bytes=0 if host is None else host.planned_bytes,
         survives=result.survives,
     )
 

@@ -13,6 +13,7 @@ from ...shared.schema.schedule import Memory, Schedule
 from ...shared.schema.workload import Workload
 from ...shared.verify.guaranteed_peak import guaranteed_device_peak
 from ..engine.kept_schedule import memory_schedule
+from ..memory.host import planned_host_bytes
 
 _MOST_TRIED: Final = 4
 """Each takes a compilation and a guaranteed peak, tens of milliseconds together."""
@@ -24,7 +25,7 @@ class Room:
 
     device_bytes: int
     host_bytes: int
-    """Pinned and pageable."""
+    """Pinned and pageable, with what steps make on the way."""
     segments_bytes: int | None = None
     """What the device's allocator may hold; None for no limit."""
 
@@ -49,7 +50,7 @@ def plan_with_room(plan: Plan, workload: Workload, layout: Layout, room: Room) -
         schedule = memory_schedule(tried, workload, layout)
         over_bytes = guaranteed_device_peak(schedule).size_bytes - room.device_bytes
         if over_bytes <= 0:
-            host_bytes = schedule.static_bytes(Memory.PINNED_HOST) + schedule.static_bytes(Memory.HOST)
+            host_bytes = planned_host_bytes(schedule, workload.parameters, layout, widens=tried.widens_on_host)
             return (tried, schedule) if host_bytes <= room.host_bytes else None
         tried = _leaner(tried, workload, layout, schedule, over_bytes)
     return None

@@ -28,6 +28,7 @@ from ...shared.verify.guaranteed_peak import guaranteed_device_peak
 from ...shared.verify.happens_before import HappensBefore
 from ..engine.kept_schedule import memory_schedule
 from ..engine.simulator import simulate_plan
+from ..memory.host import planned_host_bytes
 from ..memory.reserved import expected_segments_bytes
 from .problem import SearchProblem
 from .survival import SegmentRoom
@@ -200,12 +201,12 @@ class _Need:
         self._schedule = memory_schedule(plan, workload, self._layout, policies=problem.method.policies)
         order = HappensBefore(self._schedule, _ITERATIONS)
         self._peak_bytes = guaranteed_device_peak(self._schedule, order).size_bytes
-        self._pinned_bytes, self._state_bytes = (
-            self._schedule.static_bytes(memory) for memory in (Memory.PINNED_HOST, Memory.HOST)
-        )
+        self._pinned_bytes = self._schedule.static_bytes(Memory.PINNED_HOST)
+        host_bytes = planned_host_bytes(self._schedule, workload.parameters, self._layout, widens=plan.widens_on_host)
+        self._pageable_bytes = host_bytes - self._pinned_bytes
         lacking = [
             ("device memory", self._peak_bytes - problem.device_budget_bytes),
-            ("host memory", self._pinned_bytes + self._state_bytes - problem.host_budget_bytes),
+            ("host memory", host_bytes - problem.host_budget_bytes),
         ]
         self._segments_bytes: int | None = None
         if room is not None and not any(size > 0 for _, size in lacking):
@@ -239,7 +240,7 @@ class _Need:
             guaranteed_peak_device_bytes=self._peak_bytes,
             expected_segments_bytes=self._segments_bytes,
             pinned_host_bytes=self._pinned_bytes,
-            host_bytes=self._state_bytes,
+            host_bytes=self._pageable_bytes,
             lacking=self.lacking,
         )
 

@@ -236,8 +236,9 @@ class SearchProblem:
         return pinned
 
     def host_bytes(self, layout: int, prefix: IntArray, n_swap: int) -> IntArray:
-        """(R,) all host memory."""
-        return self.pinned_host_bytes(layout, prefix, n_swap) + self.layouts[layout].table.host_bytes(prefix)
+        """(R,) all host memory, with what steps make on the way."""
+        table = self.layouts[layout].table
+        return self.pinned_host_bytes(layout, prefix, n_swap) + table.host_bytes(prefix) + table.step_bytes(prefix)
 
 
 def search_problem(

@@ -71,6 +71,11 @@ class ChunkTable:
             host_bytes = host_bytes + self.staged_bytes.more_pageable(self.places.on_disk[prefix])
         return host_bytes
 
+    def step_bytes(self, prefix: IntArray) -> IntArray:
+        """(R,) the most that one step on the host makes on the way; chunks are stepped one after the other."""
+        step_bytes: IntArray = self._step_bytes[prefix]
+        return step_bytes
+
     @cached_property
     def staged_bytes(self) -> StagedBytes:
         """What chunks on a disk have there, and what passes through the host."""
@@ -110,6 +115,11 @@ class ChunkTable:
             + sum_of(self._trained(facts.paged_bytes), ChunkResidency.PERSISTENT)
             + sum_of(self._trained(facts.part("paged_bytes")), ChunkResidency.SHARDED)
         )
+
+    @cached_property
+    def _step_bytes(self) -> IntArray:
+        """(P,) see ``step_bytes``."""
+        return self.places.most_of(self.facts.part("host_step_bytes"), *STEPPED_BY_HOST)
 
     def _trained(self, values: IntArray) -> IntArray:
         """(C,) ``values`` of trainable chunks, and 0 of others."""

@@ -35,7 +35,7 @@ def least_on_disk(
     def of(layout: Layout, counted: Sequence[tuple[int, ...]]) -> list[list[DiskChoice]]:
         table = chunk_table(workload, layout, costs, step, Placements.of(layout, counted))
         prefixes = table.places.all
-        host_bytes = (table.pinned_host_bytes(prefixes) + table.host_bytes(prefixes)).tolist()
+        host_bytes = table.pinned_host_bytes(prefixes) + table.host_bytes(prefixes) + table.step_bytes(prefixes)
         return [
             [
                 choice
@@ -45,7 +45,7 @@ def least_on_disk(
                 if table.staged_bytes.on_disk(np.array(choice)) <= room.disk_bytes
             ]
             or [ON_HOST]
-            for counts, need in zip(counted, host_bytes, strict=True)
+            for counts, need in zip(counted, host_bytes.tolist(), strict=True)
         ]
 
     return of

@@ -116,6 +116,18 @@ class Placements:
         found: _Numbers = total
         return found
 
+    def most_of(self, values: _Integers, *some: ChunkResidency) -> _Integers:
+        """(P,) the largest of ``values`` (C,), none below 0, over trainable chunks of these residencies; 0 for none."""
+        found = np.zeros(len(self.counts), dtype=np.int64)
+        counted = np.append(np.where(self.is_trainable, values, 0), 0)
+        for residency in some:
+            end = self._end[:, residency]
+            stretches = np.stack([end - self.counts[:, residency], end], axis=1)
+            # Of a stretch without chunks ``reduceat`` gives the value where it begins.
+            most = np.maximum.reduceat(counted, stretches.ravel())[::2]
+            found = np.maximum(found, np.where(self.counts[:, residency] > 0, most, 0))
+        return found
+
     @cached_property
     def _end(self) -> _Integers:
         """(P, Q) the chunk after the last one of every residency."""

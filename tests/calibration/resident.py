@@ -89,6 +89,7 @@ def measure(width: int, knobs: dict[str, int], dtype: torch.dtype) -> dict[str, 
         workload.parameters,
         layout,
         machine(kind=DeviceKind.CPU),
+        widens=plan.widens_on_host,
         device_peak_bytes=guaranteed_device_peak(schedule).size_bytes,
     )
     return {

@@ -16,7 +16,6 @@ from protwin.shared.methods.method import Method
 from protwin.shared.schema.calibration import Calibration
 from protwin.shared.schema.hardware import Hardware
 from protwin.shared.schema.plan import Plan
-from protwin.shared.schema.schedule import Memory
 from protwin.shared.schema.search_result import SearchResult
 from protwin.shared.schema.workload import Workload
 from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
@@ -28,6 +27,7 @@ from protwin.sim.searching.search import search
 from protwin.sim.space.space import SearchSpace
 from protwin.sim.space.step_spec import StepSpec
 from tests.sim.fastest import fastest_request
+from tests.sim.host_account import host_bytes
 from tests.strategies.machines import calibrations, disks, hardware
 from tests.strategies.plans import any_host_gradients, any_optimizer
 from tests.strategies.workloads import workloads
@@ -152,7 +152,7 @@ def brute_force(
                         plan,
                         timing.iteration_s,
                         guaranteed_device_peak(schedule).size_bytes,
-                        schedule.static_bytes(Memory.PINNED_HOST) + schedule.static_bytes(Memory.HOST),
+                        host_bytes(plan, model, layout, schedule),
                     )
                 )
     return tuple(outcomes)

@@ -9,22 +9,30 @@ import errno
 import fcntl
 import os
 from collections.abc import Iterator
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from protwin.runtime import Training, carry_out, named_optimizer
 from protwin.runtime.chunks.chunk import DeviceChunk
 from protwin.runtime.devices.chunk_file import NAME, ChunkFile, measured_disk_rates
+from protwin.runtime.optimizers.chunk_optimizer import ChunkOptimizer
+from protwin.runtime.optimizers.state_place import StatePlace
+from protwin.runtime.optimizers.step_options import ParameterGroup, StepOptions
 from protwin.shared.basics.errors import FileError, PlanError
 from protwin.shared.layout.layout import Layout, build_layout
+from protwin.shared.optimizers.state import state_bytes
 from protwin.shared.schema.hardware import Disk
 from protwin.shared.schema.optimizer import Optimizer
 from protwin.shared.schema.plan import Plan
 from protwin.shared.schema.schedule import Memory
+from protwin.shared.schema.workload import DType
 from tests.runtime.equality import FAST_FOLDER, miscounted, trained
 from tests.runtime.models import SEED, Case, cases, differences
 
@@ -108,6 +116,106 @@ def test_every_optimizer_steps_the_disk_as_it_steps_the_host(optimizer: Optimize
         found.append((losses, {name: p.detach().clone() for name, p in training.model.named_parameters()}))
     assert found[0][0] == found[1][0]
     assert differences(training.model, found[0][1]) == []
+
+
+class _Made(TorchDispatchMode):
+    """Notes the bytes of every storage that is made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if isinstance(found, torch.Tensor) and func in _MAKES:
+            self.largest_bytes = max(self.largest_bytes, found.untyped_storage().nbytes())
+        return found
+
+
+_MAKES = (torch.ops.aten.zeros_like.default, torch.ops.aten.empty_like.default, torch.ops.aten.clone.default)
+SIZES = (96, 64)
+OF_ONE_PLACE = sorted(set(Optimizer) - {Optimizer.PAGED_ADAMW_8BIT, Optimizer.ADAFACTOR})
+"""Adafactor keeps rows and columns alone; its update is as large as the weight and no state."""
+
+
+def stepped_in_place(optimizer: Optimizer) -> tuple[int, list[torch.Tensor], list[torch.Tensor]]:
+    """Three steps of two weights with state in a place that is just large enough, one of them from the second on.
+
+    Gives the largest storage that was made, and the weights with and without a place.
+    """
+    torch.manual_seed(SEED)
+    values = [torch.randn(SIZES), torch.randn(SIZES[0])]
+    gradients = [[torch.randn_like(value) for value in values] for _ in range(3)]
+    size_bytes = state_bytes([(DType.FLOAT32, tuple(value.shape)) for value in values], optimizer)
+    place = StatePlace(torch.full((size_bytes + 64,), 0xFF, dtype=torch.uint8), _NoRecord())
+    found, made = [], _Made()
+    for of_place in (place, None):
+        weights = [value.clone() for value in values]
+        parameters = [torch.nn.Parameter(value) for value in values]
+        options = StepOptions([ParameterGroup(tuple(parameters), {})], {id(p): "weight" for p in parameters})
+        make = named_optimizer(optimizer, lr=1e-2)
+        stepper = ChunkOptimizer(weights, parameters, options, make, place=of_place)
+        with made if of_place is not None else nullcontext():
+            for number, (first, second) in enumerate(gradients):
+                # torch's fused SGD refuses weights whose momentum begins later than that of others.
+                stepper.step([first, second if number or optimizer is Optimizer.SGD else None])
+        found.append(weights)
+    return made.largest_bytes, found[0], found[1]
+
+
+class _NoRecord:
+    def read_to_step(self) -> None: ...
+
+    def write_stepped(self) -> None: ...
+
+    def mapped_state(self) -> Any: ...
+
+
+@pytest.mark.parametrize("optimizer", OF_ONE_PLACE)
+def test_the_first_step_makes_no_moments_beside_the_place(
+    optimizer: Optimizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if optimizer.is_of_bitsandbytes:
+        pytest.importorskip("bitsandbytes")
+    kept, in_place, plain = stepped_in_place(optimizer)
+    assert all(torch.equal(one, other) for one, other in zip(in_place, plain, strict=True))
+    moment_bytes = SIZES[0] * SIZES[1] * (1 if optimizer is Optimizer.ADAMW_8BIT else 4)
+    if not optimizer.is_of_bitsandbytes:  # whose kernels make tensors of that size on the way
+        assert kept < moment_bytes
+        # The wrong variant: made in ordinary memory, and copied to the place.
+        monkeypatch.setattr(StatePlace, "take", lambda *_: None)
+        assert stepped_in_place(optimizer)[0] >= moment_bytes
+
+
+def test_what_an_optimizer_makes_on_the_way_leaves_nothing_in_the_place() -> None:
+    class Wasteful(torch.optim.SGD):
+        """Makes tensors shaped as weights that are no state, and steps as SGD with momentum does."""
+
+        def step(self, closure: Any = None) -> None:
+            for weight in self.param_groups[0]["params"]:
+                torch.zeros_like(weight)
+            super().step()
+            for weight in self.param_groups[0]["params"]:
+                torch.empty_like(weight)
+
+    weights = [torch.randn(SIZES), torch.randn(SIZES)]
+    plain = [weight.clone() for weight in weights]
+    gradients = [torch.randn(SIZES) for _ in weights]
+    place = StatePlace(torch.zeros(2 * 4 * SIZES[0] * SIZES[1], dtype=torch.uint8), _NoRecord())
+    parameters = [torch.nn.Parameter(weight) for weight in weights]
+    options = StepOptions([ParameterGroup(tuple(parameters), {})], {id(p): "weight" for p in parameters})
+    stepper = ChunkOptimizer(
+        weights, parameters, options, partial(Wasteful, lr=0.1, momentum=0.9, fused=True), place=place
+    )
+    same = torch.optim.SGD(plain, lr=0.1, momentum=0.9, fused=True)
+    for _ in range(3):
+        stepper.step(gradients)
+        for weight, gradient in zip(plain, gradients, strict=True):
+            weight.grad = gradient
+        same.step()
+    assert all(torch.equal(one, other) for one, other in zip(weights, plain, strict=True))
+    for number, weight in enumerate(weights):
+        assert place.has((number, "momentum_buffer"), stepper.optimizer.state[weight]["momentum_buffer"])
 
 
 def test_what_is_written_but_not_read_shows(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -219,7 +219,7 @@ def test_the_host_holds_what_the_largest_step_makes(
     model = model_of([(400, 250), (64, 64)], DType.FLOAT32)
     schedule = compile_schedule(plan_of(model, optimizer, n_persist), model)
     layout = build_layout(model.parameters, num_blocks=2, chunk_bytes=1)
-    found = host_memory(schedule, model.parameters, layout, machine(kind=kind), device_peak_bytes=0)
+    found = host_memory(schedule, model.parameters, layout, machine(kind=kind), widens=False, device_peak_bytes=0)
     assert found.step_bytes == expected
     assert found.training_bytes == found.pinned_bytes + found.state_bytes + expected
 

@@ -13,7 +13,9 @@ from scipy.optimize import linprog
 from protwin.shared.compile.residency import Residency
 from protwin.shared.schema.calibration import Calibration, Contention
 from protwin.shared.schema.hardware import Hardware
+from protwin.shared.schema.optimizer import HostGradients
 from protwin.shared.schema.schedule import LANES_ALONE, Lane, Memory, TaskKind
+from protwin.shared.schema.workload import DType
 from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
 from protwin.sim.bounds import lane_programs, replay
 from protwin.sim.bounds.exact_peaks import family_peaks
@@ -22,12 +24,14 @@ from protwin.sim.bounds.throughput import Throughput
 from protwin.sim.costs.contention import ContentionModel
 from protwin.sim.costs.task_costs import CostModel
 from protwin.sim.kernels.library import SWITCH
+from protwin.sim.memory.host import step_peak_bytes
 from protwin.sim.space.chunk_table import chunk_table
 from protwin.sim.space.placements import Placements
 from protwin.sim.space.plan_family import CPU_OPTIM
 from tests.proof_size import examples
 from tests.sim.bound_cases import Case, case, cases, hand_made
 from tests.sim.hand_made import Seconds, machine, plan, workload
+from tests.sim.host_account import made_by_steps
 from tests.sim.ranked_cases import ranked_cases
 from tests.strategies.machines import contentions, hardware
 from tests.strategies.plans import plans
@@ -53,6 +57,37 @@ def test_host_bytes_are_those_of_the_schedule(found: Case) -> None:
     pinned_bytes = found.chunks.pinned_host_bytes(prefix)[0] + found.compute.swapped_bytes[found.plan.n_swap]
     assert pinned_bytes == found.schedule.static_bytes(Memory.PINNED_HOST)
     assert found.chunks.host_bytes(prefix)[0] == found.schedule.static_bytes(Memory.HOST)
+
+
+@given(cases())
+@settings(max_examples=examples(50, 25))
+def test_what_steps_make_on_the_host_is_that_of_the_largest_step(found: Case) -> None:
+    made_bytes = made_by_steps(found.plan, found.workload, found.layout)
+    assert found.chunks.step_bytes(np.array([found.prefix]))[0] == made_bytes
+    account_bytes = step_peak_bytes(
+        found.schedule,
+        found.workload.parameters,
+        found.layout,
+        widens=found.plan.widens_on_host,
+        is_on_host=False,
+    )
+    assert account_bytes == made_bytes
+
+
+def test_narrow_gradients_are_converted_for_all_of_a_chunk() -> None:
+    # Chunks of 64 scalars of 2 bytes: a step converts 64 gradients to 4 bytes, unless they are added up in float32.
+    model = workload(num_blocks=3)
+    narrow = tuple(p.model_copy(update={"dtype": DType.BFLOAT16}) for p in model.parameters)
+    model = model.model_copy(update={"parameters": narrow})
+    for knobs, expected in (
+        ({}, 256),
+        ({"n_persist": 3, "n_buffer": 0}, 0),
+        ({"n_persist": 1, "n_host_stepped": 1}, 256),
+        ({"host_gradients": HostGradients.FLOAT32, "micro_batches": 2}, 0),
+        ({"host_gradients": HostGradients.FLOAT32}, 256),
+    ):
+        found = hand_made(model, plan(model).model_copy(update=knobs), machine())
+        assert found.chunks.step_bytes(np.array([found.prefix])).tolist() == [expected]
 
 
 def test_adding_all_buffers_to_the_activations_is_no_bound_of_memory() -> None:

@@ -72,7 +72,9 @@ def of(
         chosen = chosen.model_copy(update={"parallel": ParallelMode.SHARDED, "num_ranks": num_sharing})
     layout = build_layout(model.parameters, num_blocks=model.num_blocks, chunk_bytes=chosen.chunk_bytes)
     schedule = compile_schedule(chosen, model, layout)
-    return host_memory(schedule, model.parameters, layout, machine(kind=kind), device_peak_bytes=device_peak_bytes)
+    return host_memory(
+        schedule, model.parameters, layout, machine(kind=kind), widens=False, device_peak_bytes=device_peak_bytes
+    )
 
 
 def narrow(num_blocks: int) -> Workload:

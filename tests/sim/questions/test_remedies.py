@@ -13,7 +13,6 @@ from protwin.shared.catalogue.machines import machine as known_machine
 from protwin.shared.compile.compile import compile_schedule
 from protwin.shared.schema.hardware import Hardware
 from protwin.shared.schema.record import Remedy, RemedyKind
-from protwin.shared.schema.schedule import Memory
 from protwin.shared.schema.workload import Workload
 from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
 from protwin.shared.verify.verify import verify_schedule
@@ -29,6 +28,7 @@ from protwin.sim.space.space import SearchSpace
 from tests.cli.saved import decoder
 from tests.proof_size import examples
 from tests.sim.hand_made import machine, plan, workload
+from tests.sim.host_account import host_bytes
 from tests.strategies.machines import hardware
 from tests.strategies.plans import PlannedWorkload, parallel_workloads, planned_workloads
 
@@ -153,10 +153,10 @@ def test_a_search_tells_them_of_its_plan() -> None:
 def test_a_leaner_plan_is_safe_and_fits(case: PlannedWorkload, share: float, host_share: float) -> None:
     schedule = compile_schedule(case.plan, case.workload, case.layout)
     peak_bytes = guaranteed_device_peak(schedule).size_bytes
-    host_bytes = schedule.static_bytes(Memory.PINNED_HOST) + schedule.static_bytes(Memory.HOST)
-    room = Room(round(share * peak_bytes), round(host_share * host_bytes) + 1)
+    needed = host_bytes(case.plan, case.workload, case.layout, schedule)
+    room = Room(round(share * peak_bytes), round(host_share * needed) + 1)
     found = plan_with_room(case.plan, case.workload, case.layout, room)
-    if peak_bytes <= room.device_bytes and host_bytes <= room.host_bytes:
+    if peak_bytes <= room.device_bytes and needed <= room.host_bytes:
         assert found is not None
         assert found[0] == case.plan, "a plan that fits stays as it is"
     if not may_have_room(case.workload, case.layout, room):
@@ -170,9 +170,11 @@ def test_a_leaner_plan_is_safe_and_fits(case: PlannedWorkload, share: float, hos
             device_limit_bytes=room.device_bytes,
             host_limit_bytes=room.host_bytes,
         )
-        kept = {"n_persist", "n_buffer", "n_checkpoint", "n_swap", "activation_modes"}
+        assert host_bytes(found[0], case.workload, case.layout) <= room.host_bytes
+        kept = {"n_persist", "n_host_stepped", "n_buffer", "n_checkpoint", "n_swap", "activation_modes"}
         assert found[0].model_dump(exclude=kept) == case.plan.model_dump(exclude=kept)
         assert found[0].n_persist <= case.plan.n_persist
+        assert found[0].num_kept <= case.plan.num_kept
 
 
 @settings(max_examples=examples(200, 30), deadline=None)

@@ -9,11 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protwin.shared.basics.errors import HardwareError, InfeasibleError
-from protwin.shared.compile.compile import compile_schedule
 from protwin.shared.layout.layout import build_layout
 from protwin.shared.schema.hardware import Disk, Hardware
 from protwin.shared.schema.plan import Plan
-from protwin.shared.schema.schedule import Memory
 from protwin.shared.schema.workload import Workload
 from protwin.shared.tables.answer import recommendation
 from protwin.shared.tables.search import certificate_sentence
@@ -24,6 +22,7 @@ from protwin.sim.searching.search import search, search_batches
 from protwin.sim.space.least_on_disk import HostAndDisk, least_on_disk
 from protwin.sim.space.space import SearchSpace
 from protwin.sim.space.step_spec import StepSpec
+from tests.sim import host_account
 from tests.sim.fastest import fastest_request
 from tests.sim.hand_made import machine, workload
 from tests.strategies.machines import hardware
@@ -42,8 +41,7 @@ def _request(num_blocks: int = 6, *, host_bytes: int, disk: Disk | None = DISK, 
 
 
 def _host_bytes(plan: Plan, model: Workload) -> int:
-    schedule = compile_schedule(plan, model)
-    return schedule.static_bytes(Memory.PINNED_HOST) + schedule.static_bytes(Memory.HOST)
+    return host_account.host_bytes(plan, model)
 
 
 @given(workloads(max_blocks=4), hardware(), st.data())

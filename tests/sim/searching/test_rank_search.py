@@ -35,6 +35,7 @@ from tests.proof_size import examples
 from tests.sim.bound_cases import Case
 from tests.sim.brute_force import kept_counts
 from tests.sim.fastest import fastest_request
+from tests.sim.host_account import host_bytes
 from tests.sim.ranked_cases import RANKS, nodes, ranked_cases
 from tests.strategies.workloads import workloads
 
@@ -166,8 +167,8 @@ def small_spaces(draw: DrawFn) -> Small:
                 )
                 schedule = compile_schedule(chosen, model, layout)
                 timing = simulate_timing(schedule, costs.durations_s(schedule), contention)
-                host_bytes = schedule.static_bytes(Memory.PINNED_HOST) + schedule.static_bytes(Memory.HOST)
-                outcomes.append((mode, timing.iteration_s, guaranteed_device_peak(schedule).size_bytes, host_bytes))
+                needed = host_bytes(chosen, model, layout, schedule)
+                outcomes.append((mode, timing.iteration_s, guaranteed_device_peak(schedule).size_bytes, needed))
     assume(outcomes)
     return Small(model, box, space, tuple(outcomes), step)
 

@@ -9,7 +9,6 @@ import pytest
 from protwin.shared.basics.errors import PlanError
 from protwin.shared.compile.compile import compile_schedule
 from protwin.shared.schema.plan import Plan
-from protwin.shared.schema.schedule import Memory
 from protwin.shared.schema.workload import DType
 from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
 from protwin.shared.workloads.shipped import shipped_family
@@ -23,6 +22,7 @@ from protwin.sim.space.space import SearchSpace
 from tests.shared.looking_up import CHUNK_BYTES, lookups
 from tests.sim.fastest import fastest_request
 from tests.sim.hand_made import machine
+from tests.sim.host_account import host_bytes
 
 SPACE = SearchSpace(
     chunk_bytes=(CHUNK_BYTES, 16_384),
@@ -57,8 +57,8 @@ def test_the_search_finds_what_brute_force_finds(micro_batches: int, max_norm: f
         )
         schedule = compile_schedule(plan, model)
         timing = simulate_timing(schedule, costs.durations_s(schedule), contention)
-        host_bytes = schedule.static_bytes(Memory.PINNED_HOST) + schedule.static_bytes(Memory.HOST)
-        found.append((timing.iteration_s, guaranteed_device_peak(schedule).size_bytes, host_bytes, plan))
+        needed = host_bytes(plan, model, schedule=schedule)
+        found.append((timing.iteration_s, guaranteed_device_peak(schedule).size_bytes, needed, plan))
     step = Step(micro_batches=micro_batches, max_gradient_norm=max_norm)
     budgets = sorted({peak for _, peak, _, _ in found})
     for budget in (budgets[0], budgets[len(budgets) // 2], budgets[-1]):

@@ -18,7 +18,7 @@ from protwin.shared.layout.layout import build_layout
 from protwin.shared.schema.calibration import Calibration, Contention
 from protwin.shared.schema.hardware import DeviceKind, Hardware
 from protwin.shared.schema.plan import Plan
-from protwin.shared.schema.schedule import Lane, Memory, Schedule, TaskKind
+from protwin.shared.schema.schedule import Lane, Schedule, TaskKind
 from protwin.shared.schema.search_result import SearchResult
 from protwin.shared.schema.workload import Workload
 from protwin.shared.verify.verify import verify_schedule
@@ -36,6 +36,7 @@ from tests.shared.faults import with_task
 from tests.sim.brute_force import Case, cases, cases_with_disk
 from tests.sim.fastest import fastest_request
 from tests.sim.hand_made import MACHINE, Seconds, machine, workload
+from tests.sim.host_account import host_bytes
 from tests.strategies.machines import hardware
 from tests.strategies.workloads import workloads
 
@@ -164,8 +165,7 @@ def test_the_plan_is_safe_within_the_budget(model: Workload, box: Hardware, shar
     layout = build_layout(model.parameters, num_blocks=model.num_blocks, chunk_bytes=result.plan.chunk_bytes)
     schedule = compile_schedule(result.plan, model, layout)
     verify_schedule(schedule, result.plan, model, layout, device_limit_bytes=budget_bytes)
-    host_bytes = schedule.static_bytes(Memory.PINNED_HOST) + schedule.static_bytes(Memory.HOST)
-    assert host_bytes <= default_host_budget_bytes(box, budget_bytes)
+    assert host_bytes(result.plan, model, layout, schedule) <= default_host_budget_bytes(box, budget_bytes)
     assert result.prediction.guaranteed_peak_device_bytes <= budget_bytes
 
 
