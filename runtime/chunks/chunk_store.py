@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import mmap
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Final
 
 import torch
 
-from ...shared.basics.units import format_rate
+from ...shared.basics.units import format_bytes, format_rate
 from ...shared.schema.hardware import Disk
 from ...shared.schema.schedule import Allocation, ChunkId, Content, Memory, Schedule
 from ..devices.chunk_file import ChunkFile
@@ -21,6 +22,11 @@ _SPARE_BYTES: Final = 8
 """Per tensor of an optimizer's state: what it may lose to the alignment of its element type."""
 _SLOW_FRAC: Final = 0.5
 """A disk that reaches less of what was stated is told of."""
+_LEAST_MEASURED_BYTES: Final = 64 * 2**20
+_LEAST_CALLS: Final = 8
+"""A disk is judged by so many bytes or so many calls, no matter how small these are."""
+_MOST_MEASURED_BYTES: Final = 256 * 2**20
+"""What is read to measure the disk."""
 
 Place = tuple[Content, Memory]
 
@@ -70,21 +76,25 @@ class ChunkStore:
         return self._places[(buffer.content, buffer.memory), buffer.slot]
 
     def check_speed(self, stated: Disk) -> None:
-        """Warn if the disk reads or writes less than half as fast as ``stated``; everything was written once by now.
+        """Warn if reads or writes take more than twice as long as ``stated``; everything was written once by now.
 
-        A few chunks of a small model measure nothing.
+        Raises FileError.
         """
-        if self.file.size_bytes < _LEAST_MEASURED_BYTES:
-            return
-        rates = (
-            ("reads", self.file.measure_read_bytes_per_s(), stated.read_bytes_per_s),
-            ("writes", self.file.measured_write_bytes_per_s(), stated.write_bytes_per_s),
-        )
-        for verb, measured, expected in rates:
-            if 0 < measured < _SLOW_FRAC * expected:
+        stretches = [record for record in self._records.values() if record[1]]
+        # Few reads say nothing; they can be repeated.
+        stretches *= -(-_LEAST_CALLS // max(1, len(stretches)))
+        reads = self.file.measured_reads(stretches, _MOST_MEASURED_BYTES)
+        for verb, calls, bytes_per_s in (
+            ("reads", reads, stated.read_bytes_per_s),
+            ("writes", self.file.writes, stated.write_bytes_per_s),
+        ):
+            if is_slow(calls, bytes_per_s, stated.latency_s):
+                moved_bytes = sum(size_bytes for size_bytes, _ in calls)
+                measured = format_rate(moved_bytes / sum(seconds for _, seconds in calls))
                 warnings.warn(
-                    f"the disk of {self.file.folder} {verb} {format_rate(measured)}, but {stated.name} is stated to "
-                    f"reach {format_rate(expected)}: training will be slower than predicted. Name a folder on a "
+                    f"the disk of {self.file.folder} {verb} {measured} in calls of "
+                    f"{format_bytes(moved_bytes // len(calls))}, but {stated.name} is stated to reach "
+                    f"{format_rate(bytes_per_s)}: training will be slower than predicted. Name a folder on a "
                     f"faster disk, or search with what protwin hardware probe --disk-folder measures.",
                     stacklevel=2,
                 )
@@ -94,6 +104,20 @@ class ChunkStore:
         self.file.close()
         self._places.clear()
         self.chunks.clear()
+
+
+def is_slow(calls: Sequence[tuple[int, float]], bytes_per_s: float, latency_s: float) -> bool:
+    """Whether calls, bytes and seconds each, are clearly slower than stated.
+
+    They take more than twice the stated time, both all together and in the median, so that one that was held up says
+    nothing; too few say nothing either.
+    """
+    if sum(size_bytes for size_bytes, _ in calls) < _LEAST_MEASURED_BYTES and len(calls) < _LEAST_CALLS:
+        return False
+    stated_s = [latency_s + size_bytes / bytes_per_s for size_bytes, _ in calls]
+    shares = sorted(stated / max(taken, 1e-12) for stated, (_, taken) in zip(stated_s, calls, strict=True))
+    in_all = sum(stated_s) / max(sum(taken for _, taken in calls), 1e-12)
+    return in_all < _SLOW_FRAC and median(shares) < _SLOW_FRAC
 
 
 class ChunkOnDisk:

@@ -24,7 +24,7 @@ import mmap
 import os
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
@@ -37,6 +37,8 @@ from ...shared.basics.errors import FileError
 NAME: Final = "protwin-chunks.bin"
 _PIECE_BYTES: Final = 64 * 2**20
 """What is read or written before its pages are given back."""
+_MOST_NOTED: Final = 4096
+"""Calls whose time is kept."""
 _NO_LOCKS: Final = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
@@ -61,6 +63,8 @@ class ChunkFile:
         self.read_bytes = self.written_bytes = 0
         """Moved so far."""
         self._write_s = 0.0
+        self.writes: list[tuple[int, float]] = []
+        """Bytes and seconds of the first calls of ``write``."""
         self._path = self.folder / NAME
         check_folder(folder)
         try:
@@ -129,7 +133,11 @@ class ChunkFile:
             if sum(size_bytes for _, size_bytes in unsynced) >= _PIECE_BYTES:
                 self._sync(unsynced)
         self._sync(unsynced)
-        self._write_s += time.perf_counter() - start_s
+        taken_s = time.perf_counter() - start_s
+        self._write_s += taken_s
+        size_bytes = sum(source.numel() for source, _ in parts)
+        if size_bytes and len(self.writes) < _MOST_NOTED:
+            self.writes.append((size_bytes, taken_s))
 
     def _sync(self, written: list[tuple[int, int]]) -> None:
         """Have what was ``written`` on the disk, and give its pages back; empties the list."""
@@ -178,6 +186,22 @@ class ChunkFile:
         start_s = time.perf_counter()
         self.read(scratch, 0)
         return len(scratch) / max(1e-9, time.perf_counter() - start_s)
+
+    def measured_reads(self, stretches: Sequence[tuple[int, int]], most_bytes: int) -> list[tuple[int, float]]:
+        """Bytes and seconds of reading these stretches, (offset, bytes), one by one until ``most_bytes`` were read.
+
+        Raises FileError.
+        """
+        found: list[tuple[int, float]] = []
+        for offset_bytes, size_bytes in stretches:
+            left_bytes = most_bytes - sum(done for done, _ in found)
+            scratch = torch.empty(min(size_bytes, left_bytes), dtype=torch.uint8)
+            if not len(scratch):
+                break
+            start_s = time.perf_counter()
+            self.read(scratch, offset_bytes)
+            found.append((len(scratch), time.perf_counter() - start_s))
+        return found
 
     # -- ending ------------------------------------------------------------------------------------------------------
 

@@ -156,6 +156,8 @@ class TooLarge(FrozenModel):
     """What the device's memory lacks, however much the host has."""
     short_host_bytes: NonNegativeInt
     """What the host's then lacks, beside a device that is large enough."""
+    short_disk_bytes: NonNegativeInt = 0
+    """What the host's disk lacks, where a larger one is all that is missing."""
 
 
 class TrainedModel(FrozenModel):

@@ -204,4 +204,5 @@ def _following_cells(one: LargestModel) -> Row:
     if following is None:
         return (NO_VALUE, "")
     lacks = [(following.short_host_bytes, "host"), (following.short_device_bytes, "device")]
+    lacks.append((following.short_disk_bytes, "disk"))
     return (following.model, " and ".join(f"{format_bytes(size)} {memory}" for size, memory in lacks if size))

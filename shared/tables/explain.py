@@ -75,16 +75,30 @@ class ChunkAccount:
     gradient_bytes: int
     """Gradients sent to the host."""
     stepper: Stepper
+    parameter_homes: frozenset[Memory]
+    """Where parameters lie for good."""
+    state_on_disk: bool
+    """Whether its optimizer state lies on the host's disk."""
+
+    @property
+    def is_on_disk(self) -> bool:
+        """Whether its parameters lie on the host's disk."""
+        return Memory.DISK in self.parameter_homes
+
+    @property
+    def is_looked_up(self) -> bool:
+        """Whether the host looks rows of it up, so that nothing is gathered."""
+        return not self.slots and Memory.DEVICE not in self.parameter_homes
 
     @property
     def is_persistent(self) -> bool:
         """Whether it stays on the device for good; what is not is gathered in every iteration."""
-        return not self.slots and self.stepper is not Stepper.CPU_ADAM
+        return not self.slots and self.stepper is not Stepper.CPU_ADAM and not self.is_looked_up
 
     @property
     def is_host_stepped(self) -> bool:
         """Whether it stays on the device, and the host steps it."""
-        return not self.slots and self.stepper is Stepper.CPU_ADAM
+        return not self.slots and self.stepper is Stepper.CPU_ADAM and not self.is_looked_up
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +156,7 @@ def _chunk(schedule: Schedule, chunk: Chunk, workload: Workload) -> ChunkAccount
     stepper = Stepper.DEVICE_ADAM if chunk.is_trainable else Stepper.NOBODY
     if any(task.kind is TaskKind.CPU_ADAM for task in of_chunk):
         stepper = Stepper.CPU_ADAM
+    homes = [b for b in schedule.buffers if b.is_static and b.chunk == chunk.id]
     return ChunkAccount(
         chunk=chunk,
         num_scalars=sum(workload.parameters[placed.index].num_elements for placed in chunk.parameters),
@@ -151,6 +166,8 @@ def _chunk(schedule: Schedule, chunk: Chunk, workload: Workload) -> ChunkAccount
         gathered_bytes=sum(task.moved_bytes for task in gathers),
         gradient_bytes=sum(task.moved_bytes for task in of_chunk if task.kind is TaskKind.GRADIENT_OFFLOAD),
         stepper=stepper,
+        parameter_homes=frozenset(b.memory for b in homes if b.content is Content.PARAMETERS),
+        state_on_disk=any(b.memory is Memory.DISK for b in homes if b.content is Content.OPTIMIZER_STATE),
     )
 
 
@@ -265,11 +282,13 @@ def _residency_sentences(found: Account, schedule: Schedule, plan: Plan) -> list
         )
     if offloaded:
         num_gathers = sum(chunk.num_gathers for chunk in offloaded)
+        on_disk = [chunk for chunk in offloaded if chunk.is_on_disk]
+        of_disk = f", {len(on_disk)} of them on its disk ({_total(c.chunk.size_bytes for c in on_disk)})"
         sentences.append(
             f"Parameters: {_count(len(offloaded), 'chunk')} on the host "
-            f"({_total(c.chunk.size_bytes for c in offloaded)}), gathered {_count(num_gathers, 'time')} "
-            f"({_total(c.gathered_bytes for c in offloaded)}) into {_count(schedule.num_slots, 'buffer')}; "
-            f"{_total(c.gradient_bytes for c in offloaded)} of gradients go to the host."
+            f"({_total(c.chunk.size_bytes for c in offloaded)}){of_disk if on_disk else ''}, "
+            f"gathered {_count(num_gathers, 'time')} ({_total(c.gathered_bytes for c in offloaded)}) into "
+            f"{_count(schedule.num_slots, 'buffer')}; {_total(c.gradient_bytes for c in offloaded)} of gradients go to the host."
         )
     if plan.num_ranks > 1:
         sent_bytes = _total(task.moved_bytes for task in schedule.tasks if task.lane is Lane.COLLECTIVE)
@@ -365,15 +384,35 @@ def _flops(schedule: Schedule) -> tuple[int, int]:
 
 
 def _places(chunks: Sequence[ChunkAccount]) -> str:
-    """``"device"``, ``"device, stepped on the host"``, ``"sharded, buffers 0–1"``, ``"host, buffers 0–1"``, or more."""
+    """Where chunks lie, and where they come to.
+
+    ``"device"``, ``"device, stepped on the host"``, ``"host, buffers 0–1"``, ``"host, state on disk, buffer 0"``,
+    ``"disk, buffer 0"`` and the like, or several of them.
+    """
     found = ["device"] if any(chunk.is_persistent for chunk in chunks) else []
     if any(chunk.is_host_stepped for chunk in chunks):
         found.append("device, stepped on the host")
-    for place, is_sharded in (("sharded", True), ("host", False)):
-        slots = sorted({slot for chunk in chunks if chunk.is_sharded is is_sharded for slot in chunk.slots})
-        if slots:
-            found.append(f"{place}, buffer{'s' if len(slots) > 1 else ''} {_runs(slots)}")
+    slots: dict[str, set[int]] = {}
+    for chunk in chunks:
+        if chunk.slots or chunk.is_looked_up:
+            slots.setdefault(_home(chunk), set()).update(chunk.slots)
+    for home in sorted(slots, key=_HOMES.index):
+        buffers = sorted(slots[home])
+        found.append(f"{home}, buffer{'s' if len(buffers) > 1 else ''} {_runs(buffers)}" if buffers else home)
     return " and ".join(found) or NO_VALUE
+
+
+_HOMES = ("host, rows looked up", "sharded", "host", "host, state on disk", "disk")
+
+
+def _home(chunk: ChunkAccount) -> str:
+    if chunk.is_looked_up:
+        return "host, rows looked up"
+    if chunk.is_sharded:
+        return "sharded"
+    if chunk.is_on_disk:
+        return "disk"
+    return "host, state on disk" if chunk.state_on_disk else "host"
 
 
 def _runs(numbers: Sequence[int]) -> str:

@@ -30,6 +30,7 @@ from ..searching.infeasible import smallest_changes
 from ..searching.least_memory import least_host, some_plan_fits
 from ..searching.problem import SearchProblem, search_problem
 from ..searching.request import SearchRequest, Step
+from ..searching.roomy_disk import need_of_disk
 from ..searching.search import search_batches
 
 _UNLIMITED_BYTES: Final = 2**50
@@ -156,11 +157,22 @@ def _of_machine(
             host_memory_bytes=memory_bytes,
             disk_name=None if hardware.disk is None else hardware.disk.name,
             found=found,
-            following=None if larger is None else _too_large(request.problem(larger, box)),
+            following=None if larger is None else _too_large(request, larger, box),
         )
 
 
-def _too_large(problem: SearchProblem) -> TooLarge:
+def _too_large(request: LargestRequest, workload: Workload, box: Hardware) -> TooLarge:
+    """What ``workload`` lacks on the machine: where a larger disk is enough, that is named."""
+    problem = request.problem(workload, box)
+    need = None if box.disk is None else need_of_disk(request.search_request(workload, box))
+    if box.disk is not None and need is not None:
+        return TooLarge(
+            model=workload.model_name,
+            num_parameters=workload.num_parameters,
+            short_device_bytes=0,
+            short_host_bytes=0,
+            short_disk_bytes=max(0, need.disk_bytes - box.disk.capacity_bytes),
+        )
     device_bytes, host_bytes = smallest_changes(problem).both_bytes
     return TooLarge(
         model=problem.workload.model_name,

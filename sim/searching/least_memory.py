@@ -21,6 +21,7 @@ class Need:
     device_bytes: int
     """Its guaranteed peak."""
     host_bytes: int
+    disk_bytes: int = 0
 
 
 def least_device(problem: SearchProblem, host_limit_bytes: int | None = None) -> Need | None:
@@ -73,6 +74,31 @@ def least_host(problem: SearchProblem, device_limit_bytes: int | None = None) ->
     return best
 
 
+def least_disk(problem: SearchProblem) -> Need | None:
+    """The plan that has the least on a disk, of those within both budgets; None if there is none."""
+    within = [
+        (_disk_bytes(problem, place), place)
+        for place in _places(problem)
+        if place.host_bytes <= problem.host_budget_bytes and place.bound_bytes <= problem.device_budget_bytes
+    ]
+    for _, (_, _, index, number, prefix) in sorted(within):
+        layout = problem.layouts[index]
+        grid, modes = layout.grid, layout.grid.modes.groups[number][1]
+        n_buffer = grid.n_buffer[grid.prefix == prefix]
+        peaks = layout.memory.peak_bytes(prefix, n_buffer, grid.prefetch_depth, modes)
+        if peaks.min() > problem.device_budget_bytes:
+            continue
+        found = _cheapest_of_prefix(problem, index, number, prefix)
+        if found.device_bytes <= problem.device_budget_bytes:
+            return found
+    return None
+
+
+def _disk_bytes(problem: SearchProblem, place: _Place) -> int:
+    table = problem.layouts[place.layout].table
+    return int(table.staged_bytes.on_disk(table.places.on_disk[place.prefix]))
+
+
 class _Place(NamedTuple):
     """The plans of one layout that swap the same blocks and have the same chunks in the same places."""
 
@@ -115,4 +141,5 @@ def _cheapest_of_prefix(problem: SearchProblem, index: int, group: int, prefix: 
             best = key if best is None else min(best, key)
     assert best is not None
     host_bytes = int(problem.host_bytes(index, np.array([prefix]), n_swap)[0])
-    return Need(problem.plan(index, *best[2]), best[0], host_bytes)
+    disk_bytes = int(layout.table.staged_bytes.on_disk(layout.table.places.on_disk[prefix]))
+    return Need(problem.plan(index, *best[2]), best[0], host_bytes, disk_bytes)

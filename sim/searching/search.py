@@ -38,6 +38,7 @@ from .left_out import left_out
 from .outcomes import batch_choice, mode_choice, search_result
 from .problem import search_problem
 from .request import GlobalBatch, SearchRequest
+from .roomy_disk import with_advice_on_disk
 from .spent_effort import SpentEffort
 from .survival import SegmentRoom
 
@@ -64,12 +65,13 @@ def search_batches(
 
     Where nothing fits and the machine has a disk, what the host cannot hold may lie there.
     """
-    try:
-        return _with_margin(request, on_progress=on_progress, keep_interrupted=keep_interrupted)
-    except InfeasibleError:
-        if not request.may_use_disk:
-            raise
-    return _with_margin(request.with_disk(), on_progress=on_progress, keep_interrupted=keep_interrupted)
+    tries = [request, *([request.with_disk()] if request.may_use_disk else [])]
+    for asked in tries:
+        try:
+            return _with_margin(asked, on_progress=on_progress, keep_interrupted=keep_interrupted)
+        except InfeasibleError as error:
+            reason = error
+    raise with_advice_on_disk(reason, request)
 
 
 def _with_margin(

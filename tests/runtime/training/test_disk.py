@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from protwin.runtime import Training, carry_out, named_optimizer
 from protwin.runtime.chunks.chunk import DeviceChunk
+from protwin.runtime.chunks.chunk_store import is_slow
 from protwin.runtime.devices.chunk_file import NAME, ChunkFile, measured_disk_rates
 from protwin.runtime.optimizers.chunk_optimizer import ChunkOptimizer
 from protwin.runtime.optimizers.state_place import StatePlace
@@ -379,15 +380,31 @@ def test_a_disk_that_fails_ends_training_with_one_message_and_the_checkpoint_who
         assert train(resumed, case, slice(2, None)) == case.plain.losses[2:]
 
 
-def test_a_disk_slower_than_stated_is_told_of(disk_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("protwin.runtime.chunks.chunk_store._LEAST_MEASURED_BYTES", 0)
+def test_a_disk_slower_than_stated_is_told_of(disk_folder: Path) -> None:
+    """Of a model with 14 chunks of kilobytes, too."""
     case = cases()[LLAMA]
     stated = Disk(name="dream", capacity_bytes=10**12, read_bytes_per_s=1e15, write_bytes_per_s=1e15)
-    with pytest.warns(UserWarning, match=r"(reads|writes) .*B/s, but dream is stated to reach .*B/s") as told:
+    with pytest.warns(
+        UserWarning, match=r"(reads|writes) .*B/s in calls of .*B, but dream is stated to reach .*B/s"
+    ) as told:
         begun(case, on_disk(case), disk_folder, stated_disk=stated).close()
     assert len(told) == 2
     slow = stated.model_copy(update={"read_bytes_per_s": 1.0, "write_bytes_per_s": 1.0})
     begun(case, on_disk(case), disk_folder, stated_disk=slow).close()
+
+
+def test_a_disk_is_slow_if_most_of_enough_calls_are() -> None:
+    rate, chunk, latency_s = 1e6, 1000, 1e-3  # stated to take 2 ms for each
+    in_time, late = (chunk, 3.9e-3), (chunk, 4.1e-3)
+    assert is_slow([late] * 8, rate, latency_s)
+    assert not is_slow([in_time] * 8, rate, latency_s)
+    assert not is_slow([late] * 7, rate, latency_s)
+    assert is_slow([(2**26, 135.0)], rate, latency_s)
+    # One that was held up: by the sum it would be slow.  And by the median, of calls that do not count.
+    assert not is_slow([*[in_time] * 9, (chunk, 1.0)], rate, latency_s)
+    assert not is_slow([(2**26, 68.0), *[late] * 9], rate, latency_s)
+    # The latency is part of what is stated.
+    assert is_slow([in_time] * 8, rate, 0.0)
 
 
 def test_a_folder_is_measured(tmp_path: Path) -> None:

@@ -137,6 +137,9 @@ def test_what_lies_on_the_disk_is_told() -> None:
     on_disk = {"n_disk_state": 2, "n_disk": 1, "n_staging": 1}
     told = " ".join(explain_plan(plan(model, n_buffer=3).model_copy(update=on_disk), model).split())
     moved_bytes = 4_096 + 2 * (4_096 + 8_004) + 2 * 8_004
+    for place in ("host, buffer 0", "host, state on disk, buffer 1", "disk, buffer 2"):
+        assert told.count(f" {place} ") == 2, "of a block and of its chunk"
+    assert f"3 chunks on the host ({format_bytes(3 * 4_096)}), 1 of them on its disk (4 KiB), gathered" in told
     assert (
         f"Disk: {format_bytes(4_096 + 2 * 8_004)}, the optimizer state of the last 2 chunks and the parameters" in told
     )

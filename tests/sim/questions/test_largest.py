@@ -133,3 +133,20 @@ def test_a_disk_adds_rows_with_what_the_host_cannot_hold(monkeypatch: pytest.Mon
     # State, parameters and gradients of gpt2-xl take 16 bytes for each of 1.56 billion parameters: 23 GiB.
     assert found == {(None, 12 * GIB): "gpt2", (None, None): "gpt2-xl", ("nvme-pcie4-2tb", 12 * GIB): "gpt2-xl"}
     assert "nvme-pcie4-2tb" in as_text(largest_tables(answer), width=200)
+
+
+def test_a_disk_that_is_too_small_is_what_the_next_model_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(largest, "model_names", lambda: ("gpt2", "gpt2-xl"))
+    few = {"disk": "nvme-pcie4-2tb", "disk.capacity_bytes": "1GiB"}
+    answer = largest_models(replace(REQUEST), [override_hardware(box(8 * GIB), few)], [12 * GIB])
+    without, with_disk = (one.following for one in answer.machines)
+    assert without is not None
+    assert with_disk is not None
+    assert without.short_host_bytes > 0 == without.short_disk_bytes
+    assert with_disk.short_disk_bytes > 0 == with_disk.short_host_bytes == with_disk.short_device_bytes
+    assert "GiB disk" in as_text(largest_tables(answer), width=200)
+    # So much more room on the disk, and the model trains; a MiB less, and it does not.
+    for more, expected in ((0, "gpt2-xl"), (-(2**20), "gpt2")):
+        enough = few | {"disk.capacity_bytes": str(GIB + with_disk.short_disk_bytes + more)}
+        found = largest_models(replace(REQUEST), [override_hardware(box(8 * GIB), enough)], [12 * GIB])
+        assert [one.found and one.found.model for one in found.machines if one.disk_name] == [expected]

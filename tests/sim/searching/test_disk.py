@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protwin.shared.basics.errors import HardwareError, InfeasibleError
+from protwin.shared.basics.units import format_enough_bytes
+from protwin.shared.compile.compile import compile_schedule
 from protwin.shared.layout.layout import build_layout
 from protwin.shared.schema.hardware import Disk, Hardware
 from protwin.shared.schema.plan import Plan
+from protwin.shared.schema.schedule import Memory
 from protwin.shared.schema.workload import Workload
 from protwin.shared.tables.answer import recommendation
 from protwin.shared.tables.search import certificate_sentence
+from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
 from protwin.sim.costs.task_costs import CostModel
 from protwin.sim.questions.host_bound import with_host_bound
 from protwin.sim.searching.request import SearchRequest
@@ -146,3 +151,56 @@ def test_a_disk_without_room_is_no_help_and_no_disk_is_said() -> None:
         search(_request(host_bytes=10**6, disk=small, space=space))
     with pytest.raises(HardwareError, match="has no disk"):
         search(_request(host_bytes=10**6, disk=None, space=space))
+
+
+def test_a_disk_that_would_help_is_named_with_what_it_has_to_hold() -> None:
+    device_bytes, host_bytes = 3000, 3 * CHUNK_HOST_BYTES
+    asked = _request(host_bytes=host_bytes, device_budget_bytes=device_bytes, disk=None)
+
+    def refused(request: SearchRequest) -> str:
+        with pytest.raises(InfeasibleError, match="host memory") as found:
+            search(request)
+        return str(found.value)
+
+    def of_size(size_bytes: int) -> SearchRequest:
+        disk = DISK.model_copy(update={"capacity_bytes": size_bytes})
+        return replace(asked, hardware=asked.hardware.model_copy(update={"disk": disk}))
+
+    told = refused(asked)
+    need_bytes = least_disk_bytes(asked)
+    assert f"Or keep {format_enough_bytes(need_bytes)} on a disk, which the machine lacks" in told
+    assert "--set disk=nvme" in told
+    assert search(of_size(need_bytes)).plan.n_disk_state > 0
+    assert f"--set disk.capacity_bytes={need_bytes})" in refused(of_size(need_bytes - 1))
+    # No disk helps where the device is too small, where the host has no room for places, or where none may be used.
+    assert " on a disk" not in refused(replace(asked, device_budget_bytes=300, host_budget_bytes=0))
+    assert " on a disk" not in refused(replace(asked, host_budget_bytes=100))
+    named = asked.space.model_dump() | {"n_disk_state": (0,)}
+    assert " on a disk" not in refused(replace(asked, space=SearchSpace(**named)))
+
+
+def least_disk_bytes(asked: SearchRequest) -> int:
+    """By trying every number of persistent chunks, and of chunks on the disk in each of the three ways."""
+    assert isinstance(asked.workload, Workload)
+    assert asked.device_budget_bytes is not None
+    assert asked.host_budget_bytes is not None
+    found = []
+    for n_persist in range(7):
+        left = range(1, 7 - n_persist)
+        ways = [(n, 0) for n in left] + [(n, n) for n in left] + [(6 - n_persist, n) for n in left]
+        for (n_disk_state, n_disk), n_staging, n_buffer in product(ways, (2, 3), (1, 2)):
+            plan = Plan(
+                workload_id=asked.workload.identity,
+                chunk_bytes=256,
+                n_persist=n_persist,
+                n_disk_state=n_disk_state,
+                n_disk=n_disk,
+                n_staging=n_staging,
+                n_buffer=n_buffer,
+                n_checkpoint=6,
+            )
+            schedule = compile_schedule(plan, asked.workload)
+            is_within = guaranteed_device_peak(schedule).size_bytes <= asked.device_budget_bytes
+            if is_within and host_account.host_bytes(plan, asked.workload) <= asked.host_budget_bytes:
+                found.append(schedule.static_bytes(Memory.DISK))
+    return min(found)
