@@ -288,7 +288,8 @@ def _residency_sentences(found: Account, schedule: Schedule, plan: Plan) -> list
             f"Parameters: {_count(len(offloaded), 'chunk')} on the host "
             f"({_total(c.chunk.size_bytes for c in offloaded)}){of_disk if on_disk else ''}, "
             f"gathered {_count(num_gathers, 'time')} ({_total(c.gathered_bytes for c in offloaded)}) into "
-            f"{_count(schedule.num_slots, 'buffer')}; {_total(c.gradient_bytes for c in offloaded)} of gradients go to the host."
+            f"{_count(schedule.num_slots, 'buffer')}; {_total(c.gradient_bytes for c in offloaded)} of gradients go to "
+            f"the host."
         )
     if plan.num_ranks > 1:
         sent_bytes = _total(task.moved_bytes for task in schedule.tasks if task.lane is Lane.COLLECTIVE)

@@ -141,6 +141,14 @@ def host_warning(record: Record, memory_bytes: int) -> str | None:
     host = record.host_memory
     if host is None or host.total_bytes <= memory_bytes:
         return None
+    training_bytes = host.process_bytes + host.training_bytes
+    if training_bytes <= memory_bytes:
+        return (
+            f"this plan needs {format_bytes(host.total_bytes)} of host memory while the model loads, whose own copy is "
+            f"there too, and {format_bytes(training_bytes)} from then on, but the host has "
+            f"{format_bytes(memory_bytes)}. Give the system swap space for the difference, or use "
+            f"--set host.memory_bytes=SIZE."
+        )
     return (
         f"this plan needs {format_bytes(host.total_bytes)} of host memory in all, but the host has "
         f"{format_bytes(memory_bytes)}. Keep more chunks persistent (n_persist), or use --set host.memory_bytes=SIZE."

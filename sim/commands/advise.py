@@ -23,6 +23,7 @@ from ...shared.cli.options import (
     DTypeName,
     FrozenParts,
     HardwareChanges,
+    HostGradientsName,
     JsonFlag,
     LoraRank,
     LoraTargets,
@@ -46,7 +47,7 @@ from ...shared.cli.report_options import ReportPath, write_report
 from ...shared.schema.advice import Advice
 from ...shared.schema.calibration import Calibration
 from ...shared.schema.hardware import Hardware
-from ...shared.schema.optimizer import Optimizer
+from ...shared.schema.optimizer import HostGradients, Optimizer
 from ..questions.advise import AdviceRequest, Offer, check_request, machines_with, search_machine, whole_machines
 from ..questions.advise import advise as advise_machines
 from ..searching.confidence import DEFAULT_MARGIN_FRAC
@@ -127,6 +128,7 @@ def advise_command(
     tokens: Tokens = None,
     max_gradient_norm: MaxGradientNorm = None,
     optimizer: OptimizerName = None,
+    host_gradients: HostGradientsName = None,
     processes: NumProcesses = None,
     state: StatePath = None,
     output: OutputPath = None,
@@ -163,6 +165,7 @@ def advise_command(
         calibrations=_calibrations(calibrations or (), machines),
         num_tokens=tokens,
         optimizer=optimizer or Optimizer.ADAMW,
+        host_gradients=host_gradients or HostGradients.PARAMETERS,
     )
     numbers = sorted(set(ranks or ()))
     for number in numbers:

@@ -23,12 +23,12 @@ from ...shared.basics.errors import FileError, HardwareError, PlanError, Protwin
 from ...shared.basics.progress import OnProgress
 from ...shared.catalogue.models import known_model
 from ...shared.catalogue.rank_share import rent_of_ranks
-from ...shared.optimizers.check import check_optimizer
+from ...shared.optimizers.check import check_host_gradients, check_optimizer
 from ...shared.records.question import sequence_length_of
 from ...shared.schema.advice import Advice, AdviceState, MachineAdvice
 from ...shared.schema.calibration import Calibration
 from ...shared.schema.hardware import Device, Hardware
-from ...shared.schema.optimizer import Optimizer
+from ...shared.schema.optimizer import HostGradients, Optimizer
 from ...shared.schema.search_result import BatchSearchResult
 from ...shared.schema.training_options import FULL_TRAINING, TrainingOptions
 from ...shared.schema.workload import Workload
@@ -67,6 +67,8 @@ class AdviceRequest:
     """Tokens whose time, energy and cost are asked for."""
     optimizer: Optimizer = Optimizer.ADAMW
     """What steps the weights."""
+    host_gradients: HostGradients = HostGradients.PARAMETERS
+    """In which element type the hosts add up gradients."""
 
     @property
     def identity(self) -> str:
@@ -312,6 +314,7 @@ def check_request(request: AdviceRequest, cache: Path | None) -> int:
     least = sizes[0] if sizes else 1
     workload = request.workload_at(least, cache)
     check_optimizer(request.optimizer, workload.parameters)
+    check_host_gradients(request.host_gradients, workload.parameters)
     if request.num_tokens is not None and sequence_length_of(workload) is None:
         raise PlanError(f"{request.model} is trained on samples without tokens. Leave out the number of tokens.")
     return request.global_batch // least
@@ -360,7 +363,12 @@ def _search(request: AdviceRequest, offer: Offer, cache: Path | None) -> BatchSe
             calibration=request.calibration_of(hardware),
             device_budget_bytes=request.device_budget_bytes,
             margin_frac=request.margin_frac,
-            step=Step(max_gradient_norm=request.max_gradient_norm, num_ranks=num_ranks, optimizer=request.optimizer),
+            step=Step(
+                max_gradient_norm=request.max_gradient_norm,
+                num_ranks=num_ranks,
+                optimizer=request.optimizer,
+                host_gradients=request.host_gradients,
+            ),
             effort=Effort(max_replays=max(1, _MOST_WORK * num_ranks // request.global_batch)),
         )
     )

@@ -100,3 +100,7 @@ def test_a_host_that_is_too_small() -> None:
     loading = record_with(host=host.model_copy(update={"loading_bytes": 20 * GIB}))
     assert beyond_the_schedule(loading)[0].size_bytes == 21 * GIB
     assert beyond_the_schedule(loading)[0].words.startswith("while the model loads; then")
+    message = host_warning(loading, 10 * GIB)
+    assert message is not None
+    assert "needs 21 GiB of host memory while the model loads" in message
+    assert "10 GiB from then on, but the host has 10 GiB" in message
