@@ -3,6 +3,8 @@
 Models of different families on the CPU as a device: two whose blocks hold nearly all parameters, and one whose
 embedding and head hold more than its blocks.  Two have links throttled to 2 GB/s and 1 GB/s, so that transfers matter.
 Plans that keep half of the chunks have the embedding on the device, and those that keep none have it on the host.
+Plans with chunks on a disk are among them: one that reads 1 GB/s and writes 0.5 GB/s, emulated in memory, so that
+neither the page cache nor the disk's other users are measured; with --disk-folder the disk of that folder.
 ``make bench-fidelity`` runs it; results are kept in benchmarks/results/ with date and machine.
 """
 
@@ -11,10 +13,12 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import os
 import statistics
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -50,6 +54,9 @@ GPT2 = {
 WIDE_ENDS = CONFIGURATION | {"num_hidden_layers": 4, "vocab_size": 12_000}
 """Of 12.6 million parameters, 7.7 million are outside the blocks."""
 SLOW_LINKS = {"host_to_device_bytes_per_s": 2e9, "device_to_host_bytes_per_s": 1e9}
+DISK = {"disk_read_bytes_per_s": 1e9, "disk_write_bytes_per_s": 0.5e9}
+MEMORY_FOLDER = Path("/dev/shm")
+"""What lies here is in memory, where the system has it; another folder's disk may be slower than the emulated one."""
 
 
 def main() -> None:
@@ -59,20 +66,23 @@ def main() -> None:
     parser.add_argument("--records", type=Path, help="leave the measured Records in this folder")
     parser.add_argument("--keep", action="store_true", help="keep the result in benchmarks/results/")
     parser.add_argument("--only", choices=["llama", "gpt2", "llama-wide-ends"], help="one model instead of all")
+    parser.add_argument("--disk-folder", type=Path, help="measure the disk of this folder, not an emulated one")
     options = parser.parse_args()
     console = Console(highlight=False, width=170)
     leave_a_core_for_lanes()
     results = []
+    disk = DISK if options.disk_folder is None else {}
     subjects: dict[str, tuple[dict[str, Any], int, int, Callable[[], CpuDevice]]] = {
-        "llama": (CONFIGURATION, 2, 128, CpuDevice),
-        "gpt2": (GPT2, 2, 128, partial(CpuDevice, **SLOW_LINKS)),
-        "llama-wide-ends": (WIDE_ENDS, 1, 128, partial(CpuDevice, **SLOW_LINKS)),
+        "llama": (CONFIGURATION, 2, 128, partial(CpuDevice, **disk)),
+        "gpt2": (GPT2, 2, 128, partial(CpuDevice, **SLOW_LINKS, **disk)),
+        "llama-wide-ends": (WIDE_ENDS, 1, 128, partial(CpuDevice, **SLOW_LINKS, **disk)),
     }
     for name, (configuration, batch_size, sequence_length, make_device) in subjects.items():
         if options.only in (None, name):
-            subject = prepare(name, configuration, batch_size, sequence_length, make_device)
-            with progress_bar(f"measuring {name}") as report:
-                result, records = measure_fidelity(subject, rounds=options.rounds, on_progress=report)
+            with TemporaryDirectory(dir=options.disk_folder or memory_folder()) as folder:
+                subject = prepare(name, configuration, batch_size, sequence_length, make_device, Path(folder))
+                with progress_bar(f"measuring {name}") as report:
+                    result, records = measure_fidelity(subject, rounds=options.rounds, on_progress=report)
             results.append(result)
             show(result, console)
             if options.records is not None:
@@ -85,12 +95,18 @@ def main() -> None:
         console.print(f"kept in {path}")
 
 
+def memory_folder() -> Path | None:
+    """Where files lie in memory; None if the system has no such folder."""
+    return MEMORY_FOLDER if os.access(MEMORY_FOLDER, os.W_OK) else None
+
+
 def prepare(
     name: str,
     configuration: dict[str, Any],
     batch_size: int,
     sequence_length: int,
     make_device: Callable[[], CpuDevice],
+    disk_folder: Path,
 ) -> Subject:
     """Build, trace and probe."""
     torch.manual_seed(0)
@@ -100,8 +116,8 @@ def prepare(
     )
     make_optimizer = partial(torch.optim.AdamW, lr=1e-4, fused=True)
     workload = trace(model, batch, name=name)
-    hardware = probe_hardware(seconds=4.0, device=make_device())
-    return Subject(model, batch, workload, hardware, make_device, make_optimizer)
+    hardware = probe_hardware(seconds=4.0, device=make_device(), disk_folder=disk_folder)
+    return Subject(model, batch, workload, hardware, make_device, make_optimizer, disk_folder=disk_folder)
 
 
 def show(result: Fidelity, console: Console) -> None:
@@ -130,6 +146,14 @@ def show(result: Fidelity, console: Console) -> None:
         f"error: mean {result.mean_iteration_error_frac:.1%}, worst {result.worst_iteration_error_frac:.1%} "
         f"(median noise {noise:.1%}); rank correlation {result.rank_correlation:.3f}; the search's pick is "
         f"{result.search_regret_frac:+.1%} of the best measured plan within {format_bytes(result.budget_bytes)}"
+    )
+    on_disk = [plan for plan in result.plans if plan.plan.n_disk_state]
+    times = [abs(plan.iteration_error_frac) for plan in on_disk]
+    peaks = [abs(plan.peak_error_frac) for plan in on_disk]
+    noise = statistics.median(plan.iteration_noise_frac for plan in on_disk)
+    console.print(
+        f"plans with chunks on the disk ({len(on_disk)}): iteration error: mean {statistics.fmean(times):.1%}, worst "
+        f"{max(times):.1%} (median noise {noise:.1%}); peak error: worst {max(peaks):.2%}"
     )
 
 

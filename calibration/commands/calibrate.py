@@ -47,6 +47,10 @@ def calibrate_command(
     dtype: DTypeName = None,
     steps: Annotated[int, typer.Option("--steps", metavar="N", min=2, help="Timed iterations of each plan.")] = 7,
     seed: Seed = 0,
+    disk_folder: Annotated[
+        Path | None,
+        typer.Option("--disk-folder", metavar="FOLDER", file_okay=False, help="Measure the disk that it lies on too."),
+    ] = None,
     workload_output: Annotated[
         Path | None,
         typer.Option(
@@ -58,8 +62,8 @@ def calibrate_command(
 ) -> None:
     """Measure this machine with a model: how long tasks really take, and how lanes slow each other down.
 
-    Runs three short trainings with random weights.  The factors hold for this machine; a workload that is searched
-    with them should be the timed one (--workload-output).
+    Runs three short trainings with random weights, and one more with --disk-folder.  The factors hold for this machine;
+    a workload that is searched with them should be the timed one (--workload-output).
     """
     keep_apart(
         {"--workload-output": workload_output, "--output": output},
@@ -81,6 +85,7 @@ def calibrate_command(
             dtype=dtype,
             steps=steps,
             seed=seed,
+            disk_folder=disk_folder,
             on_progress=on_progress,
         )
     if workload_output is not None:

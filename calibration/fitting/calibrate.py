@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from itertools import islice, repeat
+from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -34,7 +35,7 @@ from .fit import Pair, fit_calibration
 from .measurement_plans import bootstrap_plans
 from .optimizer_costs import optimizer_costs
 from .slowdowns import measure_slowdowns
-from .subject import Subject
+from .subject import Subject, check_disk_described
 
 _WARM_UP: Final = 3
 
@@ -48,19 +49,23 @@ def calibrate(
 ) -> Calibration:
     """Run a few plans for ``steps`` timed iterations each, measure how lanes slow each other, fit the factors.
 
-    Steps of optimizers other than AdamW, which the plans have, are measured by themselves.
+    Steps of optimizers other than AdamW, which the plans have, are measured by themselves.  Where ``subject`` has a
+    folder on a disk, the lane of the disk and one more plan are measured too.
 
     The model, its gradients and the random state stay as they are.  Devices of ``subject`` must have no budget: what is
-    measured are times.
+    measured are times.  Raises CalibrationError if the hardware has no disk for the folder, and FileError if the folder
+    cannot be used.
     """
-    chosen = bootstrap_plans(subject.workload)
+    chosen = bootstrap_plans(subject.workload, has_disk=subject.measures_disk)
     total = 100 + len(chosen) * (steps + _WARM_UP + 1)
 
     def report(done: int, of: int) -> None:
         if on_progress is not None:
             on_progress(100 * done // of, total)
 
-    contention = measure_slowdowns(subject.make_device(), seconds=slowdown_seconds, on_progress=report)
+    contention = measure_slowdowns(
+        subject.make_device(), seconds=slowdown_seconds, disk_folder=subject.disk_folder, on_progress=report
+    )
     pairs: list[Pair] = []
     done = 100
     with left_as_found(subject.model):
@@ -74,6 +79,7 @@ def calibrate(
                 optimizer=subject.make_optimizer,
                 device=subject.make_device(),
                 hardware_name=subject.hardware.name,
+                disk_folder=subject.disk_folder,
             )
             pairs.append(Pair(subject.workload, record))
             done += steps + _WARM_UP + 1
@@ -107,12 +113,13 @@ def run_plan(
     optimizer: MakeOptimizer = default_optimizer,
     device: TrainingDevice,
     hardware_name: str,
+    disk_folder: Path | None = None,
 ) -> Record:
     """Train ``model`` under ``plan`` on all ``batches``, one per micro-batch, and give the measured Record.
 
-    Batches at the end that make no whole step are left.
+    Batches at the end that make no whole step are left.  ``disk_folder`` is for plans with chunks on a disk.
     """
-    with carry_out(model, plan, workload, optimizer=optimizer, device=device) as training:
+    with carry_out(model, plan, workload, optimizer=optimizer, device=device, disk_folder=disk_folder) as training:
         while len(step := list(islice(batches, plan.micro_batches))) == plan.micro_batches:
             for batch in step:
                 loss_of(model, batch, loss).backward()  # type: ignore[no-untyped-call]
@@ -130,12 +137,14 @@ def calibrate_configuration(
     dtype: str | None = None,
     steps: int = 7,
     seed: int = 0,
+    disk_folder: Path | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> tuple[Workload, Calibration]:
     """Build the model of a ``config.json`` with random weights, trace and time it here, and calibrate.
 
-    Raises CalibrationError if ``hardware`` was not probed on this machine, WorkloadError if the model is too large
-    for it.
+    ``disk_folder`` is on the disk of ``hardware``, which is measured with it.  Raises CalibrationError if ``hardware``
+    was not probed on this machine or has no disk for a folder, FileError if the folder cannot be used, WorkloadError if
+    the model is too large for the machine.
     """
     make_device: Callable[[], TrainingDevice] = CpuDevice
     if hardware.device.kind is DeviceKind.CUDA and torch.cuda.is_available():
@@ -146,6 +155,8 @@ def calibrate_configuration(
             f"{hardware.name} is not this machine ({device.description}), so factors measured here would say nothing "
             f"about it. Describe this one: protwin hardware probe --output machine.toml"
         )
+    if disk_folder is not None:
+        check_disk_described(hardware, disk_folder)
     if not device.runs_behind:
         leave_a_core_for_lanes()
     torch.manual_seed(seed)
@@ -157,5 +168,5 @@ def calibrate_configuration(
     )
     batch = {key: tensor.to(device.torch_device) for key, tensor in next(batches).items()}
     workload = chosen.note_in(trace(model, batch, name=name))
-    subject = Subject(model, batch, workload, hardware, make_device)
+    subject = Subject(model, batch, workload, hardware, make_device, disk_folder=disk_folder)
     return workload, calibrate(subject, steps=steps, on_progress=on_progress)

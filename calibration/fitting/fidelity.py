@@ -13,6 +13,7 @@ import random
 import statistics
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from tempfile import TemporaryDirectory
 from typing import Final
 
 from scipy.stats import spearmanr
@@ -96,12 +97,15 @@ def measure_fidelity(
 ) -> tuple[Fidelity, tuple[Record, ...]]:
     """Predict and measure the spanning plans and the search's pick; none of them is fitted to.
 
-    In each of ``rounds`` every plan runs ``steps`` iterations that count.  The first ones, of the fitted plans alone,
-    find the pick.  Gives all Records beside the judgement.
+    Where ``subject`` has a folder on a disk, plans with chunks there are among them.  In each of ``rounds`` every plan
+    runs ``steps`` iterations that count.  The first ones, of the fitted plans alone, find the pick.  Gives all Records
+    beside the judgement.
     """
-    contention = measure_slowdowns(subject.make_device())
-    fitted = {f"fitted {place}": plan for place, plan in enumerate(bootstrap_plans(subject.workload))}
-    judged = spanning_plans(subject.workload)
+    has_disk = subject.measures_disk
+    contention = measure_slowdowns(subject.make_device(), disk_folder=subject.disk_folder)
+    bootstrap = bootstrap_plans(subject.workload, has_disk=has_disk)
+    fitted = {f"fitted {place}": plan for place, plan in enumerate(bootstrap)}
+    judged = spanning_plans(subject.workload, has_disk=has_disk)
     total = rounds * (len(fitted) + len(judged) + 1)
     needs = {name: _guaranteed_bytes(plan, subject.workload) for name, plan in judged.items()}
     budget_bytes = (min(needs.values()) + max(needs.values())) // 2
@@ -146,6 +150,9 @@ def measure_fidelity(
 
 def _begin(subject: Subject, plan: Plan, undo: ExitStack) -> Training:
     """A training past its warm-up, which ``undo`` ends."""
+    folder = None
+    if plan.n_disk_state:
+        folder = undo.enter_context(TemporaryDirectory(dir=subject.disk_folder))
     training = undo.enter_context(
         carry_out(
             copy.deepcopy(subject.model),
@@ -153,6 +160,7 @@ def _begin(subject: Subject, plan: Plan, undo: ExitStack) -> Training:
             subject.workload,
             optimizer=subject.make_optimizer,
             device=subject.make_device(),
+            disk_folder=folder,
         )
     )
     _burst(subject, training, _WARM_UP)

@@ -87,9 +87,7 @@ def _refit(
     for pair, schedule in zip(pairs, schedules, strict=True):
         bare = CostModel.of(pair.workload, hardware, None).durations_s(schedule)
         current = CostModel.of(pair.workload, hardware, calibration).durations_s(schedule)
-        timing = simulate_timing(
-            schedule, current, ContentionModel.of(hardware, calibration, optimizer=schedule.optimizer)
-        )
+        timing = simulate_timing(schedule, current, ContentionModel.for_plan(pair.measured.plan, hardware, calibration))
         taken = timing.ends_s[timing.window] - timing.starts_s[timing.window]
         for task, timed in zip(schedule.tasks, pair.measured.tasks, strict=True):
             slowdown = float(taken[task.id]) / current[task.id] if current[task.id] > 0 else 1.0

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Final, NamedTuple
 
 from ...shared.layout.layout import Layout, aligned, build_layout
 from ...shared.schema.plan import Plan
 from ...shared.schema.workload import Workload
 
 
-def bootstrap_plans(workload: Workload) -> tuple[Plan, ...]:
-    """Three plans that between them run every kind of task: all on the device, half of it, and nothing kept there."""
+def bootstrap_plans(workload: Workload, *, has_disk: bool = False) -> tuple[Plan, ...]:
+    """Three plans that between them run every kind of task: all on the device, half of it, and nothing kept there.
+
+    ``has_disk``: a fourth one has half of the chunks on the disk, and the parameters of half of these.
+    """
     chunk_bytes = largest_block_bytes(workload)
     layout = build_layout(workload.parameters, num_blocks=workload.num_blocks, chunk_bytes=chunk_bytes)
     half = len(layout.chunks) // 2
@@ -26,11 +31,17 @@ def bootstrap_plans(workload: Workload) -> tuple[Plan, ...]:
             prefetch_depth=prefetch_depth,
         )
 
-    return (
+    buffers = _buffers(layout.min_buffers(0), 1)
+    plans = (
         plan(len(layout.chunks), 0, 0, 1),
         plan(half, _buffers(layout.min_buffers(half), 1), blocks // 2, 1),
-        plan(0, _buffers(layout.min_buffers(0), 1), blocks, 2),
+        plan(0, buffers, blocks, 2),
     )
+    if not has_disk:
+        return plans
+    state = len(layout.chunks) - half
+    on_disk = {"n_disk_state": state, "n_disk": state - state // 2, "n_staging": 2}
+    return *plans, Plan.model_validate(plan(0, buffers, blocks // 2, 1).model_dump() | on_disk)
 
 
 def _buffers(fewest: int, more: int) -> int:
@@ -46,58 +57,105 @@ def largest_block_bytes(workload: Workload) -> int:
     return max(*sizes, 1)
 
 
-def spanning_plans(workload: Workload) -> dict[str, Plan]:
+class _Knobs(NamedTuple):
+    """The knobs of a plan for any workload, most of them as shares."""
+
+    chunk: float
+    """Of the largest block."""
+    kept: float
+    """Of the chunks, on the device."""
+    checkpointed: float
+    """Of the blocks."""
+    more_buffers: int
+    """Than the fewest."""
+    prefetch_depth: int
+    host_stepped: float = 0.0
+    """Of the chunks on the device."""
+    disk_state: float = 0.0
+    """Of the offloaded chunks, with their optimizer state on the disk."""
+    disk: float = 0.0
+    """Of these, with their parameters there too."""
+    n_staging: int = 0
+
+
+_WHOLE: Final = 1.0
+_HALF: Final = 0.55
+_DOUBLE: Final = 2.0
+_ALL_BUFFERS: Final = 2**20
+_SPANNING: Final[Mapping[str, _Knobs]] = MappingProxyType(
+    {
+        "all kept, nothing persistent, few buffers": _Knobs(_WHOLE, 0, 0, 1, 1),
+        "all kept, nothing persistent, all buffers": _Knobs(_WHOLE, 0, 0, _ALL_BUFFERS, 3),
+        "all kept, half persistent": _Knobs(_WHOLE, 0.5, 0, 2, 2),
+        "all kept, small chunks": _Knobs(_HALF, 0, 0, 3, 2),
+        "all checkpointed, everything persistent": _Knobs(_WHOLE, 1, 1, 0, 1),
+        "all checkpointed, nothing persistent, fewest buffers": _Knobs(_WHOLE, 0, 1, 0, 1),
+        "all checkpointed, nothing persistent, prefetch 3": _Knobs(_WHOLE, 0, 1, 3, 3),
+        "all checkpointed, half persistent": _Knobs(_WHOLE, 0.5, 1, 2, 2),
+        "half checkpointed, everything persistent": _Knobs(_WHOLE, 1, 0.5, 0, 1),
+        "half checkpointed, nothing persistent": _Knobs(_WHOLE, 0, 0.5, 2, 2),
+        "half checkpointed, small chunks, quarter persistent": _Knobs(_HALF, 0.25, 0.5, 2, 1),
+        "quarter checkpointed, double chunks": _Knobs(_DOUBLE, 0, 0.25, 1, 2),
+        "three quarters checkpointed, quarter persistent": _Knobs(_WHOLE, 0.25, 0.75, 2, 3),
+        "all kept, all stepped on the host alone": _Knobs(_WHOLE, 1, 0, 0, 1, host_stepped=1),
+        "half checkpointed, a third in each residency": _Knobs(_WHOLE, 2 / 3, 0.5, 1, 2, host_stepped=0.5),
+    }
+)
+_SPANNING_DISK: Final[Mapping[str, _Knobs]] = MappingProxyType(
+    {
+        "all kept, state on the disk": _Knobs(_WHOLE, 0, 0, 1, 1, disk_state=1, n_staging=2),
+        "all kept, half persistent, the rest on the disk": _Knobs(
+            _WHOLE, 0.5, 0, 2, 2, disk_state=1, disk=1, n_staging=2
+        ),
+        "all checkpointed, everything on the disk": _Knobs(_WHOLE, 0, 1, 1, 2, disk_state=1, disk=1, n_staging=2),
+        "all checkpointed, everything on the disk, one place": _Knobs(
+            _WHOLE, 0, 1, 0, 1, disk_state=1, disk=1, n_staging=1
+        ),
+        "half checkpointed, small chunks, half on the disk": _Knobs(
+            _HALF, 0, 0.5, 3, 3, disk_state=0.5, disk=1, n_staging=3
+        ),
+        "half checkpointed, a quarter in each place": _Knobs(
+            _WHOLE, 0.5, 0.5, 1, 2, host_stepped=0.5, disk_state=0.5, disk=0.5, n_staging=2
+        ),
+    }
+)
+
+
+def spanning_plans(workload: Workload, *, has_disk: bool = False) -> dict[str, Plan]:
     """Plans that span the knobs, by name: residencies, checkpoints, buffers, prefetch and chunk size.
 
-    Plans that a calibration fits to (``bootstrap_plans``) are left out.
+    ``has_disk``: plans that have chunks on the disk beside those that have none.  Plans that a calibration fits to
+    (``bootstrap_plans``) are left out.
     """
-    block_bytes = largest_block_bytes(workload)
-    whole, half, double = (max(1, round(block_bytes * share)) for share in (1, 0.55, 2))
-    blocks = workload.num_blocks
-    wanted: Mapping[str, tuple[int, float, float, int, int]] = {
-        # name: (chunk_bytes, share on the device, share checkpointed, buffers above the fewest, prefetch depth)
-        "all kept, nothing persistent, few buffers": (whole, 0, 0, 1, 1),
-        "all kept, nothing persistent, all buffers": (whole, 0, 0, blocks, 3),
-        "all kept, half persistent": (whole, 0.5, 0, 2, 2),
-        "all kept, small chunks": (half, 0, 0, 3, 2),
-        "all checkpointed, everything persistent": (whole, 1, 1, 0, 1),
-        "all checkpointed, nothing persistent, fewest buffers": (whole, 0, 1, 0, 1),
-        "all checkpointed, nothing persistent, prefetch 3": (whole, 0, 1, 3, 3),
-        "all checkpointed, half persistent": (whole, 0.5, 1, 2, 2),
-        "half checkpointed, everything persistent": (whole, 1, 0.5, 0, 1),
-        "half checkpointed, nothing persistent": (whole, 0, 0.5, 2, 2),
-        "half checkpointed, small chunks, quarter persistent": (half, 0.25, 0.5, 2, 1),
-        "quarter checkpointed, double chunks": (double, 0, 0.25, 1, 2),
-        "three quarters checkpointed, quarter persistent": (whole, 0.25, 0.75, 2, 3),
-    }
-    host_stepped = {
-        # name: the same, then the share stepped on the host of what is on the device
-        "all kept, all stepped on the host alone": (whole, 1, 0, 0, 1, 1.0),
-        "half checkpointed, a third in each residency": (whole, 2 / 3, 0.5, 1, 2, 0.5),
-    }
-    fitted = set(bootstrap_plans(workload))
+    fitted = set(bootstrap_plans(workload, has_disk=has_disk))
     plans: dict[str, Plan] = {}
-    for name, (chunk_bytes, kept, checkpointed, more_buffers, depth, stepped) in {
-        **{name: (*knobs, 0.0) for name, knobs in wanted.items()},
-        **host_stepped,
-    }.items():
-        layout = build_layout(workload.parameters, num_blocks=blocks, chunk_bytes=chunk_bytes)
-        num_kept = _prefix(layout, kept)
-        n_host_stepped = round(stepped * num_kept)
-        fewest = layout.min_buffers(num_kept)
-        offloaded = len(layout.chunks) - len(layout.persistent(num_kept))
-        plan = Plan(
-            workload_id=workload.identity,
-            chunk_bytes=chunk_bytes,
-            n_persist=num_kept - n_host_stepped,
-            n_host_stepped=n_host_stepped,
-            n_buffer=min(fewest + more_buffers, offloaded) if fewest else 0,
-            prefetch_depth=depth,
-            n_checkpoint=round(checkpointed * blocks),
-        )
+    for name, knobs in (_SPANNING | _SPANNING_DISK if has_disk else _SPANNING).items():
+        plan = _plan_of(knobs, workload)
         if plan not in fitted and plan not in plans.values():
             plans[name] = plan
     return plans
+
+
+def _plan_of(knobs: _Knobs, workload: Workload) -> Plan:
+    chunk_bytes = max(1, round(largest_block_bytes(workload) * knobs.chunk))
+    layout = build_layout(workload.parameters, num_blocks=workload.num_blocks, chunk_bytes=chunk_bytes)
+    num_kept = _prefix(layout, knobs.kept)
+    n_host_stepped = round(knobs.host_stepped * num_kept)
+    fewest = layout.min_buffers(num_kept)
+    offloaded = len(layout.chunks) - num_kept
+    n_disk_state = round(knobs.disk_state * offloaded)
+    return Plan(
+        workload_id=workload.identity,
+        chunk_bytes=chunk_bytes,
+        n_persist=num_kept - n_host_stepped,
+        n_host_stepped=n_host_stepped,
+        n_disk_state=n_disk_state,
+        n_disk=round(knobs.disk * n_disk_state),
+        n_staging=knobs.n_staging if n_disk_state else 0,
+        n_buffer=min(fewest + knobs.more_buffers, offloaded) if fewest else 0,
+        prefetch_depth=knobs.prefetch_depth,
+        n_checkpoint=round(knobs.checkpointed * workload.num_blocks),
+    )
 
 
 def _prefix(layout: Layout, share: float) -> int:

@@ -1,8 +1,14 @@
 """How lanes of one machine slow each other down, measured: every set of lanes runs side by side for a while.
 
 Each lane repeats a piece of its own kind of work on the thread (and stream) that training uses; its slowdown in a set
-is its median seconds per piece there over those alone.  Sets are measured in turn, over several rounds, so that a slow
-moment of a shared machine hits all of them alike.
+is its mean seconds per piece there over its median ones alone.  Sets are measured in turn, over several rounds, so that
+a slow moment of a shared machine hits all of them alike.
+
+[Note: Sets with a disk]
+The lane of a disk would double the number of sets.  It draws on nothing that the others fill but host memory and cores,
+and leaves these alone for as long as the disk itself is at work; so its slowdowns beside several lanes are close to the
+product of those beside each, which is how absent sets are composed (``sim/costs/contention.py``).  Measured are the
+disk beside every single lane, and all lanes together, which no composed set exceeds: six sets more instead of sixteen.
 """
 
 from __future__ import annotations
@@ -11,16 +17,20 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from functools import partial
 from itertools import combinations
+from pathlib import Path
 from typing import Final
 
 import torch
 
+from ...runtime.devices.chunk_file import ChunkFile
 from ...runtime.devices.device import TrainingDevice
 from ...runtime.devices.lanes import Mark, WorkerLane
 from ...runtime.devices.probe import adam_work, copy_work
 from ...shared.schema.calibration import Contention
-from ...shared.schema.schedule import LANES_ALONE, Lane
+from ...shared.schema.schedule import LANES_ALONE, Lane, lanes_of
 
 _COPY_BYTES: Final = 2**22
 _ADAM_SCALARS: Final = 2**20
@@ -32,9 +42,18 @@ _CUDA_ROWS: Final = 4096
 _CUDA_WIDTH: Final = 2048
 """On an accelerator every piece must take milliseconds: threads that launch short ones wait for each other, which is
 no slowdown of the device."""
-_SETS: Final = tuple(
-    frozenset(lanes) for size in range(1, len(LANES_ALONE) + 1) for lanes in combinations(LANES_ALONE, size)
-)
+_LEAST_DISK_BYTES: Final = 2**16
+_PIECES: Final = 8
+"""Of a slow disk in the time of one set: what is still read when the other lanes have ended is read alone."""
+
+
+def sets_of_lanes(*, has_disk: bool = False) -> tuple[frozenset[Lane], ...]:
+    """The sets that are measured, the lanes alone among them; smaller ones first, by [Note: Sets with a disk]."""
+    sets = [frozenset(lanes) for size in range(1, len(LANES_ALONE) + 1) for lanes in combinations(LANES_ALONE, size)]
+    if has_disk:
+        beside = [frozenset({Lane.DISK}), *(frozenset({lane, Lane.DISK}) for lane in LANES_ALONE)]
+        sets += [*beside, frozenset(lanes_of(1, has_disk=True))]
+    return tuple(sorted(sets, key=len))
 
 
 def measure_slowdowns(
@@ -43,12 +62,15 @@ def measure_slowdowns(
     seconds: float = 10.0,
     rounds: int = 3,
     compute: Callable[[], None] | None = None,
+    disk_folder: str | Path | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> tuple[Contention, ...]:
-    """The slowdown of every lane in every set of two lanes or more.
+    """The slowdown of every lane in every measured set of two lanes or more.
 
-    ``compute`` is one piece of compute work; by default forward and backward of a small multilayer perceptron, whose
-    mix of products and element-wise operations is a transformer block's.
+    ``seconds`` are for the sets without a disk.  With a ``disk_folder`` there are sets with the lane of its disk too,
+    which take as long each ([Note: Sets with a disk]): 1.4 times the seconds in all.  ``compute`` is one piece of
+    compute work; by default forward and backward of a small multilayer perceptron, whose mix of products and
+    element-wise operations is a transformer block's.  Raises FileError if the folder cannot be used.
     """
     is_cuda = device.torch_device.type == "cuda"
     copy_bytes = _CUDA_COPY_BYTES if is_cuda else _COPY_BYTES
@@ -58,21 +80,25 @@ def measure_slowdowns(
         Lane.D2H: copy_work(device, copy_bytes, to_device=False),
         Lane.CPU_OPTIM: adam_work(_CUDA_ADAM_SCALARS if is_cuda else _ADAM_SCALARS),
     }
-    share_s = seconds / (rounds * len(_SETS))
-    times: dict[frozenset[Lane], dict[Lane, list[float]]] = {s: {lane: [] for lane in s} for s in _SETS}
-    workers: dict[Lane, WorkerLane] = {
-        lane: WorkerLane(lane, device) for lane in LANES_ALONE if lane is not Lane.COMPUTE
-    }
-    try:
+    share_s = seconds / (rounds * len(sets_of_lanes()))
+    sets = sets_of_lanes(has_disk=disk_folder is not None)
+    times: dict[frozenset[Lane], dict[Lane, list[float]]] = {s: {lane: [] for lane in s} for s in sets}
+    with ExitStack() as undo:
+        if disk_folder is not None:
+            file = ChunkFile(disk_folder, 2 * copy_bytes, device)
+            undo.callback(file.close)
+            work[Lane.DISK] = disk_work(device, file, share_s / _PIECES)
+        workers: dict[Lane, WorkerLane] = {}
+        for lane in work:
+            if lane is not Lane.COMPUTE:
+                workers[lane] = WorkerLane(lane, device)
+                undo.callback(workers[lane].close)
         for turn in range(rounds):
-            for place, lanes in enumerate(_SETS):
+            for place, lanes in enumerate(sets):
                 for lane, seconds_each in _run_together(device, workers, work, lanes, share_s).items():
                     times[lanes][lane] += seconds_each
                 if on_progress is not None:
-                    on_progress(turn * len(_SETS) + place + 1, rounds * len(_SETS))
-    finally:
-        for made in workers.values():
-            made.close()
+                    on_progress(turn * len(sets) + place + 1, rounds * len(sets))
     return _contention(times)
 
 
@@ -88,17 +114,22 @@ def _run_together(
     times: dict[Lane, list[float]] = {lane: [] for lane in lanes}
 
     def repeat(lane: Lane) -> Callable[[], None]:
+        is_host_work = lane in (Lane.CPU_OPTIM, Lane.DISK)
+
         def run() -> None:
-            while not stop.is_set():
-                start = device.stamp() if lane is not Lane.CPU_OPTIM else time.perf_counter()
+            while True:
+                start = time.perf_counter() if is_host_work else device.stamp()
                 work[lane]()
-                end = device.stamp() if lane is not Lane.CPU_OPTIM else time.perf_counter()
+                end = time.perf_counter() if is_host_work else device.stamp()
                 times[lane].append(device.seconds(end) - device.seconds(start))
+                # At least one piece, however late the lane begins on a busy machine.
+                if stop.is_set():
+                    return
 
         return run
 
     marks = [Mark() for lane in lanes if lane is not Lane.COMPUTE]
-    others = [lane for lane in LANES_ALONE if lane in lanes and lane is not Lane.COMPUTE]
+    others = [lane for lane in Lane if lane in lanes and lane is not Lane.COMPUTE]
     for lane, mark in zip(others, marks, strict=True):
         workers[lane].submit(repeat(lane), (), mark)
     timer = threading.Timer(duration_s, stop.set)
@@ -115,12 +146,14 @@ def _run_together(
 
 
 def _contention(times: Mapping[frozenset[Lane], Mapping[Lane, list[float]]]) -> tuple[Contention, ...]:
-    alone = {lane: statistics.median(times[frozenset((lane,))][lane]) for lane in LANES_ALONE}
+    alone = {
+        lane: statistics.median(seconds[lane]) for lanes, seconds in times.items() if len(lanes) == 1 for lane in lanes
+    }
     found = []
-    for lanes in _SETS:
+    for lanes in times:
         if len(lanes) < 2:
             continue
-        order = tuple(lane for lane in LANES_ALONE if lane in lanes)
+        order = tuple(lane for lane in Lane if lane in lanes)
         # The mean, not the median: a piece that waits for a core now and then is slower by what it waits.
         slowdowns = tuple(max(1.0, _trimmed_mean(times[lanes][lane]) / alone[lane]) for lane in order)
         found.append(Contention(lanes=order, slowdowns=slowdowns))
@@ -132,6 +165,30 @@ def _trimmed_mean(values: list[float]) -> float:
     ordered = sorted(values)
     cut = len(ordered) // 20
     return statistics.fmean(ordered[cut : len(ordered) - cut])
+
+
+def disk_work(device: TrainingDevice, file: ChunkFile, most_s: float) -> Callable[[], None]:
+    """Read into one host buffer, and write another behind it, as chunks that are stepped do.
+
+    Half of the file each, or as much as takes ``most_s``.
+    """
+    source, destination = (device.host_buffer(file.size_bytes // 2).zero_() for _ in range(2))
+
+    def move(size_bytes: int) -> None:
+        file.read(destination[:size_bytes], 0)
+        file.write((source[:size_bytes], file.size_bytes // 2))
+
+    # What was never written is not read from the disk.
+    file.write((source, 0))
+    move(len(source))
+    size_bytes = len(source)
+    while size_bytes > _LEAST_DISK_BYTES:
+        start_s = time.perf_counter()
+        move(size_bytes)
+        if time.perf_counter() - start_s <= most_s:
+            break
+        size_bytes //= 2
+    return partial(move, size_bytes)
 
 
 def _perceptron_work(target: torch.device) -> Callable[[], None]:

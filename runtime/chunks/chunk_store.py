@@ -52,7 +52,7 @@ class ChunkStore:
             size_bytes = home.size_bytes + (most if home.content is Content.OPTIMIZER_STATE else 0)
             self._records[home.content, home.chunk] = end, size_bytes
             end += -(-size_bytes // _PAGE_BYTES) * _PAGE_BYTES
-        self.file = ChunkFile(folder, end)
+        self.file = ChunkFile(folder, end, device)
         self._places: dict[tuple[Place, int], torch.Tensor] = {}
         for buffer in schedule.buffers:
             if buffer.is_static and buffer.chunk is None and buffer.slot is not None:

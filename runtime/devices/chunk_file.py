@@ -33,6 +33,7 @@ import torch
 
 from ...shared.basics.disk_space import why_unwritable
 from ...shared.basics.errors import FileError
+from .device import TrainingDevice
 
 NAME: Final = "protwin-chunks.bin"
 _PIECE_BYTES: Final = 64 * 2**20
@@ -53,10 +54,11 @@ def check_folder(folder: str | Path) -> None:
 class ChunkFile:
     """A file of one size in a folder, for one training.  Errors of the disk are FileErrors that name the folder."""
 
-    def __init__(self, folder: str | Path, size_bytes: int) -> None:
+    def __init__(self, folder: str | Path, size_bytes: int, device: TrainingDevice | None = None) -> None:
         """Take ``size_bytes`` of the disk, so that it cannot be full later.
 
-        Raises FileError if the folder is missing, read-only or too full, or if another training uses it.
+        ``device`` says how fast a disk it emulates, if it does.  Raises FileError if the folder is missing, read-only
+        or too full, or if another training uses it.
         """
         self.folder = Path(folder)
         self.size_bytes = size_bytes
@@ -65,6 +67,7 @@ class ChunkFile:
         self._write_s = 0.0
         self.writes: list[tuple[int, float]] = []
         """Bytes and seconds of the first calls of ``write``."""
+        self._device = device
         self._path = self.folder / NAME
         check_folder(folder)
         try:
@@ -105,6 +108,7 @@ class ChunkFile:
 
     def read(self, into: torch.Tensor, offset_bytes: int) -> None:
         """Fill a uint8 tensor of the host.  Raises FileError."""
+        start_s = time.perf_counter()
         for piece, at in _pieces(into, offset_bytes):
             view, done = piece.numpy().data, 0
             while done < len(view):
@@ -117,6 +121,8 @@ class ChunkFile:
                 done += count
             self._give_pages_back(at, done)
             self.read_bytes += done
+        if self._device is not None:
+            self._device.pace_disk(start_s, len(into), is_write=False)
 
     def write(self, *parts: tuple[torch.Tensor, int]) -> None:
         """Write uint8 tensors of the host, each to its offset; they are on the disk then.  Raises FileError."""
@@ -133,9 +139,11 @@ class ChunkFile:
             if sum(size_bytes for _, size_bytes in unsynced) >= _PIECE_BYTES:
                 self._sync(unsynced)
         self._sync(unsynced)
+        size_bytes = sum(source.numel() for source, _ in parts)
+        if self._device is not None:
+            self._device.pace_disk(start_s, size_bytes, is_write=True)
         taken_s = time.perf_counter() - start_s
         self._write_s += taken_s
-        size_bytes = sum(source.numel() for source, _ in parts)
         if size_bytes and len(self.writes) < _MOST_NOTED:
             self.writes.append((size_bytes, taken_s))
 
@@ -217,12 +225,14 @@ class ChunkFile:
             os.unlink(self._path)
 
 
-def measured_disk_rates(folder: str | Path, size_bytes: int) -> tuple[float, float]:
+def measured_disk_rates(
+    folder: str | Path, size_bytes: int, device: TrainingDevice | None = None
+) -> tuple[float, float]:
     """Bytes per second that a file of ``size_bytes`` in ``folder`` is read and written with.
 
-    Raises FileError if it cannot be written.
+    ``device`` says how fast a disk it emulates, if it does.  Raises FileError if the file cannot be written.
     """
-    file = ChunkFile(folder, size_bytes)
+    file = ChunkFile(folder, size_bytes, device)
     try:
         piece = torch.randint(0, 256, (min(size_bytes, _PIECE_BYTES),), dtype=torch.uint8)
         for begin in range(0, size_bytes, _PIECE_BYTES):

@@ -1,7 +1,7 @@
 """The CPU as a first-class device.
 
-Host memory stands in for device memory, an enforced budget for its size, and copies may be throttled to the speed of a
-link.  What is emulated says so in ``emulated``.
+Host memory stands in for device memory, an enforced budget for its size, copies may be throttled to the speed of a
+link, and reads and writes of chunks to the speed of a disk.  What is emulated says so in ``emulated``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .ledger import MemoryLedger
 
 
 class _Patience(threading.local):
-    """What ends a thread's waits for a throttled link; never set unless the thread names another one."""
+    """What ends a thread's waits for what is throttled; never set unless the thread names another one."""
 
     def __init__(self) -> None:
         self.cut_short = threading.Event()
@@ -31,7 +31,8 @@ class CpuDevice(TrainingDevice):
     """The CPU as a device.
 
     ``budget_bytes``, a number or text such as ``"50MiB"``, is enforced: beyond it, ``CpuOutOfMemoryError`` is raised.
-    The link rates throttle copies, in bytes per second; None leaves them at the speed of memory.
+    The link rates throttle copies, in bytes per second; None leaves them at the speed of memory.  The disk rates do
+    the same with what passes between chunk files and the host; None leaves it at the speed of the folder's disk.
     """
 
     runs_behind = False
@@ -42,6 +43,8 @@ class CpuDevice(TrainingDevice):
         *,
         host_to_device_bytes_per_s: float | None = None,
         device_to_host_bytes_per_s: float | None = None,
+        disk_read_bytes_per_s: float | None = None,
+        disk_write_bytes_per_s: float | None = None,
     ) -> None:
         if budget_bytes is not None:
             budget_bytes = as_bytes(budget_bytes)
@@ -50,12 +53,15 @@ class CpuDevice(TrainingDevice):
         for name, rate in (
             ("host_to_device", host_to_device_bytes_per_s),
             ("device_to_host", device_to_host_bytes_per_s),
+            ("disk_read", disk_read_bytes_per_s),
+            ("disk_write", disk_write_bytes_per_s),
         ):
             if rate is not None and not 0 < rate < math.inf:
                 raise HardwareError(f"{name}_bytes_per_s is {rate}; it must be positive and finite.")
         self.torch_device = torch.device("cpu")
         self.ledger: MemoryLedger = MemoryLedger(budget_bytes)
         self._rates = {True: host_to_device_bytes_per_s, False: device_to_host_bytes_per_s}
+        self._disk_rates = {False: disk_read_bytes_per_s, True: disk_write_bytes_per_s}
         self._patience = _Patience()
 
     @property
@@ -75,7 +81,7 @@ class CpuDevice(TrainingDevice):
 
     @property
     def emulated(self) -> tuple[str, ...]:
-        """Device memory always; budget and links where they are set."""
+        """Device memory always; budget, links and disk where they are set."""
         found = ["device memory is host memory"]
         if self.budget_bytes is not None:
             found.append(f"device budget of {format_bytes(self.budget_bytes)}")
@@ -83,6 +89,10 @@ class CpuDevice(TrainingDevice):
             rate = self._rates[to_device]
             if rate is not None:
                 found.append(f"link {name} throttled to {format_rate(rate)}")
+        for is_write, name in ((False, "reads"), (True, "writes")):
+            rate = self._disk_rates[is_write]
+            if rate is not None:
+                found.append(f"disk {name} throttled to {format_rate(rate)}")
         return tuple(found)
 
     def host_buffer(self, size_bytes: int) -> torch.Tensor:
@@ -99,17 +109,20 @@ class CpuDevice(TrainingDevice):
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor, *, to_device: bool) -> None:
         """Copy now; a throttled link then waits for the time that it would have taken."""
-        start = time.perf_counter()
+        start_s = time.perf_counter()
         destination.copy_(source)
-        rate = self._rates[to_device]
-        if rate is not None:
-            size_bytes = source.numel() * source.element_size()
-            remaining_s = start + size_bytes / rate - time.perf_counter()
-            if remaining_s > 0:
-                self._patience.cut_short.wait(remaining_s)
+        self._pace(start_s, source.numel() * source.element_size(), self._rates[to_device])
+
+    def pace_disk(self, since_s: float, size_bytes: int, *, is_write: bool) -> None:
+        """A throttled disk waits for the time that it would have taken."""
+        self._pace(since_s, size_bytes, self._disk_rates[is_write])
+
+    def _pace(self, since_s: float, size_bytes: int, rate: float | None) -> None:
+        if rate is not None and (remaining_s := since_s + size_bytes / rate - time.perf_counter()) > 0:
+            self._patience.cut_short.wait(remaining_s)
 
     def cut_waits_short(self, when: threading.Event) -> None:
-        """A slow link would keep a thread for hours after training was given up."""
+        """A slow link or disk would keep a thread for hours after training was given up."""
         self._patience.cut_short = when
 
     def record_event(self) -> Any:

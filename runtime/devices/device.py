@@ -96,6 +96,13 @@ class TrainingDevice(ABC):
     def cut_waits_short(self, when: threading.Event) -> None:
         """Let waits of the calling thread that only emulate something end early, once ``when`` is set."""
 
+    def pace_disk(self, since_s: float, size_bytes: int, *, is_write: bool) -> None:
+        """Let the calling thread wait if a disk is emulated: what it moved since ``since_s`` would have taken longer.
+
+        ``since_s``: of ``time.perf_counter``.  Devices beside a real disk do nothing.
+        """
+        return None
+
     @abstractmethod
     def stamp(self) -> Any:
         """A point in time of the current stream."""

@@ -80,7 +80,7 @@ def probe_hardware(
         host=_host(chosen, measured, share_s, advance),
         host_to_device=to_device,
         device_to_host=to_host,
-        disk=None if disk_folder is None else _disk(disk_folder),
+        disk=None if disk_folder is None else _disk(disk_folder, chosen),
     )
     return found if isinstance(chosen, CpuDevice) else told_by_driver(found, chosen.torch_device)
 
@@ -130,16 +130,16 @@ def _host(chosen: TrainingDevice, device: Device, share_s: float, advance: Calla
     )
 
 
-def _disk(folder: str | Path) -> Disk:
+def _disk(folder: str | Path, device: TrainingDevice) -> Disk:
     """A file as large as a few chunks, written and read as chunks are."""
-    read_bytes_per_s, write_bytes_per_s = measured_disk_rates(folder, _DISK_BYTES)
+    read_bytes_per_s, write_bytes_per_s = measured_disk_rates(folder, _DISK_BYTES, device)
     place = os.statvfs(folder)
     return Disk(
         name=f"disk of {folder}",
         capacity_bytes=max(1, place.f_bavail * place.f_frsize),
         read_bytes_per_s=read_bytes_per_s,
         write_bytes_per_s=write_bytes_per_s,
-        source=f"{_SOURCE}; capacity_bytes: what is free",
+        source="; ".join([_SOURCE, *device.emulated, "capacity_bytes: what is free"]),
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..basics.units import format_seconds
 from ..schema.calibration import Calibration
-from ..schema.schedule import LANES_ALONE
+from ..schema.schedule import LANES_ALONE, Lane
 from .labels import LANE_NAMES, kind_name
 from .table import Parts, Table
 
@@ -21,8 +21,10 @@ def calibration_tables(calibration: Calibration) -> Parts:
         )
         for kind, factor in calibration.factors.items()
     ]
+    measured = {lane for entry in calibration.contention for lane in entry.lanes}
+    lanes = [lane for lane in Lane if lane in LANES_ALONE or lane in measured]
     slowdowns = [
-        tuple(f"{by_lane[lane]:.2f}" if lane in by_lane else "" for lane in LANES_ALONE)
+        tuple(f"{by_lane[lane]:.2f}" if lane in by_lane else "" for lane in lanes)
         for by_lane in (dict(zip(entry.lanes, entry.slowdowns, strict=True)) for entry in calibration.contention)
     ]
     return (
@@ -33,7 +35,7 @@ def calibration_tables(calibration: Calibration) -> Parts:
         ),
         Table(
             title="Slowdown of lanes that run side by side",
-            columns=tuple(f">{LANE_NAMES[lane]}" for lane in LANES_ALONE),
+            columns=tuple(f">{LANE_NAMES[lane]}" for lane in lanes),
             rows=slowdowns,
         ),
         f"Run-to-run noise of an iteration: {calibration.iteration_noise_frac:.1%}",
