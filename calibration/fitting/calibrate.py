@@ -23,6 +23,7 @@ from ...runtime.model.snapshot import left_as_found
 from ...runtime.optimizers.chunk_optimizer import MakeOptimizer, default_optimizer
 from ...runtime.tracing.tracing import trace
 from ...runtime.training.carry_out import carry_out
+from ...runtime.training.training import Training
 from ...shared.basics.errors import CalibrationError
 from ...shared.catalogue.models import published_dtype
 from ...shared.schema.calibration import Calibration
@@ -70,18 +71,7 @@ def calibrate(
     done = 100
     with left_as_found(subject.model):
         for plan in chosen:
-            record = run_plan(
-                copy.deepcopy(subject.model),
-                plan,
-                subject.workload,
-                repeat(subject.batch, (steps + _WARM_UP + 1) * plan.micro_batches),
-                loss=subject.loss,
-                optimizer=subject.make_optimizer,
-                device=subject.make_device(),
-                hardware_name=subject.hardware.name,
-                disk_folder=subject.disk_folder,
-            )
-            pairs.append(Pair(subject.workload, record))
+            pairs.append(Pair(subject.workload, _measured(subject, plan, steps + _WARM_UP + 1)))
             done += steps + _WARM_UP + 1
             if on_progress is not None:
                 on_progress(done, total)
@@ -113,18 +103,34 @@ def run_plan(
     optimizer: MakeOptimizer = default_optimizer,
     device: TrainingDevice,
     hardware_name: str,
-    disk_folder: Path | None = None,
 ) -> Record:
     """Train ``model`` under ``plan`` on all ``batches``, one per micro-batch, and give the measured Record.
 
-    Batches at the end that make no whole step are left.  ``disk_folder`` is for plans with chunks on a disk.
+    Batches at the end that make no whole step are left.
     """
-    with carry_out(model, plan, workload, optimizer=optimizer, device=device, disk_folder=disk_folder) as training:
-        while len(step := list(islice(batches, plan.micro_batches))) == plan.micro_batches:
-            for batch in step:
-                loss_of(model, batch, loss).backward()  # type: ignore[no-untyped-call]
-            training.step()
-        return training.record(hardware_name=hardware_name)
+    with carry_out(model, plan, workload, optimizer=optimizer, device=device) as training:
+        return _record(training, batches, loss, hardware_name)
+
+
+def _measured(subject: Subject, plan: Plan, steps: int) -> Record:
+    """A copy of the model, trained for ``steps`` iterations."""
+    with carry_out(
+        copy.deepcopy(subject.model),
+        plan,
+        subject.workload,
+        optimizer=subject.make_optimizer,
+        device=subject.make_device(),
+        disk_folder=subject.disk_folder if plan.n_disk_state else None,
+    ) as training:
+        return _record(training, repeat(subject.batch, steps * plan.micro_batches), subject.loss, subject.hardware.name)
+
+
+def _record(training: Training, batches: Iterator[Batch], loss: Loss | None, hardware_name: str) -> Record:
+    while len(step := list(islice(batches, training.plan.micro_batches))) == training.plan.micro_batches:
+        for batch in step:
+            loss_of(training.model, batch, loss).backward()  # type: ignore[no-untyped-call]
+        training.step()
+    return training.record(hardware_name=hardware_name)
 
 
 def calibrate_configuration(
