@@ -129,7 +129,7 @@ def spanning_plans(workload: Workload, *, has_disk: bool = False) -> dict[str, P
     """
     fitted = set(bootstrap_plans(workload, has_disk=has_disk))
     plans: dict[str, Plan] = {}
-    for name, knobs in (_SPANNING | _SPANNING_DISK if has_disk else _SPANNING).items():
+    for name, knobs in ({**_SPANNING, **_SPANNING_DISK} if has_disk else _SPANNING).items():
         plan = _plan_of(knobs, workload)
         if plan not in fitted and plan not in plans.values():
             plans[name] = plan

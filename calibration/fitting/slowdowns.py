@@ -18,7 +18,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from functools import partial
 from itertools import combinations
 from pathlib import Path
 from typing import Final
@@ -43,8 +42,9 @@ _CUDA_WIDTH: Final = 2048
 """On an accelerator every piece must take milliseconds: threads that launch short ones wait for each other, which is
 no slowdown of the device."""
 _LEAST_DISK_BYTES: Final = 2**16
-_PIECES: Final = 8
-"""Of a slow disk in the time of one set: what is still read when the other lanes have ended is read alone."""
+_MOST_DISK_BYTES: Final = 2**26
+_DISK_PIECES: Final = 4
+"""In the time of one set: more would be so short that waking up after them is what is measured."""
 
 
 def sets_of_lanes(*, has_disk: bool = False) -> tuple[frozenset[Lane], ...]:
@@ -85,9 +85,9 @@ def measure_slowdowns(
     times: dict[frozenset[Lane], dict[Lane, list[float]]] = {s: {lane: [] for lane in s} for s in sets}
     with ExitStack() as undo:
         if disk_folder is not None:
-            file = ChunkFile(disk_folder, 2 * copy_bytes, device)
+            file = ChunkFile(disk_folder, 2 * _MOST_DISK_BYTES, device)
             undo.callback(file.close)
-            work[Lane.DISK] = disk_work(device, file, share_s / _PIECES)
+            work[Lane.DISK] = disk_work(device, file, share_s / _DISK_PIECES)
         workers: dict[Lane, WorkerLane] = {}
         for lane in work:
             if lane is not Lane.COMPUTE:
@@ -121,9 +121,11 @@ def _run_together(
                 start = time.perf_counter() if is_host_work else device.stamp()
                 work[lane]()
                 end = time.perf_counter() if is_host_work else device.stamp()
-                times[lane].append(device.seconds(end) - device.seconds(start))
-                # At least one piece, however late the lane begins on a busy machine.
-                if stop.is_set():
+                # A piece that ends after the others was partly alone; but every lane has one, however late it began.
+                is_last = stop.is_set()
+                if not (is_last and times[lane]):
+                    times[lane].append(device.seconds(end) - device.seconds(start))
+                if is_last:
                     return
 
         return run
@@ -170,25 +172,31 @@ def _trimmed_mean(values: list[float]) -> float:
 def disk_work(device: TrainingDevice, file: ChunkFile, most_s: float) -> Callable[[], None]:
     """Read into one host buffer, and write another behind it, as chunks that are stepped do.
 
-    Half of the file each, or as much as takes ``most_s``.
+    As much as takes ``most_s``: half of the file each at most.
     """
-    source, destination = (device.host_buffer(file.size_bytes // 2).zero_() for _ in range(2))
+    most_bytes = file.size_bytes // 2
+    size_bytes = min(_LEAST_DISK_BYTES, most_bytes)
 
-    def move(size_bytes: int) -> None:
-        file.read(destination[:size_bytes], 0)
-        file.write((source[:size_bytes], file.size_bytes // 2))
+    def made(size_bytes: int) -> Callable[[], None]:
+        source, destination = (device.host_buffer(size_bytes).zero_() for _ in range(2))
+        # What was never written is not read from the disk.
+        file.write((source, 0))
 
-    # What was never written is not read from the disk.
-    file.write((source, 0))
-    move(len(source))
-    size_bytes = len(source)
-    while size_bytes > _LEAST_DISK_BYTES:
+        def move() -> None:
+            file.read(destination, 0)
+            file.write((source, most_bytes))
+
+        return move
+
+    while True:
+        move = made(size_bytes)
+        move()
         start_s = time.perf_counter()
-        move(size_bytes)
-        if time.perf_counter() - start_s <= most_s:
-            break
-        size_bytes //= 2
-    return partial(move, size_bytes)
+        move()
+        # Twice as much would take twice as long.
+        if 2 * (time.perf_counter() - start_s) > most_s or 2 * size_bytes > most_bytes:
+            return move
+        size_bytes *= 2
 
 
 def _perceptron_work(target: torch.device) -> Callable[[], None]:

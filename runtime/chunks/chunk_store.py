@@ -161,8 +161,7 @@ class ChunkOnDisk:
 
     def read_to_step(self) -> None:
         """Read what CPU Adam steps into the chunk's places.  Raises FileError."""
-        for place, record in self._stepped():
-            self._file.read(place, record[0])
+        self._file.read_parts(*((place, record[0]) for place, record in self._stepped()))
 
     def write_stepped(self) -> None:
         """Write what CPU Adam has stepped in the chunk's places.  Raises FileError."""

@@ -108,8 +108,12 @@ class ChunkFile:
 
     def read(self, into: torch.Tensor, offset_bytes: int) -> None:
         """Fill a uint8 tensor of the host.  Raises FileError."""
+        self.read_parts((into, offset_bytes))
+
+    def read_parts(self, *parts: tuple[torch.Tensor, int]) -> None:
+        """Fill uint8 tensors of the host, each from its offset, as one task of the disk.  Raises FileError."""
         start_s = time.perf_counter()
-        for piece, at in _pieces(into, offset_bytes):
+        for piece, at in (piece for into, offset_bytes in parts for piece in _pieces(into, offset_bytes)):
             view, done = piece.numpy().data, 0
             while done < len(view):
                 try:
@@ -122,7 +126,7 @@ class ChunkFile:
             self._give_pages_back(at, done)
             self.read_bytes += done
         if self._device is not None:
-            self._device.pace_disk(start_s, len(into), is_write=False)
+            self._device.pace_disk(start_s, sum(len(into) for into, _ in parts), is_write=False)
 
     def write(self, *parts: tuple[torch.Tensor, int]) -> None:
         """Write uint8 tensors of the host, each to its offset; they are on the disk then.  Raises FileError."""

@@ -165,7 +165,7 @@ def test_slowdowns_beside_a_disk_are_measured(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("most_s", "expected"), [(math.inf, 2**20), (0.0, 2**16)])
-def test_pieces_of_a_slow_disk_are_small(most_s: float, expected: int, folder: Path) -> None:
+def test_pieces_are_as_large_as_time_allows(most_s: float, expected: int, folder: Path) -> None:
     file = ChunkFile(folder, 2 * 2**20)
     move = disk_work(CpuDevice(), file, most_s)
     before = file.read_bytes, file.written_bytes
