@@ -15,6 +15,7 @@ from ..tables.search import (
     budget_sentence,
     certificate_sentence,
     front_table,
+    left_out_sentence,
     mode_table,
 )
 from .axes import ONE, BarRow, Segment, Tick, Unit, across, bar_rows, time_unit
@@ -33,7 +34,8 @@ def search_sections(search: SearchResult | BatchSearchResult) -> tuple[Section, 
     """
     result = plain_result(search)
     answer: list[Part] = [recommendation(result), *([PageTable(baseline_table(result))] if result.baselines else [])]
-    parts: list[Part] = [certificate_sentence(result), budget_sentence(result), funnel_chart(result.certificate)]
+    proven = (certificate_sentence(result), left_out_sentence(result), budget_sentence(result))
+    parts: list[Part] = [*(sentence for sentence in proven if sentence), funnel_chart(result.certificate)]
     if isinstance(search, BatchSearchResult):
         parts.append(PageTable(batch_table(search)))
     sections = [Section("What to do", tuple(answer)), Section("Search", tuple(parts))]

@@ -21,7 +21,8 @@ def search_tables(result: SearchResult) -> Parts:
     title, *parts = record_tables(result.prediction)
     asked = [parts.pop(0)] if result.prediction.question is not None else []
     first = [title, *asked, *([baseline_table(result)] if result.baselines else []), recommendation(result)]
-    parts = [*first, *parts, f"{budget_sentence(result)}\n{certificate_sentence(result)}"]
+    proven = (budget_sentence(result), certificate_sentence(result), left_out_sentence(result))
+    parts = [*first, *parts, "\n".join(sentence for sentence in proven if sentence)]
     if result.modes:
         parts.append(mode_table(result))
     if result.alternatives:
@@ -154,9 +155,8 @@ def budget_sentence(result: SearchResult) -> str:
 
 
 def certificate_sentence(result: SearchResult) -> str:
-    """What the search proves, how many plans it looked at to prove it, and what it left out by default."""
-    sentences = (_counts(result.certificate), _proof(result), _left_out(result))
-    return " ".join(sentence for sentence in sentences if sentence)
+    """What the search proves, and how many plans it looked at to prove it."""
+    return f"{_counts(result.certificate)} {_proof(result)}"
 
 
 def _counts(certificate: Certificate) -> str:
@@ -189,8 +189,8 @@ def _proof(result: SearchResult) -> str:
     return sentence
 
 
-def _left_out(result: SearchResult) -> str:
-    """Which plans were not searched, how they are, and by how much they may at most be faster."""
+def left_out_sentence(result: SearchResult) -> str:
+    """Which plans were not searched, how they are, and by how much they may at most be faster; empty without any."""
     if not result.left_out:
         return ""
     told = [f"{one.sort.words} ({one.sort.option}), {_most_gained(result, one)}" for one in result.left_out]

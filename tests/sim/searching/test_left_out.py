@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protwin.shared.schema.search_result import LeftOut, LeftOutSort, SearchResult
-from protwin.shared.tables.search import certificate_sentence
+from protwin.shared.tables.search import left_out_sentence
 from protwin.sim.commands.space_options import count_or_all
 from protwin.sim.searching.left_out import left_out
 from protwin.sim.searching.problem import search_problem
@@ -77,7 +77,7 @@ def test_an_answer_names_what_it_left_out() -> None:
     # Its blocks have nothing to move.
     assert [one.sort for one in result.left_out] == [LeftOutSort.HOST_STEPPED]
     assert SearchResult.from_mapping(json.loads(result.to_json()), origin="memory") == result
-    words = certificate_sentence(result)
+    words = left_out_sentence(result)
     assert "--n-host-stepped all" in words
 
 
@@ -100,7 +100,7 @@ def test_a_gain_is_told_beside_the_uncertainty(bound_frac: float | None, words: 
     one = LeftOut(sort=LeftOutSort.SWAPS, shortest_possible_s=bound_s)
     uncertainty = result.uncertainty.model_copy(update={"device_frac": 0.1, "host_frac": 0.1})
     told = result.model_copy(update={"left_out": (one,), "uncertainty": uncertainty})
-    assert words in certificate_sentence(told)
+    assert words in left_out_sentence(told)
 
 
 def test_all_values_of_a_knob_can_be_asked_for() -> None:
