@@ -7,7 +7,7 @@ import os
 
 from setuptools import Extension, setup
 
-SOURCES = ("allocator.c", "order.c", "periods.c", "replay.c", "side_by_side.c")
+SOURCES = ("allocator.c", "order.c", "periods.c", "replay.c", "side_by_side.c", "spans.c")
 HEADERS = ("allocator.h", "lanes.h", "periods.h")
 
 setup(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Self
 
 import numpy as np
 
@@ -29,32 +29,60 @@ class Chains:
     """How often the chain passes it; 0 where a chain has fewer stretches."""
 
 
-def longest_chains(least_s: FloatArray, events: Events, left_out: Sequence[LeftOut | None]) -> Chains:
-    """The longest chains around an iteration, all micro-batches of it included.
+@dataclass(frozen=True, eq=False)
+class Longest:
+    """The longest chains from each event over each number of events: N plans, R rows, E events."""
 
-    ``least_s``: (N, R, E, E) the least time from each event to each of those that follow it; negative infinite where
-    there is no such stretch.
-    """
-    longest_s, back = _longest_s(least_s)
-    num_events = longest_s.shape[2]
-    around_s = longest_s[..., -1]
-    start = (around_s >= (1 - TIE_FRAC) * around_s.max(axis=2, keepdims=True)).argmax(axis=2)
-    around_s = np.take_along_axis(longest_s[..., -1], start[..., None], axis=2)[..., 0]
-    # Two legs: once around, and none.
-    begins = np.stack([start, start], axis=2)  # (N, R, 2)
-    gaps = np.broadcast_to([num_events, 0], begins.shape).copy()
-    times = np.broadcast_to([1, 0], begins.shape).copy()
-    for plan, of_plan in enumerate(left_out):
-        for event, following in _repeated(events, plan, of_plan) if of_plan is not None else ():
-            assert of_plan is not None
-            gap, again = following - event, of_plan.num_micro_batches + 1
-            once_s, rest_s = longest_s[plan, :, event, gap - 1], longest_s[plan, :, following, num_events - gap - 1]
-            is_longer = rest_s + again * once_s > around_s[plan]
-            around_s[plan] = np.maximum(around_s[plan], rest_s + again * once_s)
-            begins[plan, is_longer] = following, event
-            gaps[plan, is_longer] = num_events - gap, gap
-            times[plan, is_longer] = 1, again
-    return _followed(back, begins, gaps, times)
+    longest_s: FloatArray
+    """(N, R, E, E)"""
+    back: IntArray
+    """(N, R, E, E) where the last stretch of each begins, counted in events from the chain's first one on."""
+
+    @classmethod
+    def of(cls, least_s: FloatArray) -> Self:
+        """Of stretches that take ``least_s``, (N, R, E, E), from each event to each of those that follow it.
+
+        Negative infinite where there is no such stretch.
+        """
+        return cls(*_longest_s(least_s))
+
+    @property
+    def rest_s(self) -> FloatArray:
+        """(N, R, E, E) of the chains that lead on from the end of each stretch, around to its beginning."""
+        num_events = self.longest_s.shape[2]
+        begin, gap = np.arange(num_events)[:, None], np.arange(1, num_events)
+        rest_s = np.zeros(self.longest_s.shape)
+        rest_s[..., :-1] = self.longest_s[:, :, (begin + gap) % num_events, num_events - gap - 1]
+        return rest_s
+
+    def around(self, events: Events, left_out: Sequence[LeftOut | None]) -> Chains:
+        """The longest chains around an iteration, all micro-batches of it included."""
+        longest_s = self.longest_s
+        num_events = longest_s.shape[2]
+        around_s = longest_s[..., -1]
+        start = (around_s >= (1 - TIE_FRAC) * around_s.max(axis=2, keepdims=True)).argmax(axis=2)
+        around_s = np.take_along_axis(longest_s[..., -1], start[..., None], axis=2)[..., 0]
+        # Two legs: once around, and none.
+        begins = np.stack([start, start], axis=2)  # (N, R, 2)
+        gaps = np.broadcast_to([num_events, 0], begins.shape).copy()
+        times = np.broadcast_to([1, 0], begins.shape).copy()
+        for plan, of_plan in enumerate(left_out):
+            for event, following in _repeated(events, plan, of_plan) if of_plan is not None else ():
+                assert of_plan is not None
+                gap, again = following - event, of_plan.num_micro_batches + 1
+                once_s, rest_s = longest_s[plan, :, event, gap - 1], longest_s[plan, :, following, num_events - gap - 1]
+                is_longer = rest_s + again * once_s > around_s[plan]
+                around_s[plan] = np.maximum(around_s[plan], rest_s + again * once_s)
+                begins[plan, is_longer] = following, event
+                gaps[plan, is_longer] = num_events - gap, gap
+                times[plan, is_longer] = 1, again
+        return _followed(self.back, begins, gaps, times)
+
+    def after(self, begin: IntArray, gap: IntArray) -> Chains:
+        """The chains from the end of stretches around to their beginning; ``begin``, ``gap``: (N, R)."""
+        num_events = self.longest_s.shape[2]
+        legs = ((begin + gap) % num_events, num_events - gap, np.ones_like(gap))
+        return _followed(self.back, *(of_leg[..., None] for of_leg in legs))
 
 
 def _longest_s(least_s: FloatArray) -> tuple[FloatArray, IntArray]:
@@ -102,4 +130,5 @@ def _followed(back: IntArray, begins: IntArray, gaps: IntArray, times: IntArray)
         is_there = gaps > 0
         found.append(((begins + last) % num_events, np.where(is_there, gaps - last, 1), np.where(is_there, times, 0)))
         gaps = last
-    return Chains(*(np.concatenate(column, axis=2) for column in zip(*found, strict=True)))
+    nothing = (np.zeros((*begins.shape[:2], 0), dtype=np.int64),) * 3
+    return Chains(*(np.concatenate(column, axis=2) for column in zip(nothing, *found, strict=True)))

@@ -14,6 +14,9 @@ events gives one; a few of them, spread over the lanes, come within a percent of
 (``python -m benchmarks.search --bounds``).  Besides, events are chosen where lanes hand over to each other: what first
 comes after the last task of each lane.
 
+Where micro-batches are left out, stretches of one of them count once for each, or a span holds all of them at once
+([Note: Spans] in ``sim/bounds/spans.py``): the longer chain counts.
+
 Less work, fewer tasks and fewer waits can only lower the bound, whatever the events.  So the bound of one plan holds
 for every plan that has its tasks and its waits and more.
 """
@@ -28,11 +31,13 @@ import numpy as np
 from ..kernels import lanes as kernels
 from ..space.lane_programs import LanePrograms, LeftOut
 from ..space.prices import FloatArray
-from ..space.space import BoolArray, IntArray
+from ..space.space import IntArray
 from .guaranteed_order import NEVER, Events, GuaranteedOrder
-from .longest_chains import TIE_FRAC, longest_chains
+from .longest_chains import TIE_FRAC, Chains, Longest
 from .rounding import rounded_s
-from .side_by_side import Releases, releases
+from .side_by_side import releases
+from .spans import Cuts, Spans
+from .stretch_work import Stretches, least_s
 from .throughput import SideBySide, Throughput
 
 _COMPUTE: Final = 0
@@ -62,13 +67,16 @@ def least_periods_s(programs: LanePrograms, throughput: Throughput, spread: Sequ
 
 def _lanes(programs: LanePrograms) -> kernels.LaneArrays:
     """The programs as the compiled function reads them."""
-    num_left_out = np.zeros(len(programs.lengths), dtype=np.int64)
-    repeats = np.zeros((*programs.lengths.shape, 2), dtype=np.int64)
-    for plan, of_plan in enumerate(programs.left_out):
-        if of_plan is not None:
-            num_left_out[plan] = of_plan.num_micro_batches
-            repeats[plan] = np.stack([of_plan.begins, of_plan.num_tasks], axis=1)
-    return kernels.LaneArrays(programs.lengths, programs.waits, programs.known, programs.seconds, num_left_out, repeats)
+    cuts = Cuts.of(programs)
+    return kernels.LaneArrays(
+        programs.lengths,
+        programs.waits,
+        programs.known,
+        programs.seconds,
+        num_left_out=cuts.num_micro_batches,
+        repeats=np.stack([cuts.begin, cuts.num_tasks], axis=2),
+        cuts=np.stack([cuts.early, cuts.late], axis=2),
+    )
 
 
 def _rules(lane_of: Sequence[int], throughput: Throughput, spread: Sequence[int]) -> kernels.StretchRules:
@@ -93,7 +101,7 @@ def _pairs(lane_of: Sequence[int], throughput: Throughput) -> list[SideBySide]:
 def _found_s(programs: LanePrograms, throughput: Throughput, extremes: IntArray, spread: Sequence[int]) -> FloatArray:
     """(N, K) the bounds; ``extremes``: (N, R) rows of compute whose longest chains are looked for."""
     order = GuaranteedOrder(programs)
-    stretches = _Stretches(order, _events(order, programs, spread))
+    stretches = Stretches(order, _events(order, programs, spread))
     # Sequences of one lane share its throughput.
     of_compute, *of_others = throughput.weights[:, programs.lane_of].T
     work_s = [stretches.work_s(lane + 1, seconds) for lane, seconds in enumerate(programs.seconds)]
@@ -108,15 +116,28 @@ def _found_s(programs: LanePrograms, throughput: Throughput, extremes: IntArray,
         # Slack is there once: for the pair of lanes for which it counts most.
         others += np.maximum.reduce(more)
     compute_s = stretches.compute_s(np.take_along_axis(programs.compute_s, extremes[..., None], axis=1))
-    least_s = _least_s(compute_s, others, of_compute)
-    least_s[~np.broadcast_to(stretches.is_stretch[:, None], least_s.shape)] = -np.inf
-    chains = longest_chains(least_s, stretches.events, programs.left_out)
-    found = np.zeros(programs.compute_s.shape[:2])
-    for row in range(extremes.shape[1]):
+    of_stretches_s = least_s(compute_s, others, of_compute)
+    of_stretches_s[~np.broadcast_to(stretches.is_stretch[:, None], of_stretches_s.shape)] = -np.inf
+    longest = Longest.of(of_stretches_s)
+
+    def chain_s(chains: Chains, row: int) -> FloatArray:
+        """(N, K) the chains of one of the extremes, for every row of compute."""
         begin, gap, times = (of[:, row] for of in (chains.begin, chains.gap, chains.times))
         compute_s = stretches.compute_at_s(programs.compute_s, begin, gap)
-        hops_s = _least_s(compute_s, others[order.rows, begin, gap - 1], of_compute)
-        np.maximum(found, (hops_s * times[:, None]).sum(axis=2), out=found)
+        hops_s = least_s(compute_s, others[order.rows, begin, gap - 1], of_compute)
+        around_s: FloatArray = (hops_s * times[:, None]).sum(axis=2)
+        return around_s
+
+    around = longest.around(stretches.events, programs.left_out)
+    found = np.zeros(programs.compute_s.shape[:2])
+    for row in range(extremes.shape[1]):
+        np.maximum(found, chain_s(around, row), out=found)
+    if any(programs.left_out):
+        spans = Spans(stretches, programs, throughput.weights[:, programs.lane_of])
+        best = spans.longest(extremes, longest.rest_s)
+        rest = longest.after(best.begin, best.gap)
+        for row in range(extremes.shape[1]):
+            np.maximum(found, spans.with_rest_s(best.of_row(row), chain_s(rest, row)), out=found)
     return found
 
 
@@ -174,103 +195,3 @@ def _shared_events(lengths: IntArray, plan: int, left_out: LeftOut) -> list[tupl
                     column[plan] = count
                     found.append((lane, column))
     return found
-
-
-class _Stretches:
-    """From each event (e) to each of those that follow it (g), up to its counterpart an iteration later: (N, E, E)."""
-
-    def __init__(self, order: GuaranteedOrder, events: Events) -> None:
-        ended = order.ended_before(events)
-        # In an order that no guarantee contradicts: whatever comes later knows more.
-        known = np.maximum(ended, -2 * order.lengths.T[:, :, None]).sum(axis=0)
-        places = np.argsort(known, axis=1, kind="stable")
-        self.events = events.in_order(places)
-        self._order = order
-        self._ended = np.take_along_axis(ended, places[None], axis=2)
-        self._after = order.starts_after(self.events)
-        num_events = places.shape[1]
-        begin, gap = np.arange(num_events)[:, None], np.arange(1, num_events + 1)
-        self._wraps, self._end = np.divmod(begin + gap, num_events)
-        lane, rows = self.events.lane[:, :, None], order.rows[:, :, None]
-        reached = self._ended[lane, rows, self._end] + self._wraps * order.lengths[rows, lane]
-        self.is_stretch: BoolArray = reached >= self.events.count[:, :, None]
-
-    def _bounds(self, lane: int) -> tuple[IntArray, IntArray, BoolArray, BoolArray]:
-        """(N, E) tasks ended by each event and the first after it, and whether these are known."""
-        ended, after = self._ended[lane], self._after[lane]
-        is_ended, is_after = ended > -self._order.lengths[:, lane, None], after < NEVER
-        return np.where(is_ended, ended, 0), np.where(is_after, after, 0), is_ended, is_after
-
-    def work_s(self, lane: int, seconds: FloatArray) -> FloatArray:
-        """(N, E, E) seconds of the lane's tasks that lie in each stretch; ``seconds``: (N, T)."""
-        return self._work_s(lane, seconds[:, None])[:, 0]
-
-    def compute_s(self, seconds: FloatArray) -> FloatArray:
-        """(N, K, E, E) seconds of compute in each stretch; ``seconds``: (N, K, T)."""
-        return self._work_s(_COMPUTE, seconds)
-
-    def _work_s(self, lane: int, seconds: FloatArray) -> FloatArray:
-        ended, after, is_ended, is_after = self._bounds(lane)
-        sums = _Sums(seconds, self._order.lengths[:, lane])
-        work_s = sums.until_s(ended)[:, :, self._end] + self._wraps * sums.total_s[..., None]
-        work_s -= sums.until_s(after)[..., None]
-        np.maximum(work_s, 0.0, out=work_s)
-        work_s *= (is_ended[:, self._end] & is_after[:, :, None])[:, None]
-        return work_s
-
-    def compute_at_s(self, seconds: FloatArray, begin: IntArray, gap: IntArray) -> FloatArray:
-        """(N, K, H) seconds of compute in the stretches from the events ``begin`` (N, H), over so many gaps."""
-        ended, after, is_ended, is_after = self._bounds(_COMPUTE)
-        sums, rows = _Sums(seconds, self._order.lengths[:, _COMPUTE]), self._order.rows
-        wraps, end = np.divmod(begin + gap, ended.shape[1])
-        work_s = sums.until_s(ended[rows, end]) + wraps[:, None] * sums.total_s - sums.until_s(after[rows, begin])
-        return np.maximum(work_s, 0.0) * (is_ended[rows, end] & is_after[rows, begin])[:, None]
-
-    def together_s(self, together: Releases, beside: int) -> FloatArray:
-        """(N, E, E) seconds that two lanes are guaranteed side by side in each stretch."""
-        ended, _, is_ended, _ = self._bounds(beside)
-        _, first, _, is_after = self._bounds(_COMPUTE)
-        # The end of a task is a moment of release, and of an event; what starts after an event ends later.
-        after = np.where(self.events.lane == _COMPUTE, self.events.count, first + 1)[:, :, None]
-        further = np.multiply(self._wraps, self._order.lengths[:, beside, None, None], dtype=np.int64)
-        stop = np.add(ended[:, self._end], further, dtype=np.int64)
-        is_known = is_ended[:, self._end] & is_after[:, :, None]
-        return np.where(is_known, together.between_s(np.broadcast_to(after, stop.shape), stop), 0.0)
-
-
-class _Sums:
-    """Seconds of a lane until places of its endless program.  ``seconds``: (N, K, T) of an iteration."""
-
-    def __init__(self, seconds: FloatArray, lengths: IntArray) -> None:
-        self._until_s = np.concatenate([np.zeros((*seconds.shape[:2], 1)), seconds.cumsum(axis=2)], axis=2)
-        self._lengths = np.maximum(lengths, 1)[:, None]
-        self._rows, self._columns = np.arange(len(seconds))[:, None, None], np.arange(seconds.shape[1])[:, None]
-        self.total_s: FloatArray = self._until_s[:, :, -1:]
-        """(N, K, 1)"""
-
-    def until_s(self, counts: IntArray) -> FloatArray:
-        """(N, K, ...) of the first so many tasks; ``counts``: (N, ...)."""
-        iteration, place = np.divmod(counts, self._lengths)
-        found: FloatArray = self._until_s[self._rows, self._columns, place[:, None]]
-        found += iteration[:, None] * self.total_s
-        return found
-
-
-def _least_s(compute_s: FloatArray, others: FloatArray, weights: FloatArray) -> FloatArray:
-    """(N, K, ...) the least time of every stretch: the largest of its weighted work.
-
-    Where nothing slows compute, few weights count it, and the others say the same for every row of compute.
-
-    Args:
-        compute_s: (N, K, ...) work of compute.
-        others: (N, ..., V) weighted work of all other lanes.
-        weights: (V,) of compute.
-    """
-    counts = weights > 0
-    without_s = others[..., ~counts].max(axis=-1, initial=0.0)
-    least_s: FloatArray = np.maximum(without_s[:, None], np.zeros_like(compute_s))
-    for vertex in np.flatnonzero(counts):
-        weighed = weights[vertex] * compute_s
-        weighed += others[:, None, ..., vertex]
-        np.maximum(least_s, weighed, out=least_s)
-    return least_s

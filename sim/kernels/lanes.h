@@ -13,7 +13,7 @@
 #include <stdint.h>
 
 /* Counts up whenever a structure or a function of this header changes: sim/kernels/library.py refuses any other. */
-#define PROTWIN_KERNELS_VERSION 2
+#define PROTWIN_KERNELS_VERSION 3
 
 #define NOTHING (-((int64_t)1 << 40))
 #define UNKNOWN (NOTHING / 2)
@@ -70,6 +70,7 @@ struct bounded {
     const double *compute_s;      /* (plans, rows, room) */
     const i64 *num_left_out;      /* (plans) micro-batches that a program stands for and does not have */
     const i64 *repeats;           /* (plans, lanes, 2) the first task of one that repeats, and how many it has */
+    const i64 *cuts;              /* (plans, lanes, 2) tasks before the last micro-batch, and up to the second one's end */
     const i64 *extremes;          /* (plans, extremes) rows for which chains are looked for */
     i64 num_extremes;
     i64 num_vertices, num_pairs;

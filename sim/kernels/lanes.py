@@ -118,6 +118,8 @@ class LaneArrays:
     """(N,) micro-batches that a program stands for and does not have."""
     repeats: IntArray
     """(N, L, 2) the first task of one that repeats, and how many it has; zeros where none is left out."""
+    cuts: IntArray
+    """(N, L, 2) tasks before everything of the last one, and up to the end of the second one; zeros likewise."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,6 +157,8 @@ def least_periods_s(lanes: LaneArrays, compute_s: FloatArray, extremes: IntArray
     num_left_out = _array(lanes.num_left_out, np.int64, (num_plans,))
     repeats = _array(lanes.repeats, np.int64, (num_plans, num_lanes, 2))
     assert ((num_left_out >= 0) & (repeats.min(axis=(1, 2), initial=0) >= 0)).all(), "what is left out is counted"
+    assert (repeats.sum(axis=2) <= lengths).all(), "what repeats is in its lane"
+    cuts = _array(lanes.cuts, np.int64, (num_plans, num_lanes, 2))
     pairs = _array(rules.pairs, np.int64, (len(rules.pairs), 2))
     assert ((pairs > 0) & (pairs < num_lanes)).all(), "pairs are of lanes beside compute"
     spread = _array(rules.spread, np.int64, (num_lanes,))
@@ -171,7 +175,7 @@ def least_periods_s(lanes: LaneArrays, compute_s: FloatArray, extremes: IntArray
     compute_s = _array(compute_s, np.float64, compute_s.shape)
     of_plans = (
         *(rooms, lengths, _addresses(waits), _addresses(known)),
-        *(np.array([0, *map(_address, seconds)], dtype=np.int64), compute_s, num_left_out, repeats, extremes),
+        *(np.array([0, *map(_address, seconds)], dtype=np.int64), compute_s, num_left_out, repeats, cuts, extremes),
     )
     of_machine = (
         _array(rules.weights, np.float64, (num_vertices, num_lanes)),

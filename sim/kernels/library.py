@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Final
 
 SWITCH: Final = "PROTWIN_KERNELS"
-_VERSION: Final = 2
+_VERSION: Final = 3
 """``PROTWIN_KERNELS_VERSION`` in ``lanes.h``."""
 
 
@@ -60,6 +60,7 @@ class BoundedPlans(Structure):
         ("compute_s", c_void_p),
         ("num_left_out", c_void_p),
         ("repeats", c_void_p),
+        ("cuts", c_void_p),
         ("extremes", c_void_p),
         ("num_extremes", c_int64),
         ("num_vertices", c_int64),

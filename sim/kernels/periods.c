@@ -34,6 +34,8 @@ static int allocate(struct chart *chart, const struct bounded *plans) {
     chart->together = calloc(stretches * (size_t)plans->num_vertices, sizeof *chart->together);
     chart->least_s = calloc(stretches, sizeof *chart->least_s);
     chart->longest_s = calloc(stretches, sizeof *chart->longest_s);
+    chart->spans = calloc(2 * stretches * (size_t)plans->num_vertices, sizeof *chart->spans);
+    chart->spans_s = calloc(2 * stretches, sizeof *chart->spans_s);
     chart->is_stretch = calloc(stretches, 1);
     chart->sums_s = calloc((size_t)sums, sizeof *chart->sums_s);
     chart->hops = calloc(events, sizeof *chart->hops);
@@ -47,13 +49,15 @@ static int allocate(struct chart *chart, const struct bounded *plans) {
     chart->carried = calloc((size_t)num_lanes, sizeof *chart->carried);
     return chart->events && chart->ended && chart->after && chart->begin_s && chart->end_s && chart->others &&
            chart->together && chart->least_s && chart->longest_s && chart->is_stretch && chart->sums_s && chart->hops &&
-           chart->released_s && chart->until_s && chart->next && chart->stops && chart->carried;
+           chart->spans && chart->spans_s && chart->released_s &&
+           chart->until_s && chart->next && chart->stops && chart->carried;
 }
 
 static void release(struct chart *chart) {
     void *all[] = {chart->events,    chart->ended,      chart->after,  chart->begin_s,    chart->end_s,   chart->others,
                    chart->together,  chart->least_s,    chart->sums_s, chart->longest_s,  chart->hops,    chart->stops,
-                   chart->is_stretch, chart->released_s, chart->next,   chart->until_s, chart->carried};
+                   chart->is_stretch, chart->released_s, chart->next,   chart->until_s, chart->carried,
+                   chart->spans,     chart->spans_s};
     for (size_t number = 0; number < sizeof all / sizeof *all; number++)
         free(all[number]);
 }
@@ -65,18 +69,6 @@ static const i64 *known(const struct bounded *plans, i64 plan, i64 lane, i64 oth
 
 static i64 length_of(const struct bounded *plans, i64 plan, i64 lane) {
     return plans->lengths[plan * plans->num_lanes + lane];
-}
-
-/* The seconds of an endless program's first so many tasks; sums_s: (length + 1). */
-static double until(const double *sums_s, i64 length, i64 count) {
-    i64 iteration = floor_div(count, length);
-    return sums_s[count - iteration * length] + (double)iteration * sums_s[length];
-}
-
-static void sum_up(const double *seconds, i64 length, double *sums_s) {
-    sums_s[0] = 0;
-    for (i64 task = 0; task < length; task++)
-        sums_s[task + 1] = sums_s[task] + seconds[task];
 }
 
 /* -- events --------------------------------------------------------------------------------------------------------- */
@@ -193,11 +185,11 @@ static void order_events(const struct bounded *plans, i64 plan, struct chart *ch
 static void add_work(const struct bounded *plans, i64 plan, i64 lane, struct chart *chart) {
     i64 num_events = chart->num_events, num_lanes = plans->num_lanes, length = length_of(plans, plan, lane);
     const double *sums_s = chart->sums_s;
-    sum_up(plans->seconds[lane] + plan * plans->rooms[lane], length, chart->sums_s);
+    protwin_sum_up(plans->seconds[lane] + plan * plans->rooms[lane], length, chart->sums_s);
     for (i64 number = 0; number < num_events; number++) {
         i64 ended = chart->ended[number * num_lanes + lane], after = chart->after[number * num_lanes + lane];
-        chart->end_s[number] = ended > -length ? until(sums_s, length, ended) : -INFINITY;
-        chart->begin_s[number] = after < NEVER ? until(sums_s, length, after) : INFINITY;
+        chart->end_s[number] = ended > -length ? protwin_until(sums_s, length, ended) : -INFINITY;
+        chart->begin_s[number] = after < NEVER ? protwin_until(sums_s, length, after) : INFINITY;
     }
     for (i64 begin = 0; begin < num_events; begin++)
         for (i64 gap = 1; gap <= num_events; gap++) {
@@ -216,8 +208,8 @@ static double compute_s(const struct bounded *plans, i64 plan, const struct char
     i64 after = chart->after[begin * plans->num_lanes];
     if (ended <= -length || after >= NEVER)
         return 0;
-    double found_s = until(chart->sums_s, length, ended) + (double)wraps * chart->sums_s[length] -
-                     until(chart->sums_s, length, after);
+    double found_s = protwin_until(chart->sums_s, length, ended) + (double)wraps * chart->sums_s[length] -
+                     protwin_until(chart->sums_s, length, after);
     return found_s > 0 ? found_s : 0;
 }
 
@@ -339,24 +331,43 @@ static i64 follow_around(const struct bounded *plans, i64 plan, struct chart *ch
     return follow(plans, chart, repeated, follow(plans, chart, around, 0));
 }
 
-/* The bounds of all rows of a plan, by the chain that is the longest for one of them. */
-static void bound_rows(const struct bounded *plans, i64 plan, i64 extreme, struct chart *chart) {
+/* Raise the bounds of all rows of a plan to the chain in hops, with a span unless its gap is 0. */
+static void raise_rows(const struct bounded *plans, i64 plan, i64 num_hops, struct span span, struct chart *chart) {
     i64 room = plans->rooms[0], length = length_of(plans, plan, 0);
     const double *rows = plans->compute_s + plan * plans->num_rows * room;
     double *bounds_s = plans->bounds_s + plan * plans->num_rows;
-    sum_up(rows + extreme * room, length, chart->sums_s);
-    find_longest(plans, plan, chart);
-    i64 num_hops = follow_around(plans, plan, chart);
     for (i64 row = 0; row < plans->num_rows; row++) {
-        double around_s = 0;
-        sum_up(rows + row * room, length, chart->sums_s);
+        double around_s = 0, span_s = 0;
+        protwin_sum_up(rows + row * room, length, chart->sums_s);
+        if (span.gap)
+            span_s = protwin_span_s(plans, plan, chart, span);
         for (i64 number = 0; number < num_hops; number++) {
             i64 begin = chart->hops[number].begin, gap = chart->hops[number].gap;
             const double *others = chart->others + (begin * chart->num_events + gap - 1) * plans->num_vertices;
             double least_s = least(plans, others, compute_s(plans, plan, chart, begin, gap));
             around_s += (double)chart->hops[number].times * least_s;
         }
-        bounds_s[row] = fmax(bounds_s[row], around_s);
+        if (!span.gap || span_s > 0)
+            bounds_s[row] = fmax(bounds_s[row], around_s + span_s);
+    }
+}
+
+/* The bounds of all rows of a plan, by the chain that is the longest for one of them. */
+static void bound_rows(const struct bounded *plans, i64 plan, i64 extreme, struct chart *chart) {
+    i64 room = plans->rooms[0], length = length_of(plans, plan, 0);
+    const double *rows = plans->compute_s + plan * plans->num_rows * room;
+    protwin_sum_up(rows + extreme * room, length, chart->sums_s);
+    find_longest(plans, plan, chart);
+    i64 num_hops = follow_around(plans, plan, chart);
+    raise_rows(plans, plan, num_hops, (struct span){0, 0, 0}, chart);
+    if (!plans->num_left_out[plan])
+        return;
+    protwin_sum_up(rows + extreme * room, length, chart->sums_s);
+    struct span span = protwin_longest_span(plans, plan, chart);
+    i64 num_events = chart->num_events;
+    if (span.gap) {
+        num_hops = follow(plans, chart, (struct hop){(span.begin + span.gap) % num_events, num_events - span.gap, 1}, 0);
+        raise_rows(plans, plan, num_hops, span, chart);
     }
 }
 
@@ -370,6 +381,8 @@ PUBLIC int protwin_least_periods(const struct bounded *plans) {
             share_events(plans, plan, &chart);
         order_events(plans, plan, &chart);
         find_stretches(plans, plan, &chart);
+        if (plans->num_left_out[plan])
+            protwin_find_spans(plans, plan, &chart);
         for (i64 number = 0; number < plans->num_extremes; number++)
             bound_rows(plans, plan, plans->extremes[plan * plans->num_extremes + number], &chart);
     }

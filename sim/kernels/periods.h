@@ -15,6 +15,11 @@ struct event {
     i64 lane, count;
 };
 
+/* A stretch that holds what was left out; is_next: in the iteration behind the one in which it begins. */
+struct span {
+    i64 begin, gap, is_next;
+};
+
 /* A stretch of a chain, and how often the chain passes it. */
 struct hop {
     i64 begin, gap, times;
@@ -28,6 +33,8 @@ struct chart {
     double *others;         /* (E, E, V) weighed work of all lanes but compute */
     double *together;       /* (E, E, V) slack of work that is done side by side */
     char *is_stretch;       /* (E, E) whether the end is guaranteed not to come before the beginning */
+    double *spans;          /* (2, E, E, V) weighed work of all lanes but compute in spans, by the iteration of the cut */
+    double *spans_s;        /* (2, E, E) the longest chains with each span */
     double *least_s;        /* (E, E) the least time of stretches */
     double *longest_s;      /* (E, E) of chains of them */
     struct hop *hops;       /* (E) */
@@ -41,5 +48,27 @@ struct chart {
 
 /* Raise the slack of all stretches to what two lanes offer that work side by side; side_by_side.c. */
 void protwin_add_together(const struct bounded *plans, i64 plan, i64 pair, struct chart *chart);
+
+/* The weighed work of all spans of a plan, but of compute; spans.c. */
+void protwin_find_spans(const struct bounded *plans, i64 plan, struct chart *chart);
+
+/* The span that makes the longest chain around an iteration, for the row of compute in sums_s; gap is 0 for none. */
+struct span protwin_longest_span(const struct bounded *plans, i64 plan, struct chart *chart);
+
+/* The least time of a span for the row of compute in sums_s. */
+double protwin_span_s(const struct bounded *plans, i64 plan, struct chart *chart, struct span span);
+
+/* The seconds of an endless program's first so many tasks; sums_s: (length + 1). */
+static inline double protwin_until(const double *sums_s, i64 length, i64 count) {
+    i64 iteration = floor_div(count, length);
+    return sums_s[count - iteration * length] + (double)iteration * sums_s[length];
+}
+
+/* The sums of a lane's first tasks; sums_s: (length + 1). */
+static inline void protwin_sum_up(const double *seconds, i64 length, double *sums_s) {
+    sums_s[0] = 0;
+    for (i64 task = 0; task < length; task++)
+        sums_s[task + 1] = sums_s[task] + seconds[task];
+}
 
 #endif

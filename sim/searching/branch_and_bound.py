@@ -180,12 +180,17 @@ class BranchAndBound:
             self.simulate(self.replayed.pop(0).candidate)
         return bool(batch)
 
-    def confirm(self, limit_s: float) -> bool:
-        """Simulate the best plan that was replayed if its bound is below ``limit_s``; whether it is."""
-        if not self.replayed or self.replayed[0].bound_s >= limit_s:
-            return False
-        self.simulate(self.replayed.pop(0).candidate)
-        return True
+    def confirm(self, best_s: float) -> bool:
+        """Simulate the best plan that was replayed if it may win over ``best_s``, simulated; whether it may.
+
+        One whose period is known is left out only within the tolerance, however much others may win by.
+        """
+        limit_s, promised_s = best_s * (1 - self.left_out_frac), best_s * (1 - self.tolerance_frac)
+        for place, found in enumerate(self.replayed):
+            if found.bound_s < (limit_s if math.isnan(found.period_s) else promised_s):
+                self.simulate(self.replayed.pop(place).candidate)
+                return True
+        return False
 
     def break_ties(self) -> None:
         """Simulate the simplest of the replayed plans that seem to be within the tolerance of the best."""
@@ -358,7 +363,7 @@ def run_in_turns(
             simulated_s = min(incumbent_s, *(branch.own_best_s for branch in branches))
             # Of equal bounds, the simplest plan.
             waiting = sorted((branch for branch in branches if branch.replayed), key=lambda one: one.replayed[0].order)
-            if not any(branch.confirm(simulated_s * (1 - branch.left_out_frac)) for branch in waiting):
+            if not any(branch.confirm(simulated_s) for branch in waiting):
                 break
             spent.clear()
         on_step()

@@ -174,7 +174,9 @@ class Chooser:
         """
         fastest = self._fastest(kind)
         assert fastest is not None, "a kind that is worth it has a plan"
-        simplest = self._undominated(self._simplest_near(self._of(kind), fastest.iteration_s, explores=explores))
+        near = self._simplest_near(self._of(kind), fastest.iteration_s, explores=explores)
+        # Where the search ended early, plans that were replayed and not simulated may be far better than the fastest.
+        simplest = self._undominated(near or fastest)
         if self._survives(simplest):
             return simplest
         near_s = fastest.iteration_s * (1 + self._request.effort.tolerance_frac)
@@ -198,8 +200,10 @@ class Chooser:
             max_replays=self._request.effort.max_replays,
         )
 
-    def _simplest_near(self, branches: Mapping[Where, BranchAndBound], best_s: float, *, explores: bool) -> Chosen:
-        """Of the plans of one kind within the tolerance of the best one, the simplest."""
+    def _simplest_near(
+        self, branches: Mapping[Where, BranchAndBound], best_s: float, *, explores: bool
+    ) -> Chosen | None:
+        """Of the plans of one kind within the tolerance of the best one, the simplest; None if none was simulated."""
         near: dict[Where, Simulated] = {}
         for where, branch in branches.items():
             branch.incumbent_s = best_s
@@ -208,6 +212,8 @@ class Chooser:
             plan = branch.simplest_near()
             if plan is not None:
                 near[where] = plan
+        if not near:
+            return None
         where = min(near, key=_simplest)
         return Chosen(where, branches[where], near[where])
 

@@ -27,6 +27,10 @@ class LeftOut:
     """By lane, the first task of one that repeats; its tasks and those of the next one lie within the iteration."""
     num_tasks: tuple[int, ...]
     """By lane, of one micro-batch."""
+    early: tuple[int, ...]
+    """By lane, how many tasks stand before everything of the last micro-batch."""
+    late: tuple[int, ...]
+    """By lane, how many stand up to the last task of the first two micro-batches."""
 
 
 @dataclass(frozen=True, eq=False)

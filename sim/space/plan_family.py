@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Self
+from typing import Any, Final, Self
 
 import numpy as np
 
 from ...shared.compile.activation_levels import ActivationLevels
-from ...shared.compile.assembly import sequences_of_tasks
+from ...shared.compile.assembly import sequences_of_tasks, task_order
 from ...shared.compile.compile import FULL_TRAINING, Policies, drafted
 from ...shared.compile.family import Family
 from ...shared.compile.homes import static_bytes
@@ -30,6 +30,9 @@ from .space import BoolArray, IntArray
 COMPUTE, H2D, D2H, CPU_OPTIM, COLLECTIVE = (
     tuple(Lane).index(lane) for lane in (Lane.COMPUTE, Lane.H2D, Lane.D2H, Lane.CPU_OPTIM, Lane.COLLECTIVE)
 )
+
+_REPEATS_FROM: Final = 2
+"""The micro-batch that those that follow are like."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -200,10 +203,13 @@ class PlanFamily:
         """
         num_depths = len(self.family.depths)
         lanes, lane_of, known = self._sequences
-        left_out = None
+        left_out: tuple[LeftOut | None, ...] = (None,) * num_depths
         if num_left_out:
             begin, num_tasks = zip(*self._places_of(lanes, self.positions.micro_batches - 3), strict=True)
-            left_out = LeftOut(num_left_out, begin, num_tasks)
+            left_out = tuple(
+                LeftOut(num_left_out, begin, num_tasks, tuple(early), tuple(late))
+                for early, late in zip(*self._ends_of_cut(lanes), strict=True)
+            )
         compute_s = self.compute_s(modes)
         return LanePrograms(
             lengths=np.broadcast_to(np.array(lanes.lengths), (num_depths, len(lane_of))),
@@ -211,7 +217,7 @@ class PlanFamily:
             known=known,
             compute_s=np.broadcast_to(compute_s, (num_depths, *compute_s.shape)),
             seconds=tuple(self._task_s[0, tasks] for tasks in lanes.tasks[COMPUTE + 1 :]),
-            left_out=(left_out,) * num_depths,
+            left_out=left_out,
             lane_of=lane_of,
         )
 
@@ -234,6 +240,28 @@ class PlanFamily:
             before[lane] += np.count_nonzero(is_within & (of_task < micro_batch))
             within[lane] += np.count_nonzero(is_within & (of_task == micro_batch))
         return tuple(zip(before.tolist(), within.tolist(), strict=True))
+
+    def _ends_of_cut(self, lanes: FamilyLanes) -> tuple[list[list[int]], list[list[int]]]:
+        """(D, lanes) tasks that stand before everything of the last micro-batch, and up to the end of the second one.
+
+        Both by the order of all tasks, in which whatever is waited for comes first.
+        """
+        num_depths, draft = len(self.family.depths), self.draft
+        is_last, is_first = (np.zeros(draft.num_tasks, dtype=np.bool_) for _ in range(2))
+        for ids, group in draft.groups:
+            here, of_task = slice(ids[0], ids[-1] + 1), np.broadcast_to(group.micro_batch, ids.shape)
+            # What follows the last section belongs to no micro-batch.
+            is_behind = np.atleast_2d(group.position)[0] >= self.positions.prologue_backward
+            is_last[here] = is_behind | (of_task == self.positions.micro_batches - 1)
+            is_first[here] = ~is_behind & (of_task < _REPEATS_FROM)
+        order = np.broadcast_to(task_order(draft), (num_depths, draft.num_tasks))
+        early, late = [], []
+        for in_order in order:
+            before = in_order[: is_last[in_order].argmax()]
+            until = in_order[: draft.num_tasks - is_first[in_order][::-1].argmax()]
+            early.append(np.bincount(lanes.lane[before], minlength=len(lanes.lengths)).tolist())
+            late.append(np.bincount(lanes.lane[until], minlength=len(lanes.lengths)).tolist())
+        return early, late
 
 
 def _known(lanes: FamilyLanes, num_depths: int) -> tuple[IntArray, ...]:

@@ -116,7 +116,8 @@ def _any_programs(random: np.random.Generator) -> LanePrograms:
     if random.random() < 0.5:
         num_tasks = random.integers(0, lengths // 2 + 1)
         begins = random.integers(0, lengths - 2 * num_tasks + 1)
-        left_out = LeftOut(int(random.integers(1, 9)), tuple(begins.tolist()), tuple(num_tasks.tolist()))
+        cuts = (tuple(random.integers(0, lengths + 1).tolist()) for _ in range(2))
+        left_out = LeftOut(int(random.integers(1, 9)), tuple(begins.tolist()), tuple(num_tasks.tolist()), *cuts)
     return LanePrograms(lengths[None], pairs, known, compute_s, tuple(seconds[1:]), (left_out,), (0, 1, 2, 3))
 
 
