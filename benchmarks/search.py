@@ -66,6 +66,7 @@ class Case:
     host_budget_bytes: int | None = None
     max_gradient_norm: float | None = None
     swaps: bool = False
+    micro_batches: int = 1
 
     @property
     def title(self) -> str:
@@ -74,6 +75,7 @@ class Case:
             (self.host_budget_bytes is not None, ", 16 TiB of host memory"),
             (self.max_gradient_norm is not None, ", norm limited"),
             (self.swaps, ", swaps"),
+            (self.micro_batches > 1, f", {self.micro_batches} micro-batches"),
         )
         extra = "".join(text for is_so, text in extras if is_so)
         return f"{self.model} on {self.machine}, {self.batch_size} x {self.sequence_length}{extra}"
@@ -98,7 +100,7 @@ class Case:
             hardware=load_hardware(self.machine),
             host_budget_bytes=self.host_budget_bytes,
             space=self.space,
-            step=Step(max_gradient_norm=self.max_gradient_norm),
+            step=Step(micro_batches=self.micro_batches, max_gradient_norm=self.max_gradient_norm),
         )
 
 
@@ -107,6 +109,8 @@ CASES = (
     Case("llama-3-8b", "rtx-3090", 1, 2048),
     Case("llama-3-8b", "rtx-3090", 1, 2048, max_gradient_norm=1.0),
     Case("llama-3-8b", "rtx-3090", 1, 2048, swaps=True),
+    Case("llama-2-7b", "rtx-3090", 1, 2048, micro_batches=4),
+    Case("llama-2-7b", "rtx-3090", 1, 2048, micro_batches=64),
     Case("llama-2-13b", "a100-80gb", 4, 4096),
     Case("llama-3-70b", "h100-80gb", 1, 4096, ROOMY_HOST_BYTES),
     Case("llama-3-70b", "h100-80gb", 1, 4096, ROOMY_HOST_BYTES, max_gradient_norm=1.0),
@@ -287,7 +291,11 @@ def _other_ways(problem: SearchProblem, workload: Workload, sample: int) -> tupl
             simulate_timing(schedule, problem.costs.durations_s(schedule), problem.contention)
 
     def replay_all() -> None:
-        plans = [ReplayPlan(problem.family(*one.family), *one.index[1:]) for one in candidates]
+        families = [problem.family(*one.family) for one in candidates]
+        plans = [
+            ReplayPlan(family, *one.index[1:], problem.num_left_out_of(family))
+            for family, one in zip(families, candidates, strict=True)
+        ]
         Replayer(problem.contention).periods_s(plans)
 
     return (

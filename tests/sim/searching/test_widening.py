@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from protwin.sim.searching import spent_effort
-from protwin.sim.searching.branch_and_bound import BranchAndBound
+from protwin.sim.searching.branch_and_bound import BranchAndBound, run_in_turns
 from protwin.sim.searching.problem import search_problem
 from protwin.sim.searching.request import Effort, SearchRequest, Step
 from protwin.sim.searching.search import search
@@ -63,6 +64,22 @@ def test_the_share_that_is_left_out_doubles_and_has_an_end() -> None:
     assert shares[8:20:4] == [0.01, 0.02, 0.04]
     assert shares == sorted(shares)
     assert shares[-1] == MOST_LEFT_OUT_FRAC
+
+
+def test_a_plan_that_was_replayed_is_not_left_out_for_a_slower_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a plan without a period is simulated first, for its bound is the lowest, and turns out slow."""
+    monkeypatch.setattr(spent_effort, "_FIRST", 1)
+    monkeypatch.setattr(spent_effort, "_FURTHER", 1)
+    branch = BranchAndBound(search_problem(_request(3)), tolerance_frac=0.005)
+    branch.step()
+    *others, slowest = branch.replayed
+    assert slowest.period_s > 1.01 * others[0].period_s
+    unknown = replace(slowest, period_s=math.nan, bound_s=0.9 * others[0].bound_s)
+    branch.replayed = [unknown, *others]
+    run_in_turns([branch], lambda: None)
+    assert branch.left_out_frac == MOST_LEFT_OUT_FRAC
+    assert branch.own_best_s * (1 - 0.005) <= others[0].period_s
+    assert branch.simplest_near() is not None
 
 
 def test_plans_whose_micro_batches_do_not_settle_are_replayed_and_not_guessed() -> None:
