@@ -14,7 +14,13 @@ import pytest
 from tests.proof_size import examples
 
 hypothesis.settings.register_profile(
-    "repeatable", derandomize=True, deadline=None, print_blob=True, max_examples=examples(100, 40)
+    "repeatable",
+    derandomize=True,
+    deadline=None,
+    print_blob=True,
+    max_examples=examples(100, 40),
+    # How long drawing takes says how busy the machine is; a deadline would too.
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
 hypothesis.settings.register_profile("explore", deadline=None, max_examples=2_000)
 """New examples on each run: HYPOTHESIS_PROFILE=explore make test."""
