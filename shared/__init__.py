@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .basics.errors import InfeasibleError as InfeasibleError
     from .basics.errors import PlanError as PlanError
     from .basics.errors import ProtwinError as ProtwinError
+    from .basics.errors import RanksError as RanksError
     from .basics.errors import ScheduleError as ScheduleError
     from .basics.errors import WorkloadError as WorkloadError
     from .basics.units import format_bytes as format_bytes
@@ -62,6 +63,7 @@ _HOMES = {
     "PlanError": "basics.errors",
     "ProtwinError": "basics.errors",
     "Question": "schema.question",
+    "RanksError": "basics.errors",
     "Record": "schema.record",
     "Schedule": "schema.schedule",
     "ScheduleError": "basics.errors",

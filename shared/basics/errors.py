@@ -68,3 +68,7 @@ class CalibrationError(ProtwinError):
 
 class DeviceOutOfMemoryError(ProtwinError):
     """The device's enforced budget is exceeded."""
+
+
+class RanksError(ProtwinError):
+    """Processes that cannot train together: badly launched, unlike each other, or not there in time."""
