@@ -18,11 +18,16 @@ from .chunk import DeviceChunk
 from .gradient_stand_ins import CHANGED
 
 
-def refusing_late_gradients(chunks: Iterable[DeviceChunk], has_left: Callable[[int], bool]) -> list[Any]:
-    """Hooks that stop before a gradient that arrives after its chunk's gradients have left (``has_left``) is lost."""
+def refusing_late_gradients(
+    chunks: Iterable[DeviceChunk], has_left: Callable[[int], bool], *, num_ranks: int = 1
+) -> list[Any]:
+    """Hooks that stop before a gradient that arrives after its chunk's gradients have left (``has_left``) is lost.
+
+    Those that stay, and are added up over several ranks, count as having left from then on.
+    """
     handles = []
     for chunk in chunks:
-        if chunk.is_persistent:
+        if chunk.is_persistent and num_ranks == 1:
             continue
 
         def arrived(parameter: torch.Tensor, chunk_id: int = chunk.chunk.id) -> None:

@@ -72,7 +72,8 @@ class PlacedModel:
         self._device = device
         self._scaler = policy.scaler
         # Scaled gradients may overflow; the norm decides then.
-        self._is_checking = policy.check_gradients and policy.scaler is None
+        self.is_checking = policy.check_gradients and policy.scaler is None
+        """Whether gradients must be finite."""
         self.chunks: list[DeviceChunk] = []
         self.rows = LookedUpRows(device)
         """Embeddings whose rows are looked up on the host."""
@@ -88,6 +89,9 @@ class PlacedModel:
         self._max_norm = plan.max_gradient_norm
         self._stand_ins: GradientStandIns | None = None
         self._looks: GradientLooks | None = None
+        self._received: dict[nn.Parameter, torch.Tensor] = {}
+        """Gradients that stay, of parameters for which other ranks have one: from the lane of collectives to the norm
+        (cpu_optim) and to the step on the device (compute thread), which come after it."""
         self._staying: dict[Section, list[nn.Parameter]] = {}
         """The trainable parameters that stay on the device, by the section that completes their gradients."""
         self._labels = {id(p): policy.options.label_of(p) for p in model.parameters()}
@@ -99,9 +103,10 @@ class PlacedModel:
                 self._move_in(parameters, workload, layout, plan, policy)
             if self._host_optimizers or self._max_norm is not None:
                 self._stand_ins = GradientStandIns(self._in_order, self._max_norm)
-            if self._is_checking and self._device_steps:
+            if self.is_checking and self._device_steps:
                 self._looks = GradientLooks(device.torch_device)
-                self._staying = self._staying_parameters(parameters, workload)
+                if plan.num_ranks == 1:
+                    self._staying = self._staying_parameters(parameters, workload)
         except BaseException:
             self.move_out()
             raise
@@ -199,6 +204,7 @@ class PlacedModel:
         NonFiniteGradientError if one of them is not finite; a ``scale`` comes from a norm that was.
         """
         self.check_gradients()
+        self.show_received()
         if scale is not None and self._device.ledger is not None:
             # It is the host's, and lives until the next norm is known.
             self._device.ledger.ignore([scale])
@@ -210,6 +216,31 @@ class PlacedModel:
         for step in self._device_steps:
             step.run(factor=scale if self._scaler is not None else None)
         self.count_optimizer_state()
+
+    def label_of(self, parameter: nn.Parameter) -> str:
+        """A parameter's name, with its block's."""
+        return self._labels[id(parameter)]
+
+    @property
+    def hands_over(self) -> bool:
+        """Whether stand-ins are shown between the last backward and the step."""
+        return self._stand_ins is not None
+
+    def receive(self, gradients: Mapping[nn.Parameter, torch.Tensor]) -> None:
+        """Parameters that have no gradient here have these means over ranks."""
+        self._received.update(gradients)
+
+    def show_received(self) -> None:
+        """Parameters show what they have received.  No gradient may be handed over, and no collective under way."""
+        for parameter, gradient in self._received.items():
+            parameter.grad = gradient
+        self._received.clear()
+
+    def check_averaged(self, parameters: Sequence[nn.Parameter], gradients: Sequence[torch.Tensor | None]) -> None:
+        """Raise NonFiniteGradientError if a mean over ranks is not finite; its step need not look at it again."""
+        refuse_non_finite(gradients, [self.label_of(parameter) for parameter in parameters])
+        if self._looks is not None and self._max_norm is None:
+            self._looks.note_finite(gradients)
 
     def look_at_gradients(self, section: Section | None) -> None:
         """The gradients of ``section`` are final: begin to look whether those that stay are finite."""
@@ -250,7 +281,7 @@ class PlacedModel:
                 if gradient is not None:
                     gradient.mul_(scale)
         optimizer = self._host_optimizers[chunk.chunk.id]
-        if self._is_checking:
+        if self.is_checking:
             refuse_non_finite(gradients, optimizer.labels)
         self.gate.begin(chunk.chunk.id, optimizer.num_steps)
         if self.last_step is not None:
@@ -272,14 +303,15 @@ class PlacedModel:
             )
             if is_there
         }
-        found = {p: staged.get(id(p), held_gradient(p.grad)) for p in self._in_order}
+        received = self._received
+        found = {p: staged.get(id(p), received.get(p, held_gradient(p.grad))) for p in self._in_order}
         gradients = {p: gradient for p, gradient in found.items() if gradient is not None}
         labels = [self._labels[id(p)] for p in gradients]
         if self._scaler is not None:
             factor = self._scaler.factor_for(list(gradients.values()), self._max_norm, labels)
             return ClippedNorm(torch.tensor(torch.nan), factor, {})
         clipped = clipped_norm(gradients, self._max_norm)
-        if self._is_checking and not clipped.norm.isfinite():
+        if self.is_checking and not clipped.norm.isfinite():
             refuse_non_finite(list(gradients.values()), labels)
         return clipped
 
@@ -299,6 +331,7 @@ class PlacedModel:
     def drop_gradients(self) -> None:
         """Drop what gradients are left: nothing steps them, and they must not survive into the next iteration."""
         self._watch.end()
+        self._received.clear()
         if self._stand_ins is not None:
             self._stand_ins.forget()
         for chunk in self.chunks:

@@ -49,6 +49,13 @@ class GradientLooks:
     def _begin(self, gradients: list[torch.Tensor]) -> _Seen:
         return _sums(gradients) if self._thread is None else self._thread.submit(_look_and_empty, gradients)
 
+    def note_finite(self, gradients: Iterable[torch.Tensor | None]) -> None:
+        """Somebody else has looked at ``gradients``, and all of them are finite.  On any thread."""
+        noted = [(weakref.ref(gradient), gradient._version) for gradient in gradients if gradient is not None]
+        seen: Future[list[bool]] = Future()
+        seen.set_result([True] * len(noted))
+        self._looks.append((noted, seen))
+
     def refuse_non_finite(self, gradients: Sequence[torch.Tensor | None], labels: Sequence[str]) -> None:
         """``refuse_non_finite``, with the help of what was seen; forgets that.  Waits for looks under way."""
         looks, self._looks = self._looks, []
@@ -143,10 +150,18 @@ def _is_finite(gradient: torch.Tensor) -> bool:
 
 def refuse_non_finite(gradients: Sequence[torch.Tensor | None], labels: Sequence[str]) -> None:
     """Raise NonFiniteGradientError if a gradient holds NaN or infinity; ``labels`` say whose they are."""
-    found = non_finite(gradients)
-    if found:
-        named = ", of ".join(labels[place] for place in found[:_MOST_NAMES])
-        more = f" and of {len(found) - _MOST_NAMES} more parameters" if len(found) > _MOST_NAMES else ""
+    _refuse([labels[place] for place in non_finite(gradients)])
+
+
+def refuse_of_ranks(found: Sequence[tuple[str, int]]) -> None:
+    """Raise NonFiniteGradientError for gradients that are not finite on some rank: whose they are, and a rank each."""
+    _refuse([f"{label} on rank {rank}" for label, rank in found])
+
+
+def _refuse(names: Sequence[str]) -> None:
+    if names:
+        named = ", of ".join(names[:_MOST_NAMES])
+        more = f" and of {len(names) - _MOST_NAMES} more parameters" if len(names) > _MOST_NAMES else ""
         raise NonFiniteGradientError(
             f"the gradient of {named}{more} is not finite. Lower the learning rate, limit the norm of the gradients "
             f"(max_gradient_norm), or look for an overflow or a division by zero in that block."

@@ -39,6 +39,8 @@ from ..optimizers.chunk_optimizer import MakeOptimizer, group_options
 from ..optimizers.facade import ParameterStates, TrainingOptimizer
 from ..optimizers.loss_scaling import LossScaler, LossScaling, scaler_for
 from ..optimizers.named import check_made, check_runs_on, on_host
+from ..ranks.collectives import Collectives
+from ..ranks.world import World
 from ..recording.allocator_metering import AllocatorMetering
 from ..recording.ledger_metering import LedgerMetering
 from ..recording.metering import Metering
@@ -72,6 +74,8 @@ class TrainingSettings:
     keep_last_step: bool
     disk_folder: str | Path | None = None
     stated_disk: Disk | None = None
+    world: World | None = None
+    """The ranks of a plan for several."""
 
     def check(self, plan: Plan) -> None:
         """Raise PlanError if a setting makes no sense, or not with ``plan``."""
@@ -170,7 +174,9 @@ class Assembly:
         with ExitStack() as undo:
             held = self._hold(undo, layout, schedule, policy)
             swapping = swapped_blocks(model, blocks, schedule, device)
-            lanes = TransferLanes(schedule, held.placed, device, swapping)
+            world = self.settings.world
+            collectives = None if world is None else Collectives(world, world.lane_group)
+            lanes = TransferLanes(schedule, held.placed, device, swapping, collectives)
             undo.callback(lanes.close)
             compute = ComputeLane(schedule, held.placed, lanes, metering, device, swapping, self.progress)
             modes = plan.modes(workload.num_blocks)
@@ -277,7 +283,8 @@ class Assembly:
         leave = self.model.register_forward_hook(lambda *_: torch.clear_autocast_cache())
         # Lanes bring parameters back meanwhile: their classes must not be asked ([Note: Parameters that are away]).
         with torch._C.DisableTorchFunctionSubclass():
-            return [enter, leave, *refusing_late_gradients(placed.chunks, compute.has_left)]
+            late = refusing_late_gradients(placed.chunks, compute.has_left, num_ranks=self.plan.num_ranks)
+            return [enter, leave, *late]
 
 
 def _metering(device: TrainingDevice, meter_every: int | None, model: nn.Module) -> Metering:

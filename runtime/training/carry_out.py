@@ -19,6 +19,7 @@ from ..model.ownership import owner_of
 from ..optimizers.chunk_optimizer import MakeOptimizer
 from ..optimizers.loss_scaling import LossScaling
 from ..optimizers.named import named_optimizer
+from ..ranks.world import join_world
 from .assembly import TrainingSettings
 from .training import Training
 
@@ -37,6 +38,7 @@ def carry_out(
     keep_last_step: bool = False,
     disk_folder: str | Path | None = None,
     stated_disk: Disk | None = None,
+    rank_timeout_s: float = 600.0,
 ) -> Training:
     """Take over ``model`` and train it as ``plan`` says.
 
@@ -76,6 +78,7 @@ def carry_out(
         keep_last_step=keep_last_step,
         disk_folder=disk_folder,
         stated_disk=stated_disk,
+        world=join_world(plan.num_ranks, timeout_s=rank_timeout_s) if plan.num_ranks > 1 else None,
     )
     return Training(model, plan, workload, settings)
 

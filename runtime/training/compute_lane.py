@@ -51,6 +51,7 @@ class ComputeLane:
         self._swapping = swapping
         self._device = device
         self._leaving = self._offloads_by_source()
+        self._shared = self._reductions_by_source()
         self._releasing = self._chunks_by_release()
         self._waits = {task: self._from_other_lanes(schedule.tasks[task]) for task in self._program}
         self._awaited = self._awaited_elsewhere()
@@ -68,8 +69,25 @@ class ComputeLane:
         found: dict[TaskId, list[Task]] = {}
         for task in self._schedule.tasks:
             if task.kind in (TaskKind.GRADIENT_OFFLOAD, TaskKind.ACTIVATION_OFFLOAD):
-                source = max(other for other in task.after if self._schedule.tasks[other].lane is Lane.COMPUTE)
-                found.setdefault(source, []).append(task)
+                found.setdefault(self._source_of(task), []).append(task)
+        return found
+
+    def _source_of(self, task: Task) -> TaskId:
+        """The last compute task that ``task`` waits for, itself or by way of what ranks make of gradients before it."""
+        tasks = self._schedule.tasks
+        before = [other for other in task.after if tasks[other].lane is Lane.COMPUTE]
+        if not before:
+            reductions = [tasks[other] for other in task.after if tasks[other].lane is Lane.COLLECTIVE]
+            before = [self._source_of(reduction) for reduction in reductions]
+        return max(before)
+
+    def _reductions_by_source(self) -> dict[TaskId, list[Task]]:
+        """What adds up over ranks the gradients that stay, by the task that completes these."""
+        found: dict[TaskId, list[Task]] = {}
+        for task in self._schedule.tasks:
+            of_chunk = task.chunk if task.kind is TaskKind.ALL_REDUCE else None
+            if of_chunk is not None and self._placed.chunks[of_chunk].is_persistent:
+                found.setdefault(self._source_of(task), []).append(task)
         return found
 
     def _chunks_by_release(self) -> dict[TaskId, list[int]]:
@@ -149,12 +167,22 @@ class ComputeLane:
             is_last = self._place == len(self._program) - 1
             self._progress.advance(Call.END_BACKWARD if is_last else Call.END_MICRO_BATCH)
             if is_last:
+                if not self._placed.hands_over:
+                    # Whoever reads or changes them before the step finds them whole.
+                    self._wait_for_ranks()
                 self._placed.hand_over(self._lanes.norms(self.iteration))
             else:
                 self._placed.watch_gradients()
         except BaseException as error:
             self.failed(error)
             raise
+
+    def _wait_for_ranks(self) -> None:
+        """Wait until gradients that stay have been added up over ranks."""
+        for reductions in self._shared.values():
+            for task in reductions:
+                self._device.wait_event(self._lanes.mark(self.iteration, task.id).wait())
+        self._placed.show_received()
 
     def step_on_device(self) -> IterationLog:
         """Step the persistent chunks, end the iteration and queue the one after next; gives the iteration's log."""
@@ -310,6 +338,10 @@ class ComputeLane:
             leaving.setdefault(content, []).extend(self._lanes.send(offload, self.iteration))
             if offload.chunk is not None:
                 self._left.add(offload.chunk)
+        for reduction in self._shared.get(task.id, ()):
+            self._lanes.lend(reduction, self.iteration)
+            assert reduction.chunk is not None
+            self._left.add(reduction.chunk)
         if task.kind is TaskKind.BACKWARD and task.micro_batch == self._looked_at:
             self._placed.look_at_gradients(task.section)
         self._metering.end_task(task, leaving, self._placed.gradients)

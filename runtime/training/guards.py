@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ...shared.basics.errors import PlanError, ScheduleError
 from ...shared.basics.units import format_bytes, format_enough_bytes
-from ...shared.schema.plan import Plan
+from ...shared.schema.plan import ParallelMode, Plan
 from ...shared.schema.schedule import Schedule
 from ...shared.verify.guaranteed_peak import guaranteed_device_peak
 from ..chunks.placed_model import PlacedModel
@@ -29,10 +29,19 @@ from ..devices.device import TrainingDevice
 
 def check_carried_out(plan: Plan) -> None:
     """Raise PlanError if the runtime cannot carry ``plan`` out yet."""
+    if plan.parallel is ParallelMode.SHARDED:
+        raise PlanError(
+            f"the plan is for parallel = {plan.parallel} (num_ranks = {plan.num_ranks}), which is simulated alone so "
+            f"far: nothing here holds chunks in parts. Carry out a plan with parallel = ddp or replicated."
+        )
+
+
+def refuse_with_ranks(plan: Plan, what: str) -> None:
+    """Raise PlanError, with nothing changed, if ``plan`` has several ranks: ``what`` is known to one alone so far."""
     if plan.num_ranks > 1:
         raise PlanError(
-            f"the plan is for num_ranks = {plan.num_ranks} (parallel = {plan.parallel}), but nothing here joins ranks "
-            f"yet: collectives between devices are simulated alone. Carry out a plan with num_ranks = 1."
+            f"{what}. One rank alone can do that so far, and this plan has {plan.num_ranks}. Close the training, which "
+            f"gives every rank the model with its weights."
         )
 
 

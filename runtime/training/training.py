@@ -30,7 +30,7 @@ from ..optimizers.facade import ParameterStates
 from ..recording.summaries import StepSummary, Summaries, to_stderr
 from .assembly import Assembly, Callbacks, TrainingSettings
 from .evaluation import refuse_other_gradient_mode
-from .guards import state_on_host
+from .guards import refuse_with_ranks, state_on_host
 from .progress import Call, Progress, TrainingPhase
 
 
@@ -154,6 +154,7 @@ class Training:
         self._progress.check_open()
         if self._progress.is_idle and self._lanes.failure is None:
             return
+        refuse_with_ranks(self.plan, "skip_step(): the others may have met in collectives of this step already")
         self._compute.skip_step()
         self._walker.forget()
         torch.clear_autocast_cache()
@@ -241,6 +242,7 @@ class Training:
         the loop needs to find its next batch: numbers, text, lists, tables, tensors.  ``folder`` is replaced when the
         new checkpoint is complete, and loads at every moment.  Raises FileError if it cannot be written.
         """
+        refuse_with_ranks(self.plan, "save(): every rank has random states, buffers and a data position of its own")
         self._check_between_steps("a training can be saved")
         self.synchronize()
         write_checkpoint(folder, self._state.collect(self.num_steps, scheduler, data_position))
@@ -257,6 +259,7 @@ class Training:
         checkpoint is missing, damaged, of another model, optimizer or scheduler, of a plan whose steps compute
         something else, or written by a newer version.
         """
+        refuse_with_ranks(self.plan, "resume(): a checkpoint has the random states and buffers of one rank")
         self._check_between_steps("a training can be resumed")
         content = read_checkpoint(folder, model_hash=self.workload.model_hash)
         self._state.check(content, scheduler, allow_changed_step=allow_changed_step)

@@ -22,6 +22,8 @@ from ..devices.lanes import Cancelled, Mark, Span, WorkerLane
 from ..hooks.swapping import SwappedBlock
 from ..model.nested_tensors import storage_bytes
 from ..optimizers.gradient_norms import ClippedNorm
+from ..ranks.collectives import Collectives
+from .rank_work import RankWork
 
 
 class TransferLanes:
@@ -33,7 +35,9 @@ class TransferLanes:
         placed: PlacedModel,
         device: TrainingDevice,
         swapping: Mapping[int, SwappedBlock],
+        collectives: Collectives | None = None,
     ) -> None:
+        """Start the lanes; ``collectives``: of several ranks."""
         self.bytes_host_to_device = 0
         self.bytes_device_to_host = 0
         self.num_gathers = 0
@@ -79,6 +83,10 @@ class TransferLanes:
         (compute thread).  On CUDA alone, where ``_offload`` returns before its copy has begun: dropped there, their
         memory would go to the compute stream's next operation, which writes while the copy reads
         ([Note: Memory on one stream] in ``memory_events``; ``test_cuda_ordering`` shows it)."""
+        self._ranks = None
+        """What the ranks do together; None: there is one."""
+        if collectives is not None:
+            self._ranks = RankWork(placed, device, collectives, self._outgoing)
         self._lanes: dict[Lane, WorkerLane] = {}
         self._first = 0
         """The iteration that begins with idle lanes and every chunk away: marks of the one before were never made, and
@@ -222,6 +230,11 @@ class TransferLanes:
         self._outgoing[iteration, offload.micro_batch, offload.chunk] = gradients
         return [gradient for gradient in gradients if gradient is not None]
 
+    def lend(self, reduction: Task, iteration: int) -> None:
+        """The gradients that ``reduction`` adds up over ranks where they stay are complete."""
+        assert self._ranks is not None
+        self._ranks.lend(reduction, iteration)
+
     def scale_of(self, iteration: int) -> torch.Tensor | None:
         """What the gradients of an iteration are multiplied by before they are consumed; None if by nothing."""
         clipped = self._clipped.get(iteration)
@@ -245,6 +258,9 @@ class TransferLanes:
 
     def _work(self, task: Task, iteration: int) -> Callable[[], None]:
         work: Callable[[], None]
+        if task.lane is Lane.COLLECTIVE:
+            assert self._ranks is not None
+            return partial(_labelled, f"protwin::{task.name}", self._ranks.work(task, iteration))
         match task.kind:
             case TaskKind.GRADIENT_NORM:
                 work = partial(self._norm, iteration)
@@ -411,6 +427,8 @@ class TransferLanes:
             mark.error = None
         self._marks.clear()
         self._outgoing.clear()
+        if self._ranks is not None:
+            self._ranks.forget()
         self._outgoing_rows.clear()
         self._arrived_rows.clear()
         self._held.clear()

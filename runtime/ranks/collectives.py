@@ -1,0 +1,79 @@
+"""What ranks do together with tensors: sums of gradients over all of them, and parts that each sends to all others.
+
+[Note: Who has a gradient]
+A parameter that a rank's batch did not use has no gradient there, and zeros in its place would be stepped: weight decay
+and moments would change a weight that nobody's batch has used.  So ranks first tell each other which gradients they
+have.  One that is missing on some ranks counts as zeros there; one that is missing on all of them stays without.  The
+same exchange tells of gradients that are not finite, before a sum spreads them over all ranks: afterwards nobody could
+say any more where they came from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+import torch.distributed as dist
+
+from ..model.strides import copy_strided, in_memory_order
+from .world import World
+
+ABSENT: Final = 0
+PRESENT: Final = 1
+
+
+class Collectives:
+    """The collectives of one group of all ranks; one thread at a time uses them, on all ranks in the same order."""
+
+    def __init__(self, world: World, group: dist.ProcessGroup) -> None:
+        self.rank = world.rank
+        self.num_ranks = world.num_ranks
+        self._group: dist.ProcessGroup | None = group
+
+    def who_has(self, is_present: Sequence[bool], is_finite: Sequence[bool]) -> tuple[list[bool], list[int | None]]:
+        """Of each gradient: whether any rank has it, and the first rank where it is not finite, None if on none.
+
+        The same on all ranks; see [Note: Who has a gradient].
+        """
+        not_finite = PRESENT + self.num_ranks - self.rank
+        codes = [
+            ABSENT if not there else PRESENT if finite else not_finite
+            for there, finite in zip(is_present, is_finite, strict=True)
+        ]
+        shared = torch.tensor(codes, dtype=torch.int32)
+        dist.all_reduce(shared, op=dist.ReduceOp.MAX, group=self._group)
+        found = shared.tolist()
+        ranks = [PRESENT + self.num_ranks - code if code > PRESENT else None for code in found]
+        return [code != ABSENT for code in found], ranks
+
+    def average(self, gradients: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """The mean of each gradient over all ranks takes its place: the sum, multiplied once.
+
+        Beside each stands a tensor with the strides in which all ranks add it up.
+        """
+        # Autograd gives a gradient the strides of its parameter; a hook may have exchanged it on one rank.
+        ordered = [
+            gradient if gradient.stride() == like.stride() else copy_strided(gradient, like)
+            for gradient, like in gradients
+        ]
+        # One by one, so that the order of additions depends on no layout: any plan gives the same bits.
+        works = [
+            dist.all_reduce(in_memory_order(tensor), group=self._group, async_op=True)
+            for tensor in ordered
+            if tensor.numel()
+        ]
+        for work in works:
+            work.wait()
+        for (gradient, _), summed in zip(gradients, ordered, strict=True):
+            summed.mul_(1 / self.num_ranks)
+            if summed is not gradient:
+                gradient.copy_(summed)
+
+    def add_up(self, value: torch.Tensor) -> None:
+        """The sum over all ranks takes the place of ``value``."""
+        dist.all_reduce(value, group=self._group)
+
+    def close(self) -> None:
+        """Let go of the group.  Idempotent."""
+        self._group = None

@@ -1,0 +1,257 @@
+"""Training by a plan for several ranks beside DistributedDataParallel, in the processes of the ranks."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from protwin.runtime import CpuDevice, Training, carry_out
+from protwin.shared.compile.compile import compile_schedule
+from protwin.shared.layout.layout import build_layout
+from protwin.shared.layout.residencies import ChunkResidency, residencies
+from protwin.shared.schema.plan import Plan
+from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
+from tests.runtime.models import (
+    SEED,
+    Batch,
+    Case,
+    HandWritten,
+    Masters,
+    cases,
+    differences,
+    point_batches,
+    snapshot,
+    uncached,
+)
+
+STEPS = 3
+
+
+class Gated(HandWritten):
+    """Some of its blocks may leave their gate out: then the parameter has no gradient on this rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for layer in self.stack:
+            layer.gate = nn.Parameter(torch.randn(24))
+            layer.uses_gate = True
+            layer.register_forward_hook(_gated)
+
+
+def _gated(layer: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+    return output * layer.gate if layer.uses_gate else output
+
+
+def _gates(model: nn.Module, rank: int) -> None:
+    """On each rank other gates are open; the last block's on none but rank 0, the first one's on none."""
+    for number, layer in enumerate(model.stack):
+        layer.uses_gate = number > 0 and (rank == 0 or number % 2 == 1) and number < len(model.stack)
+
+
+def _gated_model() -> nn.Module:
+    torch.manual_seed(SEED)
+    return Gated()
+
+
+def start(rank: int) -> None:
+    """Join the default group."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+
+
+@lru_cache
+def all_cases(num_batches: int) -> dict[str, Case]:
+    """Those of one rank, and one whose ranks use other parameters."""
+    gated = Case(_gated_model, point_batches(num_batches), has_loss=False)
+    return {**cases(num_batches), "gated": gated}
+
+
+def prepare(model: nn.Module, rank: int) -> nn.Module:
+    if isinstance(model, Gated):
+        _gates(model, rank)
+    return model
+
+
+def batches_of(case: Case, rank: int, num_ranks: int, micro_batches: int) -> list[Sequence[Batch]]:
+    """The rank's batches of every step, others than any other rank's."""
+    own = [*case.batches][rank::num_ranks]
+    return [[own[(step * micro_batches + m) % len(own)] for m in range(micro_batches)] for step in range(STEPS)]
+
+
+@dataclass(frozen=True)
+class Reference:
+    losses: list[float]
+    weights: dict[str, torch.Tensor]
+    norms: list[float]
+
+
+class ByHand(nn.Module):
+    """What ranks do with gradients, without DDP: those that leave are averaged in every micro-batch."""
+
+    def __init__(self, model: nn.Module, leaving: frozenset[str]) -> None:
+        super().__init__()
+        named = dict(model.named_parameters())
+        self._sums: dict[str, torch.Tensor] = {}
+        self._named = {name: p for name, p in named.items() if p.requires_grad}
+        self._leaving = leaving
+
+    def end_micro_batch(self, *, is_last: bool) -> None:
+        for name, parameter in self._named.items():
+            if name in self._leaving or is_last:
+                parameter.grad = averaged(parameter)
+            if name in self._leaving and parameter.grad is not None:
+                before = self._sums.get(name)
+                self._sums[name] = parameter.grad if before is None else before + parameter.grad
+                parameter.grad = None
+        if is_last:
+            for name, total in self._sums.items():
+                self._named[name].grad = total
+            self._sums = {}
+
+
+def averaged(parameter: nn.Parameter) -> torch.Tensor | None:
+    gradient = parameter.grad
+    is_there = torch.tensor(float(gradient is not None))
+    dist.all_reduce(is_there)
+    if not is_there:
+        return None
+    mine = torch.zeros_like(parameter) if gradient is None else gradient.detach().clone()
+    mine = mine / dist.get_world_size()
+    dist.all_reduce(mine)
+    return mine
+
+
+_references: dict[Any, Reference] = {}
+
+
+def reference(name: str, rank: int, plan: Plan, num_batches: int) -> Reference:
+    """With one micro-batch DDP itself; else ``ByHand``."""
+    case = all_cases(num_batches)[name]
+    leaving = leaving_names(case, plan) if plan.micro_batches > 1 else frozenset()
+    key = (name, plan.micro_batches, plan.max_gradient_norm, leaving)
+    if key not in _references:
+        _references[key] = _trained(case, rank, plan.micro_batches, plan.max_gradient_norm, leaving)
+    return _references[key]
+
+
+def _trained(case: Case, rank: int, micro_batches: int, max_norm: float | None, leaving: frozenset[str]) -> Reference:
+    model = prepare(uncached(case.build()), rank)
+    masters = Masters(model)
+    optimizer = case.make_optimizer(masters.groups(case.groups(model)))
+    called: nn.Module = model
+    by_hand = None
+    if micro_batches == 1:
+        with warnings.catch_warnings():
+            # Newer torch has another name for the option, which older torch does not know.
+            warnings.simplefilter("ignore", FutureWarning)
+            called = DistributedDataParallel(model, broadcast_buffers=False, find_unused_parameters=True)
+    else:
+        by_hand = ByHand(model, leaving)
+    losses, norms = [], []
+    torch.manual_seed(SEED + rank)
+    for batches in batches_of(case, rank, dist.get_world_size(), micro_batches):
+        for number, batch in enumerate(batches):
+            loss = case.loss(called, batch)
+            loss.backward()
+            losses.append(loss.item())
+            if by_hand is not None:
+                by_hand.end_micro_batch(is_last=number == micro_batches - 1)
+        if max_norm is not None:
+            norms.append(nn.utils.clip_grad_norm_(model.parameters(), max_norm).item())
+        masters.take_gradients()
+        optimizer.step()
+        optimizer.zero_grad()
+        model.zero_grad()
+        masters.give_weights()
+    return Reference(losses, snapshot(model), norms)
+
+
+def leaving_names(case: Case, plan: Plan) -> frozenset[str]:
+    """The parameters whose gradients leave the device."""
+    workload = case.workload
+    layout = build_layout(workload.parameters, num_blocks=workload.num_blocks, chunk_bytes=plan.chunk_bytes)
+    found = residencies(plan, layout)
+    return frozenset(
+        workload.parameters[placed.index].name
+        for chunk in layout.chunks
+        if found[chunk.id] is not ChunkResidency.PERSISTENT
+        for placed in chunk.parameters
+    )
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a training by a plan gave on one rank."""
+
+    losses: list[float]
+    expected_losses: list[float]
+    different: list[str]
+    worst: float
+    """The largest difference of a weight, as a part of the largest weight."""
+    peak_bytes: int
+    guaranteed_bytes: int
+    num_cpu_adam_steps: int
+    to_host_bytes: int
+
+
+def train(rank: int, name: str, plan: Plan, num_batches: int) -> Found:
+    """Train on a device of just the memory that is guaranteed to be enough, beside the reference."""
+    start(rank)
+    case = all_cases(num_batches)[name]
+    expected = reference(name, rank, plan, num_batches)
+    guaranteed_bytes = guaranteed_device_peak(compile_schedule(plan, case.workload)).size_bytes
+    model = prepare(case.build(), rank)
+    training, losses = run(case, model, plan, rank, CpuDevice(guaranteed_bytes))
+    state = snapshot(model)
+    scale = max(float(value.abs().max()) for value in expected.weights.values() if value.numel())
+    gaps = [(state[n].double() - value.double()).abs().max().item() for n, value in expected.weights.items()]
+    return Found(
+        losses,
+        expected.losses,
+        differences(model, expected.weights),
+        max(gaps) / scale,
+        training.peak_device_bytes,
+        guaranteed_bytes,
+        training.num_cpu_adam_steps,
+        training.bytes_device_to_host,
+    )
+
+
+def run(
+    case: Case,
+    model: nn.Module,
+    plan: Plan,
+    rank: int,
+    device: CpuDevice,
+    within: Callable[[Training], Any] | None = None,
+    **options: Any,
+) -> tuple[Training, list[float]]:
+    losses = []
+    with carry_out(
+        model,
+        plan,
+        case.workload,
+        optimizer=case.make_optimizer,
+        parameter_groups=case.groups(model),
+        device=device,
+        **options,
+    ) as training:
+        torch.manual_seed(SEED + rank)
+        for batches in batches_of(case, rank, plan.num_ranks, plan.micro_batches):
+            for batch in batches:
+                held = batch if case.has_loss else {key: value.clone() for key, value in batch.items()}
+                loss = case.loss(model, held)
+                loss.backward()
+                losses.append(loss.item())
+            training.step()
+        if within is not None:
+            within(training)
+    return training, losses

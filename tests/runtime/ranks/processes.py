@@ -1,0 +1,146 @@
+"""Real processes that stay, one per rank: torch takes seconds to start, so that many cases share them."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+PATIENCE_S = 60.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a call gave on one rank."""
+
+    value: Any = None
+    error: BaseException | None = None
+    trace: str = ""
+
+    def get(self) -> Any:
+        assert self.error is None, self.trace
+        return self.value
+
+
+class Ranks:
+    """Processes with the environment that torchrun gives; closed at the end of a ``with`` block."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self.num_ranks = num_ranks
+        # As torchrun's agent does: the store is served here, at a port that is free.
+        self._store = dist.TCPStore(
+            "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
+        )
+        context = multiprocessing.get_context("spawn")
+        self._pipes: list[Connection] = []
+        self.processes = []
+        for rank in range(num_ranks):
+            own, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs, self._environment(rank)), daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(own)
+            self.processes.append(process)
+
+    def _environment(self, rank: int) -> dict[str, str]:
+        return {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(self.num_ranks),
+            "LOCAL_RANK": str(rank),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(self._store.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+        }
+
+    def outcomes(self, function: Callable[..., Any], *arguments: Any, patience_s: float = PATIENCE_S) -> list[Outcome]:
+        """``function(rank, *arguments)`` on every rank at once; what each gave or raised.
+
+        ``function`` is a module's own, since its name alone travels.  Processes that do not answer in time are killed.
+        """
+        for pipe in self._pipes:
+            pipe.send((function, arguments))
+        found, end = [], time.monotonic() + patience_s
+        for rank, pipe in enumerate(self._pipes):
+            if not pipe.poll(max(0.0, end - time.monotonic())):
+                self.kill()
+                raise AssertionError(f"rank {rank} did not end {function.__name__} within {patience_s} s")
+            try:
+                found.append(pipe.recv())
+            except EOFError:
+                found.append(Outcome(error=EOFError(f"the process of rank {rank} has ended")))
+        return found
+
+    def run(self, function: Callable[..., Any], *arguments: Any, patience_s: float = PATIENCE_S) -> list[Any]:
+        """What ``function(rank, *arguments)`` gave on every rank; an error of one fails the test."""
+        return [outcome.get() for outcome in self.outcomes(function, *arguments, patience_s=patience_s)]
+
+    def errors(self, function: Callable[..., Any], *arguments: Any, patience_s: float = PATIENCE_S) -> list[str]:
+        """The class and message of what every rank raised; one that raised nothing fails the test."""
+        found = self.outcomes(function, *arguments, patience_s=patience_s)
+        assert all(outcome.error is not None for outcome in found), found
+        return [f"{type(outcome.error).__name__}: {outcome.error}" for outcome in found]
+
+    def kill(self) -> None:
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join(PATIENCE_S)
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Let the processes end; one that does not is a failure."""
+        for pipe in self._pipes:
+            pipe.close()
+        for process in self.processes:
+            process.join(PATIENCE_S)
+        still = [rank for rank, process in enumerate(self.processes) if process.exitcode is None]
+        self.kill()
+        assert not still, f"ranks {still} did not end"
+
+
+def _serve(pipe: Connection, environment: Mapping[str, str]) -> None:
+    os.environ.update(environment)
+    torch.set_num_threads(1)
+    warnings.simplefilter("error")
+    rank = int(environment["RANK"])
+    while True:
+        try:
+            function, arguments = pipe.recv()
+        except EOFError:
+            return
+        try:
+            outcome = Outcome(value=function(rank, *arguments))
+        except BaseException as error:
+            outcome = Outcome(error=error, trace=traceback.format_exc())
+        try:
+            pipe.send(outcome)
+        except Exception as error:
+            pipe.send(Outcome(error=AssertionError(f"{outcome} cannot be sent: {error}"), trace=outcome.trace))
+
+
+@contextmanager
+def environment(**changes: str | None) -> Iterator[None]:
+    """Within the block variables have other values; None: they are not set."""
+    before = dict(os.environ)
+    try:
+        for name, value in changes.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)

@@ -1,0 +1,87 @@
+"""Plans for two ranks give the bits of DistributedDataParallel, whatever stays, leaves, swaps or is recomputed.
+
+With several micro-batches gradients that leave are averaged in each of them, as FSDP does, and those that stay in the
+last, as DDP does: the reference is written out by hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from random import Random
+
+import pytest
+
+from protwin.shared.layout.layout import build_layout
+from protwin.shared.schema.plan import ParallelMode, Plan
+from protwin.shared.schema.workload import Workload
+from tests.runtime.ranks.beside_ddp import all_cases, train
+from tests.runtime.ranks.processes import Ranks
+from tests.runtime.ranks.wrong_ranks import VARIANTS, train_wrong
+
+NUM_RANKS = 2
+NUM_BATCHES = 12
+NAMES = (
+    "llama, tied",
+    "gpt2, groups",
+    "llama, frozen prologue and blocks",
+    "llama in bfloat16",
+    "hand-written, partly narrow",
+    "hand-written, unused parameters",
+    "gated",
+)
+MODES = (ParallelMode.DDP, ParallelMode.REPLICATED)
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    with Ranks(NUM_RANKS) as started:
+        yield started
+
+
+def plan_for(workload: Workload, parallel: ParallelMode, seed: int, num_ranks: int = NUM_RANKS) -> Plan:
+    """A random plan of this mode; every second seed limits the norm, every third one has one micro-batch."""
+    random = Random(seed)
+    chunk_bytes = random.choice((3_000, 9_000, 20_000))
+    layout = build_layout(workload.parameters, num_blocks=workload.num_blocks, chunk_bytes=chunk_bytes)
+    num_chunks = len(layout.chunks)
+    n_persist = num_chunks if parallel is ParallelMode.DDP else random.randrange(num_chunks // 2)
+    others = random.randrange(num_chunks - n_persist) // 2 if n_persist < num_chunks else 0
+    kept = n_persist + (others if parallel is ParallelMode.REPLICATED else 0)
+    n_swap = random.randrange(workload.num_blocks + 1)
+    return Plan(
+        workload_id=workload.identity,
+        chunk_bytes=chunk_bytes,
+        n_persist=n_persist,
+        n_host_stepped=others if parallel is ParallelMode.REPLICATED else 0,
+        n_shard=others if parallel is ParallelMode.SHARDED else 0,
+        n_buffer=layout.min_buffers(kept) + random.randrange(3),
+        prefetch_depth=1 + random.randrange(3),
+        n_swap=n_swap,
+        n_checkpoint=random.randrange(workload.num_blocks + 1 - n_swap),
+        micro_batches=1 if seed % 3 == 0 else random.choice((2, 3)),
+        max_gradient_norm=None if seed % 2 else 0.5,
+        parallel=parallel,
+        num_ranks=num_ranks,
+    )
+
+
+@pytest.mark.parametrize("parallel", MODES)
+@pytest.mark.parametrize("name", NAMES)
+def test_two_ranks_give_the_bits_of_ddp(name: str, parallel: ParallelMode, ranks: Ranks) -> None:
+    workload = all_cases(NUM_BATCHES)[name].workload
+    for seed in range(2 * NAMES.index(name), 2 * NAMES.index(name) + 2):
+        plan = plan_for(workload, parallel, seed)
+        for found in ranks.run(train, name, plan, NUM_BATCHES):
+            assert found.losses == found.expected_losses, plan
+            assert not found.different, plan
+            assert found.peak_bytes <= found.guaranteed_bytes
+            assert (found.num_cpu_adam_steps > 0) == (parallel is not ParallelMode.DDP)
+
+
+@pytest.mark.parametrize(("variant", "name", "parallel", "seed"), VARIANTS)
+def test_a_wrong_variant_gives_other_weights(
+    variant: str, name: str, parallel: ParallelMode, seed: int, ranks: Ranks
+) -> None:
+    plan = plan_for(all_cases(NUM_BATCHES)[name].workload, parallel, seed)
+    assert all(found.different for found in ranks.run(train_wrong, variant, name, plan, NUM_BATCHES))
+    assert not any(found.different for found in ranks.run(train, name, plan, NUM_BATCHES))
