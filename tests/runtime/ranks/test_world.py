@@ -1,0 +1,138 @@
+"""Real processes meet, are told apart, part, and meet again; who does not come, or not as planned, is told of."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from protwin.runtime.ranks.world import check_alone, join_world
+from protwin.shared import RanksError
+from tests.runtime.ranks.processes import Ranks, environment
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    with Ranks(3) as started:
+        yield started
+
+
+def met(rank: int, *, expect_default: bool) -> tuple[int, int, int, float, float, bytes]:
+    """Joins, adds up the ranks' numbers in both groups, leaves."""
+    assert dist.is_initialized() is expect_default
+    world = join_world(3, timeout_s=30)
+    try:
+        sums = []
+        for group, factor in ((world.lane_group, 1), (world.control_group, 10)):
+            number = torch.tensor([float(factor * (rank + 1))])
+            dist.all_reduce(number, group=group)
+            sums.append(number.item())
+        if rank == 1:
+            world.store.set("said", "by rank 1")
+        said = world.store.get("said")
+    finally:
+        world.leave()
+    assert dist.is_initialized() is expect_default
+    return world.rank, world.num_ranks, world.local_rank, *sums, said
+
+
+def meet_often(rank: int) -> list[tuple[int, int, int, float, float, bytes]]:
+    return [met(rank, expect_default=False) for _ in range(3)]
+
+
+def test_ranks_meet_by_the_environment_and_can_meet_again(ranks: Ranks) -> None:
+    for rank, found in enumerate(ranks.run(meet_often)):
+        assert found == [(rank, 3, rank, 6.0, 60.0, b"by rank 1")] * 3
+
+
+def meet_within_own_group(rank: int) -> list[tuple[int, int, int, float, float, bytes]]:
+    number = os.environ["MASTER_PORT"]
+    with environment(RANK=None, WORLD_SIZE=None, LOCAL_RANK=None):
+        store = dist.PrefixStore("own", dist.TCPStore("127.0.0.1", int(number), is_master=False))
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=3)
+        try:
+            found = [met(rank, expect_default=True) for _ in range(2)]
+            # The group is as it was: it still works.
+            dist.barrier()
+            return found
+        finally:
+            dist.destroy_process_group()
+
+
+def test_a_group_of_the_users_is_used_and_left_alone(ranks: Ranks) -> None:
+    for rank, found in enumerate(ranks.run(meet_within_own_group)):
+        assert found == [(rank, 3, rank, 6.0, 60.0, b"by rank 1")] * 2
+
+
+def join(rank: int, num_ranks: int, changes: dict[str, tuple[str | None, ...]]) -> None:
+    with environment(**{name: values[rank] for name, values in changes.items()}):
+        join_world(num_ranks, timeout_s=20).leave()
+
+
+@pytest.mark.parametrize("planned", [2, 8])
+def test_a_plan_for_another_number_of_ranks_is_refused_by_all_alike(ranks: Ranks, planned: int) -> None:
+    first, *others = ranks.errors(join, planned, {})
+    assert first.startswith(
+        f"PlanError: the plan is for {planned} ranks, but 3 processes were started (WORLD_SIZE = 3)"
+    )
+    assert others == [first] * 2
+
+
+def test_two_ranks_with_one_local_rank_are_refused_by_all_alike(ranks: Ranks) -> None:
+    first, *others = ranks.errors(join, 3, {"LOCAL_RANK": ("0", "1", "1")})
+    assert first.startswith("RanksError: LOCAL_RANK is 1 on ranks 1, 2 of host ")
+    assert others == [first] * 2
+    # And all was given back.
+    ranks.run(join, 3, {})
+
+
+def refuse_alone(rank: int) -> None:
+    check_alone()
+
+
+def refuse_alone_in_own_group(rank: int) -> None:
+    world = join_world(3, timeout_s=20)
+    try:
+        check_alone()
+    finally:
+        world.leave()
+
+
+def test_a_plan_of_one_rank_is_refused_among_several(ranks: Ranks) -> None:
+    for refuse, source in (
+        (refuse_alone, "WORLD_SIZE = 3"),
+        (refuse_alone_in_own_group, "torch.distributed's default"),
+    ):
+        first, *others = ranks.errors(refuse)
+        assert first.startswith(f"PlanError: the plan is for one rank, but 3 processes were started together ({source}")
+        assert others == [first] * 2
+    with environment(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="host", MASTER_PORT="1"):
+        check_alone()
+    check_alone()
+
+
+def join_in_vain(rank: int, coming: tuple[int, ...]) -> float:
+    begin = time.monotonic()
+    if rank in coming:
+        with pytest.raises(RanksError, match="the ranks did not all meet within 1 s"):
+            join_world(3, timeout_s=1)
+        assert not dist.is_initialized()
+    return time.monotonic() - begin
+
+
+def test_a_rank_that_does_not_come_ends_the_joining_of_all_and_so_does_one_that_comes_late(ranks: Ranks) -> None:
+    on_time = ranks.run(join_in_vain, (0, 1))
+    late = ranks.run(join_in_vain, (2,))
+    assert min(on_time[0], on_time[1], late[2]) > 0.9
+    # Each has tried equally often, so that they meet again.
+    ranks.run(join, 3, {})
+
+
+@pytest.mark.parametrize("timeout_s", [0.0, -1.0, float("inf"), float("nan")])
+def test_a_timeout_is_a_time(timeout_s: float) -> None:
+    with pytest.raises(RanksError, match="rank_timeout_s is"):
+        join_world(2, timeout_s=timeout_s)
