@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -80,4 +80,24 @@ def check_num_ranks(planned: int, started: int, source: str) -> None:
     raise PlanError(
         f"the plan is for {planned} ranks, but {started} {plural} started ({source}). Start {planned}: torchrun "
         f"--nproc-per-node {planned} SCRIPT, or protwin run --ranks {planned}. Or {other}."
+    )
+
+
+def check_planned(planned: Sequence[int], started: int, source: str) -> None:
+    """The same for the numbers that all ranks plan for, by rank; PlanError too if these differ."""
+    if len(set(planned)) > 1:
+        raise PlanError(
+            f"ranks were given plans for different numbers of ranks: {by_rank(planned)}. Give every rank one plan, for "
+            f"the {started} that were started ({source})."
+        )
+    check_num_ranks(planned[0], started, source)
+
+
+def by_rank(values: Sequence[object]) -> str:
+    """Which ranks have what: ``"4 on ranks 0, 1; 8 on rank 2"``."""
+    ranks: dict[str, list[str]] = {}
+    for rank, value in enumerate(values):
+        ranks.setdefault(str(value), []).append(str(rank))
+    return "; ".join(
+        f"{value} on rank{'s' if len(which) > 1 else ''} {', '.join(which)}" for value, which in ranks.items()
     )

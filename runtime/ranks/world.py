@@ -23,16 +23,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import lru_cache
-from typing import Final
+from typing import Any, Final
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 from torch.distributed.rendezvous import rendezvous
 
 from ...shared.basics.errors import RanksError
-from .launch import Launch, check_num_ranks, launch_of
+from .launch import Launch, check_num_ranks, check_planned, launch_of
 
-_NO_LAUNCH: Final = "no RANK, WORLD_SIZE and LOCAL_RANK are set"
+_REFUSAL_S: Final = 30.0
+"""Seconds that a refusal waits for ranks which are to have the same one."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -65,42 +66,66 @@ class World:
             dist.destroy_process_group(group)
 
 
-def check_alone() -> None:
-    """Raise PlanError if this process is one of several: a plan of one rank would train in each of them alone.
+def exchanged(world: World, value: Any) -> list[Any]:
+    """What every rank gave for ``value``, by rank; to be called on all of them.
 
-    Raises RanksError if the variables of its launch contradict each other.
+    Raises RanksError if a rank has ended, or does not come in time.
     """
-    if dist.is_available() and dist.is_initialized():
-        check_num_ranks(1, dist.get_world_size(), "torch.distributed's default group")
-    elif (launch := launch_of(os.environ)) is not None:
-        check_num_ranks(1, launch.num_ranks, f"WORLD_SIZE = {launch.num_ranks}")
+    found = [None] * world.num_ranks
+    try:
+        dist.all_gather_object(found, value, group=world.control_group)
+    except RuntimeError as error:
+        raise RanksError(
+            f"another rank has ended, or did not come within {world.timeout_s:g} s: {error}. Its own message says why."
+        ) from error
+    return found
 
 
-def join_world(num_ranks: int, *, timeout_s: float) -> World:
-    """Meet the other ranks, of which there are ``num_ranks`` with this one.
+def join_world(num_ranks: int, *, timeout_s: float) -> World | None:
+    """Meet the other ranks, of which there are ``num_ranks`` with this one; None if that is 1.
 
     They are those of torch.distributed's default group; where there is none, it is made from torchrun's environment,
-    on gloo.  To be called on all ranks, equally often.  Raises PlanError if there are not ``num_ranks`` of them, and
-    RanksError if variables of the launch are missing or contradict each other, or a rank does not come within
-    ``timeout_s``; nothing is left open then.
+    on gloo.  To be called on all ranks, equally often.  Raises, on all alike, PlanError if ranks plan for another
+    number than were started, and RanksError if variables of the launch are missing or contradict each other, or a rank
+    does not come within ``timeout_s``; nothing is left open then.
     """
     if not 0 < timeout_s < math.inf:
         raise RanksError(f"rank_timeout_s is {timeout_s}; it must be positive and finite.")
     if not dist.is_available():
-        raise RanksError("this build of PyTorch has no torch.distributed. Install one that has.")
+        check_num_ranks(num_ranks, 1, "this build of PyTorch has no torch.distributed")
+        return None
     launch = launch_of(os.environ)
     made_default = not dist.is_initialized()
-    with _telling_who_misses(timeout_s):
-        if made_default:
-            if launch is None:
-                check_num_ranks(num_ranks, 1, _NO_LAUNCH)
-                raise AssertionError("one rank joins nobody")
-            check_num_ranks(num_ranks, launch.num_ranks, f"WORLD_SIZE = {launch.num_ranks}")
-            _make_default(launch, timeout_s)
-        else:
-            check_num_ranks(num_ranks, dist.get_world_size(), "torch.distributed's default group")
-            _check_same_rank(launch)
-        return _world(launch, timeout_s, made_default=made_default)
+    if not made_default:
+        started, source = dist.get_world_size(), "torch.distributed's default group"
+    elif launch is not None:
+        started, source = launch.num_ranks, f"WORLD_SIZE = {launch.num_ranks}"
+    else:
+        started, source = 1, "no RANK, WORLD_SIZE and LOCAL_RANK are set"
+    if started == num_ranks == 1:
+        return None
+    if started == 1:
+        check_num_ranks(num_ranks, started, source)
+    if started != num_ranks:
+        # Others may plan for another number: all are told of it.  Where they do not come, this is said alone.
+        timeout_s = min(timeout_s, _REFUSAL_S)
+    with _telling_who_misses(num_ranks, started, source, timeout_s):
+        world = _met(launch, timeout_s, made_default=made_default)
+    try:
+        check_planned(exchanged(world, num_ranks), started, source)
+    except BaseException:
+        world.leave()
+        raise
+    return world
+
+
+def _met(launch: Launch | None, timeout_s: float, *, made_default: bool) -> World:
+    if not made_default:
+        _check_same_rank(launch)
+    else:
+        assert launch is not None
+        _make_default(launch, timeout_s)
+    return _world(launch, timeout_s, made_default=made_default)
 
 
 def _make_default(launch: Launch, timeout_s: float) -> None:
@@ -197,12 +222,16 @@ def _local_rank(places: list[tuple[str, int | None]], rank: int) -> int:
 
 
 @contextmanager
-def _telling_who_misses(timeout_s: float) -> Iterator[None]:
-    """Within the block, what torch says of ranks that do not come is one RanksError."""
+def _telling_who_misses(planned: int, started: int, source: str, timeout_s: float) -> Iterator[None]:
+    """Within the block, what torch says of ranks that do not come is one message.
+
+    A plan for another number of ranks than were started is refused without them.
+    """
     try:
         yield
     except (RuntimeError, ValueError) as error:
         # torch's DistError is a RuntimeError; what it raises of addresses is a ValueError.
+        check_num_ranks(planned, started, source)
         raise RanksError(
             f"the ranks did not all meet within {timeout_s:g} s: {error}. See whether every one of them was started "
             f"and still runs, and whether MASTER_ADDR and MASTER_PORT are the same on all."

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from ..chunks.placed_model import PlacedModel, StepPolicy
 from ..devices.device import TrainingDevice
 from ..hooks.section_walker import SectionWalker
 from ..hooks.swapping import swapped_blocks
-from ..model.blocks import find_blocks
+from ..model.blocks import NamedBlock, find_blocks
 from ..model.kept_tensors import kept_tensors
 from ..model.ownership import TakenOver, check_model, taken_over
 from ..model.snapshot import without_cache
@@ -39,13 +39,17 @@ from ..optimizers.chunk_optimizer import MakeOptimizer, group_options
 from ..optimizers.facade import ParameterStates, TrainingOptimizer
 from ..optimizers.loss_scaling import LossScaler, LossScaling, scaler_for
 from ..optimizers.named import check_made, check_runs_on, on_host
+from ..ranks.agreement import agree, agreed
 from ..ranks.collectives import Collectives
+from ..ranks.placing import place_rank_0
 from ..ranks.world import World
+from ..ranks.wrappers import check_unwrapped
 from ..recording.allocator_metering import AllocatorMetering
 from ..recording.ledger_metering import LedgerMetering
 from ..recording.metering import Metering
 from ..recording.recorder import Recorder
 from .compute_lane import ComputeLane
+from .consensus import check_ranks_on, facts_of_optimizer, facts_of_plan
 from .evaluation import Evaluation
 from .guards import (
     OffloadedWeights,
@@ -135,6 +139,16 @@ class Parts:
     """Gives the model back, as it was but for its weights."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Prepared:
+    """What follows from plan, workload and settings while the model is still the user's."""
+
+    layout: Layout
+    schedule: Schedule
+    policy: StepPolicy
+    blocks: Sequence[NamedBlock]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Assembly:
     """What the parts are made from."""
@@ -149,14 +163,42 @@ class Assembly:
     callbacks: Callbacks
 
     def build(self) -> Parts:
-        """Take the model over, and start the lanes.
+        """Take the model over, and start the lanes; of several ranks, on all or on none.
 
-        Raises PlanError if plan, workload, model and settings do not belong together or the device is smaller than the
-        plan, and the device's out-of-memory error if what else it holds leaves no room; the model is as it was then.
+        Raises PlanError if plan, workload, model and settings do not belong together, the device is smaller than the
+        plan or ranks differ, and the device's out-of-memory error if what else it holds leaves no room; the model is as
+        it was then, but for the weights of rank 0, which all ranks begin with.
         """
+        world = self.settings.world
+        prepared = agreed(world, self._prepare)
+        if world is None:
+            return self._assemble(prepared)
+        agree(world, self._facts(prepared))
+        place_rank_0(world, self.model)
+        parts = agreed(world, lambda: self._assemble(prepared), undo=lambda parts: parts.undo.close())
+        try:
+            agree(world, facts_of_optimizer(parts.held.placed.optimizer_name, prepared.policy.options))
+        except BaseException:
+            parts.undo.close()
+            raise
+        undo = ExitStack()
+        undo.callback(world.leave)
+        undo.push(parts.undo)
+        return replace(parts, undo=undo)
+
+    def _facts(self, prepared: Prepared) -> dict[str, str]:
+        """What ranks have to have in common before anything moves."""
+        settings = self.settings
+        named = {name: getattr(settings, name) for name in ("check_gradients", "loss_scaling", "keep_last_step")}
+        return facts_of_plan(self.plan, self.workload, prepared.schedule, settings.device, settings=named)
+
+    def _prepare(self) -> Prepared:
+        """Check everything that can be checked before anything moves."""
         model, plan, workload, device = self.model, self.plan, self.workload, self.settings.device
         check_carried_out(plan)
+        check_ranks_on(plan, device.torch_device)
         check_runs_on(plan.optimizer, device.torch_device)
+        check_unwrapped(model)
         check_model(model, workload)
         self.settings.check(plan)
         check_disk_folder(plan, self.settings.disk_folder)
@@ -166,13 +208,21 @@ class Assembly:
         verify_schedule(schedule, plan, workload, layout)
         _, layout = as_planned(plan, workload, layout)
         check_device(schedule, device)
+        return Prepared(
+            layout=layout,
+            schedule=schedule,
+            policy=self._policy(scaler),
+            blocks=find_blocks(model, [block.name for block in workload.blocks]),
+        )
+
+    def _assemble(self, prepared: Prepared) -> Parts:
+        model, plan, workload, device = self.model, self.plan, self.workload, self.settings.device
+        layout, schedule, blocks = prepared.layout, prepared.schedule, prepared.blocks
         metering = _metering(device, self.settings.meter_every, model)
-        policy = self._policy(scaler)
-        blocks = find_blocks(model, [block.name for block in workload.blocks])
         # What is entered or called back on the stack is undone in the opposite order: hooks go before lanes, lanes
         # before chunks, and the model has an owner until its parameters are ordinary again.
         with ExitStack() as undo:
-            held = self._hold(undo, layout, schedule, policy)
+            held = self._hold(undo, layout, schedule, prepared.policy)
             swapping = swapped_blocks(model, blocks, schedule, device)
             world = self.settings.world
             collectives = None if world is None else Collectives(world, world.lane_group)
@@ -188,7 +238,7 @@ class Assembly:
             return Parts(
                 layout=layout,
                 schedule=schedule,
-                loss_scaler=scaler,
+                loss_scaler=prepared.policy.scaler,
                 metering=metering,
                 recorder=Recorder(
                     schedule,

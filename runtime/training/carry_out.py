@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,8 @@ from ..model.ownership import owner_of
 from ..optimizers.chunk_optimizer import MakeOptimizer
 from ..optimizers.loss_scaling import LossScaling
 from ..optimizers.named import named_optimizer
-from ..ranks.world import join_world
+from ..ranks.agreement import agreed
+from ..ranks.world import World, join_world
 from .assembly import TrainingSettings
 from .training import Training
 
@@ -59,6 +60,11 @@ def carry_out(
     FileError, and the parameters that it had are NaN after ``close``: a training goes on from its checkpoint.
     ``stated_disk`` is what the plan was predicted with, of a ``Hardware``; a slower disk is told of.
 
+    A plan for several ranks is carried out by as many processes, each with its own batches: call this on all of them.
+    They are those of torch.distributed's default group, or those that torchrun has started.  All begin with the weights
+    of rank 0, and have the same plan, workload, options and software.  A rank that keeps others waiting for longer than
+    ``rank_timeout_s`` ends their training.
+
     Until the end, ``use_cache`` of a transformers model is off, as it has to be in a plain loop of the same bits: a
     key-value cache changes the strides of keys, and with them the order in which kernels may add.
 
@@ -66,21 +72,36 @@ def carry_out(
     or call ``close``: the model then has ordinary parameters again.  ``training_of(model)`` finds one that was lost.
     Raises PlanError, before anything moves, if plan, workload and model do not belong together, or if the plan may need
     more memory than the device has; the device's out-of-memory error if what else it holds leaves no room for the
-    persistent chunks; FileError if ``disk_folder`` is missing, read-only, too full or in use.
+    persistent chunks; FileError if ``disk_folder`` is missing, read-only, too full or in use; RanksError if ranks do
+    not find each other.  What one rank raises, all do, with the same message.
     """
-    settings = TrainingSettings(
-        optimizer=optimizer or named_optimizer(plan.optimizer),
-        parameter_groups=parameter_groups,
-        device=device or _device_of(model),
-        meter_every=meter_every,
-        check_gradients=check_gradients,
-        loss_scaling=loss_scaling,
-        keep_last_step=keep_last_step,
-        disk_folder=disk_folder,
-        stated_disk=stated_disk,
-        world=join_world(plan.num_ranks, timeout_s=rank_timeout_s) if plan.num_ranks > 1 else None,
-    )
-    return Training(model, plan, workload, settings)
+    world = join_world(plan.num_ranks, timeout_s=rank_timeout_s)
+
+    def chosen() -> TrainingSettings:
+        return TrainingSettings(
+            optimizer=optimizer or named_optimizer(plan.optimizer),
+            parameter_groups=parameter_groups,
+            device=device or _device_of(model),
+            meter_every=meter_every,
+            check_gradients=check_gradients,
+            loss_scaling=loss_scaling,
+            keep_last_step=keep_last_step,
+            disk_folder=disk_folder,
+            stated_disk=stated_disk,
+            world=world,
+        )
+
+    return _begun(world, lambda: Training(model, plan, workload, agreed(world, chosen)))
+
+
+def _begun(world: World | None, begin: Callable[[], Training]) -> Training:
+    """A training that leaves ``world`` when it is closed; if it does not begin, the world is left at once."""
+    try:
+        return begin()
+    except BaseException:
+        if world is not None:
+            world.leave()
+        raise
 
 
 def training_of(model: nn.Module) -> Training | None:

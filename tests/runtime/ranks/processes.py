@@ -63,6 +63,10 @@ class Ranks:
             "TORCHELASTIC_USE_AGENT_STORE": "True",
         }
 
+    @property
+    def are_alive(self) -> bool:
+        return all(process.is_alive() for process in self.processes)
+
     def outcomes(self, function: Callable[..., Any], *arguments: Any, patience_s: float = PATIENCE_S) -> list[Outcome]:
         """``function(rank, *arguments)`` on every rank at once; what each gave or raised.
 

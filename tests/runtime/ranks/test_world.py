@@ -4,21 +4,14 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from protwin.runtime.ranks.world import check_alone, join_world
-from protwin.shared import RanksError
+from protwin.runtime.ranks.world import join_world
+from protwin.shared import PlanError, RanksError
 from tests.runtime.ranks.processes import Ranks, environment
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with Ranks(3) as started:
-        yield started
 
 
 def met(rank: int, *, expect_default: bool) -> tuple[int, int, int, float, float, bytes]:
@@ -44,8 +37,8 @@ def meet_often(rank: int) -> list[tuple[int, int, int, float, float, bytes]]:
     return [met(rank, expect_default=False) for _ in range(3)]
 
 
-def test_ranks_meet_by_the_environment_and_can_meet_again(ranks: Ranks) -> None:
-    for rank, found in enumerate(ranks.run(meet_often)):
+def test_ranks_meet_by_the_environment_and_can_meet_again(three_ranks: Ranks) -> None:
+    for rank, found in enumerate(three_ranks.run(meet_often)):
         assert found == [(rank, 3, rank, 6.0, 60.0, b"by rank 1")] * 3
 
 
@@ -63,8 +56,8 @@ def meet_within_own_group(rank: int) -> list[tuple[int, int, int, float, float, 
             dist.destroy_process_group()
 
 
-def test_a_group_of_the_users_is_used_and_left_alone(ranks: Ranks) -> None:
-    for rank, found in enumerate(ranks.run(meet_within_own_group)):
+def test_a_group_of_the_users_is_used_and_left_alone(three_ranks: Ranks) -> None:
+    for rank, found in enumerate(three_ranks.run(meet_within_own_group)):
         assert found == [(rank, 3, rank, 6.0, 60.0, b"by rank 1")] * 2
 
 
@@ -74,45 +67,65 @@ def join(rank: int, num_ranks: int, changes: dict[str, tuple[str | None, ...]]) 
 
 
 @pytest.mark.parametrize("planned", [2, 8])
-def test_a_plan_for_another_number_of_ranks_is_refused_by_all_alike(ranks: Ranks, planned: int) -> None:
-    first, *others = ranks.errors(join, planned, {})
+def test_a_plan_for_another_number_of_ranks_is_refused_by_all_alike(three_ranks: Ranks, planned: int) -> None:
+    first, *others = three_ranks.errors(join, planned, {})
     assert first.startswith(
         f"PlanError: the plan is for {planned} ranks, but 3 processes were started (WORLD_SIZE = 3)"
     )
     assert others == [first] * 2
 
 
-def test_two_ranks_with_one_local_rank_are_refused_by_all_alike(ranks: Ranks) -> None:
-    first, *others = ranks.errors(join, 3, {"LOCAL_RANK": ("0", "1", "1")})
+def test_two_ranks_with_one_local_rank_are_refused_by_all_alike(three_ranks: Ranks) -> None:
+    first, *others = three_ranks.errors(join, 3, {"LOCAL_RANK": ("0", "1", "1")})
     assert first.startswith("RanksError: LOCAL_RANK is 1 on ranks 1, 2 of host ")
     assert others == [first] * 2
     # And all was given back.
-    ranks.run(join, 3, {})
+    three_ranks.run(join, 3, {})
 
 
-def refuse_alone(rank: int) -> None:
-    check_alone()
+def join_own(rank: int, planned: tuple[int, ...]) -> None:
+    join_world(planned[rank], timeout_s=20)
 
 
-def refuse_alone_in_own_group(rank: int) -> None:
+def join_own_within_a_group(rank: int, planned: tuple[int, ...]) -> None:
     world = join_world(3, timeout_s=20)
     try:
-        check_alone()
+        join_own(rank, planned)
     finally:
         world.leave()
 
 
-def test_a_plan_of_one_rank_is_refused_among_several(ranks: Ranks) -> None:
-    for refuse, source in (
-        (refuse_alone, "WORLD_SIZE = 3"),
-        (refuse_alone_in_own_group, "torch.distributed's default"),
-    ):
-        first, *others = ranks.errors(refuse)
+def test_a_plan_of_one_rank_is_refused_among_several(three_ranks: Ranks) -> None:
+    sources = ((join_own, "WORLD_SIZE = 3"), (join_own_within_a_group, "torch.distributed's default group"))
+    for joining, source in sources:
+        first, *others = three_ranks.errors(joining, (1, 1, 1))
         assert first.startswith(f"PlanError: the plan is for one rank, but 3 processes were started together ({source}")
         assert others == [first] * 2
+
+
+def test_plans_for_different_numbers_of_ranks_are_refused_by_all_alike(three_ranks: Ranks) -> None:
+    first, *others = three_ranks.errors(join_own, (3, 1, 3))
+    assert first.startswith(
+        "PlanError: ranks were given plans for different numbers of ranks: 3 on ranks 0, 2; 1 on rank 1."
+    )
+    assert others == [first] * 2
+
+
+def test_a_plan_of_one_rank_joins_nobody() -> None:
+    assert join_world(1, timeout_s=1) is None
     with environment(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="host", MASTER_PORT="1"):
-        check_alone()
-    check_alone()
+        assert join_world(1, timeout_s=1) is None
+    assert not dist.is_initialized()
+
+
+def test_a_launch_of_which_nothing_is_left_does_not_keep_a_refusal_waiting() -> None:
+    """Variables that another launch has left behind: nobody is there to agree with."""
+    left = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}
+    with environment(**left), pytest.raises(PlanError, match=r"for one rank, but 4 processes .*\(WORLD_SIZE = 4\)"):
+        join_world(1, timeout_s=0.1)
+    with pytest.raises(PlanError, match=r"for 2 ranks, but 1 process was started \(no RANK"):
+        join_world(2, timeout_s=0.1)
+    assert not dist.is_initialized()
 
 
 def join_in_vain(rank: int, coming: tuple[int, ...]) -> float:
@@ -124,12 +137,12 @@ def join_in_vain(rank: int, coming: tuple[int, ...]) -> float:
     return time.monotonic() - begin
 
 
-def test_a_rank_that_does_not_come_ends_the_joining_of_all_and_so_does_one_that_comes_late(ranks: Ranks) -> None:
-    on_time = ranks.run(join_in_vain, (0, 1))
+def test_a_rank_that_does_not_come_ends_the_joining_of_all_and_so_does_one_that_comes_late(three_ranks: Ranks) -> None:
+    on_time = three_ranks.run(join_in_vain, (0, 1))
     assert min(on_time[:2]) > 0.9
-    ranks.run(join_in_vain, (2,))
+    three_ranks.run(join_in_vain, (2,))
     # Each has tried equally often, so that they meet again.
-    ranks.run(join, 3, {})
+    three_ranks.run(join, 3, {})
 
 
 @pytest.mark.parametrize("timeout_s", [0.0, -1.0, float("inf"), float("nan")])

@@ -1,0 +1,74 @@
+"""What ranks have to have in common, as facts to compare: their steps, and the order of these, follow from it."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import fields
+from typing import Any
+
+import torch
+
+from ...shared.basics.errors import PlanError
+from ...shared.schema.plan import Plan
+from ...shared.schema.schedule import Schedule
+from ...shared.schema.workload import Workload
+from ..devices.device import TrainingDevice
+from ..model.identity import software_versions
+from ..optimizers.loss_scaling import LossScaling
+from ..optimizers.step_options import StepOptions
+
+
+def check_ranks_on(plan: Plan, device: torch.device) -> None:
+    """Raise PlanError if the runtime cannot carry ``plan`` out on several devices of this kind yet."""
+    if plan.num_ranks > 1 and device.type != "cpu":
+        raise PlanError(
+            f"the plan is for {plan.num_ranks} ranks, which are carried out on CPUs with gloo so far, but the device "
+            f"is {device.type}. Pass device=CpuDevice(), or carry out a plan of one rank."
+        )
+
+
+def facts_of_plan(
+    plan: Plan, workload: Workload, schedule: Schedule, device: TrainingDevice, *, settings: dict[str, Any]
+) -> dict[str, str]:
+    """Software, kind of device, workload, every knob of the plan, schedule, and ``settings`` by name.
+
+    A plan's note is no part of it.
+    """
+    software = {f"the version of {name}": version for name, version in software_versions().items()}
+    knobs = plan.model_dump(mode="json", exclude={"note"})
+    kind = device.torch_device.type
+    facts = {
+        **software,
+        "the device": kind if kind != "cpu" else f"a CPU with kernels for {torch.backends.cpu.get_cpu_capability()}",
+        "the workload": f"{workload.model_name} ({workload.identity})",
+        **{f"the plan's {name}": str(value) for name, value in knobs.items()},
+        "the schedule": _hash(repr((schedule.tasks, schedule.buffers))),
+        **{name: _shown(value) for name, value in settings.items()},
+    }
+    if plan.max_gradient_norm is not None:
+        # Every rank takes the norm by itself: its parts are added up in an order that follows from the threads.
+        facts["the threads of an operation (torch.get_num_threads())"] = str(torch.get_num_threads())
+    return facts
+
+
+def facts_of_optimizer(name: str, options: StepOptions) -> dict[str, str]:
+    """The optimizer's class, and for every parameter group its options, defaults too, and whose it is."""
+    facts = {"the optimizer": name}
+    for index, group in enumerate(options.groups):
+        of = f"of parameter group {index}"
+        names = [options.label_of(parameter) for parameter in group.parameters]
+        facts[f"the parameters {of}"] = f"{len(names)} ({_hash(repr(names))})"
+        facts |= {f"{key} {of}": _shown(value) for key, value in options.filled(index).items()}
+    return facts
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return str(value.tolist())
+    if isinstance(value, LossScaling):
+        return ", ".join(f"{field.name} {getattr(value, field.name)}" for field in fields(value))
+    return str(value)
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
