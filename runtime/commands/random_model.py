@@ -29,25 +29,39 @@ def random_model(
     seed: int,
     options: TrainingOptions,
     optimizer: Optimizer = Optimizer.ADAMW,
+    *,
+    num_processes: int = 1,
 ) -> nn.Module:
-    """The model with random weights.  Raises WorkloadError if this machine cannot hold it with its optimizer."""
-    leave_a_core_for_lanes()
+    """The model with random weights.
+
+    ``num_processes``, each with such a model, share this machine.  Raises WorkloadError if it cannot hold them with
+    their optimizers.
+    """
+    leave_a_core_for_lanes(num_processes)
     chosen = training_dtype(configuration, dtype)
     twin = configured_model(configuration, name, dtype, options)
-    check_host_memory(twin, name, "Use a smaller configuration, or trace without --real.", optimizer)
+    remedy = "Use a smaller configuration, or trace without --real."
+    check_host_memory(twin, name, remedy, optimizer, num_processes=num_processes)
     torch.manual_seed(seed)
     model: nn.Module = build_model(configuration, name, chosen, device="cpu")
     apply_options(model, options)
     return model
 
 
-def check_host_memory(twin: nn.Module, name: str, remedy: str, optimizer: Optimizer = Optimizer.ADAMW) -> None:
-    """Raise WorkloadError if this machine cannot hold a model like ``twin`` with its optimizer state."""
+def check_host_memory(
+    twin: nn.Module, name: str, remedy: str, optimizer: Optimizer = Optimizer.ADAMW, *, num_processes: int = 1
+) -> None:
+    """Raise WorkloadError if this machine cannot hold a model like ``twin`` with its optimizer state, in each process.
+
+    Ranks may hold less than that of a model in shards, but each begins with all of its weights.
+    """
     stepped = [(DType(str(p.dtype)), tuple(p.shape)) for p in twin.parameters() if p.requires_grad]
     need_bytes = sum(p.numel() * (p.element_size() + _WIDENED_BYTES * p.requires_grad) for p in twin.parameters())
     need_bytes += sum(tensor.size_bytes for one in stepped for tensor in state_tensors(one, optimizer))
+    need_bytes *= num_processes
     if need_bytes > host_memory_bytes():
+        times = f" in each of {num_processes} processes" if num_processes > 1 else ""
         raise WorkloadError(
-            f"{name} with its optimizer state needs about {format_bytes(need_bytes)} but this machine has "
+            f"{name} with its optimizer state{times} needs about {format_bytes(need_bytes)} but this machine has "
             f"{format_bytes(host_memory_bytes())}. {remedy}"
         )

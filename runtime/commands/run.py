@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from pathlib import Path
+
+import typer
 
 from ...shared.basics.documents import write_atomically
 from ...shared.basics.errors import ProtwinError
@@ -55,6 +58,7 @@ from .run_options import (
     LearningRate,
     OptionalModel,
     PlanPath,
+    RankCount,
     ResumeFlag,
     SaveFolder,
     Schedule,
@@ -67,6 +71,7 @@ from .run_options import (
     WeightsFolder,
     WorkloadPath,
 )
+from .run_ranks import has_to_start, in_one_voice, rank_at_hand, start_ranks
 from .run_record import check_record
 
 __all__ = ["run"]
@@ -81,8 +86,10 @@ run = command_app()
         "protwin run --plan plan.json --workload workload.json --weights base --data chats.jsonl --save tuned",
     )
 )
+@in_one_voice
 def run_command(
     plan: PlanPath,
+    ranks: RankCount = None,
     workload: WorkloadPath = None,
     model: OptionalModel = None,
     weights: WeightsFolder = None,
@@ -122,7 +129,8 @@ def run_command(
     --weights and --data fine-tune, and --save writes a folder for from_pretrained.  --model trains random weights on
     text, bytes as tokens.  Uses the first CUDA device where there is one, with expandable segments of PyTorch's
     allocator unless PYTORCH_CUDA_ALLOC_CONF or PYTORCH_ALLOC_CONF is set; else the CPU as a device.  --output writes
-    the measured record, which protwin compare lays beside the predicted one.
+    the measured record, which protwin compare lays beside the predicted one.  --ranks starts as many processes, by
+    torchrun, each with its part of the data; torchrun -m protwin run does the same.
     """
     outputs = {"--output": output, "--timeline": timeline}
     read = {"--plan": plan, "--workload": workload, "--model": model, "--text": text, "--evaluation": evaluation}
@@ -134,6 +142,7 @@ def run_command(
         check_record(steps or TEXT_STEPS, pauses)
     asked = None if dtype is None else str(choose_dtype(None, dtype, None).dtype)
     chosen, given = _planned(plan, optimizer, workload, device_budget_bytes)
+    starts = has_to_start(chosen, ranks, os.environ)
     stated = None if hardware is None else load_hardware(hardware).disk
     # A folder may be called like a model of the catalogue.
     named = model if weights is None else str(weights / "config.json")
@@ -142,6 +151,9 @@ def run_command(
     options = options_of(lora_rank, lora_targets, frozen, None)
 
     prefer_expandable_segments(os.environ)
+    if starts:
+        raise typer.Exit(start_ranks(chosen.num_ranks, sys.argv[1:]))
+    rank = rank_at_hand(os.environ)
     # This imports torch, which reads the settings of its allocator.
     from .run_checkpoints import RunCheckpoints
     from .run_data import DataChoice
@@ -153,7 +165,7 @@ def run_command(
         plan=chosen,
         workload=given,
         shape=Shape(batch_size, sequence_length, asked),
-        model=RunModel(described, named, weights, asked, options, seed),
+        model=RunModel(described, named, weights, asked, options, seed, rank),
         data=DataChoice(tuple(data or ()), evaluation, evaluate_every, tokenizer, text, weights, seed),
         steps=steps,
         epochs=epochs,
@@ -163,9 +175,11 @@ def run_command(
         device=DeviceChoice(device_budget_bytes, host_to_device, device_to_host),
         disk=None if disk_folder is None else DiskChoice(disk_folder, stated),
         wants_record=wants_record,
+        rank=rank,
     )
-    traced, record = request.carry_out(_tell_nobody if as_json or is_standard_output(output) else say)
-    if record is not None:
+    is_silent = as_json or is_standard_output(output) or not rank.speaks
+    traced, record = request.carry_out(_tell_nobody if is_silent else say)
+    if record is not None and rank.speaks:
         _give(record, traced, output, timeline, as_json=as_json)
 
 
@@ -182,7 +196,7 @@ def _planned(
 
 
 def _tell_nobody(line: str) -> None:
-    """Standard output is JSON alone."""
+    """Standard output is JSON alone, or another rank's."""
 
 
 def _check_choices(

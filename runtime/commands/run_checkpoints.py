@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...shared.basics.errors import FileError, ProtwinError
+from ...shared.basics.errors import FileError, PlanError, ProtwinError
+from ...shared.schema.plan import Plan
 from ..checkpoints.checkpoints import has_checkpoint
 from ..data.sources import DataSource
 from ..training.training import Training
@@ -20,13 +21,18 @@ class RunCheckpoints:
     """Steps between two; None saves after the last alone."""
     is_resuming: bool
 
-    def check(self) -> None:
-        """Raise ProtwinError if the options contradict each other, or what lies in the folder."""
+    def check(self, plan: Plan) -> None:
+        """Raise ProtwinError if the options contradict each other, what lies in the folder, or ``plan``."""
         if self.folder is None:
             for option, is_given in (("--resume", self.is_resuming), ("--checkpoint-every", self.every is not None)):
                 if is_given:
                     raise ProtwinError(f"{option} needs --checkpoint FOLDER. Name the folder.")
             return
+        if plan.num_ranks > 1:
+            raise PlanError(
+                f"--checkpoint {self.folder}: the plan is for {plan.num_ranks} ranks, but one rank alone can be saved "
+                f"and resumed so far. Leave it out; --save writes the finished model."
+            )
         exists = has_checkpoint(self.folder)
         if self.is_resuming and not exists:
             raise FileError(f"{self.folder} holds no checkpoint. Leave out --resume to begin at the first step.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -19,6 +20,7 @@ from ..model.parameters import describe_parameters
 from ..model.pretrained import load_pretrained
 from ..tracing.configurations import apply_options, configured_model
 from .random_model import check_host_memory, random_model
+from .run_ranks import ALONE, RunRank
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +37,8 @@ class RunModel:
     options: TrainingOptions
     seed: int
     """Of random weights, low-rank matrices among them."""
+    rank: RunRank = ALONE
+    """Ranks on one machine share it."""
 
     def twin(self, workload: Workload) -> nn.Module:
         """The model without memory, as it will be trained.
@@ -53,11 +57,20 @@ class RunModel:
 
     def build(self, twin: nn.Module, workload: Workload, optimizer: Optimizer) -> nn.Module:
         """The model on the host.  Raises ProtwinError if its weights do not fit it, or it does not fit this machine."""
-        name, dtype = self.described.name, str(workload.compute_dtype)
+        built = self._built(twin, str(workload.compute_dtype), optimizer)
+        if self.rank.rank:
+            # Rank 0 goes on as one rank alone does; every other one drops out activations of its own.
+            torch.manual_seed(_seed_of(self.seed, self.rank.rank))
+        return built
+
+    def _built(self, twin: nn.Module, dtype: str, optimizer: Optimizer) -> nn.Module:
+        name, num_local = self.described.name, self.rank.num_local
         if self.weights is None:
-            return random_model(self.described.config, name, dtype, self.seed, self.options, optimizer)
-        leave_a_core_for_lanes()
-        check_host_memory(twin, name, "Use a machine with more memory.", optimizer)
+            return random_model(
+                self.described.config, name, dtype, self.seed, self.options, optimizer, num_processes=num_local
+            )
+        leave_a_core_for_lanes(num_local)
+        check_host_memory(twin, name, "Use a machine with more memory.", optimizer, num_processes=num_local)
         model: nn.Module = load_pretrained(
             self.weights,
             self.described.config,
@@ -68,6 +81,11 @@ class RunModel:
         torch.manual_seed(self.seed)
         apply_options(model, self.options)
         return model
+
+
+def _seed_of(seed: int, rank: int) -> int:
+    """Of a rank, far from those of other ranks and of other seeds."""
+    return int(np.random.SeedSequence((seed, rank)).generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
 def _difference(own: tuple[Parameter, ...], planned: tuple[Parameter, ...]) -> str | None:

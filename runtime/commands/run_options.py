@@ -26,6 +26,10 @@ class Schedule(StrEnum):
 
 
 PlanPath = Annotated[Path, typer.Option("--plan", metavar="FILE", dir_okay=False, help="What to carry out.")]
+RankCount = Annotated[
+    int | None,
+    typer.Option("--ranks", metavar="N", min=1, help="Start the plan's ranks on this machine, by torchrun."),
+]
 WorkloadPath = Annotated[
     Path | None,
     typer.Option(

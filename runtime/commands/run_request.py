@@ -29,6 +29,7 @@ from .run_checkpoints import RunCheckpoints
 from .run_data import DataChoice
 from .run_model import RunModel
 from .run_options import TEXT_STEPS
+from .run_ranks import ALONE, RunRank
 from .run_record import check_record
 from .run_training import DiskChoice, RunExtent, RunTraining
 
@@ -83,6 +84,7 @@ class RunRequest:
     device: DeviceChoice
     disk: DiskChoice | None
     wants_record: bool
+    rank: RunRank = ALONE
 
     def carry_out(self, tell: Callable[[str], None]) -> tuple[Workload, Record | None]:
         """Train, and write what is to be written; gives the plan's workload and the measured Record, if there is one.
@@ -102,14 +104,16 @@ class RunRequest:
             wants_record=self.wants_record,
             saves=self.save is not None,
         )
-        training = RunTraining(self.plan, workload, extent, found.source, found.evaluation, self.checkpoints, self.disk)
+        training = RunTraining(
+            self.plan, workload, extent, found.source, found.evaluation, self.checkpoints, self.disk, self.rank
+        )
         if self.wants_record:
             check_record(extent.steps, training.pauses)
         device = self.device.at_hand()
         check_runs_on(self.plan.optimizer, device.torch_device)
         built = self.model.build(twin, workload, self.plan.optimizer)
         record = training.run(built, device, tell)
-        if self.save is not None:
+        if self.save is not None and self.rank.speaks:
             save_published(self.save, built, found.tokenizer, base=str(self.model.weights or self.model.named))
             tell(f"saved in {self.save}")
         return workload, record
@@ -119,7 +123,7 @@ class RunRequest:
         check_carried_out(self.plan)
         check_disk_folder(self.plan, None if self.disk is None else self.disk.folder)
         self.data.check()
-        self.checkpoints.check()
+        self.checkpoints.check(self.plan)
         if self.save is None:
             return
         check_free(self.save)
@@ -144,7 +148,7 @@ class RunRequest:
                 sequence_length=self.shape.sequence_length,
                 dtype=dtype,
                 cache=cache_folder(),
-                warn=warn,
+                warn=warn if self.rank.speaks else _warn_nobody,
                 options=self.model.options,
                 device_kind=DeviceKind.CUDA if torch.cuda.is_available() else DeviceKind.CPU,
             )
@@ -174,5 +178,9 @@ class RunRequest:
         """Of as many epochs as are asked for, the last step filled up from the next epoch."""
         if not isinstance(source, PackedSource):
             return TEXT_STEPS
-        of_step = workload.num_samples * self.plan.micro_batches
+        of_step = workload.num_samples * self.plan.micro_batches * self.plan.num_ranks
         return -(-source.num_sequences(self.epochs or 1) // of_step)
+
+
+def _warn_nobody(message: str) -> None:
+    """Another rank warns of the same."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 
 from ...shared.basics.errors import PlanError
-from ...shared.basics.progress import progress_bar
+from ...shared.basics.progress import no_progress, progress_bar
 from ...shared.schema.hardware import Disk
 from ...shared.schema.plan import Plan
 from ...shared.schema.record import Record
@@ -20,10 +21,12 @@ from ...shared.schema.workload import Workload
 from ..data.sources import Batch, DataSource, PackedSource, num_learned
 from ..devices.device import TrainingDevice
 from ..optimizers.named import named_optimizer
+from ..ranks.world import exchanged
 from ..training.carry_out import carry_out
 from ..training.training import Training
 from .learning_rates import LearningRates
 from .run_checkpoints import RunCheckpoints
+from .run_ranks import ALONE, RunRank
 from .run_record import check_record, missing_for_record
 
 Tell = Callable[[str], None]
@@ -63,6 +66,7 @@ class RunTraining:
     evaluation: PackedSource | None
     checkpoints: RunCheckpoints
     disk: DiskChoice | None = None
+    rank: RunRank = ALONE
 
     def run(self, model: nn.Module, device: TrainingDevice, tell: Tell) -> Record | None:
         """Train ``model``, which is ordinary again afterwards, and ``tell`` how its loss went.
@@ -74,7 +78,7 @@ class RunTraining:
         disk = self.disk
         on_disk: dict[str, Any] = {} if disk is None else {"disk_folder": disk.folder, "stated_disk": disk.stated}
         with (
-            progress_bar("training") as report,
+            progress_bar("training") if self.rank.speaks else nullcontext(no_progress) as report,
             carry_out(model, self.plan, self.workload, optimizer=make_optimizer, device=device, **on_disk) as training,
         ):
             num_batches = self.checkpoints.resume(training, self.source)
@@ -93,11 +97,12 @@ class RunTraining:
                 training.set_learning_rate(self.extent.rates.at(step - 1, steps))
                 losses.append(self._step(training, batches))
                 report(step, steps)
-                num_batches += self.plan.micro_batches
+                num_batches += self.plan.micro_batches * self.plan.num_ranks
                 is_last = step == steps
                 self.checkpoints.after_step(training, self.source, num_batches=num_batches, is_last=is_last)
                 if is_last or (self.extent.evaluate_every is not None and step % self.extent.evaluate_every == 0):
                     self._evaluate(training, tell)
+            losses = _mean_over_ranks(training, losses)
             tell(f"loss {losses[0]:.4f} -> {losses[-1]:.4f} over {len(losses)} steps")
             missing = missing_for_record(steps, self.pauses, done)
             if missing is not None and not self.extent.wants_record:
@@ -111,10 +116,17 @@ class RunTraining:
         return {"--checkpoint-every": self.checkpoints.every, "--evaluate-every": self.extent.evaluate_every}
 
     def _step(self, training: Training, batches: Iterator[Batch]) -> float:
-        """One step; gives its mean loss."""
-        of_step = list(islice(batches, self.plan.micro_batches))
+        """One step; gives its mean loss, of which that of all ranks is the mean again.
+
+        Every rank goes through the same batches and takes each ``num_ranks``-th of them, so that the data are those of
+        one rank with as many more micro-batches, whatever the number of ranks.  It also knows how many learned tokens
+        the others have, and weighs its own by them: the mean over ranks is the mean over tokens.
+        """
+        of_ranks = list(islice(batches, self.plan.micro_batches * self.plan.num_ranks))
+        divisors = [divisor / self.plan.num_ranks for divisor in self.source.divisors(of_ranks)]
+        own = slice(self.rank.rank, None, self.plan.num_ranks)
         losses = []
-        for batch, divisor in zip(of_step, self.source.divisors(of_step), strict=True):
+        for batch, divisor in zip(of_ranks[own], divisors[own], strict=True):
             loss = training.model(**_on(training.device, batch)).loss
             if divisor != 1:
                 loss = loss / divisor
@@ -123,6 +135,16 @@ class RunTraining:
         training.step()
         return torch.stack(losses).float().sum().item()
 
+    def _own_of(self, evaluation: PackedSource) -> Iterator[tuple[Batch, bool]]:
+        """The rank's batches, and whether each counts: all ranks run equally many, since they gather chunks together.
+
+        Where batches are left over for some ranks alone, the others run the last one too.
+        """
+        batches = list(evaluation.in_file_order())
+        for begin in range(0, len(batches), self.plan.num_ranks):
+            place = begin + self.rank.rank
+            yield batches[min(place, len(batches) - 1)], place < len(batches)
+
     def _evaluate(self, training: Training, tell: Tell) -> None:
         """The mean loss of all learned tokens that are evaluated on, dropout off."""
         if self.evaluation is None:
@@ -130,12 +152,23 @@ class RunTraining:
         total, num_tokens = 0.0, 0
         with training.evaluation():
             training.model.eval()
-            for batch in self.evaluation.in_file_order():
+            for batch, counts in self._own_of(self.evaluation):
                 own = num_learned(batch)
-                total += training.model(**_on(training.device, batch)).loss.item() * own
-                num_tokens += own
+                loss = training.model(**_on(training.device, batch)).loss.item()
+                if counts:
+                    total += loss * own
+                    num_tokens += own
             training.model.train()
+        if training.world is not None:
+            total, num_tokens = map(sum, zip(*exchanged(training.world, (total, num_tokens)), strict=True))
         tell(f"step {training.num_steps}: evaluation loss {total / num_tokens:.4f}")
+
+
+def _mean_over_ranks(training: Training, losses: list[float]) -> list[float]:
+    """Of every step."""
+    if training.world is None:
+        return losses
+    return [sum(of_step) / len(of_step) for of_step in zip(*exchanged(training.world, losses), strict=True)]
 
 
 def _on(device: TrainingDevice, batch: Batch) -> Batch:

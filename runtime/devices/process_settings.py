@@ -35,14 +35,16 @@ def prefer_expandable_segments(environment: MutableMapping[str, str]) -> None:
         environment[VARIABLES[0]] = EXPANDABLE
 
 
-def leave_a_core_for_lanes() -> int:
+def leave_a_core_for_lanes(num_processes: int = 1) -> int:
     """Let operations of this process use all cores but one (at least one); gives the number of threads.
+
+    The cores are shared by ``num_processes`` that train on this machine, each with lanes of its own.
 
     See [Note: A core for the lanes].
     """
     # prefer_expandable_segments() has to be imported before torch is.
     import torch
 
-    threads = max(1, num_cores() - 1)
+    threads = max(1, num_cores() // num_processes - 1)
     torch.set_num_threads(threads)
     return threads

@@ -46,6 +46,8 @@ class Training:
         self.plan = plan
         self.workload = workload
         self.device = settings.device
+        self.world = settings.world
+        """The ranks that train together, this one among them; None if it is alone."""
         self.model = model
         self._resumed_steps = 0
         self._summaries: Summaries | None = None
@@ -349,8 +351,8 @@ class Training:
             to,
             self.schedule,
             self.device,
-            num_samples=self.workload.num_samples * self.plan.micro_batches,
-            num_tokens=self.workload.num_tokens * self.plan.micro_batches,
+            num_samples=self.workload.num_samples * self.plan.micro_batches * self.plan.num_ranks,
+            num_tokens=self.workload.num_tokens * self.plan.micro_batches * self.plan.num_ranks,
             predicted_step_s=None if predicted is None else predicted.iteration_s,
         )
 
