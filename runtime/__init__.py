@@ -1,4 +1,4 @@
-"""Carrying out a plan on PyTorch, on one device: tracing a model, training it as its schedule says.
+"""Carrying out a plan on PyTorch, by one process or several: tracing a model, training it as its schedule says.
 
 Importing it costs nothing: each name is loaded when it is first used.
 """
