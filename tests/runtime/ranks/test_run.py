@@ -15,8 +15,10 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from protwin.runtime.commands import random_model
 from protwin.runtime.commands.run_ranks import ALONE, RunRank, has_to_start, rank_at_hand, start_ranks
-from protwin.shared import ParallelMode, Plan, PlanError, ProtwinError, RanksError, Record, Workload
+from protwin.runtime.devices import process_settings
+from protwin.shared import ParallelMode, Plan, PlanError, ProtwinError, RanksError, Record, Workload, WorkloadError
 from tests.cli.test_fine_tuning import RUN, learned, save_plans, saved, sequences_by_hand, trained_plainly
 from tests.runtime.ranks.processes import Ranks, environment
 from tests.runtime.resuming import same_bits
@@ -192,3 +194,25 @@ def test_ranks_are_started_where_a_plan_has_several_and_nobody_has_started_them(
             has_to_start(plan, asked, variables)
     with pytest.raises(PlanError, match=r"for one rank, but 4 processes were started together \(WORLD_SIZE = 4\)"):
         has_to_start(one, None, LAUNCH)
+
+
+@pytest.mark.parametrize(("num_processes", "num_threads"), [(1, 7), (2, 3), (3, 1), (8, 1), (16, 1)])
+def test_ranks_share_the_cores_of_a_machine(
+    monkeypatch: pytest.MonkeyPatch, num_processes: int, num_threads: int
+) -> None:
+    """Eight of them, one per process for its lanes."""
+    monkeypatch.setattr(process_settings, "num_cores", lambda: 8)
+    before = torch.get_num_threads()
+    try:
+        assert process_settings.leave_a_core_for_lanes(num_processes) == num_threads == torch.get_num_threads()
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_ranks_share_the_memory_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A float32 weight with its gradient on the way, and two moments: 16 bytes."""
+    model = torch.nn.Linear(1000, 1, bias=False)
+    monkeypatch.setattr(random_model, "host_memory_bytes", lambda: 2 * 16_100)
+    random_model.check_host_memory(model, "linear", "Buy more.", num_processes=2)
+    with pytest.raises(WorkloadError, match=r"linear with its optimizer state in each of 3 processes needs .*Buy"):
+        random_model.check_host_memory(model, "linear", "Buy more.", num_processes=3)
