@@ -36,7 +36,7 @@ class Layer(nn.Module):
 
 # Points and their distances from the origin.  Data are the same on all ranks; the sampler gives each its part.
 generator = torch.Generator().manual_seed(0)
-points = torch.randn(256, 4, generator=generator)
+points = torch.randn(128, 4, generator=generator)
 distances = points.norm(dim=1, keepdim=True)
 data = TensorDataset(points, distances)
 sampler = DistributedSampler(data, num_replicas=NUM_RANKS, rank=RANK, seed=0)
@@ -44,7 +44,7 @@ loader = DataLoader(data, batch_size=BATCH_SIZE, sampler=sampler)
 
 # Ranks may begin with weights of their own: all take those of rank 0.
 torch.manual_seed(RANK)
-model = nn.Sequential(nn.Linear(4, 64), nn.Sequential(*(Layer(64) for _ in range(6))), nn.Linear(64, 1))
+model = nn.Sequential(nn.Linear(4, 64), nn.Sequential(*(Layer(64) for _ in range(4))), nn.Linear(64, 1))
 
 # Every rank needs the same plan.  Without measured times (repeats=0) a trace gives the same workload on all of them,
 # and for one machine file a search gives the same plan; else search once, save plan and workload, and load both here.
@@ -61,7 +61,7 @@ plan = protwin.sim.search(request).plan
 device = protwin.runtime.CpuDevice(budget_bytes=BUDGET_BYTES)
 
 with protwin.runtime.carry_out(model, plan, workload, device=device) as training:
-    training.set_learning_rate(3e-3)
+    training.set_learning_rate(5e-3)
     for epoch in range(EPOCHS):
         sampler.set_epoch(epoch)
         for batch, targets in loader:

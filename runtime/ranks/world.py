@@ -54,16 +54,33 @@ class World:
     """A part of the ranks' store that is this world's alone: it can be read while groups are broken."""
     timeout_s: float
     """After so many seconds a collective ends by an error if a rank does not come."""
-    made_default: bool
-    """Whether torch.distributed's default group was made for this world, and goes with it."""
 
     def leave(self) -> None:
-        """Close the groups; the default one too if it was made for this world.  Others' collectives in them fail."""
-        if self.made_default:
-            dist.destroy_process_group()
-            return
+        """Close the groups; the default one goes with the last world if it was made here.  Others' collectives fail."""
         for group in (self.lane_group, self.control_group):
             dist.destroy_process_group(group)
+        _OPEN.leave()
+
+
+class _OpenWorlds:
+    """How many there are in this process: several models may be trained side by side, in one default group."""
+
+    def __init__(self) -> None:
+        self._number = 0
+        self._made_default = False
+
+    def enter(self, *, made_default: bool) -> None:
+        self._number += 1
+        self._made_default = self._made_default or made_default
+
+    def leave(self) -> None:
+        self._number -= 1
+        if self._number == 0 and self._made_default:
+            self._made_default = False
+            dist.destroy_process_group()
+
+
+_OPEN: Final = _OpenWorlds()
 
 
 def exchanged(world: World, value: Any) -> list[Any]:
@@ -181,7 +198,7 @@ def _world(launch: Launch | None, timeout_s: float, *, made_default: bool) -> Wo
         dist.all_gather_object(places, own, group=control_group)
         base = _get_default_store()
         number = base.add(f"protwin/world/{rank}", 1)
-        return World(
+        world = World(
             rank=rank,
             num_ranks=num_ranks,
             local_rank=_local_rank(places, rank),
@@ -190,8 +207,9 @@ def _world(launch: Launch | None, timeout_s: float, *, made_default: bool) -> Wo
             control_group=control_group,
             store=PrefixStore(f"protwin/world{number}", base),
             timeout_s=timeout_s,
-            made_default=made_default,
         )
+        _OPEN.enter(made_default=made_default)
+        return world
     except BaseException:
         if made_default:
             dist.destroy_process_group()

@@ -66,13 +66,17 @@ def begin(rank: int, workload: Workload, plan: Plan, of_rank_1: Mapping[str, Any
     model = own.pop("model", HandWritten)()
     before = copy.deepcopy(model.state_dict())
     groups: Callable[[nn.Module], Any] = own.pop("groups", two_groups)
+    kernels = own.pop("kernels", "AVX2")
     versions: Mapping[str, str] = own.pop("versions", {"torch": "2.9"})
     torch.set_num_threads(own.pop("threads", 1))
     settings = {"optimizer": adamw, "parameter_groups": groups(model), "rank_timeout_s": 20}
     settings["device"] = CpuDevice(own.pop("budget", None))
     knobs = own.pop("knobs", {})
     try:
-        with patch.object(consensus, "software_versions", lambda: versions):
+        with (
+            patch.object(consensus, "software_versions", lambda: versions),
+            patch.object(torch.backends.cpu, "get_cpu_capability", lambda: kernels),
+        ):
             carry_out(model, plan.model_copy(update=knobs), own.pop("workload", workload), **(settings | own)).close()
         return model.state_dict()
     finally:
@@ -93,6 +97,10 @@ def narrower() -> nn.Module:
 CASES: dict[str, tuple[dict[str, Any], str]] = {
     "knob": ({"knobs": {"n_buffer": 4}}, "ranks differ in the plan's n_buffer: 3 on rank 0; 4 on rank 1."),
     "software": ({"versions": {"torch": "2.8"}}, "ranks differ in the version of torch: 2.9 on rank 0; 2.8 on rank 1."),
+    "device": (
+        {"kernels": "AVX512"},
+        "ranks differ in the device: a CPU with kernels for AVX2 on rank 0; a CPU with kernels for AVX512 on rank 1.",
+    ),
     "model": ({"model": narrower}, "rank 1: the workload was traced from another model"),
     "budget": ({"budget": "9KiB"}, "rank 1: the plan's device memory may reach "),
     "setting": ({"check_gradients": False}, "ranks differ in check_gradients: True on rank 0; False on rank 1."),
@@ -203,3 +211,10 @@ def test_a_class_of_the_same_name_is_no_wrapper() -> None:
     check_unwrapped(DistributedDataParallel(2, 2))
     with pytest.raises(PlanError, match="the model is wrapped already: torch's DataParallel"):
         check_unwrapped(nn.DataParallel(nn.Linear(2, 2)))
+
+
+def test_several_ranks_on_other_devices_than_cpus_are_refused_by_name(workload: Workload) -> None:
+    with pytest.raises(PlanError, match=r"for 2 ranks, which are carried out on CPUs with gloo so far, .* is cuda"):
+        consensus.check_ranks_on(plan_of(workload), torch.device("cuda", 0))
+    consensus.check_ranks_on(plan_of(workload), torch.device("cpu"))
+    consensus.check_ranks_on(plan_of(workload, num_ranks=1, parallel=ParallelMode.SINGLE), torch.device("cuda", 0))

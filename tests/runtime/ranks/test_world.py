@@ -61,6 +61,24 @@ def test_a_group_of_the_users_is_used_and_left_alone(three_ranks: Ranks) -> None
         assert found == [(rank, 3, rank, 6.0, 60.0, b"by rank 1")] * 2
 
 
+def meet_side_by_side(rank: int) -> list[float]:
+    """Two worlds at once, as for two models; each is left first once, and the other one goes on."""
+    found = []
+    for first in (0, 1):
+        worlds = [join_world(3, timeout_s=20) for _ in range(2)]
+        worlds.pop(first).leave()
+        number = torch.tensor([float(rank + 1)])
+        dist.all_reduce(number, group=worlds[0].lane_group)
+        found.append(number.item())
+        worlds[0].leave()
+        assert not dist.is_initialized()
+    return found
+
+
+def test_two_models_may_be_trained_side_by_side(three_ranks: Ranks) -> None:
+    assert three_ranks.run(meet_side_by_side) == [[6.0, 6.0]] * 3
+
+
 def join(rank: int, num_ranks: int, changes: dict[str, tuple[str | None, ...]]) -> None:
     with environment(**{name: values[rank] for name, values in changes.items()}):
         join_world(num_ranks, timeout_s=20).leave()
