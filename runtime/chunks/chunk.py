@@ -9,7 +9,7 @@ counters: a gather is no change of a parameter's value in the eyes of autograd.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -26,6 +26,7 @@ from ...shared.schema.optimizer import Optimizer
 from ...shared.schema.schedule import Content
 from ...shared.schema.workload import DType, Parameter
 from ..devices.device import TrainingDevice
+from ..model.nested_tensors import storage_bytes
 from ..model.strides import strided
 from ..optimizers.state_place import MASTER, StatePlace
 from .absent_parameters import bring_back, send_away
@@ -41,6 +42,8 @@ class ChunkResidency(Enum):
     """The host has them and steps them; the device keeps a place for them, which is filled after every step."""
     OFFLOADED = auto()
     """The host has them and steps them; they come to the device for stays."""
+    SHARDED = auto()
+    """The devices of all ranks have a part each for good, and step it; the whole comes for stays."""
 
 
 class ChunkState(Enum):
@@ -106,26 +109,14 @@ class DeviceChunk:
         self.state = ChunkState.PRESENT
         """Changed by ``make_room``, ``gather`` and ``release``."""
         self._device = device
-        if self.has_place and device.ledger is not None:
-            device.ledger.allocate(chunk.size_bytes, f"chunk {chunk.id}", Content.PARAMETERS)
-        self._flat = device.empty(chunk.size_bytes, f"chunk {chunk.id}")
-        self._home = None if self.is_persistent or self.is_on_disk else device.host_buffer(chunk.size_bytes)
-        if device.ledger is not None:
-            # Evaluation gathers on the compute thread, whose operations the ledger watches: the home is the host's.
-            device.ledger.ignore([self._flat, *([] if self._home is None else [self._home])])
-        is_staged = not self.is_persistent and chunk.is_trainable
-        self.widens = stepping.widens
-        """Whether gradients of every micro-batch arrive beside float32 sums."""
-        summed_bytes = sum(aligned(s.num_elements * self._summed(s).item_bytes) for s in specs if s.trainable)
-        has_own = is_staged and (disk is None or disk.gradients is None)
-        passing = disk.gradients if is_staged and disk is not None else None
-        self._staging = device.host_buffer(summed_bytes) if has_own else passing
-        has_arrivals = is_staged and (stepping.has_arrivals or stepping.widens)
-        self._arrivals = device.host_buffer(chunk.staging_bytes) if has_arrivals else None
-        self._gathering = Lock()
-        """Held while the home is copied to the device, or rewritten."""
         self._specs = tuple(specs)
         self._optimizer = stepping.optimizer
+        self.widens = stepping.widens
+        """Whether gradients of every micro-batch arrive beside float32 sums."""
+        self.trainable = tuple(p for p, s in zip(parameters, specs, strict=True) if s.trainable)
+        self._allocate(stepping)
+        self._gathering = Lock()
+        """Held while the home is copied to the device, or rewritten."""
         self._origins = tuple(parameter.device for parameter in parameters)
         self.masters: list[torch.Tensor] = []
         """Host weights of trainable parameters that CPU Adam steps, in order; float32."""
@@ -135,12 +126,44 @@ class DeviceChunk:
         """Host views in which gradients are added up, in the order of ``masters``."""
         self.arrived: list[torch.Tensor] = []
         """Host views that receive gradients which are added, in the same order; empty if there are none."""
-        self.trainable = tuple(p for p, s in zip(parameters, specs, strict=True) if s.trainable)
         self.stepped_next: set[nn.Parameter] = set()
         """Whose gradients of this step have left; ``PlacedModel.drop_gradients`` empties it."""
         self._move_in()
         if not self.is_persistent:
             self._let_go()
+
+    def _allocate(self, stepping: HostStepping) -> None:
+        """Make the place on the device, the home, and what gradients arrive in."""
+        chunk, device, disk = self.chunk, self._device, self.disk
+        if self.has_place and device.ledger is not None:
+            device.ledger.allocate(chunk.size_bytes, f"chunk {chunk.id}", Content.PARAMETERS)
+        self._flat = device.empty(chunk.size_bytes, f"chunk {chunk.id}")
+        self._home = None if self.is_persistent or self.is_on_disk else device.host_buffer(chunk.size_bytes)
+        if device.ledger is not None:
+            # Evaluation gathers on the compute thread, whose operations the ledger watches: the home is the host's.
+            device.ledger.ignore([self._flat, *([] if self._home is None else [self._home])])
+        is_staged = not self.is_persistent and chunk.is_trainable
+        summed_bytes = sum(aligned(s.num_elements * self._summed(s).item_bytes) for s in self._specs if s.trainable)
+        has_own = is_staged and (disk is None or disk.gradients is None)
+        passing = disk.gradients if is_staged and disk is not None else None
+        self._staging = device.host_buffer(summed_bytes) if has_own else passing
+        has_arrivals = is_staged and (stepping.has_arrivals or stepping.widens)
+        self._arrivals = device.host_buffer(chunk.staging_bytes) if has_arrivals else None
+
+    @property
+    def stepped(self) -> tuple[nn.Parameter, ...]:
+        """Whose weights ``masters`` are, one by one."""
+        return self.trainable
+
+    @property
+    def device_bytes(self) -> int:
+        """What it takes on the device when it is there."""
+        return self.chunk.size_bytes
+
+    @property
+    def copied_bytes(self) -> int:
+        """What a gather copies from the host."""
+        return self.chunk.size_bytes
 
     @property
     def is_persistent(self) -> bool:
@@ -155,7 +178,7 @@ class DeviceChunk:
     @property
     def has_place(self) -> bool:
         """Whether its bytes on the device are taken for good."""
-        return self.residency is not ChunkResidency.OFFLOADED
+        return self.residency in (ChunkResidency.PERSISTENT, ChunkResidency.HOST_STEPPED)
 
     def _move_in(self) -> None:
         staged_bytes = arrived_bytes = 0
@@ -165,19 +188,19 @@ class DeviceChunk:
             # Where it is stepped, or what is only read passes through, before it is written.
             whole = self.disk.on_its_way(None) if self.disk.parameters is None else self.disk.parameters
         for placed, spec, parameter in zip(self.chunk.parameters, self._specs, self.parameters, strict=True):
-            view = _view(self._flat, placed.offset_bytes, parameter)
+            view = view_of(self._flat, placed.offset_bytes, parameter)
             if whole is None:
                 view.copy_(parameter.detach())
             else:
-                home = _view(whole, placed.offset_bytes, parameter)
+                home = view_of(whole, placed.offset_bytes, parameter)
                 home.copy_(parameter.detach())
                 if spec.trainable:
                     assert self._staging is not None
                     summed = self._summed(spec)
-                    self.staged.append(_view(self._staging, staged_bytes, parameter, getattr(torch, summed)))
+                    self.staged.append(view_of(self._staging, staged_bytes, parameter, getattr(torch, summed)))
                     staged_bytes += aligned(spec.num_elements * summed.item_bytes)
                     if self._arrivals is not None:
-                        self.arrived.append(_view(self._arrivals, arrived_bytes, parameter))
+                        self.arrived.append(view_of(self._arrivals, arrived_bytes, parameter))
                         arrived_bytes += aligned(spec.size_bytes)
                     is_narrow = self._has_master(spec)
                     self.masters.append(self._master_of(home) if is_narrow else home)
@@ -222,13 +245,18 @@ class DeviceChunk:
 
     def check_parameters(self) -> None:
         """Raise ScheduleError if a parameter has left the chunk, or was frozen or thawed."""
-        own = self._flat.untyped_storage()._cdata
+        own = {flat.untyped_storage()._cdata for flat in self._flats}
         with torch._C.DisableTorchFunctionSubclass():
             self._check_parameters(own)
 
-    def _check_parameters(self, own: int) -> None:
+    @property
+    def _flats(self) -> Sequence[torch.Tensor]:
+        """What parameters are views of."""
+        return (self._flat,)
+
+    def _check_parameters(self, own: Collection[int]) -> None:
         for spec, parameter in zip(self._specs, self.parameters, strict=True):
-            if parameter.untyped_storage()._cdata != own:
+            if parameter.untyped_storage()._cdata not in own:
                 raise ScheduleError(
                     f"parameter {spec.name} has other memory than when the plan was carried out. Close the training "
                     f"before model.to(), model.half(), or an assignment to parameter.data."
@@ -261,13 +289,17 @@ class DeviceChunk:
     def _take_bytes(self) -> None:
         name = f"chunk {self.chunk.id}"
         if self._device.ledger is not None:
-            self._device.ledger.allocate(self.chunk.size_bytes, name, Content.PARAMETERS)
+            self._device.ledger.allocate(self.device_bytes, name, Content.PARAMETERS)
         try:
-            self._device.resize(self._flat, self.chunk.size_bytes, name)
+            self._resize(is_there=True)
         except BaseException:
             if self._device.ledger is not None:
-                self._device.ledger.free(self.chunk.size_bytes, Content.PARAMETERS)
+                self._device.ledger.free(self.device_bytes, Content.PARAMETERS)
             raise
+
+    def _resize(self, *, is_there: bool) -> None:
+        """Give the flat storage its bytes, or none."""
+        self._device.resize(self._flat, self.chunk.size_bytes if is_there else 0, f"chunk {self.chunk.id}")
 
     def gather(self, passing: torch.Tensor | None = None) -> None:
         """Bring the chunk's home to the device, or ``passing``, what was read of it from the disk.
@@ -287,7 +319,7 @@ class DeviceChunk:
         """Give the device's bytes back, in the order of the current stream; who has a place there keeps it."""
         self._let_go()
         if self._device.ledger is not None and not self.has_place:
-            self._device.ledger.free(self.chunk.size_bytes, Content.PARAMETERS)
+            self._device.ledger.free(self.device_bytes, Content.PARAMETERS)
 
     def leave(self) -> None:
         """``release``, if it is there and may go; no copy may be under way.  Idempotent."""
@@ -301,7 +333,7 @@ class DeviceChunk:
         for spec, parameter in zip(self._specs, self.parameters, strict=True):
             send_away(parameter, spec.name)
         if not self.has_place:
-            self._device.resize(self._flat, 0, f"chunk {self.chunk.id}")
+            self._resize(is_there=False)
 
     # -- gradients ---------------------------------------------------------------------------------------------------
 
@@ -313,6 +345,15 @@ class DeviceChunk:
             if gradient is not None:
                 self.stepped_next.add(parameter)
         return gradients
+
+    @property
+    def leaving_content(self) -> Content:
+        """What an offload copies to the host, and drops."""
+        return Content.GRADIENTS
+
+    def leaving_bytes(self, gradients: Sequence[torch.Tensor | None]) -> int:
+        """The device's bytes that go with ``gradients`` when these have been copied to the host."""
+        return storage_bytes(gradients)
 
     def stage_gradients(self, gradients: list[torch.Tensor | None], *, is_first: bool = True) -> list[bool]:
         """Copy gradients to the host and drop them; says for which trainable parameters there was one.
@@ -367,7 +408,7 @@ class DeviceChunk:
 
     def _values_in(self, source: torch.Tensor) -> dict[str, torch.Tensor]:
         return {
-            spec.name: _view(source, placed.offset_bytes, parameter)
+            spec.name: view_of(source, placed.offset_bytes, parameter)
             for placed, spec, parameter in zip(self.chunk.parameters, self._specs, self.parameters, strict=True)
         }
 
@@ -404,7 +445,7 @@ class DeviceChunk:
         except FileError as error:
             failure, source = error, torch.full((self.chunk.size_bytes,), 255, dtype=torch.uint8)
         for placed, parameter, origin in zip(self.chunk.parameters, self.parameters, self._origins, strict=True):
-            value = _view(source, placed.offset_bytes, parameter)
+            value = view_of(source, placed.offset_bytes, parameter)
             bring_back(parameter)
             parameter.data = value.to(origin, copy=True)
         if (self.has_place or self.state is not ChunkState.AWAY) and self._device.ledger is not None:
@@ -418,7 +459,9 @@ class DeviceChunk:
             raise failure
 
 
-def _view(flat: torch.Tensor, offset_bytes: int, like: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+def view_of(
+    flat: torch.Tensor, offset_bytes: int, like: torch.Tensor, dtype: torch.dtype | None = None
+) -> torch.Tensor:
     """The stretch of a uint8 buffer that holds a tensor of the shape and strides of ``like``, or of another dtype."""
     dtype = like.dtype if dtype is None else dtype
     size_bytes = like.numel() * dtype.itemsize

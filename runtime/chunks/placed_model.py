@@ -10,25 +10,29 @@ from torch import nn
 
 from ...shared.basics.errors import FileError
 from ...shared.layout.layout import Layout
+from ...shared.layout.residencies import residencies
+from ...shared.layout.shards import regions
 from ...shared.layout.uses import numbered_section, numbered_uses
 from ...shared.schema.optimizer import Optimizer
-from ...shared.schema.plan import Plan
-from ...shared.schema.schedule import ChunkId, Content, Section
+from ...shared.schema.plan import ParallelMode, Plan
+from ...shared.schema.schedule import Content, Section
 from ...shared.schema.workload import Workload
 from ..devices.device import TrainingDevice
 from ..optimizers.chunk_optimizer import ChunkOptimizer, MakeOptimizer
 from ..optimizers.device_steps import DeviceStep, narrow_steps
 from ..optimizers.gradient_norms import ClippedNorm, clipped_norm
 from ..optimizers.loss_scaling import LossScaler
-from ..optimizers.non_finite import GradientLooks, refuse_non_finite
+from ..optimizers.non_finite import GradientLooks, NonFiniteGradientError, refuse_non_finite
 from ..optimizers.quantization_maps import share_maps
 from ..optimizers.step_options import StepOptions
 from ..optimizers.step_undo import LastStep, StepGate
+from ..ranks.collectives import Collectives
 from .chunk import ChunkResidency, DeviceChunk, HostStepping
 from .chunk_store import ChunkStore
 from .gradient_stand_ins import GradientStandIns, Norms, held_gradient
 from .gradient_watch import GradientWatch
 from .row_lookups import LookedUpRows
+from .sharded_chunk import ShardedChunk, Shards, part_optimizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,14 +65,17 @@ class PlacedModel:
         plan: Plan,
         policy: StepPolicy,
         store: ChunkStore | None = None,
+        ranks: Collectives | None = None,
     ) -> None:
         """Move every parameter into its chunk, as ``plan`` says.
 
-        ``store`` has what lies on the disk, if anything does.  Raises the device's out-of-memory error if the
+        ``store`` has what lies on the disk, if anything does; ``ranks`` are those that chunks are shared among, for use
+        between two steps.  Raises the device's out-of-memory error if the
         persistent chunks exceed the budget, and FileError if the disk fails.  After any error the model has ordinary
         parameters.
         """
         self._store = store
+        self._ranks = ranks
         self._device = device
         self._scaler = policy.scaler
         # Scaled gradients may overflow; the norm decides then.
@@ -83,6 +90,8 @@ class PlacedModel:
         """What every step on the host passes."""
         self._host_optimizers: dict[int, ChunkOptimizer] = {}
         self._device_steps: list[DeviceStep] = []
+        self._part_steps: list[tuple[ShardedChunk, ChunkOptimizer]] = []
+        """The steps of parts that stay on the device."""
         self._num_counted = 0
         """Parameters whose optimizer state the ledger knows."""
         self._watch = GradientWatch(device.ledger)
@@ -101,7 +110,7 @@ class PlacedModel:
         try:
             with torch.no_grad():
                 self._move_in(parameters, workload, layout, plan, policy)
-            if self._host_optimizers or self._max_norm is not None:
+            if self._host_optimizers or self._part_steps or self._max_norm is not None:
                 self._stand_ins = GradientStandIns(self._in_order, self._max_norm)
             if self.is_checking and self._device_steps:
                 self._looks = GradientLooks(device.torch_device)
@@ -123,29 +132,26 @@ class PlacedModel:
 
         One chunk after the other: the model's own copy of a chunk's weights goes before the next chunk takes memory.
         """
-        kept = layout.persistent(plan.num_kept)
-        host_stepped = layout.host_stepped(plan.n_persist, plan.n_host_stepped)
-
-        def residency_of(chunk: ChunkId) -> ChunkResidency:
-            if chunk in host_stepped:
-                return ChunkResidency.HOST_STEPPED
-            return ChunkResidency.PERSISTENT if chunk in kept else ChunkResidency.OFFLOADED
-
+        is_sharded = plan.parallel is ParallelMode.SHARDED
+        planned = residencies(plan, layout)
         for chunk in layout.chunks:
             specs = [workload.parameters[placed.index] for placed in chunk.parameters]
-            made = DeviceChunk(
-                chunk,
-                specs,
-                [parameters[spec.name] for spec in specs],
-                self._device,
-                residency=residency_of(chunk.id),
-                stepping=HostStepping(
-                    has_arrivals=plan.micro_batches > 1,
-                    widens=plan.widens_on_host,
-                    optimizer=plan.optimizer,
-                    disk=None if self._store is None else self._store.chunks.get(chunk.id),
-                ),
+            residency = ChunkResidency[planned[chunk.id].name]
+            stepping = HostStepping(
+                has_arrivals=plan.micro_batches > 1,
+                widens=plan.widens_on_host,
+                optimizer=plan.optimizer,
+                disk=None if self._store is None else self._store.chunks.get(chunk.id),
             )
+            own = [parameters[spec.name] for spec in specs]
+            if is_sharded and residency is not ChunkResidency.PERSISTENT:
+                assert self._ranks is not None
+                shards = Shards(regions(chunk, workload.parameters), self._ranks)
+                made: DeviceChunk = ShardedChunk(
+                    chunk, specs, own, self._device, residency=residency, stepping=stepping, shards=shards
+                )
+            else:
+                made = DeviceChunk(chunk, specs, own, self._device, residency=residency, stepping=stepping)
             self.chunks.append(made)
             if chunk.rows is not None:
                 assert workload.row_lookups is not None
@@ -156,6 +162,12 @@ class PlacedModel:
             # One step for all that are stepped themselves, as the plain loop has it.
             wide = [p for chunk in self.chunks if chunk.is_persistent for p in chunk.wide]
             self._device_steps[:0] = [_step_of(wide, policy)] if wide else []
+
+    def let_originals_go(self) -> None:
+        """All ranks have moved in: weights are in parts from now on."""
+        for chunk in self.chunks:
+            if isinstance(chunk, ShardedChunk):
+                chunk.let_originals_go()
 
     def _staying_parameters(
         self, parameters: Mapping[str, nn.Parameter], workload: Workload
@@ -171,6 +183,12 @@ class PlacedModel:
 
     def _make_optimizers(self, chunk: DeviceChunk, policy: StepPolicy, optimizer: Optimizer) -> None:
         if not chunk.trainable:
+            return
+        if isinstance(chunk, ShardedChunk) and chunk.is_on_device:
+            self._part_steps.append((chunk, part_optimizer(chunk, policy.options, policy.make_optimizer)))
+            return
+        if isinstance(chunk, ShardedChunk):
+            self._host_optimizers[chunk.chunk.id] = part_optimizer(chunk, policy.options, policy.make_on_host)
             return
         if not chunk.is_persistent:
             self._host_optimizers[chunk.chunk.id] = ChunkOptimizer(
@@ -209,12 +227,17 @@ class PlacedModel:
             # It is the host's, and lives until the next norm is known.
             self._device.ledger.ignore([scale])
         if scale is not None and self._scaler is None:
-            for gradient in self.gradients():
+            for gradient in (*self.gradients(), *self._gradients_of_parts()):
                 gradient.mul_(scale.to(gradient.device))
         if self._looks is not None and scale is None:
             self._looks.refuse_non_finite(*self._waiting_gradients())
         for step in self._device_steps:
             step.run(factor=scale if self._scaler is not None else None)
+        for chunk, optimizer in self._part_steps:
+            gradients = chunk.waiting()
+            if self.is_checking and scale is None:
+                refuse_non_finite(gradients, optimizer.labels)
+            optimizer.step(gradients)
         self.count_optimizer_state()
 
     def label_of(self, parameter: nn.Parameter) -> str:
@@ -249,19 +272,21 @@ class PlacedModel:
 
     def count_optimizer_state(self) -> None:
         """Let the ledger know the device's optimizer state."""
-        num_stepped = sum(len(step.optimizer.optimizer.state) for step in self._device_steps)
+        on_device = [*(step.optimizer for step in self._device_steps), *(made for _, made in self._part_steps)]
+        num_stepped = sum(len(stepper.optimizer.state) for stepper in on_device)
         if self._device.ledger is not None and (num_stepped != self._num_counted or self._device.ledger.is_metering):
             self._num_counted = num_stepped
-            for step in self._device_steps:
-                self._device.ledger.adopt(step.optimizer.state_tensors(), Content.OPTIMIZER_STATE)
+            for stepper in on_device:
+                self._device.ledger.adopt(stepper.state_tensors(), Content.OPTIMIZER_STATE)
 
     def steppers(self) -> list[tuple[ChunkOptimizer, tuple[nn.Parameter, ...], slice | None]]:
         """Every optimizer with the parameters that it steps, or with one and the stretch of its scalars.
 
         Those of one parameter's stretches are in order.
         """
-        on_host = [(stepper, self.chunks[chunk].trainable, None) for chunk, stepper in self._host_optimizers.items()]
-        return [*on_host, *((step.optimizer, step.parameters, step.stretch) for step in self._device_steps)]
+        on_host = [(stepper, self.chunks[chunk].stepped, None) for chunk, stepper in self._host_optimizers.items()]
+        parts = [(stepper, chunk.stepped, None) for chunk, stepper in self._part_steps]
+        return [*on_host, *parts, *((step.optimizer, step.parameters, step.stretch) for step in self._device_steps)]
 
     @property
     def optimizer_name(self) -> str:
@@ -315,6 +340,41 @@ class PlacedModel:
             refuse_non_finite(list(gradients.values()), labels)
         return clipped
 
+    def own_squares(self, present: Mapping[int, Sequence[bool]]) -> torch.Tensor:
+        """The sum of the squares of what this rank has of all gradients, a float64; what all ranks have, rank 0 counts.
+
+        ``present`` says for which pieces of each chunk that the host steps there is one.
+        """
+        assert self._ranks is not None
+        own = self._gradients_of_parts()
+        for chunk, there in present.items():
+            own += [staged for staged, is_there in zip(self.chunks[chunk].staged, there, strict=True) if is_there]
+        if self._ranks.rank == 0:
+            whole = (self._received.get(p, held_gradient(p.grad)) for p in self._in_order)
+            own += [gradient for gradient in whole if gradient is not None]
+        total = torch.zeros((), dtype=torch.float64)
+        for gradient in own:
+            total += torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
+        return total
+
+    def clip_by(self, squares: torch.Tensor) -> ClippedNorm:
+        """What gradients are to be multiplied by, from the sum of the squares of all of them.
+
+        Raises NonFiniteGradientError, on all ranks, if gradients are to be checked and their mean is not finite.
+        """
+        assert self._max_norm is not None
+        norm = squares.sqrt().float()
+        if self.is_checking and not norm.isfinite():
+            raise NonFiniteGradientError(
+                "the mean of gradients over ranks is not finite, though they are on every rank: their sum overflows. "
+                "Lower the learning rate, or train in an element type of wider range."
+            )
+        return ClippedNorm(norm, torch.clamp(self._max_norm / (norm + 1e-6), max=1.0), {})
+
+    def _gradients_of_parts(self) -> list[torch.Tensor]:
+        """What parts on the device are to be stepped with."""
+        return [gradient for chunk, _ in self._part_steps for gradient in chunk.waiting() if gradient is not None]
+
     def _waiting_gradients(self) -> tuple[list[torch.Tensor | None], list[str]]:
         """The gradients that device Adam consumes, and whose they are; each once, however many steps consume it."""
         labels = {
@@ -334,6 +394,8 @@ class PlacedModel:
         self._received.clear()
         if self._stand_ins is not None:
             self._stand_ins.forget()
+        for of_parts, _ in self._part_steps:
+            of_parts.present = []
         for chunk in self.chunks:
             chunk.stepped_next.clear()
             for parameter in chunk.parameters:
@@ -343,7 +405,8 @@ class PlacedModel:
 
     def has_begun_device_step(self, iteration: int) -> bool:
         """Whether persistent chunks may have been stepped with the gradients of ``iteration``."""
-        return any(step.optimizer.num_steps > iteration for step in self._device_steps)
+        steppers = [*(step.optimizer for step in self._device_steps), *(made for _, made in self._part_steps)]
+        return any(stepper.num_steps > iteration for stepper in steppers)
 
     def leave_device(self) -> None:
         """Whatever comes and goes on the device goes: gradients and chunks.  No copy may be under way."""
@@ -429,6 +492,7 @@ class PlacedModel:
         self.last_step = None
         self._host_optimizers.clear()
         self._device_steps.clear()
+        self._part_steps.clear()
         if failures:
             raise failures[0]
 

@@ -22,7 +22,7 @@ from ..devices.cpu_device import CpuDevice
 from ..devices.cuda_device import CudaDevice
 from ..devices.device import TrainingDevice
 from ..optimizers.named import check_runs_on
-from ..training.guards import check_carried_out, check_disk_folder
+from ..training.guards import check_disk_folder
 from .learning_rates import LearningRates
 from .run_budget import check_budget
 from .run_checkpoints import RunCheckpoints
@@ -120,7 +120,6 @@ class RunRequest:
 
     def _check(self) -> None:
         """Raise ProtwinError if the options contradict each other, or what is there already."""
-        check_carried_out(self.plan)
         check_disk_folder(self.plan, None if self.disk is None else self.disk.folder)
         self.data.check()
         self.checkpoints.check(self.plan)

@@ -22,7 +22,7 @@ from .step_options import StepOptions
 
 PIECE_SCALARS: Final = WIDENED_SCALARS
 """Scalars whose gradients are widened at once."""
-_ELEMENTWISE: Final = (
+ELEMENTWISE: Final = (
     torch.optim.Adadelta,
     torch.optim.Adagrad,
     torch.optim.Adam,
@@ -35,6 +35,7 @@ _ELEMENTWISE: Final = (
     torch.optim.Rprop,
     torch.optim.SGD,
 )
+"""Those that treat every scalar by itself, so that pieces of a parameter can be stepped one by one."""
 
 
 class DeviceStep:
@@ -81,7 +82,7 @@ def narrow_steps(
     """The steps of a parameter narrower than its float32 ``master`` (Note: Widened gradients)."""
     target = parameter.detach()
     whole = ChunkOptimizer([master], [parameter], options, make_optimizer, targets=[target])
-    if parameter.numel() <= PIECE_SCALARS or not isinstance(whole.optimizer, _ELEMENTWISE):
+    if parameter.numel() <= PIECE_SCALARS or not isinstance(whole.optimizer, ELEMENTWISE):
         return [DeviceStep(whole, [parameter])]
     steps = []
     flat_master, flat_target = in_memory_order(master), in_memory_order(target)

@@ -21,6 +21,9 @@ from .world import World
 
 ABSENT: Final = 0
 PRESENT: Final = 1
+# Newer torch has other names for them, and warns of these.
+_ALL_GATHER: Final = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_REDUCE_SCATTER: Final = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class Collectives:
@@ -70,9 +73,25 @@ class Collectives:
             if summed is not gradient:
                 gradient.copy_(summed)
 
+    def gather(self, whole: torch.Tensor, part: torch.Tensor) -> None:
+        """The parts of all ranks, in their order, fill ``whole`` (n,); this one's may lie at its place there."""
+        if whole.numel():
+            _ALL_GATHER(whole, part, group=self._group)
+
+    def scatter(self, part: torch.Tensor, whole: torch.Tensor) -> None:
+        """The mean of ``whole`` (n,) over all ranks; each has its ``part`` of it."""
+        if whole.numel():
+            _REDUCE_SCATTER(part, whole, group=self._group)
+            part.mul_(1 / self.num_ranks)
+
     def add_up(self, value: torch.Tensor) -> None:
         """The sum over all ranks takes the place of ``value``."""
         dist.all_reduce(value, group=self._group)
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the ranks were separated."""
+        return self._group is None
 
     def close(self) -> None:
         """Let go of the group.  Idempotent."""

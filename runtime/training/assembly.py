@@ -54,7 +54,6 @@ from .evaluation import Evaluation
 from .guards import (
     OffloadedWeights,
     StateAccess,
-    check_carried_out,
     check_device,
     check_disk_folder,
     refusing_access,
@@ -181,6 +180,9 @@ class Assembly:
         except BaseException:
             parts.undo.close()
             raise
+        # From here on weights are where the plan has them, and lanes may meet.
+        parts.held.placed.let_originals_go()
+        parts.lanes.meet()
         undo = ExitStack()
         undo.callback(world.leave)
         undo.push(parts.undo)
@@ -195,7 +197,6 @@ class Assembly:
     def _prepare(self) -> Prepared:
         """Check everything that can be checked before anything moves."""
         model, plan, workload, device = self.model, self.plan, self.workload, self.settings.device
-        check_carried_out(plan)
         check_ranks_on(plan, device.torch_device)
         check_runs_on(plan.optimizer, device.torch_device)
         check_unwrapped(model)
@@ -279,7 +280,9 @@ class Assembly:
         if device.ledger is not None:
             device.ledger.adopt(model.buffers(), Content.RESIDENT)
         store = self._store(undo, layout, schedule)
-        placed = PlacedModel(model, workload, layout, device, plan=plan, policy=policy, store=store)
+        world = self.settings.world
+        ranks = None if world is None else Collectives(world, world.control_group)
+        placed = PlacedModel(model, workload, layout, device, plan=plan, policy=policy, store=store, ranks=ranks)
         undo.callback(placed.move_out)
         if store is not None and self.settings.stated_disk is not None:
             store.check_speed(self.settings.stated_disk)

@@ -16,6 +16,7 @@ from ...shared.basics.errors import DeviceOutOfMemoryError, ScheduleError
 from ...shared.basics.units import format_bytes
 from ...shared.schema.schedule import Content, Lane, OuterSection, Schedule, Section, Task, TaskId, TaskKind
 from ...shared.verify.guaranteed_peak import guaranteed_device_peak
+from ..chunks.chunk import ChunkResidency
 from ..chunks.placed_model import PlacedModel
 from ..devices.device import TrainingDevice
 from ..devices.lanes import Span
@@ -65,10 +66,15 @@ class ComputeLane:
         """Of the running iteration and the next, whose tasks on other lanes are queued already."""
 
     def _offloads_by_source(self) -> dict[TaskId, list[Task]]:
-        """The offloads by the task that makes what they copy: the last compute task that they wait for."""
+        """The offloads by the task that makes what they copy: the last compute task that they wait for.
+
+        Gradients of parts that stay on the device leave their parameters too.
+        """
         found: dict[TaskId, list[Task]] = {}
         for task in self._schedule.tasks:
-            if task.kind in (TaskKind.GRADIENT_OFFLOAD, TaskKind.ACTIVATION_OFFLOAD):
+            of_chunk = task.chunk if task.kind is TaskKind.REDUCE_SCATTER else None
+            stays = of_chunk is not None and self._placed.chunks[of_chunk].residency is ChunkResidency.SHARDED
+            if stays or task.kind in (TaskKind.GRADIENT_OFFLOAD, TaskKind.ACTIVATION_OFFLOAD):
                 found.setdefault(self._source_of(task), []).append(task)
         return found
 

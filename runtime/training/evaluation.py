@@ -18,6 +18,7 @@ from torch import nn
 from ...shared.basics.errors import ScheduleError
 from ..chunks.chunk import ChunkState, DeviceChunk
 from ..chunks.row_lookups import LookedUpRows
+from ..chunks.sharded_chunk import ShardedChunk
 from ..devices.device import TrainingDevice
 from ..hooks.refusals import refuse_transforms
 from ..model.blocks import NamedBlock
@@ -142,6 +143,9 @@ class Evaluation:
                 self._gather(chunk)
 
     def _gather(self, chunk: DeviceChunk) -> None:
+        if isinstance(chunk, ShardedChunk):
+            chunk.bring()
+            return
         if self._device.runs_behind:
             chunk.make_room()
         if chunk.disk is None or not chunk.is_on_disk:

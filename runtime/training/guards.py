@@ -19,21 +19,12 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ...shared.basics.errors import PlanError, ScheduleError
 from ...shared.basics.units import format_bytes, format_enough_bytes
-from ...shared.schema.plan import ParallelMode, Plan
+from ...shared.schema.plan import Plan
 from ...shared.schema.schedule import Schedule
 from ...shared.verify.guaranteed_peak import guaranteed_device_peak
 from ..chunks.placed_model import PlacedModel
 from ..devices.chunk_file import check_folder
 from ..devices.device import TrainingDevice
-
-
-def check_carried_out(plan: Plan) -> None:
-    """Raise PlanError if the runtime cannot carry ``plan`` out yet."""
-    if plan.parallel is ParallelMode.SHARDED:
-        raise PlanError(
-            f"the plan is for parallel = {plan.parallel} (num_ranks = {plan.num_ranks}), which is simulated alone so "
-            f"far: nothing here holds chunks in parts. Carry out a plan with parallel = ddp or replicated."
-        )
 
 
 def refuse_with_ranks(plan: Plan, what: str) -> None:

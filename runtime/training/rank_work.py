@@ -7,11 +7,13 @@ from functools import partial
 
 import torch
 
-from ...shared.schema.schedule import Content, Task, TaskKind
+from ...shared.schema.schedule import Content, Lane, Schedule, Task, TaskId, TaskKind
 from ..chunks.chunk import DeviceChunk
 from ..chunks.placed_model import PlacedModel
+from ..chunks.sharded_chunk import ShardedChunk
 from ..devices.device import TrainingDevice
 from ..model.nested_tensors import storage_bytes
+from ..optimizers.gradient_norms import ClippedNorm
 from ..optimizers.non_finite import non_finite, refuse_of_ranks
 from ..ranks.collectives import Collectives
 
@@ -28,8 +30,22 @@ class RankWork:
         device: TrainingDevice,
         collectives: Collectives,
         outgoing: Outgoing,
+        clipped: MutableMapping[int, ClippedNorm],
+        *,
+        norm_task: TaskId | None,
     ) -> None:
-        """``outgoing`` has the gradients that leave."""
+        """``outgoing`` has the gradients that leave; ``clipped`` gets the norms of all gradients, by iteration.
+
+        ``norm_task`` adds up their parts, if ranks have parts of gradients.
+        """
+        self.norm_task = norm_task
+        self.squares: dict[int, torch.Tensor] = {}
+        """The sum of the squares of what this rank has of the gradients, by iteration: from the norm's task
+        (cpu_optim) to ``_share_norm`` (collective)."""
+        self.scattered: set[tuple[int, int, int]] = set()
+        """The keys of ``outgoing`` that have this rank's part of gradients, added up: from ``_scatter`` (collective)
+        to the offload (d2h)."""
+        self._clipped = clipped
         self._placed = placed
         self._device = device
         self._collectives = collectives
@@ -46,12 +62,17 @@ class RankWork:
 
     def work(self, task: Task, iteration: int) -> Callable[[], None]:
         """What the collective lane does for ``task``."""
-        assert task.kind is TaskKind.ALL_REDUCE
-        assert task.chunk is not None
+        if task.chunk is None:
+            return partial(self._share_norm, iteration)
         chunk = self._placed.chunks[task.chunk]
+        key = (iteration, task.micro_batch, task.chunk)
+        if isinstance(chunk, ShardedChunk):
+            if task.kind is TaskKind.ALL_GATHER:
+                return partial(chunk.exchange, self._collectives)
+            return partial(self._scatter, chunk, key)
         if chunk.is_persistent:
             return partial(self._average_staying, chunk, iteration)
-        return partial(self._average_leaving, chunk, (iteration, task.micro_batch, task.chunk))
+        return partial(self._average_leaving, chunk, key)
 
     def _average_staying(self, chunk: DeviceChunk, iteration: int) -> None:
         gradients = self._staying.pop((iteration, chunk.chunk.id))
@@ -74,11 +95,68 @@ class RankWork:
 
     def _average_leaving(self, chunk: DeviceChunk, key: tuple[int, int, int]) -> None:
         def count(made: list[torch.Tensor]) -> None:
-            if self._device.ledger is not None:
-                for gradient in made:
-                    self._device.ledger.allocate(storage_bytes([gradient]), "a gradient", Content.GRADIENTS)
+            self._allocate(storage_bytes(made), Content.GRADIENTS)
 
         self._average(chunk, self._outgoing[key], count)
+
+    def _scatter(self, chunk: ShardedChunk, key: tuple[int, int, int]) -> None:
+        """Add a chunk's gradients up over ranks; this one's part of the mean leaves, or stays on the device."""
+        gradients = self._outgoing[key]
+        missing = self._agree(chunk, gradients)
+        is_there = [gradient is not None or place in missing for place, gradient in enumerate(gradients)]
+        keeps = chunk.is_on_device
+        is_first = key[1] == 0
+        parts_bytes = 0 if keeps and is_first else chunk.part_gradient_bytes
+        flat_bytes = self._collectives.num_ranks * chunk.part_gradient_bytes
+        # Counted before anything is made: the budget may have no room.
+        self._allocate(flat_bytes, Content.FLAT_GRADIENTS)
+        try:
+            self._allocate(parts_bytes, Content.REDUCED_GRADIENTS)
+            try:
+                parts = chunk.kept_parts() if parts_bytes == 0 else chunk.parts()
+                self._add_up(chunk, gradients, parts)
+                if keeps:
+                    self._keep(chunk, parts, is_there, is_first=is_first)
+                    del self._outgoing[key]
+                else:
+                    self._outgoing[key] = chunk.pieces_of(parts, is_there)
+                    self.scattered.add(key)
+            finally:
+                if key not in self.scattered:
+                    self._free(parts_bytes, Content.REDUCED_GRADIENTS)
+        finally:
+            self._free(flat_bytes, Content.FLAT_GRADIENTS)
+
+    def _add_up(self, chunk: ShardedChunk, gradients: list[torch.Tensor | None], parts: Sequence[torch.Tensor]) -> None:
+        """Fill ``parts`` with this rank's of the means of ``gradients``, which go."""
+        flat = chunk.flattened(gradients)
+        size_bytes = storage_bytes(gradients)
+        gradients.clear()
+        self._free(size_bytes, Content.GRADIENTS)
+        for part, whole in zip(parts, flat, strict=True):
+            self._collectives.scatter(part, whole)
+
+    def _keep(
+        self, chunk: ShardedChunk, parts: Sequence[torch.Tensor], is_there: Sequence[bool], *, is_first: bool
+    ) -> None:
+        """Parts stay on the device: the first micro-batch's where they are, and later ones' added to them."""
+        if is_first:
+            chunk.present = chunk.presence(is_there)
+        else:
+            chunk.add_parts(parts, is_there)
+
+    def _share_norm(self, iteration: int) -> None:
+        squares = self.squares.pop(iteration)
+        self._collectives.add_up(squares)
+        self._clipped[iteration] = self._placed.clip_by(squares)
+
+    def _allocate(self, size_bytes: int, content: Content) -> None:
+        if self._device.ledger is not None:
+            self._device.ledger.allocate(size_bytes, "what ranks add up", content)
+
+    def _free(self, size_bytes: int, content: Content) -> None:
+        if self._device.ledger is not None:
+            self._device.ledger.free(size_bytes, content)
 
     def _average(
         self, chunk: DeviceChunk, gradients: list[torch.Tensor | None], count: Callable[[list[torch.Tensor]], None]
@@ -108,9 +186,30 @@ class RankWork:
     def forget(self) -> None:
         """Let go of what has not been averaged."""
         self._staying.clear()
+        self.squares.clear()
+        self.scattered.clear()
 
 
 def zeros_like(parameter: torch.Tensor) -> torch.Tensor:
     """Zeros with the shape, the strides and the element type of ``parameter``, which may be away."""
     made = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device=parameter.device)
     return made.zero_()
+
+
+def ahead_of(schedule: Schedule, iteration: int) -> list[tuple[int, TaskId]]:
+    """What lanes do before the compute lane begins ``iteration``, if all before it is done: (iteration, task).
+
+    They are queued up to the end of the next iteration.
+    """
+    found: dict[tuple[int, TaskId], None] = {}
+    is_open = dict.fromkeys(schedule.lanes, True)
+    for at in (iteration, iteration + 1):
+        for task in schedule.tasks:
+            is_done = all((at, other) in found for other in task.after)
+            if at > iteration:
+                is_done = is_done and all((at - 1, other) in found for other in task.after_previous)
+            if task.lane is Lane.COMPUTE or not is_open[task.lane] or not is_done:
+                is_open[task.lane] = False
+                continue
+            found[at, task.id] = None
+    return list(found)

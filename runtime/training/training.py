@@ -202,6 +202,7 @@ class Training:
         self._progress.check(Call.EVALUATE, self._compute.task_at_hand, "the model can be evaluated")
         self._offloaded_weights.check()
         self.synchronize()
+        self._lanes.settle(self._progress.iteration)
         with self._compute.changing_state(Call.EVALUATE):
             self._compute.suspend()
         try:
@@ -375,10 +376,13 @@ class Training:
         """
         if self._progress.phase is TrainingPhase.CLOSED:
             return
+        is_idle = self._progress.is_idle
         self._progress.advance(Call.CLOSE)
         with self._undo:
             if self._progress.failure is None:
                 self._lanes.drain(before=self._progress.iteration)
+                if is_idle:
+                    self._lanes.settle(self._progress.iteration)
             else:
                 # What has failed has been raised; the steps that were completed before are to be kept all the same.
                 self._finish_last_step()

@@ -23,7 +23,7 @@ from ..hooks.swapping import SwappedBlock
 from ..model.nested_tensors import storage_bytes
 from ..optimizers.gradient_norms import ClippedNorm
 from ..ranks.collectives import Collectives
-from .rank_work import RankWork
+from .rank_work import RankWork, ahead_of
 
 
 class TransferLanes:
@@ -49,7 +49,9 @@ class TransferLanes:
         self._placed = placed
         self._device = device
         self._swapping = swapping
-        self._norm_task = next((task.id for task in schedule.tasks if task.kind is TaskKind.GRADIENT_NORM), None)
+        norms = [t.id for t in schedule.tasks if t.kind is TaskKind.GRADIENT_NORM or _is_of_norm(t)]
+        self._norm_task = norms[-1] if norms else None
+        """The task after which the norm is known."""
         self._memory = memory_events(schedule) if device.runs_behind else None
         # Keys name an iteration, since lanes are queued up to the end of the next one, and a micro-batch, since the
         # copy of one micro-batch's gradients may still be queued when the next one's are sent.  Each dict has one
@@ -86,7 +88,17 @@ class TransferLanes:
         self._ranks = None
         """What the ranks do together; None: there is one."""
         if collectives is not None:
-            self._ranks = RankWork(placed, device, collectives, self._outgoing)
+            has_parts = self._norm_task is not None and _is_of_norm(self._tasks[self._norm_task])
+            self._ranks = RankWork(
+                placed,
+                device,
+                collectives,
+                self._outgoing,
+                self._clipped,
+                norm_task=self._norm_task if has_parts else None,
+            )
+        self._meeting = Mark()
+        """Set when all ranks have begun: a lane that waited for a rank that never came could not be stopped."""
         self._lanes: dict[Lane, WorkerLane] = {}
         self._first = 0
         """The iteration that begins with idle lanes and every chunk away: marks of the one before were never made, and
@@ -111,6 +123,10 @@ class TransferLanes:
         except BaseException:
             self.close()
             raise
+
+    def meet(self) -> None:
+        """All ranks have begun: they may do things together."""
+        self._meeting.set()
 
     # -- marks -------------------------------------------------------------------------------------------------------
 
@@ -149,6 +165,18 @@ class TransferLanes:
                 self._device.synchronize_event(mark.wait())
         # No lane waits for the step on the device.
         self._device.synchronize()
+
+    def settle(self, iteration: int) -> None:
+        """Wait until ranks have done together what they do ahead of ``iteration``, which has not begun.
+
+        All ranks do the same tasks ahead.  One that stopped its lanes before some of these would leave the others
+        waiting in them.  Raises what a task raised.
+        """
+        if self._ranks is None:
+            return
+        for at, task in ahead_of(self._schedule, iteration):
+            if self._tasks[task].lane is Lane.COLLECTIVE:
+                self.mark(at, task).wait()
 
     def wait_for_steps(self, iteration: int) -> None:
         """Wait until CPU Adam of ``iteration`` has run, and what it has stepped is written, as far as it can.
@@ -209,6 +237,8 @@ class TransferLanes:
         for task in self._tasks:
             if task.lane is not Lane.COMPUTE:
                 waits = self.marks_before(task, iteration)
+                if task.lane is Lane.COLLECTIVE and not self._meeting.is_set:
+                    waits.append(self._meeting)
                 spans[task.id] = self._lanes[task.lane].submit(
                     self._work(task, iteration), waits, self.mark(iteration, task.id)
                 )
@@ -313,13 +343,13 @@ class TransferLanes:
             chunk.gather(chunk.disk.on_its_way(slot))
         else:
             chunk.gather()
-        self.bytes_host_to_device += chunk.chunk.size_bytes
+        self.bytes_host_to_device += chunk.copied_bytes
         self.num_gathers += 1
 
     def _offload(self, chunk: DeviceChunk, iteration: int, task: Task) -> None:
         micro_batch = task.micro_batch
         gradients = self._outgoing.pop((iteration, micro_batch, chunk.chunk.id))
-        size_bytes = storage_bytes(gradients)
+        size_bytes = chunk.leaving_bytes(gradients)
         if self._memory is not None:
             # Before the copies are queued: afterwards it would be too late for the first of them.
             self._held[iteration, task.id] = list(gradients)
@@ -327,7 +357,9 @@ class TransferLanes:
             present = chunk.stage_gradients(gradients, is_first=micro_batch == 0)
         finally:
             gradients.clear()
-            self._free(size_bytes)
+            self._free(size_bytes, chunk.leaving_content)
+            if self._ranks is not None:
+                self._ranks.scattered.discard((iteration, micro_batch, chunk.chunk.id))
         if micro_batch == 0 and not chunk.widens:
             self._present[iteration, chunk.chunk.id] = present
         else:
@@ -366,7 +398,10 @@ class TransferLanes:
         # All offloads of this iteration have ended, and none of the next can begin before the step on the device, which
         # waits for this task: nobody changes the dict while it is read.
         present = {chunk: there for (of, chunk), there in self._present.items() if of == iteration}
-        self._clipped[iteration] = self._placed.clip(present)
+        if self._ranks is not None and self._ranks.norm_task is not None:
+            self._ranks.squares[iteration] = self._placed.own_squares(present)
+        else:
+            self._clipped[iteration] = self._placed.clip(present)
 
     def _cpu_adam(self, chunk: DeviceChunk, iteration: int) -> None:
         present = self._present.pop((iteration, chunk.chunk.id))
@@ -393,7 +428,7 @@ class TransferLanes:
         """Let the threads end by themselves, without waiting: for whoever cannot know which thread it is on."""
         for lane in self._lanes.values():
             lane.cancel()
-        for mark in list(self._marks.values()):
+        for mark in (self._meeting, *self._marks.values()):
             mark.fail(Cancelled("training was dropped"))
         for lane in self._lanes.values():
             lane.let_end()
@@ -402,7 +437,7 @@ class TransferLanes:
         """Let the running tasks end, give up the others, end the threads, and forget every iteration.  Idempotent."""
         for lane in self._lanes.values():
             lane.cancel()
-        for mark in list(self._marks.values()):
+        for mark in (self._meeting, *self._marks.values()):
             mark.fail(Cancelled("training has stopped"))
         for lane in self._lanes.values():
             lane.close()
@@ -417,8 +452,12 @@ class TransferLanes:
             self._forget_all()
 
     def _forget_all(self) -> None:
-        for gradients in self._outgoing.values():
-            self._free(storage_bytes(gradients))
+        for key, gradients in self._outgoing.items():
+            if self._ranks is None or key not in self._ranks.scattered:
+                self._free(storage_bytes(gradients))
+            else:
+                chunk = self._placed.chunks[key[2]]
+                self._free(chunk.leaving_bytes(gradients), chunk.leaving_content)
         for rows in self._outgoing_rows.values():
             self._free(storage_bytes(one.values for one in rows))
         for block in self._swapping.values():
@@ -436,9 +475,14 @@ class TransferLanes:
         self._present.clear()
         self._clipped.clear()
 
-    def _free(self, size_bytes: int) -> None:
+    def _free(self, size_bytes: int, content: Content = Content.GRADIENTS) -> None:
         if self._device.ledger is not None:
-            self._device.ledger.free(size_bytes, Content.GRADIENTS)
+            self._device.ledger.free(size_bytes, content)
+
+
+def _is_of_norm(task: Task) -> bool:
+    """Whether it adds up the parts of the norm over ranks."""
+    return task.kind is TaskKind.ALL_REDUCE and task.chunk is None
 
 
 def _labelled(name: str, work: Callable[[], None]) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+import hashlib
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -14,11 +17,19 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from protwin.runtime import CpuDevice, Training, carry_out
+from protwin.runtime.chunks.chunk import DeviceChunk
+from protwin.runtime.chunks.placed_model import PlacedModel
+from protwin.runtime.chunks.sharded_chunk import ShardedChunk
+from protwin.runtime.model.nested_tensors import storage_bytes
+from protwin.runtime.optimizers.gradient_norms import ClippedNorm
 from protwin.shared.compile.compile import compile_schedule
 from protwin.shared.layout.layout import build_layout
 from protwin.shared.layout.residencies import ChunkResidency, residencies
-from protwin.shared.schema.plan import Plan
+from protwin.shared.schema.plan import ParallelMode, Plan
+from protwin.shared.schema.schedule import Content, Memory
 from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
+from tests.runtime.accounts import error_frac
+from tests.runtime.eager_lanes import WATCHED, eager_peak, settled_lanes
 from tests.runtime.models import (
     SEED,
     Batch,
@@ -27,8 +38,13 @@ from tests.runtime.models import (
     Masters,
     cases,
     differences,
+    held,
+    llama,
+    one_group,
     point_batches,
     snapshot,
+    three_groups,
+    token_batches,
     uncached,
 )
 
@@ -71,7 +87,11 @@ def start(rank: int) -> None:
 def all_cases(num_batches: int) -> dict[str, Case]:
     """Those of one rank, and one whose ranks use other parameters."""
     gated = Case(_gated_model, point_batches(num_batches), has_loss=False)
-    return {**cases(num_batches), "gated": gated}
+    # No parameter of it leaves room behind itself in a chunk: a rank's part has no padding.
+    wide = Case(
+        lambda: llama(hidden_size=64, intermediate_size=128, num_layers=3), token_batches(num_batches), three_groups
+    )
+    return {**cases(num_batches), "gated": gated, "llama, 64 wide": wide}
 
 
 def prepare(model: nn.Module, rank: int) -> nn.Module:
@@ -117,6 +137,17 @@ class ByHand(nn.Module):
             self._sums = {}
 
 
+def limited(model: nn.Module, max_norm: float, *, is_wide: bool) -> float:
+    """Limit the norm of all gradients, as torch does; ``is_wide``: taken in float64, as ranks with parts add it up."""
+    parameters = [p for p in model.parameters() if p.grad is not None]
+    if not is_wide:
+        return float(nn.utils.clip_grad_norm_(parameters, max_norm))
+    norm = torch.cat([p.grad.double().flatten() for p in parameters]).norm().float()
+    for parameter in parameters:
+        parameter.grad.mul_(torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+    return float(norm)
+
+
 def averaged(parameter: nn.Parameter) -> torch.Tensor | None:
     gradient = parameter.grad
     is_there = torch.tensor(float(gradient is not None))
@@ -136,13 +167,15 @@ def reference(name: str, rank: int, plan: Plan, num_batches: int) -> Reference:
     """With one micro-batch DDP itself; else ``ByHand``."""
     case = all_cases(num_batches)[name]
     leaving = leaving_names(case, plan) if plan.micro_batches > 1 else frozenset()
-    key = (name, plan.micro_batches, plan.max_gradient_norm, leaving)
+    is_wide = plan.parallel is ParallelMode.SHARDED and has_parts(case, plan)
+    key = (name, plan.micro_batches, plan.max_gradient_norm, leaving, is_wide)
     if key not in _references:
-        _references[key] = _trained(case, rank, plan.micro_batches, plan.max_gradient_norm, leaving)
+        _references[key] = _trained(case, rank, plan, leaving, is_wide=is_wide)
     return _references[key]
 
 
-def _trained(case: Case, rank: int, micro_batches: int, max_norm: float | None, leaving: frozenset[str]) -> Reference:
+def _trained(case: Case, rank: int, plan: Plan, leaving: frozenset[str], *, is_wide: bool) -> Reference:
+    micro_batches, max_norm = plan.micro_batches, plan.max_gradient_norm
     model = prepare(uncached(case.build()), rank)
     masters = Masters(model)
     optimizer = case.make_optimizer(masters.groups(case.groups(model)))
@@ -165,7 +198,7 @@ def _trained(case: Case, rank: int, micro_batches: int, max_norm: float | None, 
             if by_hand is not None:
                 by_hand.end_micro_batch(is_last=number == micro_batches - 1)
         if max_norm is not None:
-            norms.append(nn.utils.clip_grad_norm_(model.parameters(), max_norm).item())
+            norms.append(limited(model, max_norm, is_wide=is_wide))
         masters.take_gradients()
         optimizer.step()
         optimizer.zero_grad()
@@ -185,6 +218,12 @@ def leaving_names(case: Case, plan: Plan) -> frozenset[str]:
         if found[chunk.id] is not ChunkResidency.PERSISTENT
         for placed in chunk.parameters
     )
+
+
+def has_parts(case: Case, plan: Plan) -> bool:
+    """Whether ranks have parts of gradients."""
+    names = leaving_names(case, plan)
+    return any(parameter.trainable and parameter.name in names for parameter in case.workload.parameters)
 
 
 @dataclass(frozen=True)
@@ -246,12 +285,129 @@ def run(
     ) as training:
         torch.manual_seed(SEED + rank)
         for batches in batches_of(case, rank, plan.num_ranks, plan.micro_batches):
-            for batch in batches:
-                held = batch if case.has_loss else {key: value.clone() for key, value in batch.items()}
-                loss = case.loss(model, held)
+            for batch in held(case, batches):
+                loss = case.loss(model, batch)
                 loss.backward()
                 losses.append(loss.item())
             training.step()
         if within is not None:
             within(training)
     return training, losses
+
+
+def peak_error(rank: int, name: str, plan: Plan, num_batches: int) -> tuple[float, int, int]:
+    """How far the peak with settled lanes is outside the schedule's account, as a part of it; what the host holds.
+
+    The latter is bytes of the tensors that chunks have on the host, and what the schedule says of them.
+    """
+    start(rank)
+    case = all_cases(num_batches)[name]
+    schedule = compile_schedule(plan, case.workload)
+    model, device = prepare(case.build(), rank), CpuDevice()
+    with carry_out(
+        model, plan, case.workload, optimizer=case.make_optimizer, parameter_groups=case.groups(model), device=device
+    ) as training:
+        with settled_lanes(training):
+            for batches in batches_of(case, rank, plan.num_ranks, plan.micro_batches)[:WATCHED]:
+                for batch in held(case, batches):
+                    case.loss(model, batch).backward()
+                training.step()
+        peak_bytes = training.peak_device_bytes
+        host_bytes = host_bytes_of(training)
+    del model, training, batch
+    gc.collect()
+    assert device.ledger.named_bytes == device.ledger.watched_bytes == 0
+    said_bytes = schedule.static_bytes(Memory.HOST) + schedule.static_bytes(Memory.PINNED_HOST)
+    said_bytes -= sum(b.size_bytes for b in schedule.buffers if b.is_static and b.content is Content.SWAPPED)
+    return error_frac(peak_bytes, eager_peak(schedule)), host_bytes, said_bytes
+
+
+def host_bytes_of(training: Training) -> int:
+    """Of weights, masters, optimizer state and gradients."""
+    placed = training._placed
+    found = [tensor for chunk in placed.chunks for tensor in host_tensors(chunk)]
+    for optimizer in placed._host_optimizers.values():
+        found += [tensor for tensor in optimizer.state_tensors() if tensor.dim()]
+        found += optimizer.weights
+    return storage_bytes(found)
+
+
+def host_tensors(chunk: DeviceChunk) -> list[torch.Tensor]:
+    """What a chunk holds on the host."""
+    if not isinstance(chunk, ShardedChunk):
+        return [t for t in (chunk._home, chunk._staging, chunk._arrivals) if t is not None]
+    if chunk.is_on_device:
+        return []
+    return [*(region.home for region in chunk._regions), *chunk._sums, *chunk._arrivals_of_regions]
+
+
+def one_step(rank: int, name: str, plan: Plan, num_batches: int) -> float:
+    """The worst distance of a weight from plain SGD's with the mean in float64, in units of its rounding.
+
+    The sum of n gradients, its product and the step each round: n + 2 times half a unit in the last place.
+    """
+    start(rank)
+    case = replace(all_cases(num_batches)[name], make_optimizer=partial(torch.optim.SGD, lr=_RATE), groups=one_group)
+    plain = prepare(uncached(case.build()), rank)
+    torch.manual_seed(SEED + rank)
+    (batch,) = batches_of(case, rank, plan.num_ranks, 1)[0]
+    case.loss(plain, batch).backward()
+    model = prepare(case.build(), rank)
+    with carry_out(
+        model, plan, case.workload, optimizer=case.make_optimizer, parameter_groups=case.groups(model)
+    ) as training:
+        torch.manual_seed(SEED + rank)
+        case.loss(model, batch).backward()
+        training.step()
+    worst = 0.0
+    for own, parameter in zip(model.parameters(), plain.parameters(), strict=True):
+        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        mean, size = gradient.double() / plan.num_ranks, gradient.double().abs() / plan.num_ranks
+        dist.all_reduce(mean)
+        dist.all_reduce(size)
+        if not parameter.requires_grad:
+            mean.zero_()
+        eps = torch.finfo(parameter.dtype).eps
+        bound = _RATE * (plan.num_ranks + 2) * eps * size + eps * parameter.detach().double().abs() + 1e-30
+        gap = (own.detach().double() - (parameter.detach().double() - _RATE * mean)).abs()
+        worst = max(worst, float((gap / bound).max()))
+    return worst
+
+
+_RATE = 0.5
+
+
+def weights_hash(rank: int, name: str, plan: Plan, num_batches: int) -> str:
+    """Of all weights after training."""
+    start(rank)
+    case = all_cases(num_batches)[name]
+    model = prepare(case.build(), rank)
+    run(case, model, plan, rank, CpuDevice())
+    digest = hashlib.sha256()
+    for parameter in model.parameters():
+        digest.update(parameter.detach().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def norms(rank: int, name: str, plan: Plan, num_batches: int) -> tuple[float, float, int]:
+    """The norm of the first step's gradients, as ranks add it up and as torch takes it, and of how many scalars."""
+    start(rank)
+    case = all_cases(num_batches)[name]
+    found: list[float] = []
+    clip_by = PlacedModel.clip_by
+
+    def noting(self: PlacedModel, squares: torch.Tensor) -> ClippedNorm:
+        clipped = clip_by(self, squares)
+        found.append(float(clipped.norm))
+        return clipped
+
+    with mock.patch.object(PlacedModel, "clip_by", noting):
+        run(case, prepare(case.build(), rank), plan, rank, CpuDevice())
+    model = prepare(uncached(case.build()), rank)
+    torch.manual_seed(SEED + rank)
+    (batch,) = batches_of(case, rank, plan.num_ranks, 1)[0]
+    case.loss(model, batch).backward()
+    for parameter in model.parameters():
+        parameter.grad = averaged(parameter)
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    return found[0], float(norm), sum(p.numel() for p in model.parameters())

@@ -1,7 +1,8 @@
 """Plans for two ranks give the bits of DistributedDataParallel, whatever stays, leaves, swaps or is recomputed.
 
 With several micro-batches gradients that leave are averaged in each of them, as FSDP does, and those that stay in the
-last, as DDP does: the reference is written out by hand.
+last, as DDP does: the reference is written out by hand.  Ranks that have parts of gradients take their norm in float64,
+and so does the reference; ``test_memory_of_ranks`` lays that norm beside torch's.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ NAMES = (
     "hand-written, unused parameters",
     "gated",
 )
-MODES = (ParallelMode.DDP, ParallelMode.REPLICATED)
+MODES = (ParallelMode.DDP, ParallelMode.REPLICATED, ParallelMode.SHARDED)
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +45,7 @@ def plan_for(workload: Workload, parallel: ParallelMode, seed: int, num_ranks: i
     chunk_bytes = random.choice((3_000, 9_000, 20_000))
     layout = build_layout(workload.parameters, num_blocks=workload.num_blocks, chunk_bytes=chunk_bytes)
     num_chunks = len(layout.chunks)
-    n_persist = num_chunks if parallel is ParallelMode.DDP else random.randrange(num_chunks // 2)
+    n_persist = num_chunks if parallel is ParallelMode.DDP else random.randrange(num_chunks // 3)
     others = random.randrange(num_chunks - n_persist) // 2 if n_persist < num_chunks else 0
     kept = n_persist + (others if parallel is ParallelMode.REPLICATED else 0)
     n_swap = random.randrange(workload.num_blocks + 1)
@@ -68,14 +69,12 @@ def plan_for(workload: Workload, parallel: ParallelMode, seed: int, num_ranks: i
 @pytest.mark.parametrize("parallel", MODES)
 @pytest.mark.parametrize("name", NAMES)
 def test_two_ranks_give_the_bits_of_ddp(name: str, parallel: ParallelMode, ranks: Ranks) -> None:
-    workload = all_cases(NUM_BATCHES)[name].workload
-    for seed in range(2 * NAMES.index(name), 2 * NAMES.index(name) + 2):
-        plan = plan_for(workload, parallel, seed)
-        for found in ranks.run(train, name, plan, NUM_BATCHES):
-            assert found.losses == found.expected_losses, plan
-            assert not found.different, plan
-            assert found.peak_bytes <= found.guaranteed_bytes
-            assert (found.num_cpu_adam_steps > 0) == (parallel is not ParallelMode.DDP)
+    plan = plan_for(all_cases(NUM_BATCHES)[name].workload, parallel, NAMES.index(name) + MODES.index(parallel))
+    for found in ranks.run(train, name, plan, NUM_BATCHES):
+        assert found.losses == found.expected_losses, plan
+        assert not found.different, plan
+        assert found.peak_bytes <= found.guaranteed_bytes
+        assert (found.num_cpu_adam_steps > 0) == (parallel is not ParallelMode.DDP)
 
 
 @pytest.mark.parametrize(("variant", "name", "parallel", "seed"), VARIANTS)

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Final
 from unittest import mock
 
 import torch
 
+from protwin.runtime.chunks.placed_model import PlacedModel
+from protwin.runtime.chunks.sharded_chunk import ShardedChunk
+from protwin.runtime.devices.lanes import Mark
 from protwin.runtime.ranks.collectives import Collectives
 from protwin.runtime.training.compute_lane import ComputeLane
 from protwin.runtime.training.rank_work import RankWork
+from protwin.runtime.training.transfer_lanes import TransferLanes
 from protwin.shared.schema.plan import ParallelMode, Plan
-from protwin.shared.schema.schedule import Task
+from protwin.shared.schema.schedule import Task, TaskKind
 from tests.runtime.ranks.beside_ddp import Found, averaged, train
 
 
@@ -88,18 +94,65 @@ def _added_up_alone() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def _shards_off_by_one() -> Iterator[None]:
+    """Gradients are laid flat one scalar behind the parameters that they are of."""
+    flattened = ShardedChunk.flattened
+
+    def shifted(self: ShardedChunk, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+        return [whole.roll(1) for whole in flattened(self, gradients)]
+
+    with mock.patch.object(ShardedChunk, "flattened", shifted):
+        yield
+
+
+@contextmanager
+def _gathered_before_the_step() -> Iterator[None]:
+    """A gather does not wait for the step that writes what it reads; steps take their time."""
+    marks_before, step_on_host = TransferLanes.marks_before, PlacedModel.step_on_host
+
+    def hasty(self: TransferLanes, task: Task, iteration: int) -> list[Mark]:
+        if task.kind is TaskKind.GATHER:
+            steps = {other.id for other in self._tasks if other.kind is TaskKind.CPU_ADAM}
+            task = replace(task, after_previous=tuple(t for t in task.after_previous if t not in steps))
+        return marks_before(self, task, iteration)
+
+    def slow(self: PlacedModel, *args: Any, **options: Any) -> None:
+        time.sleep(0.05)
+        step_on_host(self, *args, **options)
+
+    with (
+        mock.patch.object(TransferLanes, "marks_before", hasty),
+        mock.patch.object(PlacedModel, "step_on_host", slow),
+    ):
+        yield
+
+
+@contextmanager
+def _norm_of_one_rank() -> Iterator[None]:
+    """Each rank limits the norm of its own parts."""
+    with mock.patch.object(Collectives, "add_up", return_value=None):
+        yield
+
+
 _WRONG: Final[Mapping[str, Callable[[], Any]]] = {
     "mean of unequal parts": _mean_of_those_that_have_one,
     "reduced too early": _reduced_before_the_last_micro_batch,
     "left too early": _left_before_it_was_averaged,
     "sum": _added_up_alone,
+    "off by one": _shards_off_by_one,
+    "gathered too early": _gathered_before_the_step,
+    "norm of one rank": _norm_of_one_rank,
 }
 VARIANTS: Final = (
     ("mean of unequal parts", "gated", ParallelMode.DDP, 0),
     ("mean of unequal parts", "gated", ParallelMode.REPLICATED, 0),
     ("reduced too early", "gated", ParallelMode.DDP, 1),
     ("left too early", "gated", ParallelMode.REPLICATED, 0),
-    ("sum", "gated", ParallelMode.DDP, 3),
+    ("sum", "gated", ParallelMode.DDP, 0),
+    ("off by one", "gated", ParallelMode.SHARDED, 2),
+    ("gathered too early", "gated", ParallelMode.SHARDED, 3),
+    ("norm of one rank", "gated", ParallelMode.SHARDED, 0),
 )
 """Variant, model, mode and seed of a plan that shows it."""
 
