@@ -169,6 +169,11 @@ class PlacedModel:
             if isinstance(chunk, ShardedChunk):
                 chunk.let_originals_go()
 
+    def separate(self) -> None:
+        """Other ranks are asked for nothing any more: weights that are in parts are lost."""
+        if self._ranks is not None:
+            self._ranks.close()
+
     def _staying_parameters(
         self, parameters: Mapping[str, nn.Parameter], workload: Workload
     ) -> dict[Section, list[nn.Parameter]]:

@@ -10,12 +10,15 @@ say any more where they came from.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 
+from ...shared.basics.errors import RanksError
 from ..model.strides import copy_strided, in_memory_order
 from .world import World
 
@@ -27,9 +30,13 @@ _REDUCE_SCATTER: Final = getattr(dist, "reduce_scatter_single", None) or dist.re
 
 
 class Collectives:
-    """The collectives of one group of all ranks; one thread at a time uses them, on all ranks in the same order."""
+    """The collectives of one group of all ranks; one thread at a time uses them, on all ranks in the same order.
+
+    Each raises RanksError if a rank has failed, is gone or does not come in time, with what the first of them has said.
+    """
 
     def __init__(self, world: World, group: dist.ProcessGroup) -> None:
+        self.world = world
         self.rank = world.rank
         self.num_ranks = world.num_ranks
         self._group: dist.ProcessGroup | None = group
@@ -45,7 +52,7 @@ class Collectives:
             for there, finite in zip(is_present, is_finite, strict=True)
         ]
         shared = torch.tensor(codes, dtype=torch.int32)
-        dist.all_reduce(shared, op=dist.ReduceOp.MAX, group=self._group)
+        self._together(lambda group: dist.all_reduce(shared, op=dist.ReduceOp.MAX, group=group))
         found = shared.tolist()
         ranks = [PRESENT + self.num_ranks - code if code > PRESENT else None for code in found]
         return [code != ABSENT for code in found], ranks
@@ -60,14 +67,14 @@ class Collectives:
             gradient if gradient.stride() == like.stride() else copy_strided(gradient, like)
             for gradient, like in gradients
         ]
-        # One by one, so that the order of additions depends on no layout: any plan gives the same bits.
-        works = [
-            dist.all_reduce(in_memory_order(tensor), group=self._group, async_op=True)
-            for tensor in ordered
-            if tensor.numel()
-        ]
-        for work in works:
-            work.wait()
+        flat = [in_memory_order(tensor) for tensor in ordered if tensor.numel()]
+
+        def add_up(group: dist.ProcessGroup) -> None:
+            # One by one, so that the order of additions depends on no layout: any plan gives the same bits.
+            for work in [dist.all_reduce(tensor, group=group, async_op=True) for tensor in flat]:
+                work.wait()
+
+        self._together(add_up)
         for (gradient, _), summed in zip(gradients, ordered, strict=True):
             summed.mul_(1 / self.num_ranks)
             if summed is not gradient:
@@ -76,17 +83,29 @@ class Collectives:
     def gather(self, whole: torch.Tensor, part: torch.Tensor) -> None:
         """The parts of all ranks, in their order, fill ``whole`` (n,); this one's may lie at its place there."""
         if whole.numel():
-            _ALL_GATHER(whole, part, group=self._group)
+            self._together(lambda group: _ALL_GATHER(whole, part, group=group))
 
     def scatter(self, part: torch.Tensor, whole: torch.Tensor) -> None:
         """The mean of ``whole`` (n,) over all ranks; each has its ``part`` of it."""
         if whole.numel():
-            _REDUCE_SCATTER(part, whole, group=self._group)
+            self._together(lambda group: _REDUCE_SCATTER(part, whole, group=group))
             part.mul_(1 / self.num_ranks)
 
     def add_up(self, value: torch.Tensor) -> None:
         """The sum over all ranks takes the place of ``value``."""
-        dist.all_reduce(value, group=self._group)
+        self._together(lambda group: dist.all_reduce(value, group=group))
+
+    def _together(self, collective: Callable[[dist.ProcessGroup], Any]) -> None:
+        if self._group is None:
+            raise RanksError(_SEPARATED)
+        try:
+            collective(self._group)
+        except RuntimeError as error:
+            said = str(error)
+        else:
+            return
+        # Not within the handler: the error holds frames, and these the group, which could not be closed for others.
+        raise RanksError(first_failure(self.world) or f"{_GONE} ({said.splitlines()[0]}). See what its process says.")
 
     @property
     def is_closed(self) -> bool:
@@ -96,3 +115,28 @@ class Collectives:
     def close(self) -> None:
         """Let go of the group.  Idempotent."""
         self._group = None
+
+
+_SEPARATED: Final = "the ranks were separated, because training has failed on one of them. Start all of them again."
+_GONE: Final = "another rank has ended without a word, or did not come in time"
+_FAILURE: Final = "failure"
+_PATIENCE: Final = timedelta(seconds=5)
+
+
+def tell_failure(world: World, error: BaseException) -> None:
+    """Let the other ranks know what has ended training here; the first rank's word stands."""
+    if isinstance(error, RanksError):
+        # It was another rank's.
+        return
+    with suppress(RuntimeError):
+        world.store.compare_set(_FAILURE, "", f"rank {world.rank}: {type(error).__name__}: {error}")
+
+
+def first_failure(world: World) -> str | None:
+    """What the first rank that has failed has said; None if none has within moments."""
+    try:
+        world.store.wait([_FAILURE], _PATIENCE)
+        return f"training was ended by {world.store.get(_FAILURE).decode()}"
+    except RuntimeError:
+        # Nothing was said, or whoever keeps what is said is gone.
+        return None

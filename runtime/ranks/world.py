@@ -57,9 +57,16 @@ class World:
 
     def leave(self) -> None:
         """Close the groups; the default one goes with the last world if it was made here.  Others' collectives fail."""
-        for group in (self.lane_group, self.control_group):
-            dist.destroy_process_group(group)
+        self.forget_groups()
         _OPEN.leave()
+
+    def forget_groups(self) -> None:
+        """Close both groups: collectives of other ranks in them fail as soon as nobody here holds them.  Idempotent."""
+        for name in ("lane_group", "control_group"):
+            # gloo closes a group when the last reference to it goes, this one among them.
+            group = self.__dict__.pop(name, None)
+            if group is not None:
+                dist.destroy_process_group(group)
 
 
 class _OpenWorlds:

@@ -20,7 +20,7 @@ from ...shared.layout.residencies import chunk_counts
 from ...shared.layout.shards import stepped_members
 from ...shared.optimizers.state import state_tensors
 from ...shared.schema.hardware import Disk
-from ...shared.schema.plan import Plan
+from ...shared.schema.plan import ParallelMode, Plan
 from ...shared.schema.schedule import Content, Schedule, TaskKind
 from ...shared.schema.workload import Workload
 from ...shared.verify.verify import verify_schedule
@@ -87,6 +87,11 @@ class TrainingSettings:
                 f"keep_last_step keeps what CPU Adam overwrites in host memory, but the plan has n_disk_state = "
                 f"{plan.n_disk_state} chunks on the disk because they do not fit there. Leave keep_last_step out, or "
                 f"carry out a plan with n_disk_state = 0."
+            )
+        if self.loss_scaling is not None and plan.parallel is ParallelMode.SHARDED:
+            raise PlanError(
+                "loss_scaling with parallel = sharded: ranks with parts of gradients do not tell each other of "
+                "overflows so far. Train in bfloat16 without it, or carry out a plan with parallel = ddp or replicated."
             )
         if isinstance(self.optimizer, torch.optim.Optimizer):
             raise PlanError(

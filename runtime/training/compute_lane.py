@@ -222,6 +222,7 @@ class ComputeLane:
                 f"PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before torch starts)."
             )
         self._progress.fail(error)
+        self._lanes.separate(error)
 
     # -- giving an iteration up --------------------------------------------------------------------------------------
 

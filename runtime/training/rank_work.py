@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, MutableMapping, Sequence
 from functools import partial
 
@@ -12,10 +13,11 @@ from ..chunks.chunk import DeviceChunk
 from ..chunks.placed_model import PlacedModel
 from ..chunks.sharded_chunk import ShardedChunk
 from ..devices.device import TrainingDevice
+from ..devices.lanes import WorkerLane
 from ..model.nested_tensors import storage_bytes
 from ..optimizers.gradient_norms import ClippedNorm
 from ..optimizers.non_finite import non_finite, refuse_of_ranks
-from ..ranks.collectives import Collectives
+from ..ranks.collectives import Collectives, tell_failure
 
 Outgoing = MutableMapping[tuple[int, int, int], list[torch.Tensor | None]]
 """Gradients that have left their parameters, by iteration, micro-batch and chunk."""
@@ -46,6 +48,8 @@ class RankWork:
         """The keys of ``outgoing`` that have this rank's part of gradients, added up: from ``_scatter`` (collective)
         to the offload (d2h)."""
         self._clipped = clipped
+        self._leaving: threading.Thread | None = None
+        """Closes groups when the lane is out of them."""
         self._placed = placed
         self._device = device
         self._collectives = collectives
@@ -73,6 +77,22 @@ class RankWork:
         if chunk.is_persistent:
             return partial(self._average_staying, chunk, iteration)
         return partial(self._average_leaving, chunk, key)
+
+    def separate(self, error: BaseException, lane: WorkerLane | None) -> None:
+        """No rank is to wait for this one any more: ``error`` has ended training here, and ``lane`` was cancelled.
+
+        A group is closed when its thread is out of it: until then others may still be served.
+        """
+        tell_failure(self._collectives.world, error)
+        self._placed.separate()
+        self._leaving = threading.Thread(target=self._leave, args=(lane,), name="protwin-leaving", daemon=True)
+        self._leaving.start()
+
+    def _leave(self, lane: WorkerLane | None) -> None:
+        if lane is not None:
+            lane.close()
+        self._collectives.close()
+        self._collectives.world.forget_groups()
 
     def _average_staying(self, chunk: DeviceChunk, iteration: int) -> None:
         gradients = self._staying.pop((iteration, chunk.chunk.id))
@@ -184,7 +204,9 @@ class RankWork:
         return [place for place, there in enumerate(is_anywhere) if there and gradients[place] is None]
 
     def forget(self) -> None:
-        """Let go of what has not been averaged."""
+        """Let go of what has not been averaged; the lane has ended.  Where ranks part, wait until this one has left."""
+        if self._leaving is not None:
+            self._leaving.join()
         self._staying.clear()
         self.squares.clear()
         self.scattered.clear()

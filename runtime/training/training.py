@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from ...shared.basics.errors import PlanError, ScheduleError
-from ...shared.schema.plan import Plan
+from ...shared.schema.plan import ParallelMode, Plan
 from ...shared.schema.record import Record
 from ...shared.schema.schedule import TaskKind
 from ...shared.schema.workload import Workload
@@ -196,7 +196,8 @@ class Training:
         Every block's chunks come to the device when it runs and go after it; nothing else is there besides the
         persistent ones.  Gradients are off; ``model.eval()`` and ``model.train()`` are the caller's, as in a plain
         loop.  Steps of the iterations before are completed first, and training goes on as if nothing had been in
-        between, but for what forward itself changes (random states, running statistics in training mode).  Raises
+        between, but for what forward itself changes (random states, running statistics in training mode).  Ranks that
+        have parts of weights evaluate together: all of them, equally often, in the same order.  Raises
         ScheduleError between a forward and its step, or within another evaluation.
         """
         self._progress.check(Call.EVALUATE, self._compute.task_at_hand, "the model can be evaluated")
@@ -218,6 +219,7 @@ class Training:
         """What ``model.state_dict()`` holds, in copies on the host; tied weights are one tensor.
 
         To be called between step() and the next forward; changes nothing that follows, and needs no device memory.
+        Ranks that have parts of weights read them from each other: all of them have to call it, and each gets it whole.
         ``load_state_dict`` of another model takes it, and ``save_pretrained(folder, state_dict=...)`` of transformers.
         """
         self._check_between_steps("weights can be read")
@@ -225,16 +227,22 @@ class Training:
         return state_on_host(self.model, self._placed, self._access)
 
     def _optimizer_state(self) -> ParameterStates:
+        self._refuse_parts("reading the optimizer's state")
         self._check_between_steps("the optimizer's state can be read")
         self.synchronize()
         return self._state.optimizer.by_parameter()
 
     def _set_optimizer_state(self, groups: list[dict[str, Any]], states: ParameterStates) -> None:
+        self._refuse_parts("replacing the optimizer's state")
         self._check_between_steps("the optimizer's state can be replaced")
         self.synchronize()
         whole = self._state.optimizer.checked(states)
         with self._compute.changing_state(Call.BETWEEN_STEPS), self._at_rest():
             self._state.optimizer.set_by_parameter(groups, whole)
+
+    def _refuse_parts(self, what: str) -> None:
+        if self.plan.parallel is ParallelMode.SHARDED:
+            refuse_with_ranks(self.plan, f"{what}: every rank has parts of it")
 
     # -- saving and resuming -----------------------------------------------------------------------------------------
 
@@ -371,6 +379,8 @@ class Training:
     def close(self) -> None:
         """Wait for the steps of completed iterations and give the model ordinary parameters again.  Idempotent.
 
+        Ranks that have parts of weights give each other the whole, so that all of them have to call it; after an error
+        of one of them such weights are NaN.
         Raises what a lane raised since the last step, after the model was given back.  Chunks whose CPU Adam has run
         in an iteration that did not complete keep that step, unless ``keep_last_step`` was chosen.
         """

@@ -99,6 +99,8 @@ class TransferLanes:
             )
         self._meeting = Mark()
         """Set when all ranks have begun: a lane that waited for a rank that never came could not be stopped."""
+        self._is_separate = False
+        """Whether the ranks have parted."""
         self._lanes: dict[Lane, WorkerLane] = {}
         self._first = 0
         """The iteration that begins with idle lanes and every chunk away: marks of the one before were never made, and
@@ -177,6 +179,22 @@ class TransferLanes:
         for at, task in ahead_of(self._schedule, iteration):
             if self._tasks[task].lane is Lane.COLLECTIVE:
                 self.mark(at, task).wait()
+
+    def separate(self, error: BaseException) -> None:
+        """``error`` has ended training on this rank: let no other one wait for it.  Idempotent."""
+        if self._ranks is None or self._is_separate:
+            return
+        self._is_separate = True
+        lane = self._lanes.get(Lane.COLLECTIVE)
+        if lane is not None:
+            lane.cancel()
+        stopped = Cancelled("training has stopped")
+        self._meeting.fail(stopped)
+        for (_, task), mark in list(self._marks.items()):
+            # Lanes would wait for them for ever; what only lanes have to do goes on.
+            if self._tasks[task].lane is Lane.COMPUTE:
+                mark.fail(stopped)
+        self._ranks.separate(error, lane)
 
     def wait_for_steps(self, iteration: int) -> None:
         """Wait until CPU Adam of ``iteration`` has run, and what it has stepped is written, as far as it can.

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import os
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
-from typing import Any
+from functools import lru_cache, partial, wraps
+from typing import Any, ParamSpec, TypeVar
 from unittest import mock
 
 import torch
@@ -22,6 +23,8 @@ from protwin.runtime.chunks.placed_model import PlacedModel
 from protwin.runtime.chunks.sharded_chunk import ShardedChunk
 from protwin.runtime.model.nested_tensors import storage_bytes
 from protwin.runtime.optimizers.gradient_norms import ClippedNorm
+from protwin.runtime.ranks.launch import launch_of
+from protwin.runtime.ranks.world import _make_default
 from protwin.shared.compile.compile import compile_schedule
 from protwin.shared.layout.layout import build_layout
 from protwin.shared.layout.residencies import ChunkResidency, residencies
@@ -49,6 +52,8 @@ from tests.runtime.models import (
 )
 
 STEPS = 3
+_Parameters = ParamSpec("_Parameters")
+_Result = TypeVar("_Result")
 
 
 class Gated(HandWritten):
@@ -77,10 +82,20 @@ def _gated_model() -> nn.Module:
     return Gated()
 
 
-def start(rank: int) -> None:
-    """Join the default group."""
-    if not dist.is_initialized():
-        dist.init_process_group("gloo")
+def in_default_group(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
+    """``function`` on every rank within a default group, which goes with it: other tests begin without one."""
+
+    @wraps(function)
+    def within(*args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Result:
+        launch = launch_of(os.environ)
+        assert launch is not None
+        _make_default(launch, 60.0)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            dist.destroy_process_group()
+
+    return within
 
 
 @lru_cache
@@ -241,9 +256,9 @@ class Found:
     to_host_bytes: int
 
 
+@in_default_group
 def train(rank: int, name: str, plan: Plan, num_batches: int) -> Found:
     """Train on a device of just the memory that is guaranteed to be enough, beside the reference."""
-    start(rank)
     case = all_cases(num_batches)[name]
     expected = reference(name, rank, plan, num_batches)
     guaranteed_bytes = guaranteed_device_peak(compile_schedule(plan, case.workload)).size_bytes
@@ -295,12 +310,12 @@ def run(
     return training, losses
 
 
+@in_default_group
 def peak_error(rank: int, name: str, plan: Plan, num_batches: int) -> tuple[float, int, int]:
     """How far the peak with settled lanes is outside the schedule's account, as a part of it; what the host holds.
 
     The latter is bytes of the tensors that chunks have on the host, and what the schedule says of them.
     """
-    start(rank)
     case = all_cases(num_batches)[name]
     schedule = compile_schedule(plan, case.workload)
     model, device = prepare(case.build(), rank), CpuDevice()
@@ -341,12 +356,12 @@ def host_tensors(chunk: DeviceChunk) -> list[torch.Tensor]:
     return [*(region.home for region in chunk._regions), *chunk._sums, *chunk._arrivals_of_regions]
 
 
+@in_default_group
 def one_step(rank: int, name: str, plan: Plan, num_batches: int) -> float:
     """The worst distance of a weight from plain SGD's with the mean in float64, in units of its rounding.
 
     The sum of n gradients, its product and the step each round: n + 2 times half a unit in the last place.
     """
-    start(rank)
     case = replace(all_cases(num_batches)[name], make_optimizer=partial(torch.optim.SGD, lr=_RATE), groups=one_group)
     plain = prepare(uncached(case.build()), rank)
     torch.manual_seed(SEED + rank)
@@ -377,9 +392,9 @@ def one_step(rank: int, name: str, plan: Plan, num_batches: int) -> float:
 _RATE = 0.5
 
 
+@in_default_group
 def weights_hash(rank: int, name: str, plan: Plan, num_batches: int) -> str:
     """Of all weights after training."""
-    start(rank)
     case = all_cases(num_batches)[name]
     model = prepare(case.build(), rank)
     run(case, model, plan, rank, CpuDevice())
@@ -389,9 +404,9 @@ def weights_hash(rank: int, name: str, plan: Plan, num_batches: int) -> str:
     return digest.hexdigest()
 
 
+@in_default_group
 def norms(rank: int, name: str, plan: Plan, num_batches: int) -> tuple[float, float, int]:
     """The norm of the first step's gradients, as ranks add it up and as torch takes it, and of how many scalars."""
-    start(rank)
     case = all_cases(num_batches)[name]
     found: list[float] = []
     clip_by = PlacedModel.clip_by

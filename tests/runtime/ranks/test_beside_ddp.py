@@ -7,7 +7,6 @@ and so does the reference; ``test_memory_of_ranks`` lays that norm beside torch'
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from random import Random
 
 import pytest
@@ -31,12 +30,6 @@ NAMES = (
     "gated",
 )
 MODES = (ParallelMode.DDP, ParallelMode.REPLICATED, ParallelMode.SHARDED)
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with Ranks(NUM_RANKS) as started:
-        yield started
 
 
 def plan_for(workload: Workload, parallel: ParallelMode, seed: int, num_ranks: int = NUM_RANKS) -> Plan:
@@ -68,9 +61,9 @@ def plan_for(workload: Workload, parallel: ParallelMode, seed: int, num_ranks: i
 
 @pytest.mark.parametrize("parallel", MODES)
 @pytest.mark.parametrize("name", NAMES)
-def test_two_ranks_give_the_bits_of_ddp(name: str, parallel: ParallelMode, ranks: Ranks) -> None:
+def test_two_ranks_give_the_bits_of_ddp(name: str, parallel: ParallelMode, two_ranks: Ranks) -> None:
     plan = plan_for(all_cases(NUM_BATCHES)[name].workload, parallel, NAMES.index(name) + MODES.index(parallel))
-    for found in ranks.run(train, name, plan, NUM_BATCHES):
+    for found in two_ranks.run(train, name, plan, NUM_BATCHES):
         assert found.losses == found.expected_losses, plan
         assert not found.different, plan
         assert found.peak_bytes <= found.guaranteed_bytes
@@ -79,8 +72,8 @@ def test_two_ranks_give_the_bits_of_ddp(name: str, parallel: ParallelMode, ranks
 
 @pytest.mark.parametrize(("variant", "name", "parallel", "seed"), VARIANTS)
 def test_a_wrong_variant_gives_other_weights(
-    variant: str, name: str, parallel: ParallelMode, seed: int, ranks: Ranks
+    variant: str, name: str, parallel: ParallelMode, seed: int, two_ranks: Ranks
 ) -> None:
     plan = plan_for(all_cases(NUM_BATCHES)[name].workload, parallel, seed)
-    assert all(found.different for found in ranks.run(train_wrong, variant, name, plan, NUM_BATCHES))
-    assert not any(found.different for found in ranks.run(train, name, plan, NUM_BATCHES))
+    assert all(found.different for found in two_ranks.run(train_wrong, variant, name, plan, NUM_BATCHES))
+    assert not any(found.different for found in two_ranks.run(train, name, plan, NUM_BATCHES))

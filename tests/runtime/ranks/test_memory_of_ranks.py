@@ -5,8 +5,6 @@ Three ranks have shards that end within parameters, with padding behind the last
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from protwin.shared.layout.layout import build_layout
@@ -19,12 +17,6 @@ NUM_RANKS = 3
 NUM_BATCHES = 12
 SHARED = {"on hosts": (0, 0), "on devices": (0, 1), "on both": (0.3, 0.3)}
 """The parts of the chunks that stay whole, and that are sharded over the devices."""
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with Ranks(NUM_RANKS) as started:
-        yield started
 
 
 def sharded_plan(name: str, where: str, *, micro_batches: int = 1, max_norm: float | None = None) -> Plan:
@@ -48,9 +40,9 @@ def sharded_plan(name: str, where: str, *, micro_batches: int = 1, max_norm: flo
 
 
 @pytest.mark.parametrize("where", SHARED)
-def test_the_peak_and_the_host_are_the_schedules_own(where: str, ranks: Ranks) -> None:
+def test_the_peak_and_the_host_are_the_schedules_own(where: str, three_ranks: Ranks) -> None:
     plan = sharded_plan("llama, 64 wide", where, micro_batches=2, max_norm=0.5)
-    for error, host_bytes, said_bytes in ranks.run(peak_error, "llama, 64 wide", plan, NUM_BATCHES):
+    for error, host_bytes, said_bytes in three_ranks.run(peak_error, "llama, 64 wide", plan, NUM_BATCHES):
         assert error == pytest.approx(0, abs=BAR)
         assert host_bytes <= said_bytes
         assert host_bytes >= 0.95 * said_bytes
@@ -58,22 +50,22 @@ def test_the_peak_and_the_host_are_the_schedules_own(where: str, ranks: Ranks) -
 
 @pytest.mark.parametrize("where", SHARED)
 @pytest.mark.parametrize("name", ["gated", "hand-written, partly narrow"])
-def test_one_step_is_that_of_the_mean(name: str, where: str, ranks: Ranks) -> None:
+def test_one_step_is_that_of_the_mean(name: str, where: str, three_ranks: Ranks) -> None:
     """Of plain SGD with the mean of all ranks' gradients in float64: each scalar within the rounding of sum and step.
 
     The wrong variants of ``wrong_ranks`` are far outside.
     """
-    for worst in ranks.run(one_step, name, sharded_plan(name, where), NUM_BATCHES):
+    for worst in three_ranks.run(one_step, name, sharded_plan(name, where), NUM_BATCHES):
         assert worst <= 1
 
 
-def test_parts_on_hosts_and_on_devices_have_the_same_bits(ranks: Ranks) -> None:
+def test_parts_on_hosts_and_on_devices_have_the_same_bits(three_ranks: Ranks) -> None:
     """Three ranks add up in an order that depends on the place within a region, not on where a part stays."""
     plans = [sharded_plan("gated", where) for where in ("on hosts", "on devices")]
-    assert len({value for plan in plans for value in ranks.run(weights_hash, "gated", plan, NUM_BATCHES)}) == 1
+    assert len({value for plan in plans for value in three_ranks.run(weights_hash, "gated", plan, NUM_BATCHES)}) == 1
 
 
-def test_whole_gradients_have_the_same_bits_in_any_layout(ranks: Ranks) -> None:
+def test_whole_gradients_have_the_same_bits_in_any_layout(three_ranks: Ranks) -> None:
     """They are added up parameter by parameter, wherever these lie."""
     found = set()
     for chunk_bytes, parallel in ((3_000, ParallelMode.DDP), (9_000, ParallelMode.REPLICATED)):
@@ -89,12 +81,14 @@ def test_whole_gradients_have_the_same_bits_in_any_layout(ranks: Ranks) -> None:
             parallel=parallel,
             num_ranks=NUM_RANKS,
         )
-        found.update(ranks.run(weights_hash, "gated", plan, NUM_BATCHES))
+        found.update(three_ranks.run(weights_hash, "gated", plan, NUM_BATCHES))
     assert len(found) == 1
 
 
 @pytest.mark.parametrize("where", SHARED)
-def test_the_norm_of_parts_is_torchs(where: str, ranks: Ranks) -> None:
+def test_the_norm_of_parts_is_torchs(where: str, three_ranks: Ranks) -> None:
     """Both add up the squares of N scalars: torch in float32, within a relative N eps of the true sum."""
-    for ours, theirs, num_scalars in ranks.run(norms, "gated", sharded_plan("gated", where, max_norm=0.5), NUM_BATCHES):
+    for ours, theirs, num_scalars in three_ranks.run(
+        norms, "gated", sharded_plan("gated", where, max_norm=0.5), NUM_BATCHES
+    ):
         assert ours == pytest.approx(theirs, rel=num_scalars * 2**-24)
