@@ -33,9 +33,13 @@ _STEP_STILL: Final = "Nothing was changed; step() is still possible."
 class GradientStandIns:
     """What ``parameter.grad`` shows of gradients that were handed over (Note: Gradients that were handed over)."""
 
-    def __init__(self, parameters: Iterable[nn.Parameter], max_norm: float | None) -> None:
-        """``parameters`` are those that may get a gradient; ``max_norm`` is the plan's limit of the norm."""
+    def __init__(self, parameters: Iterable[nn.Parameter], max_norm: float | None, *, has_parts: bool = False) -> None:
+        """``parameters`` are those that may get a gradient; ``max_norm`` is the plan's limit of the norm.
+
+        ``has_parts``: ranks have parts of gradients.
+        """
         self.max_norm = max_norm
+        self._has_parts = has_parts
         self._norms: Callable[[], Norms] | None = None
         self._made = {parameter: _stand_in(parameter, self) for parameter in parameters}
         self._shown: list[nn.Parameter] = []
@@ -89,6 +93,11 @@ class GradientStandIns:
                 f"that step() clips. {_STEP_STILL}"
             )
         norm = self._norms().get(stand_in.parameter)
+        if norm is None and self._has_parts:
+            raise ScheduleError(
+                f"ranks have parts of gradients here, so that the norm of all of them is known, but of no single one. "
+                f"Leave clip_grad_norm_ out: the plan clips to {self.max_norm:g} (max_gradient_norm). {_STEP_STILL}"
+            )
         if norm is None:
             raise ScheduleError(
                 f"losses are scaled here, so the norm of unscaled gradients is known within the step alone. Leave "

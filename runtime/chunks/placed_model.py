@@ -19,10 +19,10 @@ from ...shared.schema.schedule import Content, Section
 from ...shared.schema.workload import Workload
 from ..devices.device import TrainingDevice
 from ..optimizers.chunk_optimizer import ChunkOptimizer, MakeOptimizer
-from ..optimizers.device_steps import DeviceStep, narrow_steps
-from ..optimizers.gradient_norms import ClippedNorm, clipped_norm
+from ..optimizers.device_steps import DeviceStep, narrow_steps, whole_step
+from ..optimizers.gradient_norms import ClippedNorm, clipped_by, clipped_norm, sum_of_squares
 from ..optimizers.loss_scaling import LossScaler
-from ..optimizers.non_finite import GradientLooks, NonFiniteGradientError, refuse_non_finite
+from ..optimizers.non_finite import GradientLooks, refuse_non_finite, refuse_overflow
 from ..optimizers.quantization_maps import share_maps
 from ..optimizers.step_options import StepOptions
 from ..optimizers.step_undo import LastStep, StepGate
@@ -111,7 +111,9 @@ class PlacedModel:
             with torch.no_grad():
                 self._move_in(parameters, workload, layout, plan, policy)
             if self._host_optimizers or self._part_steps or self._max_norm is not None:
-                self._stand_ins = GradientStandIns(self._in_order, self._max_norm)
+                self._stand_ins = GradientStandIns(
+                    self._in_order, self._max_norm, has_parts=plan.parallel is ParallelMode.SHARDED
+                )
             if self.is_checking and self._device_steps:
                 self._looks = GradientLooks(device.torch_device)
                 if plan.num_ranks == 1:
@@ -161,13 +163,12 @@ class PlacedModel:
         if plan.optimizer.is_elementwise:
             # One step for all that are stepped themselves, as the plain loop has it.
             wide = [p for chunk in self.chunks if chunk.is_persistent for p in chunk.wide]
-            self._device_steps[:0] = [_step_of(wide, policy)] if wide else []
+            self._device_steps[:0] = [whole_step(wide, policy.options, policy.make_optimizer)] if wide else []
 
     def let_originals_go(self) -> None:
         """All ranks have moved in: weights are in parts from now on."""
-        for chunk in self.chunks:
-            if isinstance(chunk, ShardedChunk):
-                chunk.let_originals_go()
+        for chunk in (chunk for chunk in self.chunks if isinstance(chunk, ShardedChunk)):
+            chunk.let_originals_go()
 
     def separate(self) -> None:
         """Other ranks are asked for nothing any more: weights that are in parts are lost."""
@@ -189,11 +190,11 @@ class PlacedModel:
     def _make_optimizers(self, chunk: DeviceChunk, policy: StepPolicy, optimizer: Optimizer) -> None:
         if not chunk.trainable:
             return
-        if isinstance(chunk, ShardedChunk) and chunk.is_on_device:
-            self._part_steps.append((chunk, part_optimizer(chunk, policy.options, policy.make_optimizer)))
-            return
         if isinstance(chunk, ShardedChunk):
-            self._host_optimizers[chunk.chunk.id] = part_optimizer(chunk, policy.options, policy.make_on_host)
+            if chunk.is_on_device:
+                self._part_steps.append((chunk, part_optimizer(chunk, policy.options, policy.make_optimizer)))
+            else:
+                self._host_optimizers[chunk.chunk.id] = part_optimizer(chunk, policy.options, policy.make_on_host)
             return
         if not chunk.is_persistent:
             self._host_optimizers[chunk.chunk.id] = ChunkOptimizer(
@@ -214,7 +215,7 @@ class PlacedModel:
                     self._device.ledger.adopt([master], Content.OPTIMIZER_STATE)
                 steps += narrow_steps(parameter, master, policy.options, policy.make_optimizer)
             elif not optimizer.is_elementwise:
-                steps.append(_step_of([parameter], policy))
+                steps.append(whole_step([parameter], policy.options, policy.make_optimizer))
         share_maps(step.optimizer.optimizer for step in steps)
         self._device_steps += steps
 
@@ -275,13 +276,16 @@ class PlacedModel:
         if self._looks is not None and section in self._staying:
             self._looks.look([parameter.grad for parameter in self._staying[section]])
 
+    @property
+    def _on_device(self) -> list[ChunkOptimizer]:
+        return [*(step.optimizer for step in self._device_steps), *(made for _, made in self._part_steps)]
+
     def count_optimizer_state(self) -> None:
         """Let the ledger know the device's optimizer state."""
-        on_device = [*(step.optimizer for step in self._device_steps), *(made for _, made in self._part_steps)]
-        num_stepped = sum(len(stepper.optimizer.state) for stepper in on_device)
+        num_stepped = sum(len(stepper.optimizer.state) for stepper in self._on_device)
         if self._device.ledger is not None and (num_stepped != self._num_counted or self._device.ledger.is_metering):
             self._num_counted = num_stepped
-            for stepper in on_device:
+            for stepper in self._on_device:
                 self._device.ledger.adopt(stepper.state_tensors(), Content.OPTIMIZER_STATE)
 
     def steppers(self) -> list[tuple[ChunkOptimizer, tuple[nn.Parameter, ...], slice | None]]:
@@ -355,12 +359,9 @@ class PlacedModel:
         for chunk, there in present.items():
             own += [staged for staged, is_there in zip(self.chunks[chunk].staged, there, strict=True) if is_there]
         if self._ranks.rank == 0:
-            whole = (self._received.get(p, held_gradient(p.grad)) for p in self._in_order)
-            own += [gradient for gradient in whole if gradient is not None]
-        total = torch.zeros((), dtype=torch.float64)
-        for gradient in own:
-            total += torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
-        return total
+            found = (self._received.get(p, held_gradient(p.grad)) for p in self._in_order)
+            own += [gradient for gradient in found if gradient is not None]
+        return sum_of_squares(own)
 
     def clip_by(self, squares: torch.Tensor) -> ClippedNorm:
         """What gradients are to be multiplied by, from the sum of the squares of all of them.
@@ -368,13 +369,10 @@ class PlacedModel:
         Raises NonFiniteGradientError, on all ranks, if gradients are to be checked and their mean is not finite.
         """
         assert self._max_norm is not None
-        norm = squares.sqrt().float()
-        if self.is_checking and not norm.isfinite():
-            raise NonFiniteGradientError(
-                "the mean of gradients over ranks is not finite, though they are on every rank: their sum overflows. "
-                "Lower the learning rate, or train in an element type of wider range."
-            )
-        return ClippedNorm(norm, torch.clamp(self._max_norm / (norm + 1e-6), max=1.0), {})
+        clipped = clipped_by(squares, self._max_norm)
+        if self.is_checking and not clipped.norm.isfinite():
+            refuse_overflow()
+        return clipped
 
     def _gradients_of_parts(self) -> list[torch.Tensor]:
         """What parts on the device are to be stepped with."""
@@ -410,8 +408,7 @@ class PlacedModel:
 
     def has_begun_device_step(self, iteration: int) -> bool:
         """Whether persistent chunks may have been stepped with the gradients of ``iteration``."""
-        steppers = [*(step.optimizer for step in self._device_steps), *(made for _, made in self._part_steps)]
-        return any(stepper.num_steps > iteration for stepper in steppers)
+        return any(stepper.num_steps > iteration for stepper in self._on_device)
 
     def leave_device(self) -> None:
         """Whatever comes and goes on the device goes: gradients and chunks.  No copy may be under way."""
@@ -500,8 +497,3 @@ class PlacedModel:
         self._part_steps.clear()
         if failures:
             raise failures[0]
-
-
-def _step_of(wide: Sequence[nn.Parameter], policy: StepPolicy) -> DeviceStep:
-    """The step of parameters that are stepped themselves, where they are."""
-    return DeviceStep(ChunkOptimizer(wide, wide, policy.options, policy.make_optimizer), wide)

@@ -73,6 +73,11 @@ class DeviceStep:
         return in_memory_order(gradient)[self.stretch]
 
 
+def whole_step(wide: Sequence[nn.Parameter], options: StepOptions, make_optimizer: MakeOptimizer) -> DeviceStep:
+    """The step of parameters that are stepped themselves, where they are."""
+    return DeviceStep(ChunkOptimizer(wide, wide, options, make_optimizer), wide)
+
+
 def narrow_steps(
     parameter: nn.Parameter,
     master: torch.Tensor,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ class ClippedNorm:
     factor: torch.Tensor
     """What every gradient is multiplied by; a scalar, at most 1 where losses are not scaled."""
     norms: Mapping[int, torch.Tensor]
-    """The norm of each gradient by the ``id`` of its parameter; empty where losses are scaled."""
+    """The norm of each gradient by the ``id`` of its parameter; empty where losses are scaled, or ranks have parts."""
 
 
 def clipped_norm(gradients: Mapping[nn.Parameter, torch.Tensor], max_norm: float) -> ClippedNorm:
@@ -41,3 +41,17 @@ def clipped_norm(gradients: Mapping[nn.Parameter, torch.Tensor], max_norm: float
         of.update((id(parameters[place]), norm) for place, norm in zip(places, found, strict=True))
     norm = torch.linalg.vector_norm(torch.stack([one.to(tensors[0].device) for one in norms]), 2.0).cpu()
     return ClippedNorm(norm, torch.clamp(max_norm / (norm + 1e-6), max=1.0), of)
+
+
+def sum_of_squares(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Of all their scalars, a float64: ranks that have parts of gradients add these up."""
+    total = torch.zeros((), dtype=torch.float64)
+    for gradient in gradients:
+        total += torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
+    return total
+
+
+def clipped_by(squares: torch.Tensor, max_norm: float) -> ClippedNorm:
+    """The norm from the sum of the squares of all gradients, and the factor that keeps these at ``max_norm``."""
+    norm = squares.sqrt().float()
+    return ClippedNorm(norm, torch.clamp(max_norm / (norm + 1e-6), max=1.0), {})

@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from typing import NoReturn
 
 import torch
 
@@ -156,6 +157,14 @@ def refuse_non_finite(gradients: Sequence[torch.Tensor | None], labels: Sequence
 def refuse_of_ranks(found: Sequence[tuple[str, int]]) -> None:
     """Raise NonFiniteGradientError for gradients that are not finite on some rank: whose they are, and a rank each."""
     _refuse([f"{label} on rank {rank}" for label, rank in found])
+
+
+def refuse_overflow() -> NoReturn:
+    """Raise NonFiniteGradientError for a mean over ranks that is not finite though gradients are on every rank."""
+    raise NonFiniteGradientError(
+        "the mean of gradients over ranks is not finite, though they are on every rank: their sum overflows. Lower the "
+        "learning rate, or train in an element type of wider range."
+    )
 
 
 def _refuse(names: Sequence[str]) -> None:

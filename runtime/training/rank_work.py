@@ -235,3 +235,8 @@ def ahead_of(schedule: Schedule, iteration: int) -> list[tuple[int, TaskId]]:
                 continue
             found[at, task.id] = None
     return list(found)
+
+
+def is_of_norm(task: Task) -> bool:
+    """Whether it adds up the parts of the norm over ranks."""
+    return task.kind is TaskKind.ALL_REDUCE and task.chunk is None

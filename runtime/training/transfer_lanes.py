@@ -23,7 +23,7 @@ from ..hooks.swapping import SwappedBlock
 from ..model.nested_tensors import storage_bytes
 from ..optimizers.gradient_norms import ClippedNorm
 from ..ranks.collectives import Collectives
-from .rank_work import RankWork, ahead_of
+from .rank_work import RankWork, ahead_of, is_of_norm
 
 
 class TransferLanes:
@@ -49,7 +49,7 @@ class TransferLanes:
         self._placed = placed
         self._device = device
         self._swapping = swapping
-        norms = [t.id for t in schedule.tasks if t.kind is TaskKind.GRADIENT_NORM or _is_of_norm(t)]
+        norms = [t.id for t in schedule.tasks if t.kind is TaskKind.GRADIENT_NORM or is_of_norm(t)]
         self._norm_task = norms[-1] if norms else None
         """The task after which the norm is known."""
         self._memory = memory_events(schedule) if device.runs_behind else None
@@ -88,15 +88,8 @@ class TransferLanes:
         self._ranks = None
         """What the ranks do together; None: there is one."""
         if collectives is not None:
-            has_parts = self._norm_task is not None and _is_of_norm(self._tasks[self._norm_task])
-            self._ranks = RankWork(
-                placed,
-                device,
-                collectives,
-                self._outgoing,
-                self._clipped,
-                norm_task=self._norm_task if has_parts else None,
-            )
+            shared = next((task.id for task in schedule.tasks if is_of_norm(task)), None)
+            self._ranks = RankWork(placed, device, collectives, self._outgoing, self._clipped, norm_task=shared)
         self._meeting = Mark()
         """Set when all ranks have begun: a lane that waited for a rank that never came could not be stopped."""
         self._is_separate = False
@@ -496,11 +489,6 @@ class TransferLanes:
     def _free(self, size_bytes: int, content: Content = Content.GRADIENTS) -> None:
         if self._device.ledger is not None:
             self._device.ledger.free(size_bytes, content)
-
-
-def _is_of_norm(task: Task) -> bool:
-    """Whether it adds up the parts of the norm over ranks."""
-    return task.kind is TaskKind.ALL_REDUCE and task.chunk is None
 
 
 def _labelled(name: str, work: Callable[[], None]) -> None:
