@@ -14,7 +14,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 import protwin.runtime
 import protwin.sim
-from protwin.shared import ParallelMode, load_hardware
+from protwin.shared import load_hardware
 
 EPOCHS = 4
 BATCH_SIZE = 8
@@ -54,7 +54,7 @@ workload = protwin.runtime.trace(
 request = protwin.sim.SearchRequest(
     workload=workload,
     hardware=load_hardware("rtx-3090-x4"),
-    step=protwin.sim.Step(num_ranks=NUM_RANKS, modes=(ParallelMode.DDP, ParallelMode.REPLICATED)),
+    step=protwin.sim.Step(num_ranks=NUM_RANKS),
     device_budget_bytes=BUDGET_BYTES,
 )
 plan = protwin.sim.search(request).plan
