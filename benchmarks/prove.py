@@ -64,22 +64,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)
     logging.getLogger("transformers").setLevel(logging.ERROR)
     found_by: dict[str, list[Claim]] = {}
-    seconds: dict[str, float] = {}
     for name in options.only:
         begin_s = time.perf_counter()
         with progress_bar(name) as report:
             found = _SECTIONS[name](settings, report)
-        seconds[name] = time.perf_counter() - begin_s
+        seconds = time.perf_counter() - begin_s
         if not found:
             found = [Claim(name, "no model of these names", "")]
-        show(found, f"{name}, {format_seconds(seconds[name])}, on {machine_name()}", console)
+        show(found, f"{name}, {format_seconds(seconds)}, on {machine_name()}", console)
         found_by[name] = found
+        if options.keep:
+            console.print(f"kept in {_keep(found, name, settings, seconds)}")
     claims = [claim for found in found_by.values() for claim in found]
     missed = [claim for claim in claims if not claim.is_shown]
     num_cases = sum(claim.num_cases for claim in claims)
     console.print(f"{len(claims) - len(missed)} of {len(claims)} claims shown, {num_cases} cases")
-    if options.keep:
-        console.print(f"kept in {_keep(found_by, settings, seconds)}")
     return 1 if missed else 0
 
 
@@ -103,8 +102,8 @@ def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def _keep(found_by: dict[str, list[Claim]], settings: Settings, seconds: dict[str, float]) -> Path:
-    """Write the result of every section that was run, with date and machine, beside those of that day's other runs."""
+def _keep(found: list[Claim], name: str, settings: Settings, seconds: float) -> Path:
+    """Write the result of a section, with date and machine, beside those of others of that day; one may take hours."""
     today = datetime.date.today().isoformat()
     path = Path(__file__).parent / "results" / f"proof-{today}.json"
     here = {
@@ -115,14 +114,13 @@ def _keep(found_by: dict[str, list[Claim]], settings: Settings, seconds: dict[st
         "software": software_versions(),
     }
     sections = _kept_sections(path, here)
-    for name, found in found_by.items():
-        sections[name] = {
-            "seconds": seconds[name],
-            "load_average_1min": os.getloadavg()[0],
-            "settings": asdict(settings),
-            "is_shown": all(claim.is_shown for claim in found),
-            "claims": [claim.as_mapping() for claim in found],
-        }
+    sections[name] = {
+        "seconds": seconds,
+        "load_average_1min": os.getloadavg()[0],
+        "settings": asdict(settings),
+        "is_shown": all(claim.is_shown for claim in found),
+        "claims": [claim.as_mapping() for claim in found],
+    }
     content = {**here, "sections": {name: sections[name] for name in _SECTIONS if name in sections}}
     write_atomically(path, json.dumps(content, indent=1) + "\n")
     return path
