@@ -6,6 +6,13 @@ state) goes with it.  While a task runs, everything that the tasks before it lef
 peak.  What backwards leave is the measured level, or what must still be alive if that is more: the gradient that a
 backward hands on is the difference, and not below 0; a part of a gradient that another section completes goes along
 with it.  What swaps is counted by those who know when it travels; here it is only taken off what the phases leave.
+
+Two things go before the backward of the section that made them.  Shared inputs that no block holds go with the forward
+of the epilogue: they are taken off the prologue's output, not off what the epilogue saves.  What the model makes
+between two blocks, the last norm of an encoder for one, is a part of the first one's forward and goes with the backward
+of the second: it counts as output.  The levels tell how much that is where no block is checkpointed.  A mixture of
+modes was never measured as a whole: there, all that a block saves is taken to stay until its own backward, an upper
+bound.
 """
 
 from __future__ import annotations
@@ -120,9 +127,17 @@ class ActivationAccount:
         self.outputs: IntArray = np.where(is_checkpoint, left_bytes, np.minimum(output_bytes, left_bytes))
         """(K, n) outputs of blocks."""
         self.saved: IntArray = left_bytes - self.outputs
-        """(K, n) what forwards save and keep on the device."""
+        """(K, n) what forwards save and keep on the device until their backward."""
         recompute_bytes = np.array([profile.recompute.net_bytes for profile in profiles])
         self.recomputed: IntArray = np.where(is_checkpoint, recompute_bytes, 0)
+        prologue_bytes = max(0, workload.prologue_forward.net_bytes)
+        self.passing: IntArray = np.minimum(self.shared.gone, prologue_bytes)
+        """(K,) of what the prologue's forward leaves, the bytes that the epilogue's forward lets go of."""
+        self.prologue_output: IntArray = prologue_bytes - self.passing
+        """(K,) the rest."""
+        between = self._between_blocks()
+        self.outputs += between
+        self.saved -= between
 
     def micro_batches(self, micro_batches: int) -> tuple[list[_MicroBatch], IntArray]:
         """Every distinct micro-batch, and (M,) the number of each micro-batch among them."""
@@ -140,39 +155,61 @@ class ActivationAccount:
 
     @property
     def epilogue_forward(self) -> IntArray:
-        """(K,) bytes that the epilogue's forward leaves."""
+        """(K,) bytes that the epilogue's forward leaves, less those that it lets go of."""
         return self.workload.epilogue_forward.net_bytes + self.shared.let_go_later[:, -1]
 
-    def _micro_batch(self, level: IntArray, left: IntArray, *, is_later: bool) -> _MicroBatch:
-        """``level`` and ``left``, (K,), are those before it."""
-        workload, num_blocks = self.workload, self.workload.num_blocks
-        alive = np.zeros((len(level), 3 * num_blocks + 4), dtype=np.int64)
-        alive[:, 0] = left
-        handed_on = (left + max(0, workload.prologue_forward.net_bytes))[:, None]
-        alive[:, 1] = handed_on[:, 0]
-        alive[:, 2 : num_blocks + 2] = handed_on + (self.outputs + self.saved).cumsum(axis=1)
-        # ``held``: outputs and saved activations that backward has yet to consume, and what earlier micro-batches left.
-        forward_bytes, backward = self.epilogue_forward, workload.epilogue_backward
-        own = self.own_gradient_bytes(is_later)
-        before_epilogue = alive[:, num_blocks + 1]
-        alive[:, num_blocks + 2] = before_epilogue + np.maximum(0, forward_bytes)
-        level = level + workload.prologue_forward.net_bytes + self.forward.sum(axis=1)
-        level = level + forward_bytes + backward.net_bytes - own[:, -1]
-        held = before_epilogue - self.outputs[:, -1]
-        swapped = self.swapped.sum(axis=1)
+    @property
+    def epilogue_saved(self) -> IntArray:
+        """(K,) bytes that the epilogue's forward makes and leaves."""
+        saved: IntArray = np.maximum(0, self.epilogue_forward + self.passing)
+        return saved
 
+    def _between_blocks(self) -> IntArray:
+        """(K, n) of what blocks save, the bytes that are gone when the next section's backward has ended."""
+        nothing = np.zeros(len(self.is_checkpoint), dtype=np.int64)
+        early_bytes = (self._held(nothing) - self._levels(nothing, self.own_gradient_bytes(False)))[:, -2::-1]
+        is_measured = ~self.is_checkpoint.any(axis=1, keepdims=True)
+        between: IntArray = np.where(is_measured, np.clip(early_bytes, 0, self.saved), 0)
+        return between
+
+    def _held(self, left: IntArray) -> IntArray:
+        """(K, n + 1) what forwards left that is there after the epilogue's and each block's backward, last block first.
+
+        ``left``: (K,) what earlier micro-batches left.
+        """
+        made = left + self.prologue_output + (self.outputs + self.saved).sum(axis=1)
+        consumed = self.saved.copy()
+        consumed[:, 1:] += self.outputs[:, :-1]
+        return _with_start(made - self.outputs[:, -1], -consumed)
+
+    def _levels(self, level: IntArray, own: IntArray) -> IntArray:
+        """(K, n + 1) the same by net bytes, with all that is alive but what has swapped and ``own``, (K, n + 2).
+
+        ``level``: (K,) before the micro-batch.
+        """
+        workload = self.workload
+        level = level + workload.prologue_forward.net_bytes + self.forward.sum(axis=1)
+        level = level + self.epilogue_forward + workload.epilogue_backward.net_bytes - own[:, -1]
         left_behind = np.where(
             self.is_checkpoint,
             [p.checkpoint_backward.net_bytes for p in self.profiles],
             [p.backward.net_bytes for p in self.profiles],
         )
         left_behind = left_behind + self.shared.freed_later - self.shared.freed_now - own[:, 1:-1]
-        levels = _with_start(level, self.recomputed + left_behind)
-        consumed = self.saved.copy()
-        consumed[:, 1:] += self.outputs[:, :-1]
-        others = _with_start(held, -consumed)
-        away = _with_start(swapped, -self.swapped)
-        after = np.maximum(others, levels - away)
+        away = _with_start(self.swapped.sum(axis=1), -self.swapped)
+        return _with_start(level, self.recomputed + left_behind) - away
+
+    def _micro_batch(self, level: IntArray, left: IntArray, *, is_later: bool) -> _MicroBatch:
+        """``level`` and ``left``, (K,), are those before it."""
+        workload, num_blocks = self.workload, self.workload.num_blocks
+        alive = np.zeros((len(level), 3 * num_blocks + 4), dtype=np.int64)
+        alive[:, 0] = left
+        alive[:, 1] = left + self.prologue_output + self.passing
+        alive[:, 2 : num_blocks + 2] = alive[:, 1:2] + (self.outputs + self.saved).cumsum(axis=1)
+        alive[:, num_blocks + 2] = alive[:, num_blocks + 1] - self.passing + self.epilogue_saved
+        own = self.own_gradient_bytes(is_later)
+        held, levels = self._held(left), self._levels(level, own)
+        after = np.maximum(held, levels)
         """(K, n + 1) alive after the epilogue and after each backward, last block first."""
         alive[:, num_blocks + 3 : -1 : 2] = after[:, :-1]
         alive[:, num_blocks + 4 : -1 : 2] = after[:, :-1] + np.maximum(self.recomputed, 0)[:, ::-1]
@@ -180,7 +217,7 @@ class ActivationAccount:
         last = workload.prologue_backward
         level = levels[:, -1] + last.net_bytes - own[:, 0]
         end = np.maximum(level - left, 0)
-        return _MicroBatch(alive, np.concatenate([after - others, end[:, None]], axis=1), level, left + end)
+        return _MicroBatch(alive, np.concatenate([after - held, end[:, None]], axis=1), level, left + end)
 
     @cached_property
     def room_bytes(self) -> IntArray:
@@ -293,6 +330,8 @@ class SharedBytes:
     """(K, n) bytes that each block's backward counts off although they stay."""
     freed_now: IntArray
     """(K, n) bytes that go with it although it does not count them off."""
+    gone: IntArray
+    """(K,) bytes that no block holds, so that the epilogue's forward lets them go."""
 
     @classmethod
     def of(cls, inputs: Iterable[SharedInput], is_checkpoint: BoolArray) -> Self:
@@ -300,6 +339,7 @@ class SharedBytes:
         num_rows, num_blocks = is_checkpoint.shape
         let_go_later = np.zeros((num_rows, num_blocks + 1), dtype=np.int64)
         freed_later, freed_now = (np.zeros((num_rows, num_blocks), dtype=np.int64) for _ in range(2))
+        gone = np.zeros(num_rows, dtype=np.int64)
         for shared in inputs:
             holds = _in_mode(shared.kept_by, shared.checkpointed_by, is_checkpoint)
             counts = _in_mode(shared.freed_in_kept, shared.freed_in_checkpointed, is_checkpoint)
@@ -307,10 +347,12 @@ class SharedBytes:
             rows = np.flatnonzero(holds.any(axis=1))
             goes = np.zeros_like(holds)
             goes[rows, holds[rows].argmax(axis=1)] = True
+            if shared.let_go_by is None:
+                gone += ~holds.any(axis=1) * shared.size_bytes
             let_go_later[rows, num_blocks if shared.let_go_by is None else shared.let_go_by] += shared.size_bytes
             freed_later += (counts & ~goes) * shared.size_bytes
             freed_now += (goes & ~counts) * shared.size_bytes
-        return cls(let_go_later, freed_later, freed_now)
+        return cls(let_go_later, freed_later, freed_now, gone)
 
 
 def _in_mode(kept: tuple[int, ...], checkpointed: tuple[int, ...], is_checkpoint: BoolArray) -> BoolArray:

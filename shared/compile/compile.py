@@ -69,7 +69,9 @@ In a later micro-batch, a section whose gradients all stay on the device has its
 (``Phase.adding``).  Where some of a block's chunks are offloaded and others are not, its curve is an upper bound.
 
 Inputs that several sections share go with the one that needs them last, which depends on the modes of all blocks
-(``shared_inputs``).
+(``shared_inputs``).  Those that no block holds go with the epilogue's forward: of the prologue's output, they are an
+ACTIVATIONS buffer of its own.  What the model makes between two blocks goes with the second one's backward, and counts
+as the first one's output where no block is checkpointed; where one is, the account is an upper bound.
 """
 
 from __future__ import annotations

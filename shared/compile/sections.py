@@ -124,10 +124,9 @@ class FullTraining:
         found, kinds = account.micro_batches(len(self.micro_batch))
         back = self.backwards[:, ::-1]  # of the prologue, of blocks, and of the epilogue
         handed_bytes = np.stack([one.handed[0] for one in found])[kinds]
-        prologue_bytes = max(0, family.workload.prologue_forward.net_bytes)
         outputs = self._buffers(
             Content.OUTPUT,
-            np.append(prologue_bytes, account.outputs[0]),
+            np.append(account.prologue_output, account.outputs[0]),
             np.append(0, self._blocks),
             (self.forwards[:, :-1], Operand.INPUT),
             # The first block's input is the prologue's output, which the prologue's backward needs.
@@ -137,13 +136,19 @@ class FullTraining:
         saving = np.where(is_checkpoint, self.recomputations, self.forwards[:, 1:-1])
         saved = self._buffers(
             Content.ACTIVATIONS,
-            np.append(
-                np.where(is_checkpoint, recomputed_bytes, account.saved[0]), np.maximum(0, account.epilogue_forward)
-            ),
+            np.append(np.where(is_checkpoint, recomputed_bytes, account.saved[0]), account.epilogue_saved),
             np.append(self._blocks, num_blocks + 1),
             (np.concatenate([saving, self.forwards[:, -1:]], axis=1), Operand.SAVED),
             (back[:, 1:], Operand.CONSUMED),
         )
+        if account.passing.any():
+            self._buffers(
+                Content.ACTIVATIONS,
+                account.passing,
+                np.zeros(1, dtype=np.int64),
+                (self.forwards[:, :1], Operand.SAVED),
+                (self.forwards[:, -1:], Operand.CONSUMED),
+            )
         taking = np.concatenate([self.backwards[:, 1:], spread(device_adam, self.micro_batch.shape)[:, None]], axis=1)
         handed = self._buffers(
             Content.INCOMING_GRADIENT,

@@ -52,6 +52,10 @@ class _Walk:
     The level of activations is known from the phases' net bytes.  What a backward leaves behind beyond saved
     activations, outputs and the gradients that it completes must lie in its INCOMING_GRADIENT buffer.  What is swapped
     counts as alive from forward to backward, since phases do not know of it.
+
+    What the prologue makes and the epilogue's forward lets go of, shared inputs that no block holds, is an ACTIVATIONS
+    buffer of the prologue.  What a block makes and the next section's backward lets go of counts as its output, where
+    phases tell how much that is: where no block is checkpointed.
     """
 
     def __init__(self, claim: Claim) -> None:
@@ -60,7 +64,11 @@ class _Walk:
         self.sections = claim.sections
         self.micro_batch = 0
         self.level_bytes = 0
+        self.gone_bytes = 0
         self.held, self.kept, self.freed = self._shared_inputs()
+        self.passing_bytes = min(self.gone_bytes, max(0, phases_of_prologue(claim)[0].net_bytes))
+        self.between_bytes: Counter[BlockId] = Counter()
+        self.between_bytes = self._between_blocks()
         self.alive: dict[Name, int] = {}
 
     def _shared_inputs(self) -> tuple[Counter[Section], Counter[Section], Counter[Section]]:
@@ -81,6 +89,8 @@ class _Walk:
                 if block in (shared.freed_in_checkpointed if is_checkpointed else shared.freed_in_kept):
                     counted.add(block)
             goes = set() if goes_with is None else {goes_with}
+            if not goes and shared.let_go_by is None:
+                self.gone_bytes += shared.size_bytes
             if goes:
                 held[OuterSection.EPILOGUE if shared.let_go_by is None else BlockId(shared.let_go_by)] += (
                     shared.size_bytes
@@ -88,6 +98,52 @@ class _Walk:
             kept.update(dict.fromkeys(counted - goes, shared.size_bytes))
             freed.update(dict.fromkeys(goes - counted, shared.size_bytes))
         return held, kept, freed
+
+    def _between_blocks(self) -> Counter[BlockId]:
+        """Of what a block saves, the bytes by which the next section's backward leaves less than all that is saved."""
+        found: Counter[BlockId] = Counter()
+        if any(self._mode(block) is ActivationMode.CHECKPOINT for block in self.blocks):
+            return found
+        forwards = [self._phase_of_forward(section) for section in self.sections]
+        level_bytes = sum(phase.net_bytes for phase in forwards) - sum(self.claim.swapping.values())
+        made = [self._made_by_block(block) for block in self.blocks]
+        for block in reversed(self.blocks):
+            following = self.sections[self.sections.index(block) + 1]
+            phase = self._phase_of_backward(following)
+            own_bytes = gradients_of(self.claim, following, 0)[1]
+            own_bytes = own_bytes if phase.gradient_bytes is None else min(own_bytes, phase.gradient_bytes)
+            level_bytes += phase.net_bytes - own_bytes + sum(self._swapped(following).values())
+            _, saved_bytes = made.pop()
+            others_bytes = max(0, forwards[0].net_bytes) - self.passing_bytes + sum(map(sum, made))
+            found[block] = min(saved_bytes, max(0, others_bytes + saved_bytes - level_bytes))
+        return found
+
+    def _phase_of_forward(self, section: Section) -> Phase:
+        workload = self.claim.workload
+        if section is OuterSection.PROLOGUE:
+            return phases_of_prologue(self.claim)[0]
+        if section is OuterSection.EPILOGUE:
+            return workload.epilogue_forward.with_shared(held_bytes=self.held[section])
+        phase = workload.profile_of(section).forward_in(self._mode(section))
+        return phase.with_shared(held_bytes=self.held[section])
+
+    def _phase_of_backward(self, section: Section) -> Phase:
+        workload = self.claim.workload
+        if section is OuterSection.PROLOGUE:
+            phase = phases_of_prologue(self.claim)[1]
+        elif section is OuterSection.EPILOGUE:
+            phase = workload.epilogue_backward
+        else:
+            phase = workload.profile_of(section).backward_in(self._mode(section))
+            phase = phase.with_shared(held_bytes=self.kept[section], freed_bytes=self.freed[section])
+        return completing_tables(self.claim, section, phase)
+
+    def _made_by_block(self, block: BlockId) -> tuple[int, int]:
+        """Output of a block that is not checkpointed, and what it saves and keeps on the device."""
+        left_bytes = max(0, self._phase_of_forward(block).net_bytes - sum(self._swapped(block).values()))
+        output_bytes = min(self.claim.workload.profile_of(block).output_bytes, left_bytes)
+        output_bytes += self.between_bytes[block]
+        return output_bytes, left_bytes - output_bytes
 
     def entries(self) -> Iterator[Expected]:
         for micro_batch in range(self.claim.plan.micro_batches):
@@ -99,11 +155,19 @@ class _Walk:
                 yield self._backward(section)
 
     def _expect(
-        self, kind: TaskKind, section: Section, phase: Phase, reads: set[Name], makes: dict[Name, int]
+        self,
+        kind: TaskKind,
+        section: Section,
+        phase: Phase,
+        reads: set[Name],
+        makes: dict[Name, int],
+        drops: set[Name],
     ) -> Expected:
         self.level_bytes += phase.net_bytes
         self.alive |= makes
-        return Expected(kind, section, self.micro_batch, phase, reads, makes)
+        for name in drops:
+            del self.alive[name]
+        return Expected(kind, section, self.micro_batch, phase, reads, makes, drops=drops)
 
     def _called(self, content: Content, section: Section) -> Name:
         return (content, None, section, self.micro_batch)
@@ -124,26 +188,23 @@ class _Walk:
         return {self._called(Content.OUTPUT, self.sections[self.sections.index(section) - 1])}
 
     def _forward(self, section: Section) -> Expected:
-        workload = self.claim.workload
         output, saved = self._called(Content.OUTPUT, section), self._called(Content.ACTIVATIONS, section)
+        phase = self._phase_of_forward(section)
+        passing = {self._called(Content.ACTIVATIONS, OuterSection.PROLOGUE): self.passing_bytes}
+        passing = passing if self.passing_bytes else {}
+        drops: set[Name] = set()
         if section is OuterSection.PROLOGUE:
-            phase = phases_of_prologue(self.claim)[0]
-            makes = {output: max(0, phase.net_bytes)}
+            makes = {output: max(0, phase.net_bytes) - self.passing_bytes} | passing
         elif section is OuterSection.EPILOGUE:
-            phase = workload.epilogue_forward.with_shared(held_bytes=self.held[section])
-            makes = {saved: max(0, phase.net_bytes)}
+            makes = {saved: max(0, phase.net_bytes + self.passing_bytes)}
+            drops = set(passing)
+        elif self._mode(section) is ActivationMode.CHECKPOINT:
+            makes = {output: max(0, phase.net_bytes)}
         else:
-            profile = workload.profile_of(section)
-            phase = profile.forward_in(self._mode(section)).with_shared(held_bytes=self.held[section])
-            if self._mode(section) is ActivationMode.CHECKPOINT:
-                makes = {output: max(0, phase.net_bytes)}
-            else:
-                swapped = self._swapped(section)
-                left_bytes = max(0, phase.net_bytes - sum(swapped.values()))
-                output_bytes = min(profile.output_bytes, left_bytes)
-                makes = {output: output_bytes, saved: left_bytes - output_bytes} | swapped
+            output_bytes, saved_bytes = self._made_by_block(section)
+            makes = {output: output_bytes, saved: saved_bytes} | self._swapped(section)
         reads = self._parameters(self.claim.used_forward, section) | self._input(section)
-        entry = self._expect(TaskKind.FORWARD, section, phase, reads, makes)
+        entry = self._expect(TaskKind.FORWARD, section, phase, reads, makes, drops)
         return looking_up(self.claim, entry) if section is OuterSection.PROLOGUE else entry
 
     def _recompute(self, section: Section) -> Expected:
@@ -151,28 +212,23 @@ class _Walk:
         phase = self.claim.workload.profile_of(section).recompute
         makes = {self._called(Content.ACTIVATIONS, section): max(0, phase.net_bytes)}
         reads = self._parameters(self.claim.used_backward, section) | self._input(section)
-        return self._expect(TaskKind.RECOMPUTE, section, phase, reads, makes)
+        return self._expect(TaskKind.RECOMPUTE, section, phase, reads, makes, set())
 
     def _backward(self, section: Section) -> Expected:
-        workload = self.claim.workload
         output = self._called(Content.OUTPUT, OuterSection.PROLOGUE)
         saved = {self._called(Content.ACTIVATIONS, section)}
         gradients, own_bytes = gradients_of(self.claim, section, self.micro_batch)
+        phase = self._phase_of_backward(section)
         if section is OuterSection.PROLOGUE:
-            phase = phases_of_prologue(self.claim)[1]
             consumed = {output}
             drops = set(consumed)
         elif section is OuterSection.EPILOGUE:
-            phase = workload.epilogue_backward
             consumed = saved | self._input(section)
             drops = set(consumed)
         else:
-            phase = workload.profile_of(section).backward_in(self._mode(section))
-            phase = phase.with_shared(held_bytes=self.kept[section], freed_bytes=self.freed[section])
             consumed = saved | self._input(section) | self._swapped(section).keys()
             # The first block's input is the prologue's output, which the prologue's own backward drops.
             drops = consumed - {output}
-        phase = completing_tables(self.claim, section, phase)
         if section is not OuterSection.EPILOGUE:
             incoming = self._called(Content.INCOMING_GRADIENT, self.sections[self.sections.index(section) + 1])
             consumed = consumed | {incoming}

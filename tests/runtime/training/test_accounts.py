@@ -10,11 +10,13 @@ import pytest
 import torch
 from torch import nn
 
-from protwin.shared.compile.activation_levels import ActivationAccount
+from protwin.shared.basics.errors import ScheduleError
+from protwin.shared.compile.activation_levels import ActivationAccount, SharedBytes
 from protwin.shared.compile.compile import compile_schedule
 from protwin.shared.schema.schedule import Content, Schedule, TaskKind
 from protwin.shared.schema.shared_inputs import SharedInput
 from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
+from protwin.shared.verify.verify import verify_schedule
 from tests.runtime.accounts import BAR, MIXTURES, RESIDENCIES, error_frac, measured_peak_bytes, plan_of
 from tests.runtime.eager_lanes import eager_peak
 from tests.runtime.families import family_cases
@@ -90,6 +92,37 @@ def test_one_answer_for_all_mixtures_is_noticed(name: str) -> None:
     )
     assert max(error_with(name, mixture, ()) for mixture in MIXTURES) > BAR
     assert min(error_with(name, mixture, held) for mixture in MIXTURES) < -BAR
+
+
+# -- what goes before its own backward -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "forgotten"), [("llama in bfloat16", "passing"), ("t5", "between")], ids=["passing", "between"]
+)
+def test_what_goes_before_its_own_backward_is_not_counted_until_then(
+    name: str, forgotten: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Embedded inputs that the head's forward lets go of; norm and embeddings between an encoder and a decoder.
+
+    The wrong variants keep them until the backward of the section that made them; the verifier refuses these.
+    """
+    case = subject(name)
+    plan = plan_of(case, "swapped", "persistent")
+    measured_bytes = measured_peak_bytes(case, plan)
+    schedule = compile_schedule(plan, case.workload)
+    verify_schedule(schedule, plan, case.workload)
+    assert abs(error_frac(measured_bytes, eager_peak(schedule))) <= EXACT
+    assert measured_bytes <= guaranteed_device_peak(schedule).size_bytes
+    if forgotten == "passing":
+        of = SharedBytes.of
+        monkeypatch.setattr(SharedBytes, "of", lambda *args: replace(of(*args), gone=np.zeros(1, dtype=np.int64)))
+    else:
+        monkeypatch.setattr(ActivationAccount, "_between_blocks", lambda account: 0 * account.saved)
+    wrong = compile_schedule(plan, case.workload)
+    assert error_frac(measured_bytes, eager_peak(wrong)) < -1e-3
+    with pytest.raises(ScheduleError, match="is unsafe"):
+        verify_schedule(wrong, plan, case.workload)
 
 
 # -- device Adam -----------------------------------------------------------------------------------------------------
