@@ -6,6 +6,7 @@
 - memory: the measured peak is the schedule's own account, nothing is left, a thousand steps grow nothing.
 - faults: trainings that are killed at random moments resume from a complete checkpoint and end equal.
 - exhaustion: out of memory at every task of a schedule ends in one error with its cause, and loses nothing.
+- ranks: processes that train together give the bits of DistributedDataParallel, in the guaranteed memory.
 - properties: the property tests of compiler, verifier, simulator and search with all of their examples.
 
 Small models, so that there are many cases; everything is checked against plain PyTorch.  ``make prove`` runs it and
@@ -36,7 +37,15 @@ from protwin.shared.basics.documents import write_atomically
 from protwin.shared.basics.progress import OnProgress, progress_bar
 from protwin.shared.basics.units import format_seconds
 
-from . import prove_equality, prove_exhaustion, prove_faults, prove_memory, prove_optimizers, prove_properties
+from . import (
+    prove_equality,
+    prove_exhaustion,
+    prove_faults,
+    prove_memory,
+    prove_optimizers,
+    prove_properties,
+    prove_ranks,
+)
 from .prove_claims import Claim, Settings, show
 
 _SECTIONS: Final[dict[str, Callable[[Settings, OnProgress], list[Claim]]]] = {
@@ -45,6 +54,7 @@ _SECTIONS: Final[dict[str, Callable[[Settings, OnProgress], list[Claim]]]] = {
     "memory": prove_memory.prove,
     "faults": prove_faults.prove,
     "exhaustion": prove_exhaustion.prove,
+    "ranks": prove_ranks.prove,
     "properties": prove_properties.prove,
 }
 

@@ -83,8 +83,11 @@ def _proof_lines(content: Any) -> Iterator[tuple[str, str]]:
     words = {
         "equality": "losses and weights equal the plain loop's, bit for bit (fp32 and bfloat16, CPU)",
         "memory": "measured peaks of tiny models are within 0.5 % of the account, and 1000 steps grow nothing",
+        "optimizers": "the same with every optimizer that can step the model here",
         "faults": "a training that is killed resumes and ends with the plain loop's bits",
         "exhaustion": "out of memory at any task ends in one error that names its cause, and chunks are left at a step",
+        "ranks": "processes that train together equal DistributedDataParallel, in the guaranteed memory (gloo, CPU)",
+        "properties": "the property tests of compiler, verifier, simulator and search hold with all of their examples",
     }
     for name, section in content["sections"].items():
         cases = sum(claim["num_cases"] for claim in section["claims"])

@@ -11,6 +11,7 @@ import hypothesis
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from hypothesis.strategies import SearchStrategy
 
 from protwin.runtime import CpuDevice, carry_out
 from protwin.shared.compile.compile import compile_schedule
@@ -38,19 +39,24 @@ class _Enough(Exception):
 
 
 def random_plans(workload: Workload, number: int, seed: int, optimizer: Optimizer = Optimizer.ADAMW) -> list[Plan]:
-    """So many different plans that ``workload`` can follow, the same ones for the same seed.
+    """So many different plans that ``workload`` can follow on one rank, the same ones for the same seed."""
+    return different(plans(workload, optimizers=st.just(optimizer), has_disk=True), number, seed)
+
+
+def different(drawn: SearchStrategy[tuple[Plan, Layout]], number: int, seed: int) -> list[Plan]:
+    """So many different plans of those that are ``drawn``, the same ones for the same seed.
 
     Hypothesis varies what it has drawn before, so that plans of one run of it are alike: each run gives a few.
     """
     found: dict[str, Plan] = {}
     for run in range(10 * number):
-        _draw(found, min(number, len(found) + _PER_RUN), workload, seed * _RUNS_PER_SEED + run, optimizer)
+        _draw(found, min(number, len(found) + _PER_RUN), drawn, seed * _RUNS_PER_SEED + run)
         if len(found) == number:
             return list(found.values())
     raise AssertionError(f"{len(found)} different plans were drawn, {number} were wanted")
 
 
-def _draw(found: dict[str, Plan], until: int, workload: Workload, seed: int, optimizer: Optimizer) -> None:
+def _draw(found: dict[str, Plan], until: int, drawn: SearchStrategy[tuple[Plan, Layout]], seed: int) -> None:
     """Add plans to those ``found``, until there are so many or one run of Hypothesis has no more."""
 
     @hypothesis.seed(seed)
@@ -62,11 +68,11 @@ def _draw(found: dict[str, Plan], until: int, workload: Workload, seed: int, opt
         phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
     )
-    @given(drawn=plans(workload, optimizers=st.just(optimizer), has_disk=True))
-    def draw(drawn: tuple[Plan, Layout]) -> None:
+    @given(one=drawn)
+    def draw(one: tuple[Plan, Layout]) -> None:
         if len(found) == until:
             raise _Enough
-        found.setdefault(drawn[0].identity, drawn[0])
+        found.setdefault(one[0].identity, one[0])
 
     with suppress(_Enough):
         draw()

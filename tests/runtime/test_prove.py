@@ -7,16 +7,18 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, Self
 
 import pytest
 
-from benchmarks import prove, prove_equality, prove_faults, prove_optimizers
+from benchmarks import prove, prove_equality, prove_faults, prove_optimizers, prove_ranks
 from benchmarks.prove_claims import Claim, Settings
 from protwin.shared.basics.progress import no_progress
 from protwin.shared.schema.optimizer import Optimizer
-from protwin.shared.schema.plan import Plan
+from protwin.shared.schema.plan import ParallelMode, Plan
 from tests.runtime.equality import Outcome, trained
 from tests.runtime.models import Case
+from tests.runtime.ranks.beside_ddp import Found
 
 SMALL = Settings(plans=2, steps=1, kills=1, growth_steps=10, seed=0, models=("hand-written, unused parameters",))
 
@@ -127,3 +129,71 @@ def test_kills_that_lose_something_are_a_failure(monkeypatch: pytest.MonkeyPatch
     (claim,) = prove_faults.prove(SMALL, no_progress)
     assert not claim.is_shown
     assert "no_such_program" in claim.failures[0]
+
+
+RIGHT = Found([1.0], [1.0], [], 0.0, 10, 10, 1, 1, has_bound=True)
+
+
+class Answers:
+    """In the place of processes: every rank gives the same answers, but for the last one's to one question."""
+
+    def __init__(self, question: str = "", wrong: Any = None) -> None:
+        self._question, self._wrong = question, wrong
+        self._num_ranks = 0
+        self.asked: list[tuple[str, str, Plan]] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def of(self, num_ranks: int) -> Self:
+        self._num_ranks = num_ranks
+        return self
+
+    def run(self, function: Callable[..., Any], name: str, plan: Plan, *_: object, patience_s: float) -> list[Any]:
+        asked = function.__name__
+        assert plan.num_ranks == self._num_ranks
+        self.asked.append((asked, name, plan))
+        right = {"train": RIGHT, "peak_error": (0.0, 5, 5), "one_step": 0.5, "weights_hash": "a"}[asked]
+        return [right] * (plan.num_ranks - 1) + [self._wrong if asked == self._question else right]
+
+
+@pytest.mark.parametrize(
+    ("question", "wrong", "message"),
+    [
+        ("train", replace(RIGHT, losses=[2.0]), "the losses differ, first that of micro-batch 0, 2.0 instead of 1.0"),
+        ("train", replace(RIGHT, different=["exit.weight"], worst=0.5), "5.0e-01 of the largest: exit.weight"),
+        ("train", replace(RIGHT, peak_bytes=11), "rank 1: the peak is 11 bytes, guaranteed are 10"),
+        ("peak_error", (0.01, 5, 5), "rank 1: the peak is +1.00% outside of its account"),
+        ("peak_error", (0.0, 6, 5), "rank 1: the host has 6 bytes, the schedule's account is 5"),
+        ("one_step", 1.5, "1.50 times the rounding of one step"),
+        ("weights_hash", "b", "2 different ends"),
+    ],
+)
+def test_one_rank_that_errs_is_a_failure_of_its_claims_alone(
+    question: str, wrong: Any, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prove_ranks, "Pool", lambda: Answers(question, wrong))
+    monkeypatch.setattr(prove_ranks, "_DRAWN", 1)
+    claims = prove_ranks.prove(replace(SMALL, plans=1), no_progress)
+    missed = [claim for claim in claims if not claim.is_shown]
+    assert (len(missed), len(claims)) == (3, 9)
+    assert all(message in failure for claim in missed for failure in claim.failures)
+
+
+def test_ranks_are_tried_in_every_mode_and_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = Answers()
+    monkeypatch.setattr(prove_ranks, "Pool", lambda: answers)
+    monkeypatch.setattr(prove_ranks, "_DRAWN", 1)
+    assert all(claim.is_shown for claim in prove_ranks.prove(replace(SMALL, plans=1), no_progress))
+    asked = {(question, plan.parallel, plan.num_ranks) for question, _, plan in answers.asked}
+    modes = {*ParallelMode} - {ParallelMode.SINGLE}
+    assert asked == {
+        (question, mode, number)
+        for questions, numbers in ((("train", "peak_error"), (2,)), (("one_step", "weights_hash"), (3, 4, 5)))
+        for question in questions
+        for mode in modes
+        for number in numbers
+    }

@@ -122,13 +122,27 @@ def parallel_workloads(draw: DrawFn, max_blocks: int = 6, measured: bool | None 
     """A random workload with a random plan for several ranks; often more of them than a chunk has scalars."""
     case = draw(planned_workloads(max_blocks, measured))
     mode = draw(st.sampled_from((ParallelMode.SHARDED, ParallelMode.REPLICATED, ParallelMode.DDP)))
-    knobs: dict[str, object] = {"parallel": mode, "num_ranks": draw(st.sampled_from((2, 3, 5, 8, 1000)))}
+    num_ranks = draw(st.sampled_from((2, 3, 5, 8, 1000)))
+    return PlannedWorkload(case.workload, draw(_shared(case.plan, case.layout, mode, num_ranks)), case.layout)
+
+
+@st.composite
+def plans_of_ranks(draw: DrawFn, workload: Workload, mode: ParallelMode, num_ranks: int) -> tuple[Plan, Layout]:
+    """A plan for so many ranks that ``workload`` can follow, and its layout."""
+    plan, layout = draw(plans(workload))
+    return draw(_shared(plan, layout, mode, num_ranks)), layout
+
+
+@st.composite
+def _shared(draw: DrawFn, plan: Plan, layout: Layout, mode: ParallelMode, num_ranks: int) -> Plan:
+    """``plan``, a plan of one rank, for several of them."""
+    knobs: dict[str, object] = {"parallel": mode, "num_ranks": num_ranks}
     if mode is ParallelMode.DDP:
-        knobs |= {"n_persist": len(case.layout.chunks), "n_host_stepped": 0}
+        knobs |= {"n_persist": len(layout.chunks), "n_host_stepped": 0}
     if mode is ParallelMode.SHARDED:
-        if case.plan.optimizer is Optimizer.ADAFACTOR:
+        if plan.optimizer is Optimizer.ADAFACTOR:
             knobs["optimizer"] = Optimizer.SGD
-        knobs |= {"n_persist": case.plan.num_kept, "n_host_stepped": 0}
-        num_left = len(case.layout.chunks) - case.plan.num_kept
+        knobs |= {"n_persist": plan.num_kept, "n_host_stepped": 0}
+        num_left = len(layout.chunks) - plan.num_kept
         knobs["n_shard"] = draw(st.just(0) | st.just(num_left) | st.integers(0, num_left))
-    return PlannedWorkload(case.workload, case.plan.model_copy(update=knobs), case.layout)
+    return plan.model_copy(update=knobs)

@@ -33,6 +33,7 @@ from protwin.shared.schema.schedule import Content, Memory
 from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
 from tests.runtime.accounts import error_frac
 from tests.runtime.eager_lanes import WATCHED, eager_peak, settled_lanes
+from tests.runtime.families import family_cases
 from tests.runtime.models import (
     SEED,
     Batch,
@@ -100,13 +101,13 @@ def in_default_group(function: Callable[_Parameters, _Result]) -> Callable[_Para
 
 @lru_cache
 def all_cases(num_batches: int) -> dict[str, Case]:
-    """Those of one rank, and one whose ranks use other parameters."""
+    """Those of one rank, those of the families, and one whose ranks use other parameters."""
     gated = Case(_gated_model, point_batches(num_batches), has_loss=False)
     # No parameter of it leaves room behind itself in a chunk: a rank's part has no padding.
     wide = Case(
         lambda: llama(hidden_size=64, intermediate_size=128, num_layers=3), token_batches(num_batches), three_groups
     )
-    return {**cases(num_batches), "gated": gated, "llama, 64 wide": wide}
+    return {**cases(num_batches), **family_cases(num_batches), "gated": gated, "llama, 64 wide": wide}
 
 
 def prepare(model: nn.Module, rank: int) -> nn.Module:
@@ -115,10 +116,10 @@ def prepare(model: nn.Module, rank: int) -> nn.Module:
     return model
 
 
-def batches_of(case: Case, rank: int, num_ranks: int, micro_batches: int) -> list[Sequence[Batch]]:
+def batches_of(case: Case, rank: int, num_ranks: int, micro_batches: int, steps: int = STEPS) -> list[Sequence[Batch]]:
     """The rank's batches of every step, others than any other rank's."""
     own = [*case.batches][rank::num_ranks]
-    return [[own[(step * micro_batches + m) % len(own)] for m in range(micro_batches)] for step in range(STEPS)]
+    return [[own[(step * micro_batches + m) % len(own)] for m in range(micro_batches)] for step in range(steps)]
 
 
 @dataclass(frozen=True)
@@ -178,18 +179,18 @@ def averaged(parameter: nn.Parameter) -> torch.Tensor | None:
 _references: dict[Any, Reference] = {}
 
 
-def reference(name: str, rank: int, plan: Plan, num_batches: int) -> Reference:
+def reference(name: str, rank: int, plan: Plan, num_batches: int, steps: int = STEPS) -> Reference:
     """With one micro-batch DDP itself; else ``ByHand``."""
     case = all_cases(num_batches)[name]
     leaving = leaving_names(case, plan) if plan.micro_batches > 1 else frozenset()
     is_wide = plan.parallel is ParallelMode.SHARDED and has_parts(case, plan)
-    key = (name, plan.micro_batches, plan.max_gradient_norm, leaving, is_wide)
+    key = (name, num_batches, steps, plan.micro_batches, plan.max_gradient_norm, leaving, is_wide)
     if key not in _references:
-        _references[key] = _trained(case, rank, plan, leaving, is_wide=is_wide)
+        _references[key] = _trained(case, rank, plan, leaving, steps, is_wide=is_wide)
     return _references[key]
 
 
-def _trained(case: Case, rank: int, plan: Plan, leaving: frozenset[str], *, is_wide: bool) -> Reference:
+def _trained(case: Case, rank: int, plan: Plan, leaving: frozenset[str], steps: int, *, is_wide: bool) -> Reference:
     micro_batches, max_norm = plan.micro_batches, plan.max_gradient_norm
     model = prepare(uncached(case.build()), rank)
     masters = Masters(model)
@@ -205,7 +206,7 @@ def _trained(case: Case, rank: int, plan: Plan, leaving: frozenset[str], *, is_w
         by_hand = ByHand(model, leaving)
     losses, norms = [], []
     torch.manual_seed(SEED + rank)
-    for batches in batches_of(case, rank, dist.get_world_size(), micro_batches):
+    for batches in batches_of(case, rank, dist.get_world_size(), micro_batches, steps):
         for number, batch in enumerate(batches):
             loss = case.loss(called, batch)
             loss.backward()
@@ -254,16 +255,18 @@ class Found:
     guaranteed_bytes: int
     num_cpu_adam_steps: int
     to_host_bytes: int
+    has_bound: bool
+    """Whether the limit of the norm changed a step."""
 
 
 @in_default_group
-def train(rank: int, name: str, plan: Plan, num_batches: int) -> Found:
+def train(rank: int, name: str, plan: Plan, num_batches: int, steps: int = STEPS) -> Found:
     """Train on a device of just the memory that is guaranteed to be enough, beside the reference."""
     case = all_cases(num_batches)[name]
-    expected = reference(name, rank, plan, num_batches)
+    expected = reference(name, rank, plan, num_batches, steps)
     guaranteed_bytes = guaranteed_device_peak(compile_schedule(plan, case.workload)).size_bytes
     model = prepare(case.build(), rank)
-    training, losses = run(case, model, plan, rank, CpuDevice(guaranteed_bytes))
+    training, losses = run(case, model, plan, rank, CpuDevice(guaranteed_bytes), steps=steps)
     state = snapshot(model)
     scale = max(float(value.abs().max()) for value in expected.weights.values() if value.numel())
     gaps = [(state[n].double() - value.double()).abs().max().item() for n, value in expected.weights.items()]
@@ -276,6 +279,7 @@ def train(rank: int, name: str, plan: Plan, num_batches: int) -> Found:
         guaranteed_bytes,
         training.num_cpu_adam_steps,
         training.bytes_device_to_host,
+        any(norm > plan.max_gradient_norm for norm in expected.norms if plan.max_gradient_norm is not None),
     )
 
 
@@ -286,6 +290,8 @@ def run(
     rank: int,
     device: CpuDevice,
     within: Callable[[Training], Any] | None = None,
+    *,
+    steps: int = STEPS,
     **options: Any,
 ) -> tuple[Training, list[float]]:
     losses = []
@@ -299,7 +305,7 @@ def run(
         **options,
     ) as training:
         torch.manual_seed(SEED + rank)
-        for batches in batches_of(case, rank, plan.num_ranks, plan.micro_batches):
+        for batches in batches_of(case, rank, plan.num_ranks, plan.micro_batches, steps):
             for batch in held(case, batches):
                 loss = case.loss(model, batch)
                 loss.backward()
@@ -360,30 +366,42 @@ def host_tensors(chunk: DeviceChunk) -> list[torch.Tensor]:
 def one_step(rank: int, name: str, plan: Plan, num_batches: int) -> float:
     """The worst distance of a weight from plain SGD's with the mean in float64, in units of its rounding.
 
-    The sum of n gradients, its product and the step each round: n + 2 times half a unit in the last place.
+    The sum of n gradients, its product and the step each round, and so does every later micro-batch's sum: with m
+    micro-batches n + m + 1 times half a unit in the last place.
     """
     case = replace(all_cases(num_batches)[name], make_optimizer=partial(torch.optim.SGD, lr=_RATE), groups=one_group)
     plain = prepare(uncached(case.build()), rank)
     torch.manual_seed(SEED + rank)
-    (batch,) = batches_of(case, rank, plan.num_ranks, 1)[0]
-    case.loss(plain, batch).backward()
+    batches = batches_of(case, rank, plan.num_ranks, plan.micro_batches, 1)[0]
+    means = [torch.zeros_like(parameter, dtype=torch.float64) for parameter in plain.parameters()]
+    sizes = [torch.zeros_like(mean) for mean in means]
+    for batch in batches:
+        case.loss(plain, batch).backward()
+        for mean, size, parameter in zip(means, sizes, plain.parameters(), strict=True):
+            if parameter.grad is not None:
+                mean += parameter.grad.double() / plan.num_ranks
+                size += parameter.grad.double().abs() / plan.num_ranks
+        plain.zero_grad()
     model = prepare(case.build(), rank)
     with carry_out(
         model, plan, case.workload, optimizer=case.make_optimizer, parameter_groups=case.groups(model)
     ) as training:
         torch.manual_seed(SEED + rank)
-        case.loss(model, batch).backward()
+        for batch in held(case, batches):
+            case.loss(model, batch).backward()
         training.step()
     worst = 0.0
-    for own, parameter in zip(model.parameters(), plain.parameters(), strict=True):
-        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        mean, size = gradient.double() / plan.num_ranks, gradient.double().abs() / plan.num_ranks
+    for own, parameter, mean, size in zip(model.parameters(), plain.parameters(), means, sizes, strict=True):
         dist.all_reduce(mean)
         dist.all_reduce(size)
         if not parameter.requires_grad:
             mean.zero_()
         eps = torch.finfo(parameter.dtype).eps
-        bound = _RATE * (plan.num_ranks + 2) * eps * size + eps * parameter.detach().double().abs() + 1e-30
+        bound = (
+            _RATE * (plan.num_ranks + plan.micro_batches + 1) * eps * size
+            + eps * parameter.detach().double().abs()
+            + 1e-30
+        )
         gap = (own.detach().double() - (parameter.detach().double() - _RATE * mean)).abs()
         worst = max(worst, float((gap / bound).max()))
     return worst
@@ -393,14 +411,14 @@ _RATE = 0.5
 
 
 @in_default_group
-def weights_hash(rank: int, name: str, plan: Plan, num_batches: int) -> str:
+def weights_hash(rank: int, name: str, plan: Plan, num_batches: int, steps: int = STEPS) -> str:
     """Of all weights after training."""
     case = all_cases(num_batches)[name]
     model = prepare(case.build(), rank)
-    run(case, model, plan, rank, CpuDevice())
+    run(case, model, plan, rank, CpuDevice(), steps=steps)
     digest = hashlib.sha256()
     for parameter in model.parameters():
-        digest.update(parameter.detach().numpy().tobytes())
+        digest.update(parameter.detach().contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 

@@ -8,7 +8,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -113,6 +113,25 @@ class Ranks:
         still = [rank for rank, process in enumerate(self.processes) if process.exitcode is None]
         self.kill()
         assert not still, f"ranks {still} did not end"
+
+
+class Pool:
+    """Processes by their number, started when so many are first asked for, and anew after they were killed."""
+
+    def __init__(self) -> None:
+        self._started: dict[int, Ranks] = {}
+        self._ends = ExitStack()
+
+    def of(self, num_ranks: int) -> Ranks:
+        if num_ranks not in self._started or not self._started[num_ranks].are_alive:
+            self._started[num_ranks] = self._ends.enter_context(Ranks(num_ranks))
+        return self._started[num_ranks]
+
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ends.close()
 
 
 def _serve(pipe: Connection, environment: Mapping[str, str]) -> None:
