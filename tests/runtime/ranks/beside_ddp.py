@@ -28,6 +28,7 @@ from protwin.runtime.ranks.world import _make_default
 from protwin.shared.compile.compile import compile_schedule
 from protwin.shared.layout.layout import build_layout
 from protwin.shared.layout.residencies import ChunkResidency, residencies
+from protwin.shared.layout.shards import regions
 from protwin.shared.schema.plan import ParallelMode, Plan
 from protwin.shared.schema.schedule import Content, Memory
 from protwin.shared.verify.guaranteed_peak import guaranteed_device_peak
@@ -340,7 +341,36 @@ def peak_error(rank: int, name: str, plan: Plan, num_batches: int) -> tuple[floa
     assert device.ledger.named_bytes == device.ledger.watched_bytes == 0
     said_bytes = schedule.static_bytes(Memory.HOST) + schedule.static_bytes(Memory.PINNED_HOST)
     said_bytes -= sum(b.size_bytes for b in schedule.buffers if b.is_static and b.content is Content.SWAPPED)
-    return error_frac(peak_bytes, eager_peak(schedule)), host_bytes, said_bytes
+    account = eager_peak(schedule)
+    account = replace(account, low_bytes=account.low_bytes - stateless_bytes(case, plan, rank))
+    return error_frac(peak_bytes, account), host_bytes, said_bytes
+
+
+def stateless_bytes(case: Case, plan: Plan, rank: int) -> int:
+    """What AdamW's state would have for scalars of a rank's shards on its device that belong to no parameter.
+
+    The schedule's account says that all scalars of a shard have a state: alignment and padding have none.
+    """
+    workload, size_bytes = case.workload, 0
+    layout = build_layout(workload.parameters, num_blocks=workload.num_blocks, chunk_bytes=plan.chunk_bytes)
+    found = residencies(plan, layout)
+    for chunk in layout.chunks:
+        if found[chunk.id] is not ChunkResidency.SHARDED:
+            continue
+        begin_bytes = 0
+        for region in regions(chunk, workload.parameters):
+            count, item_bytes = region.shard_elements(plan.num_ranks), region.dtype.item_bytes
+            shard = range(rank * count, (rank + 1) * count)
+            end_bytes, held_scalars = begin_bytes + region.size_bytes, 0
+            for placed in chunk.parameters:
+                if begin_bytes <= placed.offset_bytes < end_bytes:
+                    first = (placed.offset_bytes - begin_bytes) // item_bytes
+                    last = first + workload.parameters[placed.index].num_elements
+                    held_scalars += max(0, min(last, shard.stop) - max(first, shard.start))
+            moments_bytes = 2 * max(item_bytes, 4) + (4 if item_bytes < 4 else 0)
+            size_bytes += region.trainable * (count - held_scalars) * moments_bytes
+            begin_bytes = end_bytes
+    return size_bytes
 
 
 def host_bytes_of(training: Training) -> int:
