@@ -83,12 +83,13 @@ def test_what_does_not_go_together_is_refused(
     assert result.stdout == ""
 
 
-def test_plans_of_several_ranks_are_not_run(protwin_here: Protwin, folder: Path) -> None:
+def test_a_plan_of_several_ranks_is_not_run_by_one(protwin_here: Protwin, folder: Path) -> None:
     plan = Plan.load(folder / "plan.json")
     plan.model_copy(update={"parallel": ParallelMode.SHARDED, "num_ranks": 2}).save(folder / "plan.json")
     result = protwin_here("run", "--plan", "plan.json", "--workload", "workload.json", "--model", "gpt2")
     assert result.returncode == 2
-    assert "num_ranks = 2" in result.stderr
+    assert "the plan is for 2 ranks, but 1 process was started" in result.stderr
+    assert "--ranks 2" in result.stderr
 
 
 # -- search ----------------------------------------------------------------------------------------------------------

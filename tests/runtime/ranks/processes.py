@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-PATIENCE_S = 60.0
+PATIENCE_S = 240.0
 
 
 @dataclass(frozen=True)
