@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import nn
 
-from ...shared.basics.errors import PlanError
+from ...shared.basics.documents import Document
+from ...shared.basics.errors import FileError, PlanError
 from ...shared.schema.hardware import Disk
 from ...shared.schema.plan import Plan
 from ...shared.schema.workload import Workload
@@ -75,6 +76,7 @@ def carry_out(
     persistent chunks; FileError if ``disk_folder`` is missing, read-only, too full or in use; RanksError if ranks do
     not find each other.  What one rank raises, all do, with the same message.
     """
+    plan = _checked(model, plan, workload)
     world = join_world(plan.num_ranks, timeout_s=rank_timeout_s)
 
     def chosen() -> TrainingSettings:
@@ -92,6 +94,24 @@ def carry_out(
         )
 
     return _begun(world, lambda: Training(model, plan, workload, agreed(world, chosen)))
+
+
+def _checked(model: nn.Module, plan: Plan, workload: Workload) -> Plan:
+    """The plan with the values that a file of it would have: ``model_copy`` checks none of those that it is given.
+
+    Raises PlanError if one of them is impossible, or an argument is something else.
+    """
+    for name, given, kind in (("model", model, nn.Module), ("plan", plan, Plan), ("workload", workload, Workload)):
+        if not isinstance(given, kind):
+            how = f" {kind.__name__}.load(path) reads a file." if issubclass(kind, Document) else ""
+            raise PlanError(f"{name} is a {type(given).__name__}; it must be a {kind.__name__}.{how}")
+    knobs = plan.model_dump(mode="json", warnings=False)
+    try:
+        return Plan.from_mapping(
+            {"kind": Plan.KIND, "schema_version": Plan.SCHEMA_VERSION, **knobs}, origin="the plan given to carry_out()"
+        )
+    except FileError as error:
+        raise PlanError(str(error)) from error
 
 
 def _begun(world: World | None, begin: Callable[[], Training]) -> Training:

@@ -183,8 +183,10 @@ def _proof(result: SearchResult) -> str:
     if not result.certificate.is_certified:
         return "The search was ended early; nothing is proven about the plans that it left undecided."
     sentence = f"No plan of the space {how_much_faster(result.gap_frac)}."
-    tolerance_frac = result.certificate.tolerance_frac
-    if any(outcome.iteration_s < result.prediction.iteration_s for outcome in (*result.alternatives, *result.pareto)):
+    tolerance_frac, best_s = result.certificate.tolerance_frac, result.certificate.best_iteration_s
+    if best_s < result.prediction.iteration_s * (1 - tolerance_frac):
+        sentence += f" The fastest that was found takes {format_seconds(best_s)}."
+    elif any(outcome.iteration_s < result.prediction.iteration_s for outcome in (*result.alternatives, *result.pareto)):
         sentence += f" Of the plans within {format_share(tolerance_frac)} of the fastest, this is the simplest."
     return sentence
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from protwin.shared.basics.units import format_seconds
 from protwin.shared.schema.plan_kind import PlanKind
 from protwin.shared.schema.search_result import Certificate, PlanOutcome, SearchResult
 from protwin.shared.tables.search import certificate_sentence, search_tables
@@ -61,6 +62,21 @@ def result(*, bound_over_best: float | None, num_alternatives: int = 2, num_unde
 def test_the_proof_in_words(bound_over_best: float | None, proof: str) -> None:
     sentence = certificate_sentence(result(bound_over_best=bound_over_best))
     assert sentence == f"12,000 plans in the space: 10,000 cannot fit, 1,990 cannot be faster, 10 simulated. {proof}"
+
+
+def test_the_simplest_of_the_fastest_is_told_of_these_alone() -> None:
+    """A plan of a simpler kind may take longer than the tolerance; the wrong variant looks at neither."""
+    found = result(bound_over_best=0.9)
+    faster = found.alternatives[0].model_copy(update={"iteration_s": found.prediction.iteration_s * 0.995})
+    near = found.model_copy(update={"alternatives": (faster,)})
+    assert "1.0 % of the fastest, this is the simplest" in certificate_sentence(near)
+    best_s = found.prediction.iteration_s * 0.95
+    far = near.model_copy(
+        update={"certificate": near.certificate.model_copy(update={"best_iteration_s": best_s})},
+    )
+    sentence = certificate_sentence(far)
+    assert "simplest" not in sentence
+    assert f"The fastest that was found takes {format_seconds(best_s)}." in sentence
 
 
 def test_an_early_end_proves_nothing() -> None:
